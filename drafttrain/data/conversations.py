@@ -1,0 +1,423 @@
+"""Conversations written by a target, as ids and a mask: the journal they grow in and the set they are kept as.
+
+A set is a folder with `conversations.safetensors` (ids, offsets, packed mask bits, row numbers, split) and
+`manifest.json` (format, target fingerprint, settings, counts). Ids are stored as generated, never re-encoded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Not on Windows; there, two runs in one folder are not noticed.
+    fcntl = None  # type: ignore[assignment]
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from drafttrain.errors import InputError
+
+FORMAT = 1
+TENSORS = "conversations.safetensors"
+MANIFEST = "manifest.json"
+TRAIN, HELD_OUT = 0, 1
+LOCKS = fcntl is not None
+FINISH = ("stop", "length", "template")
+"""How an answer ends: on a stop token; cut by a limit; on a stop token, with no later turn because the template would
+show the answer otherwise there. The place in this tuple is stored."""
+_LARGEST_MANIFEST = 64 << 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One conversation."""
+
+    row: int
+    """Number of the prompt it was written for."""
+    ids: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    """[start, end) of every answer, its end token included."""
+    finish: tuple[str, ...] = ()
+    """How each answer ended, see FINISH; all but the last are "stop"."""
+    temperature: float = 0.0
+
+    @property
+    def supervised(self) -> int:
+        return sum(end - start for start, end in self.spans)
+
+
+class ConversationSet:
+    """A set in memory: ids and mask of every row, with its manifest."""
+
+    def __init__(
+        self,
+        ids: np.ndarray,
+        offsets: np.ndarray,
+        mask: np.ndarray,
+        rows: np.ndarray,
+        split: np.ndarray,
+        manifest: dict[str, Any],
+        temperature: np.ndarray,
+        cut: np.ndarray,
+    ) -> None:
+        self.ids, self.offsets, self.mask, self.rows, self.split = ids, offsets, mask, rows, split
+        self.temperature, self.cut = temperature, cut
+        """Per row: how its answers were sampled, and the place in FINISH of the last one's end."""
+        self.manifest = manifest
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def length(self, index: int) -> int:
+        return int(self.offsets[index + 1] - self.offsets[index])
+
+    def row(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """ids (s) int64 and loss mask (s) bool of one row."""
+        part = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        return torch.from_numpy(self.ids[part].astype(np.int64)), torch.from_numpy(self.mask[part].copy())
+
+    def indices(self, split: int) -> list[int]:
+        return np.flatnonzero(self.split == split).tolist()
+
+    def prompts(self, limit: int | None = None) -> list[list[int]]:
+        """Ids before the first answer of each held-out row, to decode from."""
+        found = []
+        for index in self.indices(HELD_OUT)[:limit]:
+            ids, mask = self.row(index)
+            found.append(ids[: int(mask.long().argmax())].tolist())
+        return found
+
+    @property
+    def supervised(self) -> int:
+        return int(self.mask.sum())
+
+
+def write_set(folder: Path, rows: Iterable[Row], *, manifest: dict[str, Any], held_out: int) -> dict[str, Any]:
+    """Write a set atomically; its first `held_out` rows form the held-out split. Returns the manifest."""
+    ordered = sorted(rows, key=lambda row: row.row)
+    if not ordered:
+        raise InputError(f"no conversation to write into {folder}")
+    if len({row.row for row in ordered}) != len(ordered):
+        raise ValueError("a row number appears twice")
+    flat = np.concatenate([np.asarray(row.ids, dtype=np.int64) for row in ordered])
+    kind = np.uint16 if int(flat.max()) < 1 << 16 else np.int32
+    mask = np.concatenate([_mask(row) for row in ordered])
+    split = np.zeros(len(ordered), dtype=np.uint8)
+    split[: min(held_out, len(ordered) - 1)] = HELD_OUT
+    tensors: dict[str, np.ndarray] = {
+        "ids": flat.astype(kind),
+        "offsets": np.cumsum([0, *(len(row.ids) for row in ordered)]).astype(np.int64),
+        "mask_bits": np.packbits(mask),
+        "rows": np.asarray([row.row for row in ordered], dtype=np.int64 if ordered[-1].row >= 1 << 31 else np.int32),
+        "split": split,
+        "temperature": np.asarray([row.temperature for row in ordered], dtype=np.float32),
+        "cut": np.asarray([FINISH.index(row.finish[-1]) for row in ordered], dtype=np.uint8),
+    }
+    manifest = {
+        "format": FORMAT,
+        **manifest,
+        "conversations": len(ordered),
+        "held_out": int(split.sum()),
+        "tokens": len(flat),
+        "supervised_tokens": int(mask.sum()),
+        "answers": sum(len(row.spans) for row in ordered),
+        "answers_cut_by_length": sum(reason == "length" for row in ordered for reason in row.finish),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / TENSORS, lambda path: save_file(tensors, path))
+    write_json(folder / MANIFEST, manifest)
+    return manifest
+
+
+def _mask(row: Row) -> np.ndarray:
+    mask = np.zeros(len(row.ids), dtype=bool)
+    for start, end in row.spans:
+        mask[start:end] = True
+    return mask
+
+
+def read_set(folder: Path | str) -> ConversationSet:
+    """Read and check a set. Raises InputError for what is missing, of another format, or contradicts itself."""
+    folder = Path(folder)
+    if not (folder / MANIFEST).is_file() or not (folder / TENSORS).is_file():
+        raise InputError(
+            f"{folder} is not a conversation set ({MANIFEST} and {TENSORS} are needed): make one with "
+            "python -m drafttrain.synthesize out=<folder>"
+        )
+    manifest = _read_manifest(folder / MANIFEST)
+    damaged = f"{folder / TENSORS}: the set is damaged, make it again"
+    try:
+        with safe_open(folder / TENSORS, framework="np") as file:
+            lacking = sorted(_KINDS.keys() - set(file.keys()))
+            if lacking:
+                raise InputError(f"{damaged} (it lacks {', '.join(lacking)})")
+            # Kinds and sizes are looked at before anything is read into memory.
+            parts = {name: file.get_slice(name) for name in _KINDS}
+            shapes = {name: part.get_shape() for name, part in parts.items()}
+            odd = [n for n, part in parts.items() if part.get_dtype() not in _KINDS[n] or len(shapes[n]) != 1]
+            if odd:
+                raise InputError(f"{damaged} ({', '.join(odd)} of another kind than written by this version)")
+            sizes = {name: int(shape[0]) for name, shape in shapes.items()}
+            count = sizes["rows"]
+            if not (
+                count > 0
+                and sizes["offsets"] == count + 1
+                and all(sizes[name] == count for name in ("split", "temperature", "cut"))
+                and sizes["mask_bits"] == (sizes["ids"] + 7) // 8
+            ):
+                raise InputError(f"{damaged} (sizes do not fit together: {sizes})")
+            tensors = {name: file.get_tensor(name) for name in _KINDS}
+    except (SafetensorError, ValueError, OSError) as error:
+        raise InputError(f"{folder} cannot be read: {error}") from error
+    ids, offsets, rows, split = (tensors[name] for name in ("ids", "offsets", "rows", "split"))
+    if not (offsets[0] == 0 and offsets[-1] == len(ids) and bool((offsets[1:] > offsets[:-1]).all())):
+        raise InputError(f"{damaged} (its rows do not cover the ids)")
+    if int(ids.min()) < 0 or int(rows.min()) < 0 or len(np.unique(rows)) != count:
+        raise InputError(f"{damaged} (negative ids, or a row number that is negative or appears twice)")
+    if int(split.max()) > HELD_OUT:
+        raise InputError(f"{damaged} (a split that is neither train nor held-out)")
+    mask = np.unpackbits(tensors["mask_bits"], count=len(ids)).astype(bool)
+    for name, value in (("conversations", count), ("tokens", len(ids)), ("supervised_tokens", int(mask.sum()))):
+        if manifest.get(name) != value:
+            raise InputError(
+                f"{folder}: {MANIFEST} says {name} {manifest.get(name)}, {TENSORS} has {value}; make the set again"
+            )
+    return ConversationSet(ids, offsets, mask, rows, split, manifest, tensors["temperature"], tensors["cut"])
+
+
+_KINDS = {
+    "ids": ("U16", "I32"),
+    "offsets": ("I64",),
+    "mask_bits": ("U8",),
+    "rows": ("I32", "I64"),
+    "split": ("U8",),
+    "temperature": ("F32",),
+    "cut": ("U8",),
+}
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        size = path.stat().st_size
+        if size > _LARGEST_MANIFEST:
+            raise InputError(f"{path} has {size} bytes: not a manifest")
+        manifest = json.loads(path.read_bytes())
+    except (ValueError, RecursionError, OSError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    form = manifest.get("format") if isinstance(manifest, dict) else None
+    if form != FORMAT:
+        raise InputError(f"{path}: format {form}, this version reads {FORMAT}")
+    target = manifest.get("target")
+    known = target.get("fingerprint") if isinstance(target, dict) else None
+    if not isinstance(known, dict) or not all(isinstance(value, str) for value in known.values()):
+        raise InputError(f"{path} does not say which target wrote the set (target.fingerprint): make the set again")
+    return manifest
+
+
+def check_vocabulary(data: ConversationSet, vocab_size: int, name: str = "the conversation set") -> None:
+    """Raise InputError if an id is beyond a target's vocabulary."""
+    largest = int(data.ids.max())
+    if largest >= vocab_size:
+        raise InputError(
+            f"{name} holds id {largest}, the target's vocabulary ends at {vocab_size - 1}: use the target that wrote it"
+        )
+
+
+def rows_of(data: ConversationSet) -> Iterator[Row]:
+    """The rows that a set was written from."""
+    for index in range(len(data)):
+        ids, mask = data.row(index)
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.numpy().astype(np.int8), [0]]))).reshape(-1, 2)
+        spans = tuple((int(start), int(end)) for start, end in edges)
+        last = FINISH[int(data.cut[index])]
+        finish = ("stop",) * (len(spans) - 1) + (last,)
+        yield Row(int(data.rows[index]), tuple(ids.tolist()), spans, finish, _plain(data.temperature[index]))
+
+
+def _plain(value: np.float32) -> float:
+    """The shortest decimal that float32 rounds to this value: 0.7 stays 0.7."""
+    return float(str(value))
+
+
+class Journal:
+    """Finished rows, one JSON line each, appended and flushed: a kill loses only rows that were being written.
+
+    One file per process, locked while its process lives; `finished` reads them all, so a resumed run skips what any
+    process has done.
+    """
+
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        self.folder = folder
+        self.path = journal_path(folder, rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a", encoding="utf-8")
+        if not _lock(self._file):
+            self._file.close()
+            raise InputError(
+                f"{self.path} is being written by another process: wait for it, or give another out folder"
+            )
+        self._heal()
+
+    def _heal(self) -> None:
+        """Cut a last line that a kill left unfinished, so that the next append starts a line of its own."""
+        data = self.path.read_bytes()
+        if data and not data.endswith(b"\n"):
+            os.truncate(self.path, data.rfind(b"\n") + 1)
+
+    def add(self, row: Row) -> None:
+        self._write(_as_record(row))
+
+    def skip(self, row: int, reason: str) -> None:
+        self._write({"row": row, "skipped": reason})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file.closed:
+            return
+        os.fsync(self._file.fileno())
+        empty = os.fstat(self._file.fileno()).st_size == 0
+        self._file.close()
+        if empty:
+            self.path.unlink(missing_ok=True)
+
+    def finished(self) -> tuple[dict[int, Row], dict[int, str]]:
+        """Rows written and rows skipped (with the reason) so far, over all processes."""
+        return read_journals(self.folder)
+
+
+def journal_path(folder: Path, rank: int) -> Path:
+    return folder / f"journal-{rank:04d}.jsonl"
+
+
+def journals(folder: Path) -> list[Path]:
+    return sorted(folder.glob("journal-*.jsonl"))
+
+
+def read_journals(folder: Path) -> tuple[dict[int, Row], dict[int, str]]:
+    """Rows written and rows skipped (with the reason) in every journal of a folder; a row counts once.
+
+    Raises: InputError naming file and line of a record that no run of this program writes.
+    """
+    rows: dict[int, Row] = {}
+    skipped: dict[int, str] = {}
+    for path in journals(folder):
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    break  # Unfinished: its writer was killed, or is just writing it.
+                try:
+                    found = _from_record(json.loads(line))
+                except (ValueError, RecursionError) as error:
+                    raise InputError(
+                        f"{path}, line {number} is damaged ({error}): delete the line to have its row written again"
+                    ) from error
+                if isinstance(found, Row):
+                    rows.setdefault(found.row, found)
+                else:
+                    skipped.setdefault(*found)
+    return rows, {row: reason for row, reason in skipped.items() if row not in rows}
+
+
+def write_journal(path: Path, rows: Iterable[Row], skipped: dict[int, str]) -> None:
+    """A whole journal at once, so that the rows of a finished set can be added to."""
+    records = [*map(_as_record, rows), *({"row": row, "skipped": reason} for row, reason in skipped.items())]
+    text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+    write_atomic(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))
+
+
+def is_locked(path: Path) -> bool:
+    """Does a living process write this journal?"""
+    try:
+        with path.open("rb") as file:
+            return not _lock(file, patience=0)
+    except OSError:
+        return False
+
+
+def _lock(file: Any, patience: float = 2.0) -> bool:
+    """Take the file until this process ends, however it ends; False if another has it.
+
+    Args:
+        patience: seconds to try for, since others take the lock for a moment to see whether it is free.
+    """
+    until = time.monotonic() + patience
+    while fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.05)
+        except OSError:
+            break  # A file system without locks.
+        else:
+            break
+    return True
+
+
+def _as_record(row: Row) -> dict[str, Any]:
+    return {"row": row.row, "ids": row.ids, "spans": row.spans, "finish": row.finish, "temperature": row.temperature}
+
+
+def _from_record(record: Any) -> Row | tuple[int, str]:
+    """Check a journal's record. Raises ValueError saying what is wrong with it."""
+    if not isinstance(record, dict) or not _whole(record.get("row")):
+        raise ValueError("not an object with a row number")
+    if "skipped" in record:
+        if not isinstance(record["skipped"], str):
+            raise ValueError("its reason is not text")
+        return record["row"], record["skipped"]
+    ids, spans, finish, temperature = (record.get(name) for name in ("ids", "spans", "finish", "temperature"))
+    if not isinstance(ids, list) or not ids or not all(map(_whole, ids)):
+        raise ValueError("its ids are not a list of token ids")
+    if not isinstance(spans, list) or not spans:
+        raise ValueError("it has no answer")
+    behind = 0
+    for span in spans:
+        if not isinstance(span, list) or len(span) != 2 or not all(map(_whole, span)):
+            raise ValueError("an answer is not a pair of places")
+        if not behind <= span[0] < span[1] <= len(ids):
+            raise ValueError("its answers do not lie in its ids")
+        behind = span[1]
+    if not isinstance(finish, list) or len(finish) != len(spans) or not all(reason in FINISH for reason in finish):
+        raise ValueError(f"its answers do not each end by one of {', '.join(FINISH)}")
+    if not isinstance(temperature, float | int) or isinstance(temperature, bool) or not 0 <= temperature < float("inf"):
+        raise ValueError("its temperature is not a number")
+    return Row(record["row"], tuple(ids), tuple((a, b) for a, b in spans), tuple(finish), float(temperature))
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+
+
+def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write beside the goal, then rename: a kill or a full disk leaves the old file whole."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    os.close(handle)
+    scratch = Path(name)
+    try:
+        write(scratch)
+        with scratch.open("rb") as file:
+            os.fsync(file.fileno())
+        scratch.chmod(0o644)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    write_atomic(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))

@@ -1,0 +1,282 @@
+"""Rows of a conversation set as training batches: read, cut to length, grouped by length, padded.
+
+Nothing here holds state: batch k of epoch e is a pure function of the settings, so a run is resumed from (e, k) alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drafttrain.data.conversations import HELD_OUT, TRAIN, ConversationSet, check_vocabulary, read_set
+from drafttrain.errors import InputError
+from drafttrain.flow import Batch
+
+SPLITS = {"train": TRAIN, "held_out": HELD_OUT}
+BUILTIN = "builtin:"
+_BUCKET = 1.125
+"""Rows whose lengths differ by less than this factor are mixed freely; it bounds padding at about a tenth."""
+
+
+def set_folder(path: Path | str) -> Path:
+    """The folder of a set; `builtin:smollm2` is the one that the package ships for the embedded target.
+
+    Raises: InputError when there is no such built-in set.
+    """
+    text = str(path)
+    if not text.startswith(BUILTIN):
+        return Path(text).expanduser()
+    sets = Path(__file__).parent / "sets"
+    name = text.removeprefix(BUILTIN)
+    found = sorted(p.name for p in sets.iterdir() if p.is_dir()) if sets.is_dir() else []
+    if name not in found:
+        listed = ", ".join(BUILTIN + f for f in found) or "none"
+        raise InputError(
+            f"{text}: there is no such set in the package; it has {listed}. A folder made by synthesize works too"
+        )
+    return sets / name
+
+
+def collate(rows: Sequence[tuple[Tensor, Tensor, int]], pad_to_multiple: int = 1) -> Batch:
+    """Pad rows on the right.
+
+    Args:
+        rows: (ids (s) int64, loss mask (s) bool, number of the row in its set) of each row; at least one.
+        pad_to_multiple: the width is rounded up to a multiple of this.
+    """
+    lengths = torch.tensor([len(ids) for ids, _, _ in rows], dtype=torch.int64)
+    width = -(-int(lengths.max()) // pad_to_multiple) * pad_to_multiple
+    input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    loss_mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for place, (ids, mask, _) in enumerate(rows):
+        input_ids[place, : len(ids)] = ids
+        loss_mask[place, : len(mask)] = mask
+    return Batch(input_ids, loss_mask, lengths, torch.tensor([row for _, _, row in rows], dtype=torch.int64))
+
+
+class ConversationData:
+    """One split of a set, cut to a length; what cannot be trained on is left out and counted.
+
+    Rows keep the set's order. A row's first token is never a label, since nothing stands before it.
+    """
+
+    def __init__(
+        self,
+        path: Path | str | ConversationSet,
+        *,
+        split: str = "train",
+        max_length: int | None = None,
+        limit_tokens: int | None = None,
+        limit_rows: int | None = None,
+    ) -> None:
+        """Read a split.
+
+        Args:
+            path: a set's folder, `builtin:<name>`, or a set in memory.
+            split: "train" or "held_out".
+            max_length: ids and mask are cut here alike; a row without a supervised token left is dropped.
+            limit_tokens: take rows while their supervised tokens add up to at most this; at least one row.
+            limit_rows: take at most this many rows.
+        Raises: InputError for an unreadable set, or when no row is left (with the counts by reason).
+        """
+        if split not in SPLITS:
+            raise InputError(f"split={split}: give one of {', '.join(SPLITS)}")
+        for name, value, least in (
+            ("max_length", max_length, 2),
+            ("limit_tokens", limit_tokens, 1),
+            ("limit_rows", limit_rows, 1),
+        ):
+            if value is not None and value < least:
+                raise InputError(f"{name}={value}: needs at least {least}, or null for no limit")
+        self.name = str(path) if not isinstance(path, ConversationSet) else "the set"
+        self.set = path if isinstance(path, ConversationSet) else read_set(set_folder(path))
+        self.split, self.max_length = split, max_length
+        self.indices: list[int] = []
+        """Number in the set of each row kept."""
+        self.lengths: list[int] = []
+        """Tokens of each row kept, after cutting."""
+        self.supervised_per_row: list[int] = []
+        """Labels of each row kept."""
+        self.counts: dict[str, int] = {}
+        """Rows left out, by reason."""
+        self.cut = 0
+        """Rows kept that were cut to max_length."""
+        self._supervised = 0
+        chosen = self.set.indices(SPLITS[split])
+        for place, index in enumerate(chosen):
+            whole = self.set.length(index)
+            length = whole if max_length is None else min(whole, max_length)
+            start = int(self.set.offsets[index])
+            labels = int(self.set.mask[start + 1 : start + length].sum())
+            if not labels:
+                why = "no supervised token" + (f" in the first {max_length} tokens" if length < whole else "")
+                self.counts[why] = self.counts.get(why, 0) + 1
+                continue
+            over = limit_tokens is not None and self.indices and self.supervised + labels > limit_tokens
+            if over or (limit_rows is not None and len(self.indices) == limit_rows):
+                why = f"behind limit_{'tokens' if over else 'rows'}"
+                self.counts[why] = len(chosen) - place
+                break
+            self.indices.append(index)
+            self.lengths.append(length)
+            self.supervised_per_row.append(labels)
+            self._supervised += labels
+            self.cut += length < whole
+        if not self.indices:
+            raise InputError(
+                f"{self.name}, split {split}: none of its {len(chosen)} rows can be used "
+                f"({_listed(self.counts) or 'the split is empty'}); raise max_length, or give another set"
+            )
+
+    @property
+    def supervised(self) -> int:
+        """Labels over all rows kept."""
+        return self._supervised
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """Of the target that wrote the set."""
+        return dict(self.set.manifest["target"]["fingerprint"])
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise InputError if an id of the set is beyond a target's vocabulary."""
+        check_vocabulary(self.set, vocab_size, self.name)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def row(self, i: int) -> tuple[Tensor, Tensor]:
+        """ids (s) int64 and loss mask (s) bool of the i-th row kept."""
+        ids, mask = self.set.row(self.indices[i])
+        ids, mask = ids[: self.lengths[i]], mask[: self.lengths[i]]
+        mask[0] = False
+        return ids, mask
+
+    def batch(self, places: Sequence[int], pad_to_multiple: int = 1) -> Batch:
+        """Rows as one batch; a place ~i (that is -i - 1) is row i with nothing supervised, see `EpochSampler`."""
+        rows = []
+        for place in places:
+            i = place if place >= 0 else ~place
+            ids, mask = self.row(i)
+            rows.append((ids, mask if place >= 0 else torch.zeros_like(mask), self.indices[i]))
+        return collate(rows, pad_to_multiple)
+
+    def summary(self) -> str:
+        """One line for the console: rows, tokens, the supervised share, and what was left out."""
+        share = self.supervised / self.tokens
+        text = f"{self.split}: {len(self)} rows, {self.supervised} of {self.tokens} tokens supervised ({share:.0%})"
+        if self.cut:
+            text += f"; {self.cut} rows cut to {self.max_length} tokens"
+        return text + (f"; left out: {_listed(self.counts)}" if self.counts else "")
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in counts.items())
+
+
+class EpochSampler:
+    """Batches of row places for every epoch and process: shuffled, of like length, equally many on every process.
+
+    Every row appears once an epoch over all processes. The number of batches is the same in every epoch. Where the
+    batches do not divide evenly, a process gets a batch [~i], which stands for row i with nothing supervised: it takes
+    part in every collective and weighs nothing.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        batch_tokens: int | None = None,
+        batch_rows: int | None = None,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        """Say how rows become batches.
+
+        Args:
+            lengths: tokens of each row.
+            batch_tokens: rows times width of a batch is at most this (padding counted).
+            batch_rows: rows of a batch. At least one of the two limits must be given.
+        Raises: InputError for no rows, no limit, or a row longer than batch_tokens.
+        """
+        if not lengths:
+            raise InputError("there are no rows to make batches of")
+        if batch_tokens is None and batch_rows is None:
+            raise InputError("give batch_tokens or batch_rows")
+        if batch_rows is not None and batch_rows < 1:
+            raise InputError(f"batch_rows={batch_rows}: needs at least 1")
+        longest = max(lengths)
+        if batch_tokens is not None and batch_tokens < longest:
+            raise InputError(
+                f"batch_tokens={batch_tokens} is less than the longest row ({longest}): raise it, or lower max_length"
+            )
+        if not 0 <= rank < world:
+            raise InputError(f"rank={rank} is not one of {world} processes")
+        self.seed, self.rank, self.world = seed, rank, world
+        self._classes = _length_classes(lengths)
+        # Classes alone decide where a batch ends, so that every epoch has equally many batches.
+        in_order = sorted(self._classes)
+        self._sizes: list[int] = []
+        rows = 0
+        for width in in_order:
+            full = batch_rows is not None and rows == batch_rows
+            if rows and (full or (batch_tokens is not None and (rows + 1) * width > batch_tokens)):
+                self._sizes.append(rows)
+                rows = 0
+            rows += 1
+        self._sizes.append(rows)
+        self._filler = ~min(range(len(lengths)), key=lambda i: lengths[i])
+
+    def __len__(self) -> int:
+        """Batches of one process in one epoch."""
+        return -(-len(self._sizes) // self.world)
+
+    def batches(self, epoch: int) -> list[list[int]]:
+        """This process's batches of an epoch, in order."""
+        return [group[self.rank] for group in self._groups(epoch)]
+
+    def from_step(self, epoch: int, first: int = 0) -> Iterator[tuple[int, int, list[int]]]:
+        """(epoch, k, batch) without end, from batch `first` of `epoch` on."""
+        while True:
+            for k, batch in enumerate(self.batches(epoch)[first:], start=first):
+                yield epoch, k, batch
+            epoch, first = epoch + 1, 0
+
+    def _groups(self, epoch: int) -> list[list[list[int]]]:
+        """[step][process] -> batch; the batches of a step are of like length, so that no process waits long."""
+        chance = random.Random(f"{self.seed}/{epoch}/batches")
+        order = list(range(len(self._classes)))
+        chance.shuffle(order)
+        order.sort(key=lambda i: self._classes[i])  # Stable: rows of one class stay shuffled.
+        batches, start = [], 0
+        for size in self._sizes:
+            batches.append(order[start : start + size])
+            start += size
+        groups = [batches[i : i + self.world] for i in range(0, len(batches), self.world)]
+        groups[-1] += [[self._filler]] * (self.world - len(groups[-1]))
+        chance.shuffle(groups)
+        return groups
+
+
+def _length_classes(lengths: Sequence[int]) -> list[int]:
+    """For each length an upper bound that it shares with lengths a little smaller; the longest is a bound itself."""
+    longest = max(lengths)
+    edges = [longest]
+    while edges[-1] > 1:
+        edges.append(min(edges[-1] - 1, int(edges[-1] / _BUCKET)))
+    edges.reverse()
+    found, place = {}, 0
+    for length in sorted(set(lengths)):
+        while edges[place] < length:
+            place += 1
+        found[length] = edges[place]
+    return [found[length] for length in lengths]

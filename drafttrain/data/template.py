@@ -1,0 +1,149 @@
+"""A tokenizer's chat template, cut where texts are written by the target.
+
+A conversation grows by pieces: the template's own text around the turns is encoded, what the target writes is kept as
+the ids it chose. Nothing written is ever decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from drafttrain.data.conversations import Row
+from drafttrain.errors import InputError
+
+Message = dict[str, str]
+
+_MARKS = ("Qz0userQz", "Qz1answerQz", "Qz2userQz")
+_THOUGHT = "Qz3thoughtQz"
+REASONING_END = "</think>"
+
+
+class ChatPieces:
+    """Ids to feed between turns. `stop_ids` end a turn and are part of what the writer wrote."""
+
+    def __init__(self, tokenizer: Any, stop_ids: tuple[int, ...]) -> None:
+        if tokenizer is None:
+            raise InputError("this target came without a tokenizer: text cannot be read or written")
+        if not getattr(tokenizer, "chat_template", None):
+            raise InputError(
+                "the target's tokenizer has no chat template: give a chat model, or set tokenizer.chat_template"
+            )
+        self.tokenizer = tokenizer
+        self.stop_texts = sorted((tokenizer.decode([i]) for i in stop_ids), key=len, reverse=True)
+
+    def render(self, messages: list[Message], *, prompt: bool) -> str:
+        """The template's text; `prompt` ends it with the header of the next answer.
+
+        Raises: InputError with the template's own message when it refuses the messages.
+        """
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        except Exception as error:  # Templates raise what they like.
+            raise InputError(f"the chat template refuses: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def before_user(self, system: str | None = None) -> list[int]:
+        """From the start of the text to the first user turn's first token."""
+        text = self.render([*_system(system), {"role": "user", "content": _MARKS[0]}], prompt=False)
+        ids = self.encode(self._split(text, _MARKS[0])[0])
+        if not ids:
+            raise InputError(
+                "the chat template puts nothing before a user turn, so the target cannot write one: give prompts"
+            )
+        return ids
+
+    def user_to_answer(self) -> list[int]:
+        """From behind a user turn's end token to the answer's first token."""
+        text = self.render([{"role": "user", "content": _MARKS[0]}], prompt=True)
+        return self.encode(self._behind_stop(self._split(text, _MARKS[0])[1]))
+
+    def answer_to_user(self) -> list[int]:
+        """From behind an answer's end token to the next user turn's first token."""
+        return self.encode(self._behind_stop(self._between(_MARKS[2], prompt=False).partition(_MARKS[2])[0]))
+
+    def first_prompt(self, messages: list[Message]) -> list[int]:
+        """The whole text of the given messages, up to the answer's first token."""
+        return self.encode(self.render(messages, prompt=True))
+
+    def answer_to_answer(self, user: str) -> list[int]:
+        """From behind an answer's end token, over the next user turn, to the next answer's first token."""
+        return self.encode(self._behind_stop(self._between(user, prompt=True)))
+
+    def check(self, system: str | None, users: tuple[str, ...]) -> list[int]:
+        """Render every turn without answers; ids up to the first answer. Raises: InputError if the template refuses."""
+        ids = self.first_prompt([*_system(system), {"role": "user", "content": users[0]}])
+        for user in users[1:]:
+            self._between(user, prompt=True)
+        return ids
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - two entries
+    def grows(self, *, with_system: bool) -> bool:
+        """Does a text with a further turn begin with the text before it?
+
+        Not so if, for instance, an empty reasoning block stands in the header of the last answer alone, or the system
+        text moves to the last turn. Blanks around an answer do not count.
+        """
+        lead: list[Message] = [*_system("Qz4systemQz" if with_system else None), {"role": "user", "content": _MARKS[0]}]
+        answer: list[Message] = [{"role": "assistant", "content": _MARKS[1]}, {"role": "user", "content": _MARKS[2]}]
+        before = self.render(lead, prompt=True).rstrip()
+        longer = self.render([*lead, *answer], prompt=True)
+        return longer.startswith(before) and longer[len(before) :].lstrip().startswith(_MARKS[1])
+
+    @functools.cached_property
+    def keeps_reasoning(self) -> bool:
+        """Does the template show an earlier answer's <think> block in later turns?"""
+        answer = f"<think>\n{_THOUGHT}\n{REASONING_END}\n\n{_MARKS[1]}"
+        messages = [
+            {"role": "user", "content": _MARKS[0]},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": _MARKS[2]},
+        ]
+        return answer in self.render(messages, prompt=True)
+
+    def turn_end(self) -> int | None:
+        """The id that the template puts right behind an answer; None if nothing stands there."""
+        ids = self.encode(self._between(_MARKS[2], prompt=False).partition(_MARKS[2])[0].lstrip(" "))
+        return ids[0] if ids else None
+
+    def _between(self, user: str, *, prompt: bool) -> str:
+        messages = [
+            {"role": "user", "content": _MARKS[0]},
+            {"role": "assistant", "content": _MARKS[1]},
+            {"role": "user", "content": user},
+        ]
+        return self._split(self.render(messages, prompt=prompt), _MARKS[1])[1]
+
+    def _split(self, text: str, mark: str) -> tuple[str, str]:
+        if text.count(mark) != 1:
+            raise InputError(
+                "the chat template changes or repeats the turns it is given: answers cannot be kept as written"
+            )
+        before, _, behind = text.partition(mark)
+        return before, behind
+
+    def _behind_stop(self, text: str) -> str:
+        """Without the leading end token, which the writer wrote itself, and without a blank before it."""
+        for stop in self.stop_texts:
+            if stop and text.lstrip(" ").startswith(stop):
+                return text.lstrip(" ")[len(stop) :]
+        return text
+
+
+def _system(text: str | None) -> list[Message]:
+    return [{"role": "system", "content": text}] if text else []
+
+
+def changed_by_reencoding(tokenizer: Any, rows: Iterable[Row], group: int = 512) -> int:
+    """Rows whose answers would have other ids had they been decoded and encoded again, as data sets often are."""
+    changed: set[int] = set()
+    answers = [(row.row, row.ids[start:end]) for row in rows for start, end in row.spans]
+    for first in range(0, len(answers), group):
+        part = answers[first : first + group]
+        texts = [tokenizer.decode(list(ids), clean_up_tokenization_spaces=False) for _, ids in part]
+        again = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        changed |= {row for (row, ids), other in zip(part, again, strict=True) if list(ids) != list(other)}
+    return len(changed)

@@ -1,0 +1,329 @@
+"""The decoding loop: propose, verify, accept, commit, until a stop token or the limit; neither is overrun.
+
+Plain decoding is the same loop with an empty proposal, on the same cache: the yardstick of every speed measurement.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from drafttrain.decoding import rules
+from drafttrain.drafter.base import Drafter, Fresh
+from drafttrain.errors import InputError
+from drafttrain.flow import Acceptance, Features, Law, Proposal, Tally
+from drafttrain.nn.sampling import Chance, Policy, draw
+from drafttrain.target.model import Target
+from drafttrain.tree.topology import Tree, ancestor_mask, depths_of
+
+
+@dataclass
+class Output:
+    """What one row was given and what came of it."""
+
+    ids: list[int] = field(default_factory=list)
+    """Generated ids, a stop token included."""
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    """(emitted, of these accepted drafts) of every target pass, the prefill first."""
+    finish: str = "length"
+    """"stop", "length" (the limit asked for) or "context" (the target's own)."""
+    tally: Tally = field(default_factory=Tally)
+    """This row's counts; seconds are kept for the whole batch."""
+
+
+Listener = Callable[[int, list[int], int], None]
+"""(row, newly emitted ids, how many of the first of them were drafted)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to decode: proposal shape, law and rule."""
+
+    tree: Tree
+    """Tree.chain(0) is plain decoding."""
+    policy: Policy = Policy()
+    sampled: bool | None = None
+    """Draw drafts from q (True) or take the top-k (False); None draws them whenever the temperature is above 0."""
+    rule: str | None = None
+    """Name of an acceptance rule; None is the exact one that fits the proposal."""
+
+    @property
+    def draws(self) -> bool:
+        if self.policy.greedy:
+            if self.sampled:
+                raise InputError("sampled=true needs a temperature above 0: at temperature 0 there is nothing to draw from")
+            return False
+        return True if self.sampled is None else self.sampled
+
+    @property
+    def rule_name(self) -> str:
+        law = (Law.IID if self.tree.is_chain else Law.WOR) if self.draws else Law.ONE_HOT
+        fitting = rules.rule_for(law, self.policy.greedy, self.tree.is_chain)
+        if self.rule is None or self.rule == fitting:
+            return fitting
+        if self.rule not in rules.RULES:
+            raise InputError(f"rule {self.rule} is not known: give one of {', '.join(rules.RULES)}")
+        return self.rule
+
+    @property
+    def guarantee(self) -> str:
+        """Relative to the target used: "greedy" (same tokens) or "distribution" (same law)."""
+        if not self.tree.size:
+            return "greedy" if self.policy.greedy else "distribution"
+        return rules.GUARANTEES[self.rule_name]
+
+
+def decode(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    plan: Plan,
+    *,
+    max_new_tokens: int,
+    stop_ids: Sequence[int] | None = None,
+    seed: int = 0,
+    row_numbers: Sequence[int] | None = None,
+    listener: Listener | None = None,
+) -> tuple[list[Output], Tally]:
+    """Decode a batch of prompts of any lengths.
+
+    Args:
+        drafter: None decodes plainly.
+        max_new_tokens: exact limit per row, a stop token included.
+        stop_ids: end behind any of these; None takes the target's own.
+        seed, row_numbers: a row's chance depends on (seed, its number) alone; numbers default to 0, 1, ...
+    Returns: one Output per prompt, and the batch's Tally with seconds by stage.
+    Raises: InputError for an empty prompt or one that leaves no room in the target's context.
+    """
+    return _Decoding(target, drafter, prompts, plan, max_new_tokens, stop_ids, seed, row_numbers, listener).run()
+
+
+class _Clock:
+    """Seconds by stage; an accelerator is waited for, so that a stage holds its own work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._wait = device.type != "cpu"
+        self._device = device
+        self.seconds = {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "host": 0.0}
+        self._last = time.perf_counter()
+
+    def mark(self, stage: str) -> None:
+        if self._wait:
+            torch.accelerator.synchronize(self._device)
+        now = time.perf_counter()
+        self.seconds[stage] += now - self._last
+        self._last = now
+
+
+class _Decoding:
+    """One call of `decode`. Rows that finish leave the batch; the rest go on."""
+
+    def __init__(self, target, drafter, prompts, plan, limit, stop_ids, seed, row_numbers, listener) -> None:
+        if limit < 0:
+            raise InputError(f"max_new_tokens is {limit}: give 0 or more")
+        for number, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise InputError(f"prompt {number} is empty: at least one token is needed to decode from")
+            if len(prompt) >= target.context:
+                raise InputError(
+                    f"prompt {number} has {len(prompt)} tokens, the target's context holds {target.context}: shorten it"
+                )
+            if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
+                raise InputError(f"prompt {number} has an id outside the target's vocabulary 0..{target.vocab_size - 1}")
+        self.target: Target = target
+        self.plan: Plan = plan
+        self.drafter: Drafter | None = drafter if plan.tree.size else None
+        if drafter is None and plan.tree.size:
+            raise InputError("a tree of drafts needs a drafter: give one, or Tree.chain(0) for plain decoding")
+        self.rule = plan.rule_name
+        self.prompts = [list(prompt) for prompt in prompts]
+        self.stop = frozenset(target.stop_ids if stop_ids is None else stop_ids)
+        self.listener = listener
+        self.chance = Chance.seeded(seed, list(row_numbers) if row_numbers is not None else len(prompts))
+        self.outputs = [Output() for _ in prompts]
+        self.limits = [min(limit, target.context - len(prompt)) for prompt in self.prompts]
+        self.wanted = limit
+        self.clock = _Clock(target.device)
+
+    @torch.inference_mode()
+    def run(self) -> tuple[list[Output], Tally]:
+        self.rows = [row for row, limit in enumerate(self.limits) if limit > 0]
+        """Number of the row behind each place of the batch."""
+        if self.rows:
+            self._prefill()
+        while self.rows:
+            self._round()
+        total = Tally()
+        for output in self.outputs:
+            total += output.tally
+        total.seconds = self.clock.seconds
+        return self.outputs, total
+
+    def _prefill(self) -> None:
+        device = self.target.device
+        prompts = [self.prompts[row] for row in self.rows]
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        s = int(lengths.max())
+        capacity = max(len(self.prompts[row]) + self.limits[row] for row in self.rows) + self.plan.tree.size + 1
+        ids = torch.tensor([prompt + [0] * (s - len(prompt)) for prompt in prompts], device=device)
+        self.cache = self.target.new_cache(len(prompts), capacity)
+        needs = self.drafter.needs if self.drafter else None
+        out = self.target.step(ids, self.cache, layers=needs.layers if needs else ())
+        self.cache.commit(lengths)
+        places = torch.arange(len(prompts), device=device)
+        logits = self.target.head(out.hidden[places, lengths - 1])  # b v
+        if self.plan.policy.greedy:
+            self.anchor = logits.argmax(-1)
+        else:
+            self.anchor = draw(self.plan.policy.probs(logits), self.chance.uniform(1)[:, 0].to(device))
+        if self.drafter:
+            self.state = self.drafter.open(len(prompts), capacity)
+            tokens = torch.cat((ids[:, 1:], ids[:, :1]), 1)
+            tokens[places, lengths - 1] = self.anchor
+            self.fresh = Fresh(Features(out.hidden, dict(out.layers)), tokens, lengths)
+        self.clock.mark("prefill")
+        self._emit([[token] for token in self.anchor.tolist()], [0] * len(prompts), in_round=False)
+        self.clock.mark("host")
+
+    def _round(self) -> None:
+        device, b = self.target.device, len(self.rows)
+        left = max(self.limits[row] - len(self.outputs[row].ids) for row in self.rows)
+        policy, tree = self.plan.policy, self.plan.tree
+        if policy.greedy and left - 1 < tree.max_depth:
+            # A round emits one token more than it accepts: deeper drafts could only be thrown away. A sampled row keeps
+            # its whole tree, or its text would depend on how far its neighbours have come.
+            tree = tree.capped(left - 1)
+        n = tree.size
+        u = None if policy.greedy else self.chance.uniform(2 * self.plan.tree.size + 1).to(device)
+        if self.drafter and n:
+            number = u[:, :n] if u is not None and self.plan.draws else None
+            proposal = self.drafter.propose(self.state, self.fresh, tree, policy, number)
+        else:
+            empty = torch.empty(b, 0, dtype=torch.int64, device=device)
+            proposal = Proposal(empty, empty, Law.ONE_HOT)
+        self.clock.mark("draft")
+
+        ids = torch.cat((self.anchor[:, None], proposal.tokens), 1)  # b n+1
+        depths = torch.nn.functional.pad(depths_of(proposal.parents), (1, 0))
+        needs = self.drafter.needs if self.drafter else None
+        out = self.target.step(
+            ids,
+            self.cache,
+            among=ancestor_mask(proposal.parents),
+            depths=depths,
+            layers=needs.layers if needs else (),
+        )
+        logits = self.target.head(out.hidden)  # b n+1 v
+        self.clock.mark("verify")
+
+        accepted = self._accept(logits, proposal, u)
+        counts = accepted.count.tolist()
+        path_tokens = proposal.tokens.gather(1, accepted.path.clamp_min(0)) if n else proposal.tokens
+        chosen, correction = path_tokens.tolist(), accepted.next_token.tolist()
+        emitted = [chosen[i][: counts[i]] + [correction[i]] for i in range(b)]
+        stays = self._emit(emitted, counts, in_round=True, drafted=n, offered=tree.max_depth)
+        if stays:
+            self._commit(out.hidden, out.layers, accepted, path_tokens, stays)
+        else:
+            self.rows = []
+        self.clock.mark("host")
+
+    def _accept(self, logits: Tensor, proposal: Proposal, u: Tensor | None) -> Acceptance:
+        if self.plan.policy.greedy:
+            return rules.greedy(logits.argmax(-1), proposal)
+        assert u is not None
+        p = self.plan.policy.probs(logits)
+        if not proposal.size:
+            nothing = proposal.tokens
+            return Acceptance(nothing, torch.zeros(len(p), dtype=torch.int64, device=p.device), draw(p[:, 0], u[:, -1]))
+        return rules.RULES[self.rule](p, proposal, u[:, -(proposal.size + 1) :])
+
+    def _emit(
+        self, tokens: list[list[int]], counts: list[int], *, in_round: bool, drafted: int = 0, offered: int = 0
+    ) -> list[int]:
+        """Cut at a stop token and at the limit, record, and return the places of the rows that go on."""
+        stays = []
+        for place, row in enumerate(self.rows):
+            output, new, accepted = self.outputs[row], tokens[place], counts[place]
+            room = self.limits[row] - len(output.ids)
+            end = next((i + 1 for i, token in enumerate(new) if token in self.stop), None)
+            if end is not None and end <= room:
+                new, output.finish, done = new[:end], "stop", True
+            elif len(new) >= room:
+                new, done = new[:room], True
+                output.finish = "length" if self.limits[row] == self.wanted else "context"
+            else:
+                done = False
+            kept = min(accepted, len(new))
+            output.ids += new
+            output.runs.append((len(new), kept))
+            if in_round:
+                _count(output.tally, drafted, kept, len(new), offered, cut=done and kept < accepted)
+            if self.listener:
+                self.listener(row, new, kept)
+            if not done:
+                stays.append(place)
+        if not in_round and len(stays) < len(self.rows):
+            self._keep(stays)
+        return stays
+
+    def _commit(
+        self, hidden: Tensor, layers: dict[int, Tensor], accepted: Acceptance, tokens: Tensor, stays: list[int]
+    ) -> None:
+        """Move the accepted entries together and hand the drafter the true features of anchor and accepted drafts."""
+        counts = accepted.count
+        kept = torch.nn.functional.pad(accepted.path + 1, (1, 0)).clamp_min(0)  # b 1+k, index among the new entries
+        self.cache.commit(counts + 1, kept)
+        self.anchor = accepted.next_token
+        if self.drafter:
+            kept = kept[:, : int(counts.max()) + 1]
+            behind = torch.nn.functional.pad(tokens[:, : kept.shape[1] - 1], (0, 1))
+            behind = behind.scatter(1, counts[:, None], accepted.next_token[:, None])
+            self.fresh = Fresh(_gather(hidden, layers, kept), behind, counts + 1)
+        if len(stays) < len(self.rows):
+            self._keep(stays)
+
+    def _keep(self, stays: list[int]) -> None:
+        self.rows = [self.rows[place] for place in stays]
+        if not stays:
+            return
+        places = torch.tensor(stays, device=self.target.device)
+        self.chance = self.chance.select(places)
+        self.cache.select(places)
+        self.anchor = self.anchor[places]
+        if self.drafter:
+            self.drafter.select(self.state, places)
+            fresh = self.fresh
+            features = Features(
+                None if fresh.features.last_hidden is None else fresh.features.last_hidden[places],
+                {layer: value[places] for layer, value in fresh.features.layers.items()},
+            )
+            self.fresh = Fresh(features, fresh.tokens[places], fresh.counts[places])
+
+
+def _gather(hidden: Tensor, layers: dict[int, Tensor], kept: Tensor) -> Features:
+    def pick(value: Tensor) -> Tensor:
+        return value.gather(1, kept[:, :, None].expand(-1, -1, value.shape[-1]))
+
+    return Features(pick(hidden), {layer: pick(value) for layer, value in layers.items()})
+
+
+def _count(tally: Tally, drafted: int, accepted: int, emitted: int, depth: int, *, cut: bool) -> None:
+    """Count one round of one row. A round cut by a stop token or the limit offers no depth behind the cut."""
+    tally.rounds += 1
+    tally.drafted += drafted
+    tally.accepted += accepted
+    tally.emitted += emitted
+    for counts in (tally.offered, tally.kept):
+        counts.extend([0] * (depth - len(counts)))
+    for k in range(depth):
+        if k < accepted:
+            tally.offered[k] += 1
+            tally.kept[k] += 1
+        elif k == accepted and not cut and emitted > accepted:
+            # Depth k+1 was drafted behind an accepted prefix and refused.
+            tally.offered[k] += 1

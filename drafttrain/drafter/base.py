@@ -1,0 +1,134 @@
+"""What a drafter must offer. The four bases differ in how the tokens of one block depend on each other."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.flow import Batch, Features, Loss, Needs, Proposal
+from drafttrain.nn.cache import KVCache
+from drafttrain.nn.sampling import Policy
+from drafttrain.target.model import Target
+from drafttrain.tree.growth import grow
+from drafttrain.tree.topology import Tree
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """What became true since the last proposal: features of positions, each with the token that follows it."""
+
+    features: Features
+    """(b s d) features of positions read by the target."""
+    tokens: Tensor
+    """(b s) int64, the committed token behind each position; a row's last one is the anchor."""
+    counts: Tensor
+    """(b) int64 positions that are real; the rest is padding."""
+
+
+class Drafter(nn.Module, abc.ABC):
+    """A trainable guesser. Frozen parts of the target (embedding, head) are borrowed, never owned or saved."""
+
+    needs: ClassVar[Needs]
+    target: Target
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        # Not an attribute that nn.Module would register: the target is neither saved nor moved with the drafter.
+        object.__setattr__(self, "target", target)
+
+    @abc.abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Keyword arguments, apart from the target, that build this drafter again; plain JSON values."""
+
+    @abc.abstractmethod
+    def loss(self, batch: Batch, features: Features, *, generator: torch.Generator | None = None) -> Loss:
+        """Loss of one batch as sums over supervised positions.
+
+        Args:
+            generator: source of training noise; None means no noise (validation).
+        """
+
+    @abc.abstractmethod
+    def open(self, rows: int, capacity: int) -> Any:
+        """A decoding state for some rows: what the drafter remembers between rounds."""
+
+    @abc.abstractmethod
+    def propose(self, state: Any, fresh: Fresh, tree: Tree, policy: Policy, u: Tensor | None) -> Proposal:
+        """Take in what became true, then fill a tree with drafts behind the anchor.
+
+        Args:
+            u: (b n) uniform numbers to draw the tokens with; None asks for a deterministic proposal.
+        """
+
+    @abc.abstractmethod
+    def select(self, state: Any, rows: Tensor) -> None:
+        """Keep only some rows of a state."""
+
+    @property
+    def max_depth(self) -> int | None:
+        """Deepest tree this drafter can fill; None is no limit of its own."""
+        return None
+
+    def at(self, dtype: torch.dtype) -> Drafter:
+        """A copy of this drafter in another dtype, in evaluation mode, for decoding."""
+        copy = type(self)(target=self.target, **self.settings())
+        copy.load_state_dict(self.state_dict())
+        return copy.to(device=next(self.parameters()).device, dtype=dtype).eval().requires_grad_(False)
+
+    def describe(self) -> dict[str, Any]:
+        """Facts worth printing at the start of a run."""
+        return {"trainable parameters": sum(p.numel() for p in self.parameters() if p.requires_grad)}
+
+
+@dataclass
+class AutoregressiveState:
+    cache: KVCache
+
+
+class Autoregressive(Drafter):
+    """One call gives the logits of the children of given nodes, growing a draft cache."""
+
+    @abc.abstractmethod
+    def extend(self, state: AutoregressiveState, fresh: Fresh) -> tuple[Tensor, Tensor]:
+        """Read true features and commit them. Returns (b d) the output at the anchor, (b w) logits of its children."""
+
+    @abc.abstractmethod
+    def expand(
+        self, state: AutoregressiveState, tokens: Tensor, hidden: Tensor, depth: int, among: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `drafttrain.tree.growth.Speaker`. What is written here is scratch: `propose` takes it back."""
+
+    @abc.abstractmethod
+    def to_target_ids(self, ids: Tensor) -> Tensor: ...
+
+    @abc.abstractmethod
+    def to_target_law(self, probs: Tensor) -> Tensor: ...
+
+    def open(self, rows: int, capacity: int) -> AutoregressiveState:
+        return AutoregressiveState(KVCache(rows, capacity, self.target.device))
+
+    def select(self, state: AutoregressiveState, rows: Tensor) -> None:
+        state.cache.select(rows)
+
+    def propose(
+        self, state: AutoregressiveState, fresh: Fresh, tree: Tree, policy: Policy, u: Tensor | None
+    ) -> Proposal:
+        hidden, logits = self.extend(state, fresh)
+        true_rows = state.cache.lengths
+        proposal = grow(self, state, hidden, logits, tree, policy, u)
+        # Only rows made from the target's own features stay.
+        state.cache.set_lengths(true_rows)
+        return proposal
+
+
+def count_labels(rows: Sequence[tuple[Tensor, Tensor]], vocab_size: int) -> Tensor:
+    """(v) int64: how often each id is supervised, over rows of (ids, mask)."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for ids, mask in rows:
+        counts += torch.bincount(ids[mask], minlength=vocab_size)
+    return counts

@@ -1,0 +1,39 @@
+"""A reduced draft vocabulary: the ids a drafter can propose, which cuts the cost of its head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from drafttrain.errors import InputError
+
+
+def most_frequent(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:
+    """The ids seen most often under the loss mask, stop and control tokens always among them.
+
+    Args:
+        counts: (v) how often each id is a supervised label.
+        size: ids to keep; if the text shows fewer, the lowest unused ids fill up.
+        always: ids that are in whatever their count.
+    Returns: (size) int64, ascending.
+    Raises: InputError if size is below what must be in, below 2, or above v.
+    """
+    v = len(counts)
+    forced = sorted({i for i in always if 0 <= i < v})
+    if not max(2, len(forced)) <= size <= v:
+        raise InputError(
+            f"draft_vocab is {size}: give {max(2, len(forced))} (stop and control tokens are always in) to {v} "
+            "(the target's vocabulary), or 0 for the whole vocabulary"
+        )
+    score = counts.double().clone()
+    score[forced] = float("inf")
+    # A stable sort leaves the lowest ids first among equals.
+    return score.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def coverage(counts: Tensor, ids: Tensor) -> float:
+    """Share of supervised labels that lie in the draft vocabulary; the rest can never be accepted."""
+    total = float(counts.sum())
+    return float(counts[ids].sum()) / total if total else 0.0

@@ -1,0 +1,162 @@
+"""The records that travel between rooms. Shapes stand beside every field.
+
+Letters: b batch, s sequence, d width, v vocabulary, w draft vocabulary, n drafted tree nodes, k draft depth, r rows of q.
+Round state of every drafter: the target has read x_0..x_{n-1} and chosen x_n (the anchor); drafts are x_{n+1}..;
+the target's law after the anchor judges the first draft.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows written by the target, padded on the right."""
+
+    input_ids: Tensor
+    """(b s) int64; padding holds a valid id that nothing reads."""
+    loss_mask: Tensor
+    """(b s) bool; true where the token was written by the target (its end-of-turn token included)."""
+    lengths: Tensor
+    """(b) int64 real tokens per row."""
+    row_ids: Tensor
+    """(b) int64 index of the row in its conversation set."""
+
+    @property
+    def padding(self) -> Tensor:
+        """(b s) bool, true on real tokens."""
+        steps = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        return steps[None] < self.lengths[:, None]
+
+    def to(self, device: torch.device | str) -> Batch:
+        return Batch(*(getattr(self, name).to(device) for name in ("input_ids", "loss_mask", "lengths", "row_ids")))
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a drafter reads of the target."""
+
+    last_hidden: bool = False
+    layers: tuple[int, ...] = ()
+    """0-based index l of the decoder layer whose *output* is meant (convention of design section 3)."""
+    logits: bool = False
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the target supplies for some positions."""
+
+    last_hidden: Tensor | None = None
+    """(b s d) exactly what the LM head reads, after the final norm."""
+    layers: dict[int, Tensor] = field(default_factory=dict)
+    """{l: (b s d)} residual stream after decoder layer l."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A drafter's loss on one batch, as sums: dividing comes last, after sums over accumulation and processes."""
+
+    total: Tensor
+    """() float32, weighted *sum* over supervised positions, with grad."""
+    count: Tensor
+    """() float32, number of supervised positions."""
+    parts: dict[str, tuple[Tensor, Tensor]]
+    """{name: (sum, count)} detached, for the log."""
+
+
+class Law(str, enum.Enum):
+    """How the children of a node were drawn; says which acceptance rules are valid (Leviathan 2023; SpecInfer 2023)."""
+
+    IID = "iid"
+    """k independent draws from q, duplicates kept; a chain is k = 1."""
+    WOR = "wor"
+    """k draws without replacement; children stand in the order drawn."""
+    ONE_HOT = "one_hot"
+    """A deterministic function of the committed prefix (argmax, top-k, n-gram)."""
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A tree of drafted tokens per row. Siblings are checked in index order, which must not depend on the drawn tokens."""
+
+    tokens: Tensor
+    """(b n) int64"""
+    parents: Tensor
+    """(b n) int64 index of the parent node, -1 = anchor; a parent's index is below its children's."""
+    law: Law
+    q: Tensor | None = None
+    """(b r v) float32 draft probabilities; one row for each node (or the anchor) that has children. None under ONE_HOT, UNKNOWN."""
+    q_rows: Tensor | None = None
+    """(b n) int64: the row of q that node's token was drawn from, i.e. its parent's law."""
+
+    @property
+    def size(self) -> int:
+        return self.tokens.shape[1]
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What a rule kept of one proposal."""
+
+    path: Tensor
+    """(b k) int64 accepted node indices from the anchor down, padded with -1."""
+    count: Tensor
+    """(b) int64 accepted drafted tokens A; the round emits A + 1."""
+    next_token: Tensor
+    """(b) int64 correction or bonus, the next anchor."""
+    fallbacks: int = 0
+    """Refusals whose residual was empty by rounding; the token was drawn from p instead."""
+
+
+@dataclass
+class Tally:
+    """Counts of decoding rounds. Ratios are computed last: sums before divisions."""
+
+    rounds: int = 0
+    """Target passes that verified a proposal; prefill is not a round."""
+    drafted: int = 0
+    accepted: int = 0
+    """Accepted drafted tokens that were emitted (after cuts by a stop token or the limit)."""
+    emitted: int = 0
+    """Tokens emitted by rounds; the prefill's own first token is not counted."""
+    offered: list[int] = field(default_factory=list)
+    """offered[k]: rounds in which depth k+1 was drafted and depths 1..k were accepted."""
+    kept: list[int] = field(default_factory=list)
+    """kept[k]: rounds in which depth k+1 was accepted."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall seconds by stage: prefill, draft, verify, host."""
+
+    def __iadd__(self, other: Tally) -> Tally:
+        self.rounds += other.rounds
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        self.emitted += other.emitted
+        for name in ("offered", "kept"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for depth, value in enumerate(theirs):
+                mine[depth] += value
+        for stage, value in other.seconds.items():
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + value
+        return self
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens emitted per target pass, bonus included; None when nothing was measured."""
+        return self.emitted / self.rounds if self.rounds else None
+
+    @property
+    def accepted_per_round(self) -> float | None:
+        """Accepted drafted tokens per round, bonus excluded."""
+        return self.accepted / self.rounds if self.rounds else None
+
+    @property
+    def accept_at(self) -> list[float | None]:
+        """accept@k, k = 1..: share of rounds accepting depth k of those whose depths 1..k-1 were accepted."""
+        return [kept / offered if offered else None for kept, offered in zip(self.kept, self.offered, strict=True)]

@@ -1,0 +1,223 @@
+"""Logits to probabilities, probabilities to tokens, and the only source of chance.
+
+The tensor that `Policy.probs` returns is the one to draw from *and* the one to hand to an acceptance rule: a rule is
+exact only for the law that the token really came from (Leviathan et al. 2023, arXiv:2211.17192, section 2.2).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafttrain.errors import InputError
+
+_HEAD = 512
+"""Largest probabilities looked at first by top-p; a full sort follows only where they hold too little."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a law is made from logits: temperature, then top-k, then top-p. The defaults mean greedy decoding."""
+
+    temperature: float = 0.0
+    """0 is greedy: the argmax is compared, nothing is drawn."""
+    top_k: int = 0
+    """Keep this many of the likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the fewest likeliest tokens whose probabilities reach this sum; 1 keeps all."""
+
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise InputError(f"temperature is {self.temperature}, needs a finite number of at least 0 (0 is greedy)")
+        if self.top_k != int(self.top_k) or self.top_k < 0:
+            raise InputError(f"top_k is {self.top_k}, needs a whole number of at least 0 (0 keeps every token)")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p}, needs a number above 0 and at most 1 (1 keeps every token)")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """The law that this policy draws from.
+
+        Exactly top_k tokens stay, and top-p keeps the token that crosses the threshold; among equal values the lower
+        ids stay. Logits of -inf get probability 0 whatever the policy.
+
+        Args:
+            logits: (... v), any float type.
+        Returns: (... v) float32, each row adds up to 1.
+        Raises: InputError under a greedy policy, which has no law: compare argmaxes.
+        """
+        if self.greedy:
+            raise InputError(
+                "a greedy policy (temperature 0) has no probabilities: compare argmaxes, or set temperature above 0"
+            )
+        logits = logits.float()
+        # The largest logit goes first, so that a small temperature cannot overflow.
+        scaled = (logits - logits.amax(-1, keepdim=True)) / self.temperature
+        if 0 < self.top_k < scaled.shape[-1]:
+            last = scaled.topk(int(self.top_k), dim=-1).values[..., -1:]
+            scaled = scaled.masked_fill(~_largest(scaled, last, int(self.top_k)), -math.inf)
+        probs = scaled.softmax(-1)
+        return _nucleus(probs, self.top_p) if self.top_p < 1 else probs
+
+
+def _largest(values: Tensor, last: Tensor, count: Tensor | int) -> Tensor:
+    """(... v) bool: the `count` largest values, of which the smallest equals `last` (... 1); the lower ids win ties."""
+    kept = values >= last
+    if bool((kept.sum(-1, keepdim=True) == count).all()):
+        return kept
+    above = values > last
+    return above | (kept & ((kept & ~above).cumsum(-1) <= count - above.sum(-1, keepdim=True)))
+
+
+def _nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """(... v): the shortest run of the likeliest tokens that reaches top_p, renormalised."""
+    flat = probs.reshape(-1, probs.shape[-1])  # ... v -> r v
+    count, last = _cut(flat.topk(min(flat.shape[-1], _HEAD), dim=-1).values, top_p)
+    short = (count > _HEAD)[:, 0]
+    if bool(short.any()):
+        count[short], last[short] = _cut(flat[short].sort(dim=-1, descending=True).values, top_p)
+    kept = torch.where(_largest(flat, last, count), flat, 0)
+    return (kept / kept.sum(-1, keepdim=True)).reshape(probs.shape)
+
+
+def _cut(falling: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """How many of the falling probabilities (r m) it takes to reach top_p, m + 1 if all fall short; and the last."""
+    count = 1 + (falling.double().cumsum(-1) < top_p).sum(-1, keepdim=True)
+    return count, falling.gather(-1, count.clamp(max=falling.shape[-1]) - 1)
+
+
+def draw(weights: Tensor, u: Tensor) -> Tensor:
+    """One index per row by the inverse of the cumulative weights: the first whose running sum exceeds u times all.
+
+    Never an index of weight 0, also at u = 0, at u just below 1, and where a parallel running sum is not quite
+    monotone.
+
+    Args:
+        weights: (b v) non-negative and finite; they need not add up to 1.
+        u: (b) in [0, 1).
+    Returns: (b) int64.
+    Raises: ValueError if a row's weights add up to 0, or to no finite number.
+    """
+    sums = weights.double().cumsum(-1)  # b v
+    total = sums[:, -1:]
+    if not bool(((total > 0) & total.isfinite()).all()):
+        raise ValueError("draw needs weights that are finite, non-negative and not all 0 in every row")
+    v = weights.shape[-1]
+    index = torch.arange(v, device=weights.device)
+    positive = weights > 0
+    first = torch.where(positive & (sums > u.to(sums)[:, None] * total), index, v).amin(-1)
+    last = torch.where(positive, index, -1).amax(-1)  # serves u times total rounded up to the total
+    return torch.minimum(first, last)
+
+
+def untried(probs: Tensor, tried: Tensor) -> Tensor:
+    """The law of the next draw without replacement: tried tokens at 0, the rest renormalised.
+
+    Where the tried tokens hold all the probability, the law is uniform over the tokens not tried, as in Sequoia (Chen
+    et al. 2024, arXiv:2402.12374, Algorithm 2). Drafting and verifying must agree on this, so both call this function.
+
+    Args:
+        probs: (b v), not changed.
+        tried: (b j) int64 tokens drawn before; j may be 0, then `probs` is returned as it stands, in float64.
+    Returns: (b v) float64.
+    """
+    probs = probs.double()
+    if tried.shape[-1] == 0:
+        return probs
+    probs = probs.scatter(-1, tried, 0.0)
+    empty = probs.sum(-1) <= 0
+    if bool(empty.any()):
+        probs[empty] = torch.ones_like(probs[empty]).scatter(-1, tried[empty], 0.0)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def draw_without_replacement(probs: Tensor, u: Tensor) -> Tensor:
+    """Draw k different tokens per row one after the other; their order is the order in which a rule must check them.
+
+    Each draw leaves earlier tokens out and renormalises; a row whose support is used up goes on with the uniform law
+    over the tokens not yet tried (Sequoia, arXiv:2402.12374, Algorithm 2).
+
+    Args:
+        probs: (b v).
+        u: (b k) in [0, 1), one number per draw.
+    Returns: (b k) int64.
+    Raises: InputError if k exceeds v.
+    """
+    k, v = u.shape[-1], probs.shape[-1]
+    if k > v:
+        raise InputError(f"{k} draws without replacement asked of {v} tokens: ask for at most {v} children per node")
+    tokens = torch.empty((probs.shape[0], 0), dtype=torch.int64, device=probs.device)
+    for j in range(k):
+        token = draw(untried(probs, tokens), u[:, j])
+        tokens = torch.cat((tokens, token[:, None]), dim=-1)
+    return tokens
+
+
+class Chance:
+    """Uniform numbers for a batch. With a generator per row, a row's numbers do not depend on its neighbours."""
+
+    def __init__(self, generators: torch.Generator | Sequence[torch.Generator], rows: int | None = None) -> None:
+        """Take one generator per row, or one for all rows together with their number (`rows`, 1 unless given)."""
+        if isinstance(generators, torch.Generator):
+            self._shared: torch.Generator | None = generators
+            self._own: tuple[torch.Generator, ...] = ()
+            self._rows = 1 if rows is None else rows
+        else:
+            self._shared, self._own = None, tuple(generators)
+            self._rows = len(self._own)
+            if rows is not None and rows != self._rows:
+                raise InputError(
+                    f"{self._rows} generators given for {rows} rows: needs one per row, or a single one for all"
+                )
+
+    @classmethod
+    def seeded(cls, seed: int, rows: int | Sequence[int]) -> Chance:
+        """A generator per row, fixed by the seed and the row's number: `rows` is their count, or lists the numbers."""
+        numbers = range(rows) if isinstance(rows, int) else rows
+        return cls([torch.Generator().manual_seed(_mix(int(seed), int(number))) for number in numbers])
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def uniform(self, k: int, rows: Tensor | None = None) -> Tensor:
+        """Draw k numbers for each row.
+
+        Args:
+            k: numbers per row.
+            rows: (b) int64 row indices, or (rows) bool; None is every row. Rows left out draw nothing.
+        Returns: (b k) float64 in [0, 1), on the generators' device.
+        """
+        index = self._index(rows)
+        if self._shared is not None:
+            device = self._shared.device
+            return torch.rand((len(index), k), generator=self._shared, dtype=torch.float64, device=device)
+        if not index:
+            return torch.empty((0, k), dtype=torch.float64)
+        own = (self._own[row] for row in index)
+        return torch.stack([torch.rand(k, generator=g, dtype=torch.float64, device=g.device) for g in own])
+
+    def select(self, rows: Tensor) -> Chance:
+        """The chance of these rows. It shares their generators: numbers drawn here are used up there."""
+        index = self._index(rows)
+        if self._shared is not None:
+            return Chance(self._shared, rows=len(index))
+        return Chance([self._own[row] for row in index])
+
+    def _index(self, rows: Tensor | None) -> list[int]:
+        if rows is None:
+            return list(range(self._rows))
+        return (rows.nonzero().flatten() if rows.dtype == torch.bool else rows).tolist()
+
+
+def _mix(seed: int, row: int) -> int:
+    """A 63-bit seed: neighbouring seeds and rows give unrelated generators, and (1, 2) is not (2, 1)."""
+    digest = hashlib.blake2b(f"{seed} {row}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,122 @@
+"""Several processes of one run: who this one is, and one word that rank 0 gives to the others before torch.distributed exists.
+
+The word goes through a file in the machine's temporary folder, named after the launcher's address, port and run id. A word whose
+giver is no longer alive belongs to an earlier run and is ignored. Processes that rank 0 itself starts (Lightning's own launcher)
+find the word in their environment.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from drafttrain.errors import InputError
+
+WAIT_SECONDS = 120.0
+"""How long the others wait for rank 0."""
+LINGER_SECONDS = 2.0
+"""How long a refusing rank 0 stays, so that the others can read why."""
+_VARIABLE = "DRAFTTRAIN_WORD"
+_calls = 0
+
+
+def rank() -> int:
+    """This process's place among all; 0 when alone. Read from the environment, so it is right before torch.distributed is."""
+    for name in ("RANK", "LOCAL_RANK"):
+        value = os.environ.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return 0
+
+
+def world_size() -> int:
+    value = os.environ.get("WORLD_SIZE", "")
+    return int(value) if value.isdigit() else 1
+
+
+def on_another_machine() -> bool:
+    """True on a machine that does not hold rank 0 (torchrun's variables): files in the temporary folder are not shared with it."""
+    return os.environ.get("GROUP_RANK", "0") != "0"
+
+
+def give_word(word: str, *, refuse: bool = False) -> None:
+    """Rank 0: tell the other processes a word, or that there is none and why. The n-th call answers their n-th wait."""
+    global _calls
+    _calls += 1
+    if not refuse:
+        os.environ[_VARIABLE] = f"{os.getpid()}:{word}"
+    if world_size() < 2:
+        return
+    path = _meeting_file(_calls)
+    message = {"word": word, "refused": refuse, "pid": os.getpid(), "started": _started(os.getpid())}
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w") as file:
+        json.dump(message, file)
+    os.replace(temporary, path)
+    atexit.register(_forget, path, os.getpid())
+    if refuse:
+        time.sleep(LINGER_SECONDS)
+
+
+def await_word(what: str) -> str:
+    """The others: wait for rank 0's word.
+
+    Args:
+        what: what is waited for, for the message of a long wait.
+    Raises: InputError: rank 0 refused (with its reason), or said nothing for `WAIT_SECONDS`.
+    """
+    global _calls
+    _calls += 1
+    parent, _, inherited = os.environ.get(_VARIABLE, "").partition(":")
+    if parent == str(os.getppid()) and "RANK" not in os.environ:  # torchrun sets RANK, Lightning's launcher does not
+        return inherited
+    path = _meeting_file(_calls)
+    began, told = time.monotonic(), False
+    while time.monotonic() - began < WAIT_SECONDS:
+        try:
+            message = json.loads(path.read_text())
+        except (OSError, json.JSONDecodeError):
+            message = None
+        if message and _started(message["pid"]) == message["started"]:
+            if message["refused"]:
+                raise InputError(message["word"])
+            return str(message["word"])
+        if not told and time.monotonic() - began > 10:
+            print(f"rank {rank()} waits for rank 0 to choose {what} ({path})", file=sys.stderr, flush=True)
+            told = True
+        time.sleep(0.05)
+    raise InputError(f"rank {rank()} waited {WAIT_SECONDS:.0f} s for rank 0 to choose {what} ({path}): did rank 0 stop?")
+
+
+def _meeting_file(call: int) -> Path:
+    """A file known to every process that one launcher started on this machine."""
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    parts = [os.environ.get(n, "") for n in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
+    return Path(tempfile.gettempdir()) / f"drafttrain-{user}-{re.sub(r'[^A-Za-z0-9.]+', '_', '-'.join(parts))}-{call}.json"
+
+
+def _started(pid: int) -> str:
+    """When a process started, in its own system's units; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        if Path("/proc/self/stat").exists():
+            return ""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return ""
+    except OSError:
+        pass
+    return "alive"
+
+
+def _forget(path: Path, pid: int) -> None:
+    if os.getpid() == pid:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,157 @@
+"""What a person sees while something runs: rate, time left and the last numbers; plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from drafttrain.processes import rank
+
+T = TypeVar("T")
+_PLAIN_WIDTH = 240
+_WINDOW_SECONDS = 30.0
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Rich's console; without a terminal it is wide and plain, so that tables in a log file stay whole."""
+    found = Console(stderr=stderr)
+    return found if found.is_terminal else Console(stderr=stderr, width=_PLAIN_WIDTH, no_color=True)
+
+
+def clock(seconds: float | None) -> str:
+    """Seconds as 42s, 3:21 or 1:02:03."""
+    if seconds is None or not 0 <= seconds < 1e7:
+        return "?"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Rate:
+    """Counts per second over the last half minute, and over everything for the time left."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._began = now()
+        self._marks: deque[tuple[float, float]] = deque([(self._began, 0.0)])
+        self.count = 0.0
+
+    def add(self, amount: float) -> None:
+        self.count += amount
+        moment = self._now()
+        self._marks.append((moment, self.count))
+        while len(self._marks) > 2 and self._marks[1][0] < moment - _WINDOW_SECONDS:
+            self._marks.popleft()
+
+    @property
+    def recent(self) -> float | None:
+        (first, before), (last, after) = self._marks[0], self._marks[-1]
+        return (after - before) / (last - first) if last > first else None
+
+    def left(self, remaining: float) -> float | None:
+        """Seconds for what remains, at the pace of the whole so far (pauses for evaluation included)."""
+        elapsed = self._now() - self._began
+        return remaining * elapsed / self.count if self.count > 0 else None
+
+
+def amount(value: float | None) -> str:
+    """A rate or count with about three digits."""
+    if value is None:
+        return "?"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def track(
+    iterable: Iterable[T],
+    *,
+    total: int | None = None,
+    description: str = "",
+    unit: str = "it",
+    interval: float = 10.0,
+    out: Console | None = None,
+) -> Iterator[T]:
+    """Yield the items of `iterable` and show count, rate and time left, on rank 0 alone and on stderr.
+
+    A live line in a terminal; else a line every `interval` seconds and one at the end.
+    """
+    if rank() != 0:
+        yield from iterable
+        return
+    if total is None and isinstance(iterable, Sized):
+        total = len(iterable)
+    out = out or console(stderr=True)
+    rate = Rate()
+    began = said = time.monotonic()
+
+    def line() -> str:
+        done = int(rate.count)
+        words = [description, f"{done}/{total}" if total else str(done), f"{amount(rate.recent)} {unit}/s"]
+        if total:
+            words.append(f"left {clock(rate.left(max(0, total - done)))}")
+        return "  ".join(word for word in words if word)
+
+    live = None
+    if out.is_terminal:
+        live = Progress(BarColumn(bar_width=24), TextColumn("{task.fields[line]}"), console=out)
+        task = live.add_task("", total=total, line=description)
+        live.start()
+    try:
+        for item in iterable:
+            yield item
+            rate.add(1)
+            if live:
+                live.update(task, completed=rate.count, line=line())
+            elif time.monotonic() - said >= interval:
+                said = time.monotonic()
+                out.print(line(), markup=False, highlight=False)
+    finally:
+        if live:
+            live.stop()
+        elif rate.count:
+            took = time.monotonic() - began
+            words = [description, f"{int(rate.count)} {unit}", f"in {clock(took)}"]
+            out.print("  ".join(word for word in words if word), markup=False, highlight=False)
+
+
+def cell(value: Any) -> str:
+    """A value in a table: None is -, floats have three decimals, a pair is low..high, a list is its cells."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool | str | int):
+        return str(value)
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    if isinstance(value, tuple) and len(value) == 2:
+        return f"{cell(value[0])}..{cell(value[1])}"
+    if isinstance(value, list | tuple):
+        return " ".join(cell(item) for item in value)
+    return str(value)
+
+
+def table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, out: Console | None = None
+) -> None:
+    """Print a table on rank 0; numbers stand on the right."""
+    if rank() != 0:
+        return
+    listed = [list(row) for row in rows]
+    drawn = Table(title=Text(title), title_justify="left")
+    for place, name in enumerate(columns):
+        numeric = all(isinstance(row[place], int | float | tuple | type(None)) for row in listed)
+        drawn.add_column(Text(name), justify="right" if numeric else "left")
+    for row in listed:
+        if len(row) != len(columns):
+            raise ValueError(f"a row has {len(row)} cells, the table {len(columns)} columns")
+        drawn.add_row(*(Text(cell(value)) for value in row))
+    (out or console()).print(drawn)
+    sys.stdout.flush()

@@ -1,0 +1,126 @@
+"""Pictures of measured acceptance. Drawn with matplotlib's objects and the Agg canvas: no display, no global state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f", "#000000")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+
+def row_label(row: Mapping[str, Any]) -> str:
+    """A measured row's name in tables and pictures: its `label`, or its settings."""
+    if row.get("label"):
+        return str(row["label"])
+    words = []
+    if row.get("temperature") is not None:
+        words.append(f"T={row['temperature']:g}")
+    if row.get("growth") is not None:
+        words.append(str(row["growth"]))
+    if row.get("nodes") is not None:
+        words.append(str(row["nodes"]))
+    if row.get("rule") is not None:
+        words.append(str(row["rule"]))
+    return " ".join(words) or "measured"
+
+
+def acceptance_curve(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], *, title: str | None = None) -> Path:
+    """accept@k by depth for every row, and tau as bars, as one PNG.
+
+    Args:
+        rows: as in a package's `metrics.json`: `accept_at` (k = 1..), `tau`, and where measured `accept_at_interval` (a list of
+            [low, high]) and `tau_interval`. What is None is left out.
+        path: where to write; its folder is made, and an earlier picture is replaced only by a whole one.
+    Returns: path.
+    """
+    path = Path(path)
+    figure = Figure(figsize=(11, 4.2 + 0.25 * max(0, len(rows) - 4)), layout="constrained")
+    curve, bars = figure.subplots(1, 2, width_ratios=(3, 2))
+    drawn = [_draw_curve(curve, row, place, 0.05 * (place - (len(rows) - 1) / 2)) for place, row in enumerate(rows)]
+    curve.set_xlabel("position k in the draft")
+    curve.set_ylabel("accept@k (given positions 1..k-1 accepted)")
+    curve.set_ylim(0, 1)
+    curve.xaxis.set_major_locator(MaxNLocator(integer=True))
+    curve.grid(alpha=0.3)
+    if any(drawn):
+        curve.legend(fontsize="small")
+    else:
+        _say_nothing(curve)
+    _draw_tau(bars, rows)
+    if title:
+        figure.suptitle(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    FigureCanvasAgg(figure).print_figure(str(temporary), format="png", dpi=120, metadata={"Software": None})
+    os.replace(temporary, path)
+    return path
+
+
+def _draw_curve(axes: Axes, row: Mapping[str, Any], place: int, shift: float) -> bool:
+    """One row's points, a little beside the others' so that intervals do not hide each other."""
+    values = row.get("accept_at") or []
+    depths = [k for k, value in enumerate(values, 1) if value is not None]
+    if not depths:
+        return False
+    heights = [float(values[k - 1]) for k in depths]
+    intervals = row.get("accept_at_interval") or []
+    ranges = [_interval(intervals[k - 1]) if k <= len(intervals) else None for k in depths]
+    colour = _COLOURS[place % len(_COLOURS)]
+    axes.errorbar(
+        [depth + shift for depth in depths],
+        heights,
+        yerr=_bars(heights, ranges),
+        label=row_label(row),
+        color=colour,
+        marker=_MARKERS[place % len(_MARKERS)],
+        linestyle="-" if place < len(_COLOURS) else "--",
+        capsize=3,
+    )
+    return True
+
+
+def _draw_tau(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    measured = [(place, row) for place, row in enumerate(rows) if row.get("tau") is not None]
+    axes.set_xlabel("tau: tokens per target pass, bonus included")
+    if not measured:
+        _say_nothing(axes)
+        return
+    heights = [float(row["tau"]) for _, row in measured]
+    ranges = [_interval(row.get("tau_interval")) for _, row in measured]
+    axes.barh(
+        range(len(measured)),
+        heights,
+        xerr=_bars(heights, ranges),
+        color=[_COLOURS[place % len(_COLOURS)] for place, _ in measured],
+        capsize=3,
+    )
+    for place, height in enumerate(heights):
+        axes.annotate(f"{height:.2f}", (0, place), xytext=(4, 0), textcoords="offset points", va="center", color="white")
+    axes.set_yticks(range(len(measured)), [row_label(row) for _, row in measured])
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=1, linestyle=":")
+
+
+def _interval(pair: Any) -> tuple[float, float] | None:
+    return None if pair is None or pair[0] is None or pair[1] is None else (float(pair[0]), float(pair[1]))
+
+
+def _bars(heights: Sequence[float], ranges: Sequence[tuple[float, float] | None]) -> list[list[float]] | None:
+    """Lengths below and above each value, as matplotlib wants them; zero where there is no interval."""
+    if not any(ranges):
+        return None
+    below = [max(0.0, height - pair[0]) if pair else 0.0 for height, pair in zip(heights, ranges, strict=True)]
+    above = [max(0.0, pair[1] - height) if pair else 0.0 for height, pair in zip(heights, ranges, strict=True)]
+    return [below, above]
+
+
+def _say_nothing(axes: Axes) -> None:
+    axes.text(0.5, 0.5, "nothing measured", ha="center", va="center", transform=axes.transAxes)

@@ -1,0 +1,223 @@
+"""Loggers for a run, as Lightning takes them: `Trainer(logger=build(cfg.logger, run_dir=folder))`.
+
+Every choice but `none` keeps `metrics.csv` in the run's folder, which is what reports read; wandb and tensorboard come beside it.
+A missing package or account is found when the loggers are built, before long work.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import math
+import os
+import secrets
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from drafttrain.errors import InputError
+from drafttrain.processes import rank
+
+PathLike = str | os.PathLike[str]
+
+
+class CsvLogger(Logger):
+    """`metrics.csv`: one row per step, a column per metric, written at once so that a killed run keeps its rows.
+
+    A folder that already has the file is continued: rows from the first step logged now onwards are dropped (a resumed run
+    computes them again), earlier ones stay.
+    """
+
+    def __init__(self, run_dir: PathLike) -> None:
+        super().__init__()
+        self.path = Path(run_dir) / "metrics.csv"
+        self._columns: list[str] | None = None
+        self._row: dict[str, Any] = {}
+        self._place = 0
+
+    @property
+    def name(self) -> str:
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.path.parent)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the run's folder holds its configuration already."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        row: dict[str, Any] = {"step": 0 if step is None else step}
+        row.update({name: float(value) for name, value in metrics.items() if name != "step"})
+        if self._columns is None:
+            self._columns = self._take_over(row["step"])
+        if self._row.get("step") == row["step"]:
+            row = {**self._row, **row}
+        new = sorted(name for name in row if name not in self._columns)
+        if new:
+            self._columns += new
+            self._write([old for old in _rows(self.path) if int(old["step"]) != row["step"]])
+        if new or row["step"] != self._row.get("step"):
+            self._place = self.path.stat().st_size  # where this step's row begins
+        with self.path.open("r+", newline="", encoding="utf-8") as file:
+            file.seek(self._place)
+            file.truncate()
+            csv.DictWriter(file, self._columns).writerow(row)
+        self._row = row
+
+    def _take_over(self, step: int) -> list[str]:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        rows = _rows(self.path)
+        self._columns = list(rows[0]) if rows else ["step"]
+        self._write([row for row in rows if int(row["step"] or 0) < step])
+        return self._columns
+
+    def _write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        assert self._columns is not None
+        temporary = self.path.with_suffix(".csv.tmp")
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(temporary, self.path)
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    """Whole rows of a metrics file; a last row cut short by a kill is left out."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return [row for row in csv.DictReader(file) if None not in row.values() and (row["step"] or "x").isdigit()]
+
+
+def read_metrics(path: PathLike) -> list[dict[str, float]]:
+    """The rows of a `metrics.csv`, each with the metrics it has."""
+    return [{name: float(value) for name, value in row.items() if value != ""} for row in _rows(Path(path))]
+
+
+def csv_loggers(run_dir: PathLike) -> list[Logger]:
+    return [CsvLogger(run_dir)]
+
+
+def no_loggers(run_dir: PathLike) -> list[Logger]:
+    return []
+
+
+def tensorboard_loggers(run_dir: PathLike) -> list[Logger]:
+    if importlib.util.find_spec("tensorboard") is None:
+        raise InputError(
+            "logger=tensorboard needs the package tensorboard: pip install 'drafttrain[tensorboard]', or logger=csv"
+        )
+    board = TensorBoardLogger(save_dir=str(run_dir), name="tensorboard", version="", default_hp_metric=False)
+    return [CsvLogger(run_dir), board]
+
+
+def wandb_loggers(
+    run_dir: PathLike,
+    *,
+    project: str,
+    mode: str,
+    name: str | None = None,
+    entity: str | None = None,
+    group: str | None = None,
+    tags: Sequence[str] = (),
+) -> list[Logger]:
+    """A run of Weights & Biases beside the CSV. It is opened here (rank 0), so that a missing account shows at once.
+
+    Its id is kept in `<run_dir>/wandb_id.txt`: a resumed run goes on in the same place.
+
+    Args:
+        mode: `online`, `offline` (no account or network; `wandb sync` sends it later) or `disabled`.
+    Raises: InputError: package missing, unknown mode, no account, or no connection.
+    """
+    modes = ("online", "offline", "disabled")
+    if mode not in modes:
+        raise InputError(f"logger.mode={mode}: needs one of {', '.join(modes)}")
+    if importlib.util.find_spec("wandb") is None:
+        raise InputError("logger=wandb needs the package wandb: pip install 'drafttrain[wandb]', or logger=csv")
+    folder = Path(run_dir)
+    return [CsvLogger(folder), _open_wandb(folder, project, mode, name or folder.name, entity, group, list(tags))]
+
+
+def _open_wandb(
+    folder: Path, project: str, mode: str, name: str, entity: str | None, group: str | None, tags: list[str]
+) -> WandbLogger:
+    import wandb
+
+    folder.mkdir(parents=True, exist_ok=True)
+    id_file = folder / "wandb_id.txt"
+    if rank() == 0 and not id_file.exists():
+        id_file.write_text(secrets.token_hex(4) + "\n")
+    logger = WandbLogger(
+        name=name,
+        save_dir=str(folder),
+        version=id_file.read_text().strip() if id_file.exists() else None,
+        project=project,
+        entity=entity,
+        group=group,
+        tags=tags,
+        mode=mode,
+        settings=wandb.Settings(console="off", silent=True),
+    )
+    try:
+        _ = logger.experiment
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"wandb could not open a run ({first}): log in with `wandb login`, or use logger.mode=offline, or logger=csv"
+        ) from error
+    return logger
+
+
+@rank_zero_only
+def log_config(loggers: Sequence[Logger], config: Mapping[str, Any]) -> None:
+    """Hand the run's configuration (plain dicts) to the loggers that show one."""
+    for logger in loggers:
+        logger.log_hyperparams(dict(config))
+
+
+@rank_zero_only
+def log_picture(loggers: Sequence[Logger], key: str, path: PathLike, step: int | None = None) -> None:
+    """Show a PNG (the acceptance curve) in the loggers that can."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.log_image(key, [str(path)], step=step)
+        elif isinstance(logger, TensorBoardLogger):
+            from matplotlib.image import imread
+
+            logger.experiment.add_image(key, imread(str(path))[..., :3], global_step=step or 0, dataformats="HWC")
+
+
+@rank_zero_only
+def log_rows(loggers: Sequence[Logger], rows: Sequence[Mapping[str, Any]], prefix: str, step: int | None = None) -> None:
+    """Log the numbers of measured rows as `<prefix>/<label>/<name>`; what was not measured (None) is left out."""
+    from drafttrain.reporting.figures import row_label
+
+    numbers: dict[str, float] = {}
+    for row in rows:
+        label = row_label(row).replace(" ", "_")
+        for name, value in row.items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+                numbers[f"{prefix}/{label}/{name}"] = float(value)
+    for logger in loggers:
+        logger.log_metrics(numbers, step)
+
+
+@rank_zero_only
+def close(loggers: Sequence[Logger]) -> None:
+    """Finish what is open, so that a later run in the same process starts its own."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish()
+        else:
+            logger.finalize("success")

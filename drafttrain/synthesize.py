@@ -1,0 +1,377 @@
+"""Have the target write conversations: its answers to given prompts, or whole conversations of its own.
+
+The set in `out` holds token ids as the target chose them and a mask of what it wrote. A run that was killed is
+continued by the same command: finished rows are kept, only what is missing is written. Several processes (accelerate
+launch, torchrun) share the rows; the first one writes the set when all are done. Rows that cannot be used are left out
+and listed by reason. With preview=N nothing is written: tokens and mask of N rows are shown side by side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from typing import Any
+
+from omegaconf import DictConfig
+
+from drafttrain.data.conversations import Journal, Row
+from drafttrain.data.datamodule import set_folder
+from drafttrain.data.folder import SetFolder
+from drafttrain.data.prompts import Prompts, Skipped, by_reason, nothing_left, some
+from drafttrain.data.template import ChatPieces, changed_by_reencoding
+from drafttrain.errors import InputError
+from drafttrain.processes import await_word, give_word, on_another_machine, rank, world_size
+from drafttrain.reporting.console import Rate, amount, clock, console, table
+from drafttrain.reporting.preview import show_row
+from drafttrain.target import fingerprint
+from drafttrain.target.load import resolve_device, resolve_dtype, tokenizer_alone
+from drafttrain.target.model import Target
+from drafttrain.target.synthesis import SynthesisConfig, synthesize
+from drafttrain.wiring import build, differences, door, provenance
+
+HELD_OUT_SHARE = 5
+"""At most one row in so many is held out."""
+
+
+@door("synthesize")
+def main(cfg: DictConfig) -> None:
+    check_settings(cfg)
+    writing: SynthesisConfig = build(cfg.writing)
+    folder = SetFolder(set_folder(cfg.out) if cfg.preview else cfg.out)
+    if not cfg.preview:
+        check_folder(folder, cfg)
+    tokenizer = tokenizer_alone(cfg.target)
+    if cfg.preview and cfg.out and preview_rows(folder, tokenizer, cfg.preview):
+        return
+    prompts = read_prompts(cfg, writing, tokenizer)
+    if cfg.preview:
+        preview_prompts(prompts, writing, tokenizer, cfg.preview)
+        return
+    settings = {"prompts": prompts.source, "writing": json.loads(json.dumps(dataclasses.asdict(writing)))}
+    compare_settings(folder, settings)
+    journal = enter(folder, cfg)
+    try:
+        tokenizer, speed = write_missing(folder, journal, cfg, writing, settings, prompts, tokenizer)
+        if rank() == 0:
+            finish(folder, cfg, prompts, tokenizer, speed)
+    finally:
+        journal.close()
+
+
+# --- before long work starts -----------------------------------------------------------------------------------------
+
+
+def check_settings(cfg: DictConfig) -> None:
+    for key, least in (("rows", 1), ("held_out", 0), ("slots", 1), ("preview", 0)):
+        value = cfg[key]
+        if (value is None and key == "rows") or (type(value) is int and value >= least):
+            continue
+        raise InputError(f"{key}={value}: needs a whole number of at least {least}")
+    for key in ("strict", "resume", "adopt", "keep_journal"):
+        if not isinstance(cfg[key], bool):
+            raise InputError(f"{key}={cfg[key]}: needs true or false")
+    if cfg.out is None and cfg.preview:
+        cfg.out = ""
+    elif not str(cfg.out or "").strip():
+        raise InputError("needs out=<folder of the set>")
+
+
+def check_folder(folder: SetFolder, cfg: DictConfig) -> None:
+    try:
+        # What another process finds may already be work of this very run.
+        folder.check(resume=cfg.resume or rank() != 0, adopt=cfg.adopt or rank() != 0)
+    except InputError as error:
+        if rank() == 0:
+            give_word(str(error), refuse=True)
+        raise
+
+
+def read_prompts(cfg: DictConfig, writing: SynthesisConfig, tokenizer: Any | None) -> Prompts:
+    """Rows that can be written. Raises InputError if there are none, or at the first that cannot be when `strict`."""
+    found: Prompts = build(cfg.prompts).read(cfg.rows)
+    if tokenizer is not None:
+        ask_template(found, ChatPieces(tokenizer, ()), writing)
+    found.skipped.sort(key=lambda item: item.row)
+    if found.skipped and cfg.strict:
+        first = found.skipped[0]
+        raise InputError(f"row {first.row}: {first.reason} (strict=true stops at the first row that cannot be used)")
+    if not found.rows:
+        raise nothing_left(str(cfg.prompts.get("path") or "prompts"), found)
+    return found
+
+
+def ask_template(prompts: Prompts, pieces: ChatPieces, writing: SynthesisConfig) -> None:
+    """Move rows that the chat template refuses, or that leave no room for an answer, to the skipped ones."""
+    kept = []
+    if any(prompt is None for _, prompt in prompts.rows):
+        pieces.before_user(writing.system)  # Refused for all rows alike, or for none.
+    for row, prompt in prompts.rows:
+        try:
+            ids = pieces.check(prompt.system, prompt.users) if prompt is not None else []
+            if len(ids) + 2 > writing.max_length:
+                raise InputError(f"prompt longer than max_length {writing.max_length}")
+        except InputError as error:
+            prompts.skipped.append(Skipped(row, str(error)))
+        else:
+            kept.append((row, prompt))
+    prompts.rows = kept
+    for place, item in enumerate(prompts.skipped):
+        if item.messages:
+            try:
+                pieces.render([{"role": role, "content": content} for role, content in item.messages], prompt=False)
+            except InputError as error:
+                prompts.skipped[place] = Skipped(item.row, f"{item.reason}; {error}")
+
+
+def compare_settings(folder: SetFolder, settings: dict[str, Any]) -> None:
+    """Raise InputError listing what differs from the settings of the rows that lie in the folder."""
+    there = folder.recorded()
+    if there is None:
+        return
+    changed = differences({name: there[name] for name in settings}, settings)
+    if changed:
+        listed = "; ".join(f"{key} was {before}, is {now}" for key, (before, now) in changed.items())
+        raise InputError(
+            f"out={folder.path} holds rows made otherwise ({listed}): give another folder, or these settings"
+        )
+
+
+def enter(folder: SetFolder, cfg: DictConfig) -> Journal:
+    """Take this process's journal; every process then uses the dtype that rank 0 found fastest or recorded earlier."""
+    settle = cfg.target.get("dtype") == "auto"
+    if rank() == 0:
+        try:
+            folder.create()
+            journal = folder.open_journal(0)
+            dtype = ""
+            if settle:
+                there = folder.recorded()
+                if there is not None:
+                    dtype = there["target"]["fingerprint"].get("dtype", "")
+                else:
+                    found = resolve_dtype("auto", resolve_device(cfg.target.get("device", "auto")), "throughput")
+                    dtype = str(found).removeprefix("torch.")
+        except InputError as error:
+            give_word(str(error), refuse=True)
+            raise
+        give_word(dtype)
+    else:
+        if on_another_machine():
+            dtype = folder.await_settings(say)["target"]["fingerprint"].get("dtype", "")
+        else:
+            dtype = await_word("the target's dtype")
+        journal = folder.open_journal(rank())
+    if settle and dtype:
+        cfg.target.dtype = dtype
+    return journal
+
+
+# --- the work --------------------------------------------------------------------------------------------------------
+
+
+def write_missing(
+    folder: SetFolder,
+    journal: Journal,
+    cfg: DictConfig,
+    writing: SynthesisConfig,
+    settings: dict[str, Any],
+    prompts: Prompts,
+    tokenizer: Any | None,
+) -> tuple[Any, float | None]:
+    """Write this process's share of what is not there yet; the target is only loaded if something is missing.
+
+    Returns: the tokenizer, and tokens written a second (None if there was nothing to do).
+    """
+    rows, skipped = folder.finished()
+    missing = [(row, prompt) for row, prompt in prompts.rows if row not in rows and row not in skipped]
+    mine = [(row, prompt) for row, prompt in missing if row % world_size() == rank()]
+    if missing and rank() == 0:
+        folder.reopen(rows.values(), skipped)
+    there = folder.recorded()
+    if not mine and there is not None and tokenizer is not None:
+        refuse_other_tokenizer(there, tokenizer, folder)
+        return tokenizer, None
+    target: Target = build(cfg.target, work="throughput")
+    if there is None and rank() == 0:
+        folder.record({"target": {"name": target.name, "fingerprint": target.fingerprint}, **settings})
+    there = folder.await_settings(say)
+    fingerprint.refuse_other(there["target"]["fingerprint"], target.fingerprint, f"out={folder.path}", dtype=True)
+    warn_of_ends(target)
+    where = f"{target.name}, {target.dtype}, {target.device}".replace("torch.", "")
+    say(f"writes {len(mine)} of {len(prompts.rows)} rows with {where}", first_only=True)
+    progress = Progress(len(mine))
+    synthesize(target, iter(mine), writing, journal, slots=cfg.slots, report=progress)
+    return target.tokenizer, progress.speed
+
+
+def refuse_other_tokenizer(there: dict[str, Any], tokenizer: Any, folder: SetFolder) -> None:
+    known: dict[str, str] = there["target"]["fingerprint"]
+    here: dict[str, str] = {
+        "tokenizer": fingerprint.of_tokenizer(tokenizer),
+        "chat_template": fingerprint.of_template(tokenizer),
+    }
+    fingerprint.refuse_other(known, {**known, **here}, f"out={folder.path}")
+
+
+def warn_of_ends(target: Target) -> None:
+    """An answer ends on one of the target's end ids; a template that ends turns otherwise is worth a word."""
+    try:
+        end = ChatPieces(target.tokenizer, target.stop_ids).turn_end()
+    except InputError:
+        return
+    if end is not None and end not in target.stop_ids:
+        say(
+            f"the chat template ends an answer with id {end}, which is not among the target's end ids "
+            f"{target.stop_ids}: answers may run on; name it as eos_token_id in its generation_config.json",
+            first_only=True,
+        )
+
+
+class Progress:
+    """A line about every ten seconds, on rank 0."""
+
+    def __init__(self, rows: int, interval: float = 10.0) -> None:
+        self.rows, self.interval = rows, interval
+        self.began = self.told = time.monotonic()
+        self.rate = Rate()
+        self.written = self.done = 0
+
+    def __call__(self, done: int, written: int) -> None:
+        self.rate.add(written - self.written)
+        self.done, self.written = done, written
+        now = time.monotonic()
+        if now - self.told < self.interval:
+            return
+        self.told = now
+        left = (self.rows - done) * (now - self.began) / done if done else None
+        share = " in this process" if world_size() > 1 else ""
+        say(f"{done}/{self.rows} rows{share}  {amount(self.rate.recent)} tokens/s  left {clock(left)}", first_only=True)
+
+    @property
+    def speed(self) -> float | None:
+        passed = time.monotonic() - self.began
+        return self.written / passed if self.written and passed > 0 else None
+
+
+def say(text: str, *, first_only: bool = False) -> None:
+    if rank() == 0 or not first_only:
+        who = f"rank {rank()} " if world_size() > 1 and not first_only else ""
+        print(f"synthesize: {who}{text}", file=sys.stderr, flush=True)
+
+
+# --- the set ---------------------------------------------------------------------------------------------------------
+
+
+def finish(folder: SetFolder, cfg: DictConfig, prompts: Prompts, tokenizer: Any, speed: float | None) -> None:
+    """Wait for every row, write the set, and say what is in it."""
+    found, not_written = folder.await_rows({row for row, _ in prompts.rows}, world_size(), say)
+    rows = [found[row] for row in sorted(found)]
+    if not rows:
+        left_out = [*prompts.skipped, *(Skipped(row, reason) for row, reason in not_written.items())]
+        raise nothing_left(f"out={folder.path}", Prompts([], left_out, first_keys=prompts.first_keys))
+    held_out = min(cfg.held_out, len(rows) // HELD_OUT_SHARE)
+    there = folder.recorded()
+    assert there is not None
+    manifest = folder.write(
+        rows,
+        {
+            **there,
+            "skipped": by_reason(prompts.skipped),
+            "not_written": by_reason(Skipped(row, reason) for row, reason in sorted(not_written.items())),
+            "supervised_by_temperature": by_temperature(rows),
+            "reencoding_would_change_rows": changed_by_reencoding(tokenizer, rows),
+            **{key: value for key, value in provenance(cfg).items() if key in ("date", "versions")},
+        },
+        held_out=held_out,
+    )
+    if not cfg.keep_journal:
+        folder.clear()
+    report(folder, manifest, rows, prompts, speed)
+    if held_out < cfg.held_out:
+        say(f"held_out={cfg.held_out} is more than a fifth of {len(rows)} rows: {held_out} are held out")
+
+
+def by_temperature(rows: list[Row]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for row in sorted(rows, key=lambda row: row.temperature):
+        found[str(row.temperature)] = found.get(str(row.temperature), 0) + row.supervised
+    return found
+
+
+def report(folder: SetFolder, manifest: dict[str, Any], rows: list[Row], prompts: Prompts, speed: float | None) -> None:
+    total = manifest["supervised_tokens"]
+    turns = {row: len(prompt.users) for row, prompt in prompts.rows if prompt is not None}
+    short = [row.row for row in rows if len(row.spans) < turns.get(row.row, 0) and row.finish[-1] == "stop"]
+    rewritten = [row.row for row in rows if row.finish[-1] == "template"]
+    lines: list[tuple[str, str]] = [
+        ("conversations", f"{len(rows)}, {manifest['held_out']} of them held out"),
+        ("supervised tokens", f"{total} of {manifest['tokens']} ({total / manifest['tokens']:.0%})"),
+    ]
+    lines += [
+        (f"  at temperature {temperature}", f"{count} ({count / total:.0%})")
+        for temperature, count in manifest["supervised_by_temperature"].items()
+    ]
+    lines += [
+        ("answers", f"{manifest['answers']}, {manifest['answers_cut_by_length']} cut by a limit"),
+        ("re-encoding would have changed", f"{manifest['reencoding_would_change_rows']} of {len(rows)} rows"),
+    ]
+    if short:
+        lines.append(("later turns left out, too long", f"{len(short)} rows: {some(short)}"))
+    if rewritten:
+        why = "later turns left out: there the template shows the answer otherwise"
+        lines.append((why, f"{len(rewritten)} rows: {some(rewritten)}"))
+    for reason, numbers in (*manifest["skipped"].items(), *manifest["not_written"].items()):
+        lines.append((f"skipped: {reason}", f"{len(numbers)} rows: {some(numbers)}"))
+    if speed is not None:
+        share = " by this process" if world_size() > 1 else ""
+        lines.append((f"tokens written a second{share}", amount(speed)))
+    lines.append(("size", f"{folder.size / 1e6:.2f} MB"))
+    table(str(folder.path), ("", "value"), lines)
+
+
+# --- preview ---------------------------------------------------------------------------------------------------------
+
+
+def preview_rows(folder: SetFolder, tokenizer: Any | None, count: int) -> bool:
+    """Show rows that lie in the folder; False if there are none."""
+    rows, _ = folder.finished() if folder.path.is_dir() else ({}, {})
+    if not rows:
+        return False
+    there = folder.recorded()
+    if tokenizer is None:
+        raise InputError(
+            "preview needs a target whose tokenizer can be read alone: target=smollm2, or target=hf target.path=..."
+        )
+    if there is not None:
+        refuse_other_tokenizer(there, tokenizer, folder)
+    for number in sorted(rows)[:count]:
+        row = rows[number]
+        mask = [any(start <= place < end for start, end in row.spans) for place in range(len(row.ids))]
+        show_row(
+            f"row {number}: {row.supervised} of {len(row.ids)} tokens supervised, temperature {row.temperature}, "
+            f"answers end by {', '.join(row.finish)}",
+            row.ids,
+            mask,
+            tokenizer,
+        )
+    return True
+
+
+def preview_prompts(prompts: Prompts, writing: SynthesisConfig, tokenizer: Any | None, count: int) -> None:
+    """Show what the target would read; nothing in it is supervised."""
+    pieces = ChatPieces(tokenizer, ())
+    for row, prompt in prompts.rows[:count]:
+        if prompt is None:
+            ids = pieces.before_user(writing.system)
+            show_row("before every self-written user turn", ids, [False] * len(ids), tokenizer)
+            break
+        ids = pieces.check(prompt.system, prompt.users)
+        more = f" ({len(prompt.users) - 1} more turns follow)" if len(prompt.users) > 1 else ""
+        show_row(f"row {row}: prompt of {len(ids)} tokens{more}", ids, [False] * len(ids), tokenizer)
+    console().print("no rows have been written yet: what is shown is read by the target, the answers are written by it")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Plain generation for many rows at once: slots that are refilled as rows finish.
+
+Each row is a script: a Python generator that yields `Segment`s (tokens to read, then tokens to write) and receives the
+ids written. Conversations with several turns stay in their slot, so nothing is read twice or re-encoded.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from drafttrain.errors import InputError
+from drafttrain.target.model import Target
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the target writes: temperature 0 is greedy; top-k is applied before top-p."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise InputError(f"{self}: temperature >= 0, top_k >= 0 and 0 < top_p <= 1 are needed")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens to read, then tokens to write."""
+
+    read: list[int]
+    limit: int
+    """At most this many ids are written; 0 only reads."""
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
+    """Writing ends behind any of these; the stop id is part of what was written."""
+
+
+Script = Generator[Segment, list[int], None]
+
+
+class Full(Exception):
+    """Thrown into a script whose next segment does not fit its slot: it keeps what it has and ends.
+
+    Not GeneratorExit, which an unfinished script also sees when the whole run is broken off.
+    """
+
+
+@dataclass
+class _Slot:
+    script: Script
+    chance: random.Random
+    segment: Segment
+    pending: list[int]
+    """Ids still to be read, the next input first."""
+    written: list[int] = field(default_factory=list)
+    total: int = 0
+
+
+def run(
+    target: Target, scripts: Iterator[tuple[Script, random.Random]], *, slots: int, capacity: int, refill: int = 0
+) -> Iterator[int]:
+    """Drive scripts to their end, `slots` of them side by side; yields the number of ids written after every pass.
+
+    Args:
+        scripts: pairs of a script and its own source of chance, so that a row's text depends on its seed alone
+            (up to the rounding of differently shaped products).
+        capacity: entries a slot's cache holds; a row that would need more is ended (its script sees `Full`).
+        refill: free slots to wait for before new rows are read in; 0 means an eighth of the slots.
+    """
+    refill = refill or max(1, slots // 8)
+    cache = target.new_cache(slots, capacity)
+    table: list[_Slot | None] = [None] * slots
+    prefixes = _Prefix(target, capacity)
+    exhausted = False
+    while True:
+        free = [i for i, slot in enumerate(table) if slot is None]
+        if not exhausted and (len(free) >= refill or len(free) == slots):
+            fresh: list[_Slot] = []
+            while len(fresh) < len(free):
+                pair = next(scripts, None)
+                if pair is None:
+                    exhausted = True
+                    break
+                script, chance = pair
+                first = next(script, None)
+                if first is not None:
+                    fresh.append(_Slot(script, chance, first, list(first.read)))
+            if fresh:
+                rows = torch.tensor(free[: len(fresh)], device=target.device)
+                cache.assign(rows, prefixes.read([slot.pending[:-1] for slot in fresh]))
+                for row, slot in zip(rows.tolist(), fresh, strict=True):
+                    slot.total = len(slot.pending) - 1
+                    slot.pending = slot.pending[-1:]
+                    table[row] = slot
+        active = [i for i, slot in enumerate(table) if slot is not None]
+        if not active:
+            if exhausted:
+                return
+            continue
+        if exhausted and len(active) <= len(table) // 2:
+            cache.select(torch.tensor(active, device=target.device))
+            table = [table[i] for i in active]
+            active = list(range(len(table)))
+        yield _step(target, cache, table, active)
+
+
+def _step(target: Target, cache, table: list[_Slot | None], active: list[int]) -> int:
+    """One pass: every active slot reads one id and, unless more ids wait, writes one."""
+    ids = torch.zeros(len(table), 1, dtype=torch.int64)
+    counts = torch.zeros(len(table), dtype=torch.int64)
+    for i in active:
+        slot = table[i]
+        assert slot is not None
+        ids[i, 0] = slot.pending.pop(0)
+        counts[i] = 1
+        slot.total += 1
+    hidden = target.step(ids.to(target.device), cache).hidden[:, 0]  # b d
+    cache.commit(counts.to(target.device))
+    writers = [i for i in active if not table[i].pending]  # type: ignore[union-attr]
+    if not writers:
+        return 0
+    with torch.inference_mode():
+        logits = target.head(hidden[torch.tensor(writers, device=target.device)]).float()
+    slots = [table[i] for i in writers]
+    chosen = choose(logits, [s.segment.sampling for s in slots], [s.chance.random() for s in slots])  # type: ignore[union-attr]
+    written = 0
+    for i, token in zip(writers, chosen, strict=True):
+        slot = table[i]
+        assert slot is not None
+        if slot.segment.limit:
+            slot.written.append(token)
+            written += 1
+            full = slot.total + 2 > cache.capacity
+            if token not in slot.segment.stop_ids and len(slot.written) < slot.segment.limit and not full:
+                slot.pending = [token]
+                continue
+        if not _advance(slot, cache.capacity):
+            table[i] = None
+    if None in table:
+        # An empty slot restarts at length 0, so that it neither overruns nor widens the attention of the others.
+        lengths = cache.lengths.clone()
+        lengths[torch.tensor([slot is None for slot in table], device=lengths.device)] = 0
+        cache.set_lengths(lengths)
+    return written
+
+
+def _advance(slot: _Slot, capacity: int) -> bool:
+    """Hand the written ids to the script and take its next segment; False when the row has ended."""
+    written, slot.written = slot.written, []
+    try:
+        segment = slot.script.send(written)
+    except StopIteration:
+        return False
+    # The last written id was chosen but not read yet.
+    slot.segment, slot.pending = segment, [*written[-1:], *segment.read]
+    if slot.total + len(slot.pending) + 1 > capacity:
+        try:
+            slot.script.throw(Full())
+        except (StopIteration, Full):
+            pass
+        return False
+    return True
+
+
+class _Prefix:
+    """Reads new rows' first tokens; rows that all begin alike are read once and copied."""
+
+    def __init__(self, target: Target, capacity: int) -> None:
+        self.target, self.capacity = target, capacity
+        self.known: tuple[list[int], object] | None = None
+
+    def read(self, prompts: list[list[int]]):
+        if all(prompt == prompts[0] for prompt in prompts):
+            if self.known is None or self.known[0] != prompts[0]:
+                self.known = (prompts[0], self._read(prompts[:1]))
+            cache = self.known[1]
+            copy = self.target.new_cache(1, self.capacity)
+            copy.keys, copy.values = list(cache.keys), list(cache.values)  # type: ignore[attr-defined]
+            copy.set_lengths(cache.lengths)  # type: ignore[attr-defined]
+            copy.select(torch.zeros(len(prompts), dtype=torch.int64, device=self.target.device))
+            return copy
+        return self._read(prompts)
+
+    def _read(self, prompts: list[list[int]]):
+        longest = max(map(len, prompts))
+        cache = self.target.new_cache(len(prompts), max(longest, 1))
+        if longest:
+            ids = torch.tensor([p + [0] * (longest - len(p)) for p in prompts], device=self.target.device)
+            self.target.step(ids, cache)
+            cache.commit(torch.tensor([len(p) for p in prompts], device=self.target.device))
+        return cache
+
+
+def choose(logits: Tensor, samplings: list[Sampling], uniforms: list[float]) -> list[int]:
+    """One token per row by inverse transform on the row's own uniform number.
+
+    Args:
+        logits: (b v) float32.
+    """
+    chosen = logits.argmax(-1).tolist()
+    groups: dict[Sampling, list[int]] = {}
+    for row, sampling in enumerate(samplings):
+        if sampling.temperature > 0:
+            groups.setdefault(sampling, []).append(row)
+    for sampling, rows in groups.items():
+        part = logits[torch.tensor(rows, device=logits.device)] / sampling.temperature
+        if sampling.top_k:
+            values, ids = part.topk(min(sampling.top_k, part.shape[-1]), dim=-1)
+        elif sampling.top_p < 1:
+            values, ids = part.sort(dim=-1, descending=True)
+        else:
+            values, ids = part, None
+        probs = values.softmax(-1)
+        if sampling.top_p < 1:
+            # Keep the token that crosses the threshold.
+            before = probs.cumsum(-1) - probs
+            probs = probs.masked_fill(before >= sampling.top_p, 0)
+        cumulative = probs.double().cumsum(-1)
+        u = torch.tensor([uniforms[r] for r in rows], dtype=torch.float64, device=logits.device)
+        place = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)
+        last = (probs > 0).long().mul(torch.arange(probs.shape[-1], device=probs.device)).amax(-1, keepdim=True)
+        place = torch.minimum(place, last)
+        picked = place if ids is None else ids.gather(1, place)
+        for row, token in zip(rows, picked[:, 0].tolist(), strict=True):
+            chosen[row] = token
+    return chosen

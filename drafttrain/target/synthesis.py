@@ -1,0 +1,160 @@
+"""Conversations written by the target: its own user turns, or given prompts, answered turn by turn."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from drafttrain.data.conversations import Journal, Row
+from drafttrain.data.prompts import Prompt
+from drafttrain.data.template import REASONING_END, ChatPieces
+from drafttrain.errors import InputError
+from drafttrain.target import generation
+from drafttrain.target.generation import Sampling, Script, Segment
+from drafttrain.target.model import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynthesisConfig:
+    """How conversations are written."""
+
+    temperatures: list[float]
+    """Each row's answers take one of these, drawn with the row's seed; repeat a value to weight it."""
+    top_k: int = 0
+    top_p: float = 1.0
+    max_answer: int = 256
+    """Tokens per answer, the end token included."""
+    max_length: int = 512
+    """Tokens per conversation; a row is closed before it would be longer."""
+    turns: list[int] = field(default_factory=lambda: [1])
+    """Answers per self-written conversation, drawn like the temperature."""
+    user: Sampling = field(default_factory=lambda: Sampling(1.0, 50, 0.95))
+    """How the target writes user turns."""
+    max_user: int = 96
+    """Tokens per self-written user turn; one that does not end by then drops the row."""
+    system: str | None = None
+    """System text of self-written conversations; None leaves it to the template."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.user, dict):
+            object.__setattr__(self, "user", Sampling(**self.user))
+        for name in ("temperatures", "turns"):
+            values = getattr(self, name)
+            if not isinstance(values, list) or not values or not all(type(v) in (int, float) for v in values):
+                raise InputError(f"writing.{name}={values}: needs a list of at least one number")
+        if min(self.turns) < 1 or not all(type(turns) is int for turns in self.turns):
+            raise InputError(f"writing.turns={self.turns}: needs whole numbers of at least 1")
+        if min(self.max_answer, self.max_user) < 1 or self.max_length < 8:
+            raise InputError("synthesis needs max_answer >= 1, max_user >= 1 and max_length >= 8")
+        for temperature in self.temperatures:
+            Sampling(temperature, self.top_k, self.top_p)
+
+
+def synthesize(
+    target: Target,
+    prompts: Iterator[tuple[int, Prompt | None]],
+    config: SynthesisConfig,
+    journal: Journal,
+    *,
+    slots: int,
+    report: Callable[[int, int], None] = lambda rows, tokens: None,
+) -> None:
+    """Write one conversation per (row number, prompt) into the journal; a prompt of None is written by the target too.
+
+    Args:
+        slots: rows side by side.
+        report: called after every pass with rows finished and ids written so far.
+    """
+    if config.max_length > target.context:
+        raise InputError(f"max_length {config.max_length} is beyond the target's context of {target.context}")
+    pieces = ChatPieces(target.tokenizer, target.stop_ids)
+    writer = _Writer(target, pieces, config, journal)
+    scripts = ((writer.script(row, prompt), writer.chance(row, "words")) for row, prompt in prompts)
+    written = 0
+    for count in generation.run(target, scripts, slots=slots, capacity=config.max_length):
+        written += count
+        report(writer.done, written)
+
+
+class _Writer:
+    def __init__(self, target: Target, pieces: ChatPieces, config: SynthesisConfig, journal: Journal) -> None:
+        self.target, self.pieces, self.config, self.journal = target, pieces, config, journal
+        self.done = 0
+
+    def chance(self, row: int, purpose: str) -> random.Random:
+        return random.Random(f"{self.config.seed}/{row}/{purpose}")
+
+    def script(self, row: int, prompt: Prompt | None) -> Script:
+        choose = self.chance(row, "choices")
+        temperature = choose.choice(self.config.temperatures)
+        sampling = Sampling(temperature, self.config.top_k, self.config.top_p)
+        ids: list[int] = []
+        spans: list[tuple[int, int]] = []
+        finish: list[str] = []
+        problem = ""
+        try:
+            turns = self._self_talk(choose.choice(self.config.turns)) if prompt is None else self._given(prompt)
+            lead: tuple[list[int], bool] | None = next(turns)
+            while lead is not None:
+                read, by_user = lead
+                if len(ids) + len(read) + 2 > self.config.max_length:
+                    problem = f"prompt longer than max_length {self.config.max_length}"
+                    break
+                limit = self.config.max_user if by_user else self.config.max_answer
+                limit = min(limit, self.config.max_length - len(ids) - len(read))
+                ids += read
+                written = yield Segment(read, limit, self.config.user if by_user else sampling, self.target.stop_ids)
+                ended = bool(written) and written[-1] in self.target.stop_ids
+                if not by_user:
+                    spans.append((len(ids), len(ids) + len(written)))
+                    finish.append("stop" if ended else "length")
+                ids += written
+                if not by_user and not ended:
+                    break  # A cut answer has no next turn.
+                if by_user and (not ended or len(written) < 2):
+                    problem = "empty user turn" if ended else f"user turn longer than {self.config.max_user}"
+                    break
+                lead = next(turns, None)
+                if lead is not None and not by_user and self._rewritten(prompt, written):
+                    finish[-1] = "template"
+                    break
+        except InputError as error:
+            problem = str(error)
+        except generation.Full:
+            problem = f"conversation longer than max_length {self.config.max_length}"
+        if spans:
+            self.journal.add(Row(row, tuple(ids[: spans[-1][1]]), tuple(spans), tuple(finish), temperature))
+        else:
+            self.journal.skip(row, problem or "nothing written")
+        self.done += 1
+
+    def _rewritten(self, prompt: Prompt | None, answer: list[int]) -> bool:
+        """Would a later turn see other text than what was read and written up to here?"""
+        system = self.config.system if prompt is None else prompt.system
+        if not self.pieces.grows(with_system=bool(system)):
+            return True
+        return not self.pieces.keeps_reasoning and REASONING_END in self.pieces.tokenizer.decode(answer)
+
+    @functools.cached_property
+    def _self_pieces(self) -> tuple[list[int], list[int]]:
+        return self.pieces.before_user(self.config.system), self.pieces.user_to_answer()
+
+    @functools.cached_property
+    def _answer_to_user(self) -> list[int]:
+        return self.pieces.answer_to_user()
+
+    def _self_talk(self, answers: int) -> Iterator[tuple[list[int], bool]]:
+        """(ids to read, whether the user writes next)."""
+        before_user, user_to_answer = self._self_pieces
+        for turn in range(answers):
+            yield (self._answer_to_user if turn else before_user), True
+            yield user_to_answer, False
+
+    def _given(self, prompt: Prompt) -> Iterator[tuple[list[int], bool]]:
+        first, *rest = prompt.users
+        yield self.pieces.first_prompt([*prompt.lead(), {"role": "user", "content": first}]), False
+        for user in rest:
+            yield self.pieces.answer_to_answer(user), False

@@ -1,0 +1,145 @@
+"""How a tree of fixed shape is filled by an autoregressive drafter, level by level.
+
+Which child is checked first, and which children exist, is fixed by the shape before any token is drawn: a condition for
+exact sampling (SpecInfer, Miao et al. 2023, arXiv:2305.09781, section 4.3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from drafttrain.flow import Law, Proposal
+from drafttrain.nn.sampling import Policy, draw, draw_without_replacement
+from drafttrain.tree.topology import Tree
+
+
+class Speaker(Protocol):
+    """What growth asks of a drafter."""
+
+    def expand(self, state: Any, tokens: Tensor, hidden: Tensor, depth: int, among: Tensor) -> tuple[Tensor, Tensor]:
+        """Read m drafted nodes of one depth.
+
+        Args:
+            tokens: (b m) int64 target ids of the nodes.
+            hidden: (b m d) the drafter's output at each node's parent.
+            depth: 1 for the anchor's children.
+            among: (1 m t) bool, which of the nodes read so far this round, these included, each node sees.
+        Returns: (b m d) outputs, (b m w) logits of each node's children.
+        """
+        ...
+
+    def to_target_ids(self, ids: Tensor) -> Tensor: ...
+
+    def to_target_law(self, probs: Tensor) -> Tensor:
+        """(... w) -> (... v), zero outside the draft vocabulary."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Level:
+    nodes: tuple[int, ...]
+    asked: tuple[int, ...]
+    """Places in the frontier of the parents that have children here."""
+    most: int
+    """Most children of any of them."""
+    pick: tuple[Tensor, Tensor]
+    """For each node, the place of its parent among `asked` and its own rank."""
+    numbers: Tensor
+    """(asked most) node whose uniform number serves each draw; draws that fill no node reuse the first."""
+    grown: tuple[int, ...]
+    """Nodes of this level that have children."""
+    grown_parent: Tensor
+    """Their parents' places in the frontier."""
+    among: Tensor
+    """(1 m t) bool."""
+
+
+@lru_cache(maxsize=256)
+def _plan(tree: Tree) -> tuple[_Level, ...]:
+    mask = tree.ancestor_mask()
+    inner = set(tree.parents)
+    frontier: list[int] = [-1]
+    read: list[int] = []
+    plan = []
+    for nodes in tree.levels():
+        parents = sorted({tree.parents[node] for node in nodes}, key=frontier.index)
+        most = max(len(tree.children(parent)) for parent in parents)
+        grown = tuple(node for node in nodes if node in inner)
+        place = {parent: i for i, parent in enumerate(parents)}
+        numbers = [[(c := tree.children(parent))[min(k, len(c) - 1)] for k in range(most)] for parent in parents]
+        read += grown
+        rows, columns = torch.tensor(grown, dtype=torch.int64) + 1, torch.tensor(read, dtype=torch.int64) + 1
+        plan.append(
+            _Level(
+                nodes=nodes,
+                asked=tuple(frontier.index(parent) for parent in parents),
+                most=most,
+                pick=(
+                    torch.tensor([place[tree.parents[node]] for node in nodes]),
+                    torch.tensor([tree.ranks[node] for node in nodes]),
+                ),
+                numbers=torch.tensor(numbers),
+                grown=grown,
+                grown_parent=torch.tensor([frontier.index(tree.parents[node]) for node in grown], dtype=torch.int64),
+                among=mask[rows][:, columns][None],
+            )
+        )
+        frontier = list(grown)
+    return tuple(plan)
+
+
+def grow(
+    speaker: Speaker,
+    state: Any,
+    hidden: Tensor,
+    logits: Tensor,
+    tree: Tree,
+    policy: Policy,
+    u: Tensor | None,
+) -> Proposal:
+    """Fill a tree.
+
+    Args:
+        hidden: (b d) the drafter's output at the anchor; logits: (b w) of the anchor's children.
+        policy: makes q from the draft's logits when tokens are drawn.
+        u: (b n) in [0, 1), one number per node: children are drawn (without replacement; a chain's are independent
+            draws). None: children are the top-k, a deterministic function of the prefix.
+    """
+    b, device = hidden.shape[0], hidden.device
+    tokens = torch.empty(b, tree.size, dtype=torch.int64, device=device)
+    laws: list[Tensor] = []
+    q_rows = torch.empty(tree.size, dtype=torch.int64)
+    hidden, logits = hidden[:, None], logits[:, None]  # b p ..
+    levels = _plan(tree)
+    for depth, level in enumerate(levels, start=1):
+        asked = logits[:, list(level.asked)]  # b p w
+        if u is None:
+            chosen = asked.topk(level.most, dim=-1).indices if level.most > 1 else asked.argmax(-1, keepdim=True)
+        else:
+            probs = policy.probs(asked)
+            flat = probs.flatten(0, 1)
+            numbers = u[:, level.numbers.to(device)].flatten(0, 1)  # (b p) most
+            drawn = draw(flat, numbers[:, 0])[:, None] if level.most == 1 else draw_without_replacement(flat, numbers)
+            chosen = drawn.reshape(b, -1, level.most)
+            q_rows[list(level.nodes)] = level.pick[0] + sum(law.shape[1] for law in laws)
+            laws.append(speaker.to_target_law(probs))
+        parent, rank = (index.to(device) for index in level.pick)
+        tokens[:, list(level.nodes)] = speaker.to_target_ids(chosen[:, parent, rank])
+        if level.grown:
+            hidden, logits = speaker.expand(
+                state,
+                tokens[:, list(level.grown)],
+                hidden[:, level.grown_parent.to(device)],
+                depth,
+                level.among.to(device),
+            )
+    parents = torch.tensor(tree.parents, dtype=torch.int64, device=device).expand(b, -1)
+    if u is None:
+        return Proposal(tokens, parents, Law.ONE_HOT)
+    law = Law.IID if tree.is_chain else Law.WOR
+    return Proposal(tokens, parents, law, torch.cat(laws, 1), q_rows.to(device).expand(b, -1))

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Every check of the repository: ruff, mypy, pytest. Starts from nothing but Python; further words go to pytest:
+#   scripts/test.sh                       everything
+#   scripts/test.sh -m "not slow" tests/nn
+# All three run even if one fails; the exit code is that of the first that failed.
+set -u
+source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
+cd "$ROOT" || exit 1
+setup dev || exit 1
+
+code=0
+check() {
+    say "$*"
+    "$VENV_PYTHON" "$@"
+    local result=$?
+    [ "$code" -ne 0 ] || code=$result
+}
+
+check -m ruff check .
+check -m mypy
+check -m pytest -p no:cacheprovider --durations=15 "$@"
+exit "$code"

@@ -1,0 +1,45 @@
+"""What holds for every test: no network, few threads, and nothing is skipped without anybody noticing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "offline"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "DRAFTTRAIN_CONF_DIR", "DRAFTTRAIN_TRACEBACK"):
+    os.environ.pop(_name, None)
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", min(4, os.cpu_count() or 1))))
+
+ALLOWED_SKIPS = ("needs an accelerator",)
+"""Reasons that may skip a test: what the machine lacks, never what could be installed."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
+    """A skip for any other reason is a failure: a check that did not run is not a check that passed."""
+    report = yield
+    return _refuse_skip(report)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    report = yield
+    return _refuse_skip(report)
+
+
+def _refuse_skip(report: Any) -> Any:
+    if report.skipped and not hasattr(report, "wasxfail") and isinstance(report.longrepr, tuple):
+        path, line, reason = report.longrepr
+        if not reason.removeprefix("Skipped: ").startswith(ALLOWED_SKIPS):
+            report.outcome = "failed"
+            report.longrepr = f"{path}:{line}: skipped ({reason}); allowed reasons start with {ALLOWED_SKIPS}"
+    return report

@@ -1,0 +1,104 @@
+"""Progress tells rate, time left and the last numbers, in plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from rich.console import Console
+from torch.utils.data import DataLoader
+
+from drafttrain.reporting.console import Rate, amount, cell, clock, table, track
+from drafttrain.reporting.progress import ConsoleProgress
+
+
+def plain() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def said(out: Console) -> str:
+    assert isinstance(out.file, io.StringIO)
+    return out.file.getvalue()
+
+
+def test_words() -> None:
+    assert [clock(s) for s in (None, 4.2, 61, 3723)] == ["?", "4s", "1:01", "1:02:03"]
+    assert [amount(v) for v in (None, 0.1234, 12.34, 2400.4)] == ["?", "0.123", "12.3", "2,400"]
+    assert [cell(v) for v in (None, 1.23456, 3, "x")] == ["-", "1.235", "3", "x"]
+    assert [cell(v) for v in ((1.0, 2.0), [0.5, None])] == ["1.000..2.000", "0.500 -"]
+
+
+def test_rate_forgets_old_times_but_time_left_does_not() -> None:
+    moment = 0.0
+    rate = Rate(lambda: moment)
+    for _ in range(100):
+        moment += 1.0
+        rate.add(1)
+    for _ in range(100):
+        moment += 1.0
+        rate.add(3)
+    assert rate.recent == pytest.approx(3.0, abs=0.1)
+    assert rate.left(400) == pytest.approx(200.0)
+
+
+def test_track_yields_everything_and_ends_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = plain()
+    assert list(track(range(3), description="prompts", unit="prompt", interval=0, out=out)) == [0, 1, 2]
+    lines = said(out).splitlines()
+    assert lines[0].startswith("prompts  1/3") and "left" in lines[0] and lines[-1].startswith("prompts  3 prompt  in")
+    monkeypatch.setenv("RANK", "1")
+    silent = plain()
+    assert list(track(range(3), out=silent)) == [0, 1, 2] and said(silent) == ""
+
+
+def test_table_shows_brackets_and_gaps() -> None:
+    out = plain()
+    table("measured", ["rule", "tau"], [["[greedy]", 1.5], ["ratio", None]], out=out)
+    assert "[greedy]" in said(out) and "1.500" in said(out) and "-" in said(out)
+    with pytest.raises(ValueError, match="3 cells"):
+        table("t", ["a", "b"], [[1, 2, 3]], out=out)
+
+
+@dataclass
+class Rows:
+    loss_mask: torch.Tensor
+
+
+class Line(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Rows, batch_idx: int) -> torch.Tensor:
+        self.log("val/tau", 1.75)
+        return self.layer(torch.ones(1, 1)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_training_is_shown(tmp_path: Path, terminal: bool) -> None:
+    out = Console(file=io.StringIO(), width=200, force_terminal=terminal)
+    progress = ConsoleProgress(interval=0, out=out)
+    progress.note(extra=2.0)
+    loader = DataLoader([Rows(torch.tensor([True, True, False]))] * 4, batch_size=None)  # type: ignore[arg-type]
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[progress],
+        accumulate_grad_batches=2,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(Line(), loader)
+    assert progress._tokens.count == 8
+    last = next(line for line in reversed(said(out).splitlines()) if "step 2/2" in line)
+    for words in ("step 2/2 100%", "steps/s", "tokens/s", "val/tau 1.75", "extra 2", "left 0s"):
+        assert words in last

@@ -1,0 +1,64 @@
+"""The acceptance picture shows what was measured, and nothing where nothing was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.image import imread
+
+from drafttrain.reporting import figures
+from drafttrain.reporting.figures import acceptance_curve, row_label
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "temperature": 0,
+        "growth": "static",
+        "nodes": 25,
+        "rule": "greedy",
+        "tau": 2.1,
+        "tau_interval": [2.0, 2.2],
+        "accept_at": [0.6, None, 0.4],
+        "accept_at_interval": [[0.55, 0.65], None, [0.3, 0.5]],
+    },
+    {"temperature": 1.0, "growth": "chain", "nodes": 4, "rule": "ratio", "tau": None, "accept_at": []},
+    {"label": "mine", "tau": 1.4, "accept_at": [0.3]},
+]
+
+
+def test_picture_is_whole_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = acceptance_curve(ROWS, tmp_path / "deep" / "curve.png", title="eagle1")
+    assert path == tmp_path / "deep" / "curve.png" and imread(path).shape[1] > 500
+    assert [p.name for p in path.parent.iterdir()] == ["curve.png"]
+    assert acceptance_curve(ROWS, tmp_path / "again.png", title="eagle1").read_bytes() == path.read_bytes()
+
+
+def test_what_was_not_measured_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[list[int], list[float], Any, str]] = []
+    whole = Axes.errorbar
+
+    def record(self: Axes, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
+        if "marker" in kwargs:  # the bars of tau draw their intervals with the same method
+            drawn.append(([round(k) for k in x], list(y), kwargs["yerr"], kwargs["label"]))
+        return whole(self, x, y, *args, **kwargs)
+
+    monkeypatch.setattr(Axes, "errorbar", record)
+    acceptance_curve(ROWS, tmp_path / "curve.png")
+    assert [(x, y, label) for x, y, _, label in drawn] == [([1, 3], [0.6, 0.4], "T=0 static 25 greedy"), ([1], [0.3], "mine")]
+    assert drawn[0][2] == [pytest.approx([0.05, 0.1]), pytest.approx([0.05, 0.1])] and drawn[1][2] is None
+
+
+@pytest.mark.parametrize("rows", [[], [{"tau": None, "accept_at": [None, None]}]])
+def test_nothing_measured_still_gives_a_picture(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    assert acceptance_curve(rows, tmp_path / "curve.png").stat().st_size > 0
+
+
+def test_labels() -> None:
+    assert [row_label(row) for row in ROWS] == ["T=0 static 25 greedy", "T=1 chain 4 ratio", "mine"]
+    assert row_label({}) == "measured"
+
+
+def test_no_display_is_touched() -> None:
+    assert not hasattr(figures, "pyplot")

@@ -1,0 +1,454 @@
+"""Settings that do not exist are refused with the nearest name; a run has one folder; errors leave as one line."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+
+from drafttrain import wiring
+from drafttrain.errors import InputError
+
+ROOT = Path(__file__).resolve().parent.parent
+DOORS = sorted(
+    path.stem for path in (ROOT / "drafttrain").glob("*.py") if "@door(" in path.read_text() and path.stem != "wiring"
+)
+
+
+@dataclass(frozen=True)
+class Marker:
+    """Stands for an object that is handed over as it is."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    rate: float
+    names: list[str]
+
+    def __post_init__(self) -> None:
+        if self.rate <= 0:
+            raise InputError(f"rate={self.rate}: needs a number above 0")
+
+
+class Thing:
+    def __init__(self, settings: Settings, marker: Marker | None = None, size: int = 1) -> None:
+        self.settings, self.marker, self.size = settings, marker, size
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small tree of configurations, and a working directory beside it."""
+    files = {
+        "fit.yaml": """
+            defaults:
+              - target: small
+              - logger: csv
+              - _self_
+              - experiment: null
+            seed: 0
+            prompt: null
+            run_dir: null
+            resume: null
+            optim:
+              lr: 1.0e-3
+              betas: [0.9, 0.95]
+            trainer:
+              max_epochs: 1
+              kwargs: {}
+        """,
+        "generate.yaml": """
+            defaults:
+              - target: small
+              - _self_
+            package: ???   # a folder that fit made
+            prompt: null
+        """,
+        "target/small.yaml": "_target_: drafttrain.errors.InputError\npath: a\n",
+        "target/large.yaml": "_target_: drafttrain.errors.InputError\npath: b\nshards: 2\n",
+        "logger/csv.yaml": "every: 10\n",
+        "logger/none.yaml": "{}\n",
+        "experiment/eagle1.yaml": """
+            # @package _global_
+            defaults:
+              - override /target: large
+            optim:
+              lr: 2.0e-3
+            target:
+              shards: 4
+            trainer:
+              kwargs: {anything: 1}
+        """,
+        "experiment/quickstart.yaml": "# @package _global_\nseed: 1\n",
+        "experiment/misspelt.yaml": "# @package _global_\noptim:\n  lrr: 2\n",
+        "experiment/wrong_section.yaml": "# @package _global_\ntrainer:\n  lr: 1\n",
+    }
+    for name, content in files.items():
+        path = tmp_path / "conf" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(content))
+    monkeypatch.setenv(wiring.CONF_DIR_VARIABLE, str(tmp_path / "conf"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "conf"
+
+
+def refusal(*overrides: str, name: str = "fit") -> str:
+    with pytest.raises(InputError) as caught:
+        wiring.compose(name, overrides)
+    return str(caught.value)
+
+
+def test_overrides_and_experiments(conf: Path) -> None:
+    config = wiring.compose("fit", ["experiment=eagle1", "seed=7", "optim.betas=[0.8,0.9]"])
+    assert (config.seed, config.optim.lr, config.target.path, config.target.shards) == (7, 2e-3, "b", 4)
+    assert list(config.optim.betas) == [0.8, 0.9]
+    assert config.trainer.kwargs.anything == 1
+    assert "hydra" not in config
+    assert wiring.compose("fit", ["experiment=eagle1", "target=small", "~experiment"]).target.path == "a"
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("sed=1", "Did you mean seed?"),
+        ("optim.lrr=1", "Did you mean optim.lr?"),
+        ("optm.lr=1", "Did you mean optim.lr?"),
+        ("lr=1", "Did you mean optim.lr?"),
+        ("trainer.lr=1", "Did you mean optim.lr?"),
+        ("optim.max_epochs=1", "Did you mean trainer.max_epochs?"),
+        ("experimnt=eagle1", "Did you mean experiment?"),
+        ("optim.lr.deep=1", "did you mean optim.lr=...?"),
+    ],
+)
+def test_unknown_setting_names_the_nearest(conf: Path, override: str, wanted: str) -> None:
+    message = refusal(override)
+    assert wanted in message
+    assert override in message
+
+
+def test_unknown_setting_lists_its_section(conf: Path) -> None:
+    assert "optim has: lr, betas" in refusal("optim.zzz=1")
+    assert "experiment" in refusal("zzz=1") and "seed" in refusal("zzz=1")
+
+
+def test_unknown_choice_lists_the_choices(conf: Path) -> None:
+    message = refusal("experiment=quikstart")
+    assert "there is no experiment quikstart" in message and "Did you mean quickstart?" in message
+    assert "eagle1, misspelt, quickstart" in message
+    assert "Choices: large, small" in refusal("target=tiny")
+
+
+def test_group_of_another_door(conf: Path) -> None:
+    assert "generate has no choice of experiment" in refusal("experiment=eagle1", "package=x", name="generate")
+
+
+@pytest.mark.parametrize(("name", "key"), [("misspelt", "optim.lrr"), ("wrong_section", "trainer.lr")])
+def test_experiment_file_cannot_invent_settings(conf: Path, name: str, key: str) -> None:
+    assert f"experiment={name} sets {key}: there is no setting {key}. Did you mean optim.lr?" in refusal(f"experiment={name}")
+
+
+def test_own_configurations(conf: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine" / "experiment"
+    mine.mkdir(parents=True)
+    (mine / "own.yaml").write_text("# @package _global_\nseed: 5\n")
+    assert wiring.compose("fit", ["experiment=own"], config_dir=tmp_path / "mine").seed == 5
+    with pytest.raises(InputError, match="eagle1, misspelt, own, quickstart"):
+        wiring.compose("fit", ["experiment=ow"], config_dir=tmp_path / "mine")
+    with pytest.raises(InputError, match="not a directory"):
+        wiring.compose("fit", [], config_dir=tmp_path / "absent")
+
+
+def test_missing_setting_is_named_with_its_meaning(conf: Path) -> None:
+    message = refusal(name="generate")
+    assert "needs package=... (a folder that fit made)" in message
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["What's 2+2? (please, [now])", "a=b: {c}", "${oc.env:HOME} and \\${x} \\\\${y}", "", " two  spaces ", "null", "'\"", "é\n"],
+)
+def test_prompt_is_taken_literally(conf: Path, said: str) -> None:
+    assert wiring.compose("fit", [f"prompt={said}"]).prompt == said
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("quickstart", "settings are written key=value"),
+        ("seed=1,2", "one command makes one run"),
+        ("optim.betas=[1", "needs quotes"),
+        ("hydra.run.dir=x", "run_dir=<folder>"),
+    ],
+)
+def test_unreadable_words(conf: Path, override: str, wanted: str) -> None:
+    assert wanted in refusal(override)
+
+
+# --- building
+
+
+def test_build_hands_objects_over_and_converts() -> None:
+    settings = {"_target_": f"{Settings.__module__}.Settings", "rate": 0.5, "names": ["a", "b"]}
+    marker = Marker("m")
+    thing = wiring.build({"_target_": f"{Thing.__module__}.Thing", "settings": settings}, marker=marker, size=3)
+    assert thing.marker is marker and thing.size == 3
+    assert type(thing.settings.names) is list
+    later = wiring.build({"_target_": f"{Thing.__module__}.Thing", "settings": settings, "_partial_": True})
+    assert later(marker=marker).marker is marker
+    assert wiring.build(None) is None
+
+
+def test_build_refuses_unknown_and_missing_keys() -> None:
+    name = f"{Settings.__module__}.Settings"
+    with pytest.raises(InputError, match=r"no setting rat\. Did you mean node\.rate\? It takes: rate, names"):
+        wiring.build({"_target_": name, "rat": 1, "names": []})
+    with pytest.raises(InputError, match="also needs names"):
+        wiring.build({"_target_": name, "rate": 1})
+    with pytest.raises(InputError, match="cannot be imported"):
+        wiring.build({"_target_": "drafttrain.nowhere.Nothing"})
+
+
+def test_build_lets_errors_out() -> None:
+    settings = {"_target_": f"{Settings.__module__}.Settings", "rate": -1, "names": []}
+    for node in (settings, {"_target_": f"{Thing.__module__}.Thing", "settings": settings}):
+        with pytest.raises(InputError, match="rate=-1: needs a number above 0"):
+            wiring.build(node)
+
+
+# --- doors
+
+
+def open_door(main: Callable[[DictConfig], Any], *words: str) -> Any:
+    return wiring.door("fit")(main)(list(words))
+
+
+def test_door_runs_and_reports(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert open_door(lambda cfg: cfg.seed, "seed=3") == 3
+
+    def out_of_space(cfg: DictConfig) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/x/weights")
+
+    def behind_another(cfg: DictConfig) -> None:
+        try:
+            out_of_space(cfg)
+        except OSError as error:
+            raise RuntimeError("could not save") from error
+
+    def interrupted(cfg: DictConfig) -> None:
+        raise KeyboardInterrupt
+
+    def refused(cfg: DictConfig) -> None:
+        raise InputError("the store is empty")
+
+    for main, code, said in (
+        (out_of_space, 2, "disk is full while writing runs/x/weights"),
+        (behind_another, 2, "disk is full while writing runs/x/weights"),
+        (interrupted, 130, "interrupted"),
+        (refused, 2, "drafttrain.fit: the store is empty"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            open_door(main)
+        told = capsys.readouterr().err
+        assert left.value.code == code and said in told and "Traceback" not in told
+
+    with pytest.raises(ZeroDivisionError):
+        open_door(lambda cfg: 1 / 0)
+
+
+def test_door_shows_the_traceback_on_request(
+    conf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(wiring.TRACEBACK_VARIABLE, "1")
+    with pytest.raises(SystemExit):
+        open_door(lambda cfg: None, "sed=1")
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_help_and_configuration(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def main(cfg: DictConfig) -> None:
+        raise AssertionError("not to be run")
+
+    open_door(main, "--help", "target=large")
+    said = capsys.readouterr().out
+    assert "experiment: eagle1, misspelt, quickstart, wrong_section" in said
+    assert "target: *large, small" in said and "betas:" in said and "Usage: python -m drafttrain.fit" in said
+    open_door(main, "--cfg", "job", "seed=9")
+    assert "seed: 9" in capsys.readouterr().out
+    wiring.door("generate")(main)(["--help"])
+    assert "package: ???" in capsys.readouterr().out
+    for words in (["--nothing"], ["-m"], ["--cfg", "all"]):
+        with pytest.raises(SystemExit) as left:
+            open_door(main, *words)
+        assert left.value.code == 2
+
+
+def test_nothing_is_made_and_the_directory_stays(conf: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    open_door(lambda cfg: None)
+    assert sorted(tmp_path.rglob("*")) == before and Path.cwd() == tmp_path
+
+
+@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.processes
+def test_help_of_every_door(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"drafttrain.{name}", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"Usage: python -m drafttrain.{name}" in done.stdout
+
+
+# --- provenance and the run's folder
+
+
+def test_provenance_is_json_and_complete(conf: Path) -> None:
+    told = open_door(lambda cfg: wiring.provenance(), "seed=3", "prompt=a b")
+    assert json.loads(json.dumps(told)) == told
+    assert told["config"]["seed"] == 3 and told["versions"]["torch"]
+    assert told["command"] == "python -m drafttrain.fit seed=3 'prompt=a b'"
+    assert wiring.differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2}) == {"a.b": (1, 3)}
+
+
+def test_seed_sets_every_source() -> None:
+    import random
+
+    import numpy as np
+    import torch
+
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    wiring.seed_everything(3)
+    first = draw()
+    wiring.seed_everything(3)
+    assert draw() == first
+    with pytest.raises(InputError, match="seed=-1"):
+        wiring.seed_everything(-1)
+
+
+def test_run_dir_is_named_and_used_folders_are_refused(conf: Path, tmp_path: Path) -> None:
+    folder = open_door(wiring.run_dir, "experiment=quickstart")
+    assert folder.parent == tmp_path / "runs" and folder.name.startswith("fit-quickstart-") and folder.is_dir()
+    assert open_door(wiring.run_dir, "experiment=quickstart") != folder
+
+    used = tmp_path / "used"
+    used.mkdir()
+    assert open_door(lambda cfg: wiring.run_dir(cfg), "run_dir=used") == used
+    (used / "config.yaml").touch()
+    (used / "checkpoints").mkdir()
+
+    def refused(*words: str) -> str:
+        with pytest.raises(InputError) as caught:
+            wiring.run_dir(wiring.compose("fit", words))
+        return str(caught.value)
+
+    assert "already holds checkpoints/, config.yaml" in refused("run_dir=used")
+    assert wiring.run_dir(wiring.compose("fit", ["run_dir=used", "resume=last"])) == used
+    assert "nothing to resume" in refused("run_dir=new", "resume=last")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").touch()
+    assert "is a file" in refused("run_dir=file")
+
+
+def test_resume_without_a_folder_takes_the_newest(conf: Path, tmp_path: Path) -> None:
+    words = ["experiment=quickstart", "resume=last"]
+    with pytest.raises(SystemExit):
+        open_door(wiring.run_dir, *words)
+    for name in ("fit-quickstart-20250101-000000", "fit-quickstart-20250102-000000-2", "fit-quickstart-20250102-000000-10"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").touch()
+    (tmp_path / "runs" / "fit-quickstart-20260101-000000").mkdir()  # empty
+    (tmp_path / "runs" / "fit-quickstart-large-20260101-000000").mkdir()
+    (tmp_path / "runs" / "fit-quickstart-large-20260101-000000" / "config.yaml").touch()
+    assert open_door(wiring.run_dir, *words).name == "fit-quickstart-20250102-000000-10"
+
+
+RANKS = """
+import sys, time
+from drafttrain import wiring
+
+@wiring.door("fit")
+def main(cfg):
+    print(wiring.run_dir(cfg), flush=True)
+    time.sleep(float(cfg.seed))
+
+main()
+"""
+
+
+def start(rank: int, port: int, *words: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-c", RANKS, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("first", [0, 1])
+def test_processes_started_across_a_second_agree(conf: Path, first: int) -> None:
+    port = 40000 + os.getpid() % 20000
+    one = start(first, port, "seed=3")
+    time.sleep(1.2)
+    two = start(1 - first, port, "seed=3")
+    folders = []
+    for process in (one, two):
+        said, told = process.communicate(timeout=60)
+        assert process.returncode == 0, told
+        folders.append(said.strip())
+    assert folders[0] == folders[1] and len(list(Path("runs").iterdir())) == 1
+
+
+@pytest.mark.processes
+def test_word_of_a_killed_run_is_ignored_and_a_refusal_reaches_all(conf: Path, tmp_path: Path) -> None:
+    port = 40001 + os.getpid() % 20000
+    killed = start(0, port, "seed=60", "run_dir=killed")
+    assert killed.stdout is not None and "killed" in killed.stdout.readline()
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate(timeout=60)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "config.yaml").touch()
+    waiting = start(1, port, "run_dir=used")
+    time.sleep(1.5)
+    assert waiting.poll() is None
+    refusing = start(0, port, "run_dir=used")
+    for process in (refusing, waiting):
+        _, told = process.communicate(timeout=60)
+        assert process.returncode == 2 and "already holds config.yaml" in told and "Traceback" not in told
+
+
+@pytest.mark.processes
+def test_processes_that_rank_0_starts_itself_agree(conf: Path) -> None:
+    """As Lightning's own launcher does it: rank 0 runs first and starts the same command with LOCAL_RANK set."""
+    parent = """
+import os, subprocess, sys
+from drafttrain import wiring
+
+@wiring.door("fit")
+def main(cfg):
+    print(wiring.run_dir(cfg), flush=True)
+    if "LOCAL_RANK" not in os.environ:
+        env = {**os.environ, "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        subprocess.run([sys.executable, *sys.argv], env=env, check=True, timeout=60)
+
+main()
+"""
+    Path("parent.py").write_text(parent)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "parent.py"], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.split()
+    assert first == second and len(list(Path("runs").iterdir())) == 1
