@@ -19,6 +19,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -125,7 +126,8 @@ def _compose(
     if check_missing:
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
-            wanted = ", ".join(f"{key}=...{_said(door_name, key)}" for key in missing)
+            said = _all_comments(door_name, choices)
+            wanted = ", ".join(f"{key}=..." + (f" ({said[key]})" if key in said else "") for key in missing)
             raise InputError(f"needs {wanted}: python -m drafttrain.{door_name} {' '.join(f'{k}=...' for k in missing)}")
         try:
             OmegaConf.to_container(config, resolve=True)
@@ -196,11 +198,36 @@ def _load(door_name: str, lines: Sequence[str]) -> tuple[DictConfig, dict[str, A
     return config, {str(k): v for k, v in choices.items() if not str(k).startswith("hydra/")}
 
 
-def _said(door_name: str, key: str) -> str:
-    """The comment that stands beside a setting without a default in the door's own file."""
-    path = conf_dir() / f"{door_name}.yaml"
-    found = re.search(rf"^{re.escape(key)}:\s*\?\?\?\s*#\s*(.+?)\s*$", path.read_text() if path.exists() else "", re.MULTILINE)
-    return f" ({found.group(1)})" if found else ""
+def _comments(path: Path, prefix: str = "") -> dict[str, str]:
+    """{dotted key: the comment above it or beside it} of a configuration file: what a setting means is written once, there."""
+    found: dict[str, str] = {}
+    above: list[str] = []
+    parents: list[tuple[int, str]] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        text = line.strip()
+        match = re.match(r"^( *)([\w-]+):(?:\s[^#]*?)?(?:\s#\s*(.*))?$", line)
+        if text.startswith("#"):
+            above.append(text.lstrip("# "))
+            continue
+        if match:
+            indent, key, beside = len(match.group(1)), match.group(2), match.group(3)
+            parents = [(depth, name) for depth, name in parents if depth < indent]
+            said = " ".join([*above, *([beside.strip()] if beside else [])])
+            if said and key != "defaults":
+                found[".".join([*filter(None, [prefix]), *(name for _, name in parents), key])] = said
+            parents.append((indent, key))
+        above = []
+    return found
+
+
+def _all_comments(door_name: str, choices: dict[str, Any]) -> dict[str, str]:
+    found = _comments(conf_dir() / f"{door_name}.yaml")
+    for group, chosen in choices.items():
+        folder, _, package = group.partition("@")
+        for name in chosen if isinstance(chosen, list) else [chosen]:
+            if name is not None and folder != "experiment":
+                found = {**_comments(conf_dir() / folder / f"{name}.yaml", package or folder.replace("/", ".")), **found}
+    return found
 
 
 def _line(override: Override, *, group: bool = False) -> str:
@@ -701,7 +728,16 @@ def _help(
                 lines.append(f"  {group}: {shown}")
             lines.append("")
     lines.append("Settings (section.key=value; ??? must be given)")
-    lines += [f"  {line}" for line in OmegaConf.to_yaml(invocation.config).splitlines()]
+    said = _all_comments(name, invocation.choices)
+    parents: list[str] = []
+    for line in OmegaConf.to_yaml(invocation.config).splitlines():
+        match = re.match(r"^( *)([\w-]+):", line)
+        if match:
+            parents = [*parents[: len(match.group(1)) // 2], match.group(2)]
+            meaning = said.get(".".join(parents), "")
+            indent = f"  {match.group(1)}# "
+            lines += textwrap.wrap(meaning, 118, initial_indent=indent, subsequent_indent=indent)
+        lines.append(f"  {line}")
     return "\n".join(lines)
 
 

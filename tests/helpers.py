@@ -18,14 +18,14 @@ CHATML = (
 )
 ALTERNATING = (
     "{% for message in messages if message.role != 'system' %}"
-    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    "{% endfor %}" + CHATML
+    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHATML
 )
 """Refuses two turns of one role in a row."""
 
 
 def tiny_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
-    """Every byte is a token, and a few pairs are; 264 ids. Another encoding of a text may exist: "t" + "h" beside "th"."""
+    """Every byte is a token, and a few pairs are; 264 ids. "th" can thus be written as one id and as two."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("t", "h"), ("th", "e"), ("i", "n"), ("e", "r"), ("a", "n")]
     words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters, *("".join(pair) for pair in merges)]
@@ -40,7 +40,7 @@ def tiny_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def tiny_chat_target(template: str = CHATML, *, seed: int = 0, stop_bias: float = 4.0, **settings: Any) -> Target:
+def tiny_chat_target(template: str = CHATML, *, seed: int = 0, stop_bias: float = 2.5, **settings: Any) -> Target:
     """A random target with a tokenizer: 320 ids in the model, 264 in the tokenizer, turns end on <|im_end|> (id 2).
 
     Args:

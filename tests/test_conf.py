@@ -65,6 +65,7 @@ def test_every_choice_composes() -> None:
                 config = compose(door, [f"{group}={path.stem}"], check_missing=False)
                 node = OmegaConf.select(config, group.partition("@")[2] or group)
                 if OmegaConf.is_dict(node) and "_target_" in node:
+                    OmegaConf.set_struct(node, False)
                     node["_partial_"] = True  # what is handed over at run time is not in the file
                     wiring._check_calls(node)
 

@@ -64,8 +64,10 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             run_dir: null
             resume: null
             optim:
+              # The peak of the schedule,
+              # after warm-up.
               lr: 1.0e-3
-              betas: [0.9, 0.95]
+              betas: [0.9, 0.95]   # Adam's
             trainer:
               max_epochs: 1
               kwargs: {}
@@ -77,7 +79,7 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             package: ???   # a folder that fit made
             prompt: null
         """,
-        "target/small.yaml": "_target_: drafttrain.errors.InputError\npath: a\n",
+        "target/small.yaml": "# Small.\n_target_: drafttrain.errors.InputError\npath: a  # where\n",
         "target/large.yaml": "_target_: drafttrain.errors.InputError\npath: b\nshards: 2\n",
         "logger/csv.yaml": "every: 10\n",
         "logger/none.yaml": "{}\n",
@@ -285,6 +287,9 @@ def test_help_and_configuration(conf: Path, capsys: pytest.CaptureFixture[str]) 
     said = capsys.readouterr().out
     assert "experiment: eagle1, misspelt, quickstart, wrong_section" in said
     assert "target: *large, small" in said and "betas:" in said and "Usage: python -m drafttrain.fit" in said
+    assert "    # The peak of the schedule, after warm-up.\n    lr: 0.001" in said and "    # Adam's\n    betas:" in said
+    open_door(main, "--help")
+    assert "    # where\n    path: a" in capsys.readouterr().out
     open_door(main, "--cfg", "job", "seed=9")
     assert "seed: 9" in capsys.readouterr().out
     wiring.door("generate")(main)(["--help"])

@@ -262,7 +262,7 @@ def parse(row: dict[str, Any], columns: dict[str, str] | None = None) -> Prompt:
             continue
         if isinstance(value, str):
             if name != "prompt":
-                raise _Unusable(f"{name} that are not a list")
+                raise _Unusable(f"{name}: not a list")
             return _from_messages([("user", value)], system)
         return _from_messages(_turns(value, name), system)
     instruction = get("instruction")
@@ -283,7 +283,7 @@ def _turns(value: Any, name: str) -> list[tuple[str, str]]:
         # A data set may keep a list of objects as an object of lists.
         value = [dict(zip(value, parts, strict=True)) for parts in zip(*value.values(), strict=False)]
     if not isinstance(value, list):
-        raise _Unusable(f"{name} that are not a list")
+        raise _Unusable(f"{name}: not a list")
     found: list[tuple[str, str]] = []
     for turn in value:
         if isinstance(turn, str) and name in ("prompt", "turns"):

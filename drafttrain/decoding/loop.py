@@ -122,7 +122,18 @@ class _Clock:
 class _Decoding:
     """One call of `decode`. Rows that finish leave the batch; the rest go on."""
 
-    def __init__(self, target, drafter, prompts, plan, limit, stop_ids, seed, row_numbers, listener) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        prompts: Sequence[Sequence[int]],
+        plan: Plan,
+        limit: int,
+        stop_ids: Sequence[int] | None,
+        seed: int,
+        row_numbers: Sequence[int] | None,
+        listener: Listener | None,
+    ) -> None:
         if limit < 0:
             raise InputError(f"max_new_tokens is {limit}: give 0 or more")
         for number, prompt in enumerate(prompts):
@@ -134,9 +145,8 @@ class _Decoding:
                 )
             if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
                 raise InputError(f"prompt {number} has an id outside the target's vocabulary 0..{target.vocab_size - 1}")
-        self.target: Target = target
-        self.plan: Plan = plan
-        self.drafter: Drafter | None = drafter if plan.tree.size else None
+        self.target, self.plan = target, plan
+        self.drafter = drafter if plan.tree.size else None
         if drafter is None and plan.tree.size:
             raise InputError("a tree of drafts needs a drafter: give one, or Tree.chain(0) for plain decoding")
         self.rule = plan.rule_name

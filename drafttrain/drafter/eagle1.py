@@ -50,6 +50,7 @@ class Eagle1(Autoregressive):
 
     needs = Needs(last_hidden=True)
     draft_ids: Tensor | None
+    head_rows: Tensor | None
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class Eagle1(Autoregressive):
         self._divergence = losses.divergence(divergence)
         d = target.width
         self.fc = nn.Linear(2 * d, d, bias=bias)
-        self.layer = _decoder_layer(target)
+        self.layer: Any = _decoder_layer(target)
         words = inspect.signature(type(self.layer).forward).parameters
         self._cache_word = next((word for word in ("cache", "past_key_values", "layer_past") if word in words), "cache")
         ids = None if draft_ids is None else torch.as_tensor(draft_ids, dtype=torch.int64)
@@ -156,6 +157,9 @@ class Eagle1(Autoregressive):
         hidden, ids = hidden.to(device), batch.input_ids.to(device)
         chosen = batch.loss_mask[:, 2:].to(device)  # b s-2, weight of row i is the mask of x_{i+2}
         count = chosen.sum().float()
+        if hidden.shape[1] < 3:
+            # No row reaches a label. Every parameter still takes part, so that no process waits for a gradient.
+            return Loss(torch.stack([p.sum() for p in self.parameters()]).sum().float() * 0.0, count, {})
         inputs = hidden[:, :-2].to(self.dtype)
         if generator is not None and self.noise:
             width = torch.full((len(ids), 1, 1), self.noise, device=device, dtype=self.dtype)

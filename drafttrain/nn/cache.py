@@ -44,7 +44,9 @@ class KVCache(Cache):
     def shortest(self) -> int:
         return min(self._host, default=0)
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Write s new entries behind each row's length and return the part in use.
 
         Args:

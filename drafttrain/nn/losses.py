@@ -6,6 +6,7 @@ All of them compare the draft's law q with the target's law p at supervised posi
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,9 @@ class _Chunked(torch.autograd.Function):
     """Computes each chunk's gradient while its logits exist, so that none are kept for the backward pass."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, teacher: Tensor, head: Callable[[Tensor], Tensor], loss: Divergence, chunk: int):
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: Tensor, teacher: Tensor, head: Callable[[Tensor], Tensor], loss: Divergence, chunk: int
+    ) -> tuple[Tensor, Tensor]:
         total = hidden.new_zeros((), dtype=torch.float32)
         gradient = torch.empty_like(hidden)
         choices = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
@@ -81,7 +84,7 @@ class _Chunked(torch.autograd.Function):
         return total, choices
 
     @staticmethod
-    def backward(ctx, grad_total: Tensor, _grad_choices):
+    def backward(ctx: Any, grad_total: Tensor, _choices: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (gradient,) = ctx.saved_tensors
         return gradient * grad_total.to(gradient.dtype), None, None, None, None
 

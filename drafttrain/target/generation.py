@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.errors import InputError
+from drafttrain.nn.cache import KVCache
 from drafttrain.target.model import Target
 
 
@@ -112,7 +113,7 @@ def run(
         yield _step(target, cache, table, active)
 
 
-def _step(target: Target, cache, table: list[_Slot | None], active: list[int]) -> int:
+def _step(target: Target, cache: KVCache, table: list[_Slot | None], active: list[int]) -> int:
     """One pass: every active slot reads one id and, unless more ids wait, writes one."""
     ids = torch.zeros(len(table), 1, dtype=torch.int64)
     counts = torch.zeros(len(table), dtype=torch.int64)
@@ -175,21 +176,21 @@ class _Prefix:
 
     def __init__(self, target: Target, capacity: int) -> None:
         self.target, self.capacity = target, capacity
-        self.known: tuple[list[int], object] | None = None
+        self.known: tuple[list[int], KVCache] | None = None
 
-    def read(self, prompts: list[list[int]]):
+    def read(self, prompts: list[list[int]]) -> KVCache:
         if all(prompt == prompts[0] for prompt in prompts):
             if self.known is None or self.known[0] != prompts[0]:
                 self.known = (prompts[0], self._read(prompts[:1]))
             cache = self.known[1]
             copy = self.target.new_cache(1, self.capacity)
-            copy.keys, copy.values = list(cache.keys), list(cache.values)  # type: ignore[attr-defined]
-            copy.set_lengths(cache.lengths)  # type: ignore[attr-defined]
+            copy.keys, copy.values = list(cache.keys), list(cache.values)
+            copy.set_lengths(cache.lengths)
             copy.select(torch.zeros(len(prompts), dtype=torch.int64, device=self.target.device))
             return copy
         return self._read(prompts)
 
-    def _read(self, prompts: list[list[int]]):
+    def _read(self, prompts: list[list[int]]) -> KVCache:
         longest = max(map(len, prompts))
         cache = self.target.new_cache(len(prompts), max(longest, 1))
         if longest:

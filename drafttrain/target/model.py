@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from drafttrain.errors import InputError
 from drafttrain.flow import Features, Needs
-from drafttrain.nn.attention import TREE_BACKENDS, as_attention
+from drafttrain.nn.attention import as_attention, check_backend
 from drafttrain.nn.cache import KVCache
 from drafttrain.target import fingerprint
 
@@ -38,24 +38,21 @@ class Pass:
 class Target:
     """A frozen causal LM. Not an `nn.Module`: whoever holds it neither saves it nor wraps it nor trains it."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any | None, name: str) -> None:
-        self.model = model.eval().requires_grad_(False)
+    def __init__(self, model: Any, tokenizer: Any | None, name: str) -> None:
+        self.model: Any = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
-        self.config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-        self.base: nn.Module = getattr(model, model.base_model_prefix, model)
-        self.embedding: nn.Module = model.get_input_embeddings()
-        self.output: nn.Module | None = model.get_output_embeddings()
+        self.config: Any = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+        self.base: Any = getattr(model, model.base_model_prefix, model)
+        self.embedding: Any = model.get_input_embeddings()
+        self.output: Any = model.get_output_embeddings()
         if self.output is None or self.base is model:
             raise InputError(
                 f"target {name} ({type(model).__name__}) has no causal language-model head: "
                 "give a decoder-only causal LM (AutoModelForCausalLM)"
             )
         self.attention: str = model.config._attn_implementation
-        if self.attention not in TREE_BACKENDS:
-            raise InputError(
-                f"attention={self.attention} cannot verify a token tree: give one of {', '.join(TREE_BACKENDS)}"
-            )
+        check_backend(self.attention)
         self.decoder_layers = self._find_layers()
         self._windows = self._attention_windows()
         self._cache_word = "cache" if "cache" in inspect.signature(type(self.base).forward).parameters else "past_key_values"
@@ -259,7 +256,9 @@ class Target:
         ids = torch.arange(1, 7, device=self.device)[None] % self.vocab_size
         with torch.inference_mode():
             reference = self.model(input_ids=ids, use_cache=False).logits.float()
-            plain = self.head(self.features(ids, torch.tensor([6]), Needs(last_hidden=True)).last_hidden).float()
+            hidden = self.features(ids, torch.tensor([6]), Needs(last_hidden=True)).last_hidden
+            assert hidden is not None
+            plain = self.head(hidden).float()
             cache = self.new_cache(1, 16)
             first = self.step(ids[:, :3], cache).hidden
             cache.commit(torch.tensor([3], device=self.device))

@@ -1,0 +1,32 @@
+"""drafttrain trains the draft side of speculative decoding. `load` opens a package; everything else is reached by module."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from drafttrain.packaging.package import load
+
+    __version__: str
+
+__all__ = ["__version__", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """Looked up at first use, so that `import drafttrain` alone loads neither torch nor transformers."""
+    if name == "load":
+        from drafttrain.packaging.package import load
+
+        return load
+    if name == "__version__":
+        import importlib.metadata
+
+        try:
+            return importlib.metadata.version("drafttrain")
+        except importlib.metadata.PackageNotFoundError:
+            return "0+checkout"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

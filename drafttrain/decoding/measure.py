@@ -1,0 +1,221 @@
+"""Acceptance and speed by really decoding. One definition each, used in the training loop, by `evaluate` and in packages.
+
+tau: tokens emitted per target pass, bonus included; the prefill and its own first token are not counted.
+speedup: seconds per token of plain decoding over seconds per token of speculative decoding; same loop, same prompts,
+interleaved, prefill included on both sides.
+Intervals are 95 % bootstrap intervals over prompts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from drafttrain.decoding.loop import Output, Plan, decode
+from drafttrain.drafter.base import Drafter
+from drafttrain.flow import Tally
+from drafttrain.target.model import Target
+from drafttrain.tree.topology import Tree
+
+RESAMPLES = 1000
+Prompts = Sequence[Sequence[int]]
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What decoding some prompts showed."""
+
+    plan: Plan
+    tallies: list[Tally]
+    """One per prompt, without seconds."""
+    tally: Tally
+    """All prompts together, with seconds by stage."""
+    tokens: list[int]
+    """Tokens written per prompt, the prefill's first included."""
+    seconds: list[float] = field(default_factory=list)
+    """Wall seconds per prompt; empty where batches were decoded for acceptance alone."""
+    plain_seconds: list[float] = field(default_factory=list)
+    plain_tokens: list[int] = field(default_factory=list)
+    same_as_plain: int | None = None
+    """Prompts whose ids equal plain decoding's; None where that was not looked at."""
+
+    @property
+    def tau_interval(self) -> Interval | None:
+        return _bootstrap([t.emitted for t in self.tallies], [t.rounds for t in self.tallies])
+
+    @property
+    def speedup(self) -> float | None:
+        if not sum(self.plain_tokens) or not sum(self.tokens) or not self.plain_seconds:
+            return None
+        plain = sum(self.plain_seconds) / sum(self.plain_tokens)
+        return plain / (sum(self.seconds) / sum(self.tokens))
+
+    @property
+    def speedup_interval(self) -> Interval | None:
+        if self.speedup is None:
+            return None
+        columns = np.array([self.plain_seconds, self.plain_tokens, self.seconds, self.tokens], dtype=float)
+        drawn = columns[:, _resampled(columns.shape[1])].sum(-1)
+        return _middle(drawn[0] / drawn[1] / (drawn[2] / drawn[3]))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return sum(self.tokens) / sum(self.seconds) if sum(self.seconds) else None
+
+    @property
+    def plain_tokens_per_second(self) -> float | None:
+        return sum(self.plain_tokens) / sum(self.plain_seconds) if sum(self.plain_seconds) else None
+
+    def row(self) -> dict[str, Any]:
+        """Plain JSON values, None where nothing was measured."""
+        tally, plan = self.tally, self.plan
+        return {
+            "temperature": plan.policy.temperature,
+            "top_k": plan.policy.top_k,
+            "top_p": plan.policy.top_p,
+            "growth": "plain" if not plan.tree.size else "chain" if plan.tree.is_chain else "static",
+            "nodes": plan.tree.size,
+            "depth": plan.tree.max_depth,
+            "rule": plan.rule_name,
+            "tau": tally.tau,
+            "tau_interval": _listed(self.tau_interval),
+            "accepted_per_round": tally.accepted_per_round,
+            "accept_at": tally.accept_at,
+            "accept_counts": [list(pair) for pair in zip(tally.kept, tally.offered, strict=True)],
+            "reach": [kept / tally.rounds if tally.rounds else None for kept in tally.kept],
+            "speedup": self.speedup,
+            "speedup_interval": _listed(self.speedup_interval),
+            "tokens_per_second": self.tokens_per_second,
+            "plain_tokens_per_second": self.plain_tokens_per_second,
+            "seconds": dict(tally.seconds),
+            "prompts": len(self.tallies),
+            "rounds": tally.rounds,
+            "same_as_plain": self.same_as_plain,
+            "guarantee": plan.guarantee,
+        }
+
+
+def measure_acceptance(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Prompts,
+    plan: Plan,
+    *,
+    max_new_tokens: int,
+    batch: int = 8,
+    seed: int = 0,
+    stop_ids: Sequence[int] | None = None,
+) -> Measurement:
+    """Decode prompts in batches and count. Seconds by stage are the batches' own and no base for a speed claim."""
+    total, outputs = Tally(), list[Output]()
+    for start in range(0, len(prompts), batch):
+        part = prompts[start : start + batch]
+        some, tally = decode(
+            target,
+            drafter,
+            part,
+            plan,
+            max_new_tokens=max_new_tokens,
+            stop_ids=stop_ids,
+            seed=seed,
+            row_numbers=range(start, start + len(part)),
+        )
+        outputs += some
+        total += tally
+    return Measurement(plan, [o.tally for o in outputs], total, [len(o.ids) for o in outputs])
+
+
+def measure_speed(
+    target: Target,
+    drafter: Drafter,
+    prompts: Prompts,
+    plans: Sequence[Plan],
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+    stop_ids: Sequence[int] | None = None,
+    warmup: int = 1,
+) -> list[Measurement]:
+    """Decode each prompt alone, plainly and by every plan in turn, the order rotating from prompt to prompt.
+
+    Plain decoding is timed once per sampling policy among the plans, and shared by those plans.
+
+    Args:
+        warmup: prompts decoded beforehand by every plan and not counted.
+    """
+    policies = list(dict.fromkeys(plan.policy for plan in plans))
+    jobs = [Plan(Tree.chain(0), policy) for policy in policies] + list(plans)
+    results: list[list[tuple[Output, float]]] = [[] for _ in jobs]
+    total = [Tally() for _ in jobs]
+
+    def run(job: int, number: int, limit: int) -> tuple[Output, float]:
+        start = time.perf_counter()
+        outputs, tally = decode(
+            target,
+            drafter if jobs[job].tree.size else None,
+            [prompts[number]],
+            jobs[job],
+            max_new_tokens=limit,
+            stop_ids=stop_ids,
+            seed=seed,
+            row_numbers=[number],
+        )
+        seconds = time.perf_counter() - start
+        if limit == max_new_tokens:
+            total[job] += tally
+        return outputs[0], seconds
+
+    for number in range(min(warmup, len(prompts))):
+        for job in range(len(jobs)):
+            run(job, number, min(max_new_tokens - 1, 8))
+    for number in range(len(prompts)):
+        for shift in range(len(jobs)):
+            job = (number + shift) % len(jobs)
+            results[job].append(run(job, number, max_new_tokens))
+    measurements = []
+    for job, plan in enumerate(plans, start=len(policies)):
+        plain = results[policies.index(plan.policy)]
+        outputs = [output for output, _ in results[job]]
+        same = sum(a.ids == b.ids for (a, _), b in zip(plain, outputs, strict=True)) if plan.policy.greedy else None
+        measurements.append(
+            Measurement(
+                plan,
+                [output.tally for output in outputs],
+                total[job],
+                [len(output.ids) for output in outputs],
+                [seconds for _, seconds in results[job]],
+                [seconds for _, seconds in plain],
+                [len(output.ids) for output, _ in plain],
+                same,
+            )
+        )
+    return measurements
+
+
+def _resampled(prompts: int) -> np.ndarray:
+    """(resamples prompts) indices, the same at every call."""
+    return np.random.default_rng(0).integers(0, prompts, (RESAMPLES, prompts))
+
+
+def _bootstrap(above: Sequence[float], below: Sequence[float]) -> Interval | None:
+    """Interval of sum(above) / sum(below) over resampled prompts."""
+    if not sum(below):
+        return None
+    index = _resampled(len(below))
+    denominators = np.asarray(below, dtype=float)[index].sum(1)
+    good = denominators > 0
+    return _middle(np.asarray(above, dtype=float)[index].sum(1)[good] / denominators[good])
+
+
+def _middle(values: np.ndarray) -> Interval:
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _listed(interval: Interval | None) -> list[float] | None:
+    return None if interval is None else list(interval)

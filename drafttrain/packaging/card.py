@@ -1,0 +1,182 @@
+"""The model card of a package, and the two files that let transformers decode with it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from drafttrain.decoding.loop import Plan
+
+GENERATE = '''\
+"""Speculative decoding with this package, called by transformers:
+
+    model.generate(**inputs, custom_generate="<this package>", trust_remote_code=True, max_new_tokens=128)
+
+The text is the one that `model.generate` gives without it. What would change the text and cannot be honoured is refused.
+"""
+
+from drafttrain.packaging.hf_generate import generate
+
+__all__ = ["generate"]
+'''
+
+REQUIREMENTS = "drafttrain\n"
+
+_GUARANTEES = {
+    "greedy": "the same tokens as the target's greedy decoding",
+    "distribution": "the same distribution as sampling from the target",
+    "approximate": "none: the text may differ from the target's",
+}
+
+_TEXT = """\
+---
+library_name: drafttrain
+tags: [speculative-decoding, {kind_tag}]
+base_model: {quoted}{licence_line}
+---
+# {kind} drafter for {target}
+
+A small model that guesses the next tokens of **{target}** ({model_type}). The target checks the guesses in one pass and keeps
+those it would have written itself, so its text stays its own and takes fewer passes. This package is of no use with another
+target: loading compares fingerprints and refuses.
+
+- {parameters:,} trained parameters, stored as {dtype}; embedding and output head are the target's own and are not in here.
+- Drafts from {vocabulary}.
+- {length}
+
+## Measured
+{table}
+
+`tau` is tokens written per target pass, the target's own included; `accept@k` is how often the k-th drafted token is kept, given
+that those before it were; `speed` is plain decoding's seconds per token over these, same loop, same prompts, interleaved.
+Brackets are 95 % intervals over prompts. {settings}
+
+{guarantees}
+In low precision a pass over several tokens can round otherwise than a pass over one, so that near-ties may fall otherwise.
+
+## Use
+```python
+import drafttrain
+from drafttrain.target import load
+
+target = {loading}
+speculator = drafttrain.load("path/to/this/package", target)
+outputs, tally = speculator.generate([prompt_ids], max_new_tokens=128)
+for ids, accepted in speculator.stream(prompt_ids, max_new_tokens=128): ...
+```
+On the command line: `python -m drafttrain.generate package=path/to/this/package prompt="..."`
+
+In transformers, with drafttrain installed; the code in `custom_generate/` is what runs, read it before you trust it:
+```python
+model.generate(**inputs, max_new_tokens=128, custom_generate="path/to/this/package", trust_remote_code=True)
+```
+Unless told otherwise it decodes with {plan} (`decoding.yaml`).
+
+## Licence
+{licence}
+"""
+
+
+def card(config: dict[str, Any], metrics: dict[str, Any], plan: Plan) -> str:
+    """The README of a package, made from its config and metrics."""
+    target, shape = config["target"], config["shape"]
+    kind = config["drafter"]["_target_"].rpartition(".")[2]
+    name, licence = target["name"], target["licence"]
+    whole = shape["draft_vocab"] == shape["vocab_size"]
+    vocabulary = (
+        f"the target's whole vocabulary of {shape['vocab_size']:,} tokens"
+        if whole
+        else f"{shape['draft_vocab']:,} of the target's {shape['vocab_size']:,} tokens; the others are never drafted"
+    )
+    length = config["trained_length"]
+    told = (
+        f"Trained on rows of at most {length:,} tokens. Beyond that it still drafts and the text is still the target's; only "
+        "fewer drafts may be kept."
+        if length
+        else "The length of the rows it was trained on was not recorded."
+    )
+    rows = metrics["rows"]
+    return _TEXT.format(
+        kind=kind,
+        kind_tag=kind.lower(),
+        target=name,
+        quoted=json.dumps(name, ensure_ascii=False),
+        model_type=target["model_type"],
+        licence_line=f"\nlicense: {licence.lower()}" if licence else "",
+        parameters=shape["parameters"],
+        dtype=shape["dtype"],
+        vocabulary=vocabulary,
+        length=told,
+        table=_table(rows) if rows else "Nothing has been measured yet: run `python -m drafttrain.evaluate`.",
+        settings=_settings(metrics.get("settings") or {}),
+        guarantees=_guaranteed(rows),
+        loading='load.smollm2(dtype="auto", device="auto", attention="sdpa")'
+        if name == "smollm2"
+        else 'load.hf("path/or/id/of/the/target", dtype="auto", device="auto", attention="sdpa")',
+        plan=describe(plan),
+        licence=f"The target is under {licence}. A drafter made from its answers is subject to that licence's terms too."
+        if licence
+        else "The target's licence was not recorded: see the target. What a drafter learned from its answers may fall under it.",
+    )
+
+
+def describe(plan: Plan) -> str:
+    """A plan in words."""
+    tree = plan.tree
+    if not tree.size:
+        shape = "no drafts (plain decoding)"
+    elif tree.is_chain:
+        shape = f"a chain of {tree.size}"
+    else:
+        shape = f"a tree of {tree.size} drafts, {tree.max_depth} deep"
+    policy = plan.policy
+    if policy.greedy:
+        return f"{shape}, greedily"
+    more = (f", top_k {policy.top_k}" if policy.top_k else "") + (f", top_p {policy.top_p:g}" if policy.top_p < 1 else "")
+    return f"{shape}, at temperature {policy.temperature:g}{more}"
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| temperature | drafts | rule | tau | accept@1, 2, ... | speed | rounds | guarantee |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        cells = (
+            _number(row.get("temperature"), "g"),
+            f"{row.get('growth', '?')} {row['nodes']}" if row.get("nodes") else str(row.get("growth", "?")),
+            str(row.get("rule", "?")),
+            _ranged(row.get("tau"), row.get("tau_interval")),
+            " ".join(_number(value) for value in row.get("accept_at") or ()) or "-",
+            _ranged(row.get("speedup"), row.get("speedup_interval"), "x"),
+            str(row.get("rounds", "?")),
+            str(row.get("guarantee", "?")),
+        )
+        lines.append("| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |")
+    slower = [row for row in rows if (row.get("speedup") or 1) < 1]
+    if slower:
+        lines += ["", f"{len(slower)} of these decode **slower** than no drafts at all (speed below 1)."]
+    return "\n".join(lines)
+
+
+def _number(value: Any, form: str = ".2f") -> str:
+    return format(value, form) if isinstance(value, int | float) else "-"
+
+
+def _ranged(value: Any, interval: Any, unit: str = "") -> str:
+    if not isinstance(value, int | float):
+        return "-"
+    shown = f"{value:.2f}{unit}"
+    if isinstance(interval, list | tuple) and all(isinstance(end, int | float) for end in interval):
+        shown += f" [{interval[0]:.2f}, {interval[1]:.2f}]"
+    return shown
+
+
+def _settings(settings: dict[str, Any]) -> str:
+    listed = [f"{name} {value}" for name, value in settings.items() if isinstance(value, str | int | float | bool)]
+    return f"Measured with: {', '.join(listed)}." if listed else ""
+
+
+def _guaranteed(rows: list[dict[str, Any]]) -> str:
+    names = list(dict.fromkeys(str(row.get("guarantee")) for row in rows if row.get("guarantee")))
+    return "Guarantee: " + "; ".join(f"*{name}* is {_GUARANTEES.get(name, name)}" for name in names) + "." if names else ""

@@ -1,0 +1,179 @@
+"""How a package decodes unless told otherwise: `decoding.yaml` to and from a Plan, and trees by name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from drafttrain.decoding import rules
+from drafttrain.decoding.loop import Plan
+from drafttrain.drafter.base import Drafter
+from drafttrain.errors import InputError
+from drafttrain.nn.sampling import Policy
+from drafttrain.packaging.checking import check_keys
+from drafttrain.tree.topology import Tree
+
+log = logging.getLogger(__name__)
+
+MOST_NODES = 1024
+"""Nodes that a stored tree may have: a target pass checks all of them at once."""
+_LARGEST_FILE = 1 << 20
+_AUTO = "auto"
+_KEYS = ("tree", "budget", "policy", "sampled", "rule")
+_BUDGET = ("nodes", "depth")
+_POLICY = ("temperature", "top_k", "top_p")
+
+_TEXT = """\
+# How this drafter decodes unless told otherwise.
+# tree: one entry for each drafted token, the ranks on the way to it from the last chosen token. [] decodes plainly.
+tree:{tree}
+# What the tree above costs at most: drafted tokens that the target checks in one pass, and their depth.
+budget: {{nodes: {nodes}, depth: {depth}}}
+# temperature 0 is greedy; top_k 0 and top_p 1.0 keep every token.
+policy: {{temperature: {temperature!r}, top_k: {top_k}, top_p: {top_p!r}}}
+# auto: drafts are drawn whenever the temperature is above 0, and the rule is the exact one that fits them.
+sampled: {sampled}
+rule: {rule}
+"""
+
+
+def write_plan(plan: Plan) -> str:
+    """The text of `decoding.yaml`."""
+    paths = [list(path) for path in plan.tree.paths]
+    return _TEXT.format(
+        tree="".join(f"\n  - {path}" for path in paths) if paths else " []",
+        nodes=plan.tree.size,
+        depth=plan.tree.max_depth,
+        temperature=float(plan.policy.temperature),
+        top_k=int(plan.policy.top_k),
+        top_p=float(plan.policy.top_p),
+        sampled=_AUTO if plan.sampled is None else str(plan.sampled).lower(),
+        rule=plan.rule or _AUTO,
+    )
+
+
+def read_plan(path: Path, drafter: Drafter | None = None) -> Plan:
+    """Read and check `decoding.yaml`.
+
+    Args:
+        drafter: its depth caps the tree, with a message; its vocabulary bounds the children of a node.
+    Raises: InputError naming the file and what is wrong in it.
+    """
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise InputError(f"{path} has {path.stat().st_size} bytes: not a decoding plan")
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is missing: the package is not whole") from error
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
+        raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    try:
+        plan = _plan(found)
+        return plan if drafter is None else fit(plan, drafter, str(path))
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def _plan(found: Any) -> Plan:
+    check_keys(found, _KEYS, "the plan")
+    check_keys(found["budget"], _BUDGET, "budget")
+    check_keys(found["policy"], _POLICY, "policy")
+    tree = tree_of(found["tree"])
+    for name, own in (("nodes", tree.size), ("depth", tree.max_depth)):
+        if not _whole(found["budget"][name]) or found["budget"][name] < own:
+            raise InputError(f"budget.{name} is {found['budget'][name]!r}, the tree has {own}: they must fit together")
+    policy = found["policy"]
+    for name in _POLICY:
+        if isinstance(policy[name], bool) or not isinstance(policy[name], int if name == "top_k" else (int, float)):
+            raise InputError(f"policy.{name} is {policy[name]!r}, needs a number")
+    sampled, rule = found["sampled"], found["rule"]
+    if sampled != _AUTO and not isinstance(sampled, bool):
+        raise InputError(f"sampled is {sampled!r}: give auto, true or false")
+    if rule != _AUTO and rule not in rules.RULES:
+        raise InputError(f"rule is {rule!r}: give auto or one of {', '.join(rules.RULES)}")
+    plan = Plan(tree, Policy(**policy), None if sampled == _AUTO else sampled, None if rule == _AUTO else rule)
+    _ = plan.rule_name  # refuses what contradicts itself
+    return plan
+
+
+def tree_of(value: Any) -> Tree:
+    """A tree as settings name it.
+
+    `eagle1_static` (the paper's 25 nodes), `plain` or 0 (no drafts), a chain's length or `chain:<length>`,
+    `expand:4x2x1` (that many children per node, depth by depth), or a list of paths of ranks.
+
+    Raises: InputError for anything else, and for a malformed tree.
+    """
+    if isinstance(value, str):
+        name, _, rest = value.strip().partition(":")
+        if value.strip() == "eagle1_static":
+            return Tree.eagle1_static()
+        if value.strip() == "plain":
+            return Tree.chain(0)
+        if name == "chain" and rest.isdecimal():
+            return tree_of(int(rest))
+        widths = rest.split("x")
+        if name == "expand" and all(width.isdecimal() and int(width) > 0 for width in widths):
+            nodes = level = 1
+            for width in widths:
+                level *= int(width)
+                nodes += level
+                _check_size(nodes - 1)
+            return Tree.expansion([int(width) for width in widths])
+        if value.strip().isdecimal():
+            return tree_of(int(value))
+    elif _whole(value):
+        _check_size(value)
+        return Tree.chain(value)
+    elif isinstance(value, Iterable) and not isinstance(value, dict):
+        paths = list(value)
+        _check_size(len(paths))
+        for path in paths:
+            if not isinstance(path, list | tuple) or len(path) > MOST_NODES or not all(map(_whole, path)):
+                raise InputError(f"tree: {str(path)[:80]} is not a path, such as [0, 1] for the second child of the first")
+        return Tree.from_paths(paths) if paths else Tree.chain(0)
+    raise InputError(
+        f"tree {str(value)[:80]!r} is not known: give eagle1_static, plain, a chain's length such as 4, expand:4x2x1, "
+        "or a list of paths such as [[0],[1],[0,0]]"
+    )
+
+
+def fit(plan: Plan, drafter: Drafter, where: str = "the plan") -> Plan:
+    """The plan as this drafter can fill it: what is deeper is cut off, with a message.
+
+    Raises: InputError if a node has more children than there are tokens to propose.
+    """
+    deepest = drafter.max_depth
+    if deepest is not None and plan.tree.max_depth > deepest:
+        log.warning(
+            "%s: the tree is %d deep, this drafter fills %d: the rest is cut off", where, plan.tree.max_depth, deepest
+        )
+        plan = replace(plan, tree=plan.tree.capped(deepest))
+    tokens = draft_vocabulary(drafter)
+    if plan.tree.max_children > tokens:
+        raise InputError(f"a node has {plan.tree.max_children} children, this drafter proposes from {tokens} tokens")
+    return plan
+
+
+def draft_vocabulary(drafter: Drafter) -> int:
+    """How many different tokens a drafter can propose."""
+    ids = getattr(drafter, "draft_ids", None)
+    return drafter.target.vocab_size if ids is None else len(ids)
+
+
+def growth_name(tree: Tree) -> str:
+    return "plain" if not tree.size else "chain" if tree.is_chain else "static"
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_size(nodes: int) -> None:
+    if nodes > MOST_NODES:
+        raise InputError(f"a tree of {nodes} nodes is asked for, at most {MOST_NODES} can be checked in one pass")

@@ -1,0 +1,218 @@
+"""A package as transformers runs it: `model.generate(..., custom_generate=<package>, trust_remote_code=True)`.
+
+transformers prepares everything as for its own decoding (settings, padding mask, lengths, processors, stopping criteria)
+and hands it over; here it is either honoured or refused. Nothing that would change the text is ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.speculator import Speculator
+from drafttrain.errors import InputError
+from drafttrain.nn.sampling import Policy
+from drafttrain.packaging.package import load
+from drafttrain.target.model import Target
+
+_READ = {"attention_mask", "position_ids", "use_cache", "cache", "past_key_values", "logits_to_keep"}
+"""What transformers prepares for a model's forward pass and this runtime replaces by its own."""
+_SAMPLING = {"TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "LogitNormalization"}
+_STOPPING = {"MaxLengthCriteria", "EosTokenCriteria"}
+_MEMORY = "_drafttrain_speculators"
+
+
+def generate(model: Any, *, package: str | os.PathLike[str] | None = None, **arguments: Any) -> Any:
+    """What `custom_generate/generate.py` of a package calls; arguments as for `model.generate`.
+
+    Args:
+        package: the package's folder; None is the one given as `custom_generate`.
+    Returns: as `model.generate`: ids with the prompts, or an output object if `return_dict_in_generate`.
+    Raises: InputError for settings that cannot be honoured.
+    """
+    folder = Path(package if package is not None else _asked_for()).expanduser()
+    unwanted = ("assistant_model", "negative_prompt_ids", "negative_prompt_attention_mask", "synced_gpus", "token_healing")
+    for name in unwanted:
+        if arguments.get(name) is not None and arguments[name] is not False:
+            raise InputError(f"{name} cannot be honoured while decoding with a drafttrain package: leave it out")
+    if arguments.get("assistant_tokenizer") is not None:
+        raise InputError("assistant_tokenizer has no use while decoding with a drafttrain package: leave it out")
+    streamer = arguments.get("streamer")
+
+    def decode(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **prepared: Any,
+    ) -> Any:
+        limit = _limit(stopping_criteria, input_ids)
+        policy = _policy(generation_config, logits_processor)
+        prompts = _prompts(input_ids, prepared)
+        if streamer is not None and len(prompts) > 1:
+            raise InputError(f"a streamer shows one text, {len(prompts)} are decoded: give one prompt, or no streamer")
+        with _as_it_was(model):
+            speculator = _speculator(folder, model)
+            context = speculator.target.context
+            if max(map(len, prompts)) + limit > context:
+                raise InputError(
+                    f"a prompt of {max(map(len, prompts))} tokens and {limit} new ones exceed the target's context of "
+                    f"{context}: lower max_new_tokens"
+                )
+            end = generation_config._eos_token_tensor
+            outputs, _ = speculator.generate(
+                prompts,
+                max_new_tokens=limit,
+                plan=_plan(speculator.plan, policy),
+                # torch.manual_seed decides, as it does for transformers' own sampling.
+                seed=0 if policy.greedy else int(torch.randint(1 << 62, (1,))),
+                stop_ids=[] if end is None else end.tolist(),
+                listener=None if streamer is None else lambda _row, ids, _kept: _put(streamer, ids),
+            )
+        if streamer is not None:
+            streamer.end()
+        return _answer(input_ids, [output.ids for output in outputs], generation_config)
+
+    return model.generate(custom_generate=decode, **arguments)
+
+
+def _asked_for() -> str:
+    """The value of `custom_generate` in the call of `generate` that led here: transformers does not pass it on."""
+    frame = sys._getframe()
+    while frame is not None:
+        asked = frame.f_locals.get("custom_generate") if frame.f_code.co_name == "generate" else None
+        if isinstance(asked, str) and frame.f_globals.get("__name__", "").startswith("transformers."):
+            if not Path(asked).expanduser().is_dir():
+                raise InputError(
+                    f"custom_generate={asked} is not a folder here: download the package and give its folder, or name a "
+                    "local copy by package=<folder>"
+                )
+            return asked
+        frame = frame.f_back  # type: ignore[assignment]
+    raise InputError("where the package lies is not known: add package=<folder> to generate(...)")
+
+
+def _speculator(folder: Path, model: nn.Module) -> Speculator:
+    """One for each package and model, kept with the model as long as the package's files do not change."""
+    kept: dict[Path, tuple[Any, Speculator]] = model.__dict__.setdefault(_MEMORY, {})
+    place = folder.resolve()
+    stamp = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(place.glob("*.*")))
+    known = kept.get(place)
+    if known is None or known[0] != stamp or known[1].target.device != model.get_input_embeddings().weight.device:
+        target = Target(model, None, getattr(model.config, "_name_or_path", "") or type(model).__name__)
+        known = kept[place] = (stamp, load(folder, target))
+    return known[1]
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """A target is frozen and in evaluation mode; the caller's model is given back as it came."""
+    training = [module for module in model.modules() if module.training]
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        for parameter in learning:
+            parameter.requires_grad_(True)
+
+
+def _limit(criteria: Any, input_ids: Tensor) -> int:
+    odd = sorted({type(one).__name__ for one in criteria} - _STOPPING)
+    if odd:
+        raise InputError(
+            f"stopping criteria {', '.join(odd)} cannot be honoured while decoding with a drafttrain package: "
+            "max_new_tokens, max_length and eos_token_id can"
+        )
+    return min(one.max_length for one in criteria if hasattr(one, "max_length")) - input_ids.shape[1]
+
+
+def _policy(settings: Any, processors: Any) -> Policy:
+    """The sampling that the prepared processors amount to."""
+    mode = str(getattr(settings.get_generation_mode(), "value", ""))
+    if mode not in ("greedy_search", "sample"):
+        raise InputError(
+            f"{mode.replace('_', ' ')} cannot be honoured while decoding with a drafttrain package: greedy decoding and "
+            "sampling can (num_beams=1)"
+        )
+    odd = sorted({type(one).__name__ for one in processors} - _SAMPLING)
+    if odd:
+        raise InputError(
+            f"{', '.join(odd)} would change the text and cannot be honoured while decoding with a drafttrain package: "
+            "temperature, top_k and top_p can; leave the rest out (it may come from model.generation_config)"
+        )
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if getattr(settings, name, None):
+            raise InputError(f"{name} cannot be given while decoding with a drafttrain package: leave it out")
+    if getattr(settings, "cache_implementation", None) == "quantized" or getattr(settings, "token_healing", None):
+        raise InputError("a quantized cache or token healing changes the text: leave it out")
+    if not settings.do_sample:
+        return Policy()
+    found: dict[str, Any] = {"temperature": 1.0}
+    for one in processors:
+        for name in ("temperature", "top_k", "top_p"):
+            if hasattr(one, name):
+                found[name] = getattr(one, name)
+    return Policy(**found)
+
+
+def _plan(own: Plan, policy: Policy) -> Plan:
+    """The package's tree under the policy asked for, with the exact rule that fits."""
+    if policy.greedy == own.policy.greedy:
+        return replace(own, policy=policy)
+    return Plan(own.tree, policy)
+
+
+def _prompts(input_ids: Tensor, prepared: dict[str, Any]) -> list[list[int]]:
+    """Every row without its padding on the left."""
+    odd = sorted(name for name, value in prepared.items() if name not in _READ and value is not None)
+    if odd:
+        raise InputError(f"{', '.join(odd)} cannot be honoured while decoding with a drafttrain package: leave it out")
+    for name in ("cache", "past_key_values"):
+        cache = prepared.get(name)
+        if cache is not None and cache.get_seq_length() > 0:
+            raise InputError(f"{name} holds tokens already; here decoding starts from the whole prompt: give input_ids alone")
+    mask = prepared.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    if mask.shape != input_ids.shape:
+        raise InputError(f"attention_mask has the shape {tuple(mask.shape)}, needs {tuple(input_ids.shape)}")
+    kept = mask != 0
+    if not bool(kept[:, -1].all()) or bool((kept[:, :-1] & ~kept[:, 1:]).any()):
+        raise InputError(
+            "attention_mask hides tokens behind visible ones: pad on the left (tokenizer.padding_side='left'); other "
+            "masks cannot be honoured"
+        )
+    places = prepared.get("position_ids")
+    if places is not None and places.shape == input_ids.shape and not bool((places == kept.cumsum(-1) - 1)[kept].all()):
+        raise InputError("position_ids other than 0, 1, 2, ... cannot be honoured: leave them out")
+    return [ids[row].tolist() for ids, row in zip(input_ids, kept, strict=True)]
+
+
+def _put(streamer: Any, ids: list[int]) -> None:
+    for token in ids:
+        streamer.put(torch.tensor([token]))
+
+
+def _answer(input_ids: Tensor, written: list[list[int]], settings: Any) -> Any:
+    longest = max(map(len, written))
+    pad = settings._pad_token_tensor
+    filler = 0 if pad is None else int(pad.flatten()[0])
+    rows = [row + [filler] * (longest - len(row)) for row in written]
+    sequences = torch.cat((input_ids, torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device)), 1)
+    if not settings.return_dict_in_generate:
+        return sequences
+    from transformers.generation import GenerateDecoderOnlyOutput
+
+    return GenerateDecoderOnlyOutput(sequences=sequences)

@@ -1,0 +1,202 @@
+"""Features computed by the target while training: once per row, then kept in memory or in a file, or computed every epoch.
+
+What a row's features are never depends on when they are asked for: the first epoch's batches are what the target reads, and a row
+that is missing later (a resumed run) is read again in the company of its first epoch's batch. So a resumed run sees the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drafttrain.data.datamodule import ConversationData
+from drafttrain.errors import InputError
+from drafttrain.flow import Batch, Features, Needs
+from drafttrain.target.model import Target
+
+GB = 1 << 30
+KEEP = ("bfloat16", "float16", "float32")
+
+
+class OnlineFeatures:
+    """The features of a data set's rows, computed when first needed.
+
+    Args:
+        target: the frozen model.
+        needs: what to keep; nothing else is computed or stored.
+        data: the rows; a batch's `row_ids` are numbers of rows in its set.
+        groups: batches of row places, as the first epoch has them, over all processes. A row that is asked for and not there is
+            computed together with the rows of its group. None: together with the rows of the batch asked for.
+        budget_gb: keep features in memory if all rows' features take at most this.
+        disk_gb: otherwise keep them in a file in `spill_dir` if they take at most this and the disk has room.
+        keep_dtype: how features are kept. bfloat16 has the precision of most targets' own pass and half the size of float32; its
+            rounding (relative 2^-9) is far below the noise that training adds. The setting holds also where nothing is kept, so
+            that keeping or not keeping does not change results.
+        spill_dir: a folder of the run for the file; None forbids one.
+        shared: several processes on one machine share what they compute, through a file in `spill_dir` that need not be empty
+            of their work but must not hold another run's.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        needs: Needs,
+        *,
+        data: ConversationData,
+        groups: Sequence[Sequence[int]] | None = None,
+        budget_gb: float = 3.0,
+        disk_gb: float = 50.0,
+        keep_dtype: str = "bfloat16",
+        spill_dir: Path | str | None = None,
+        shared: bool = False,
+    ) -> None:
+        if keep_dtype not in KEEP:
+            raise InputError(f"features.keep_dtype={keep_dtype}: give one of {', '.join(KEEP)}")
+        for name, value in (("budget_gb", budget_gb), ("disk_gb", disk_gb)):
+            if not value >= 0:
+                raise InputError(f"features.{name}={value}: needs a number of at least 0")
+        beyond = [layer for layer in needs.layers if not 0 <= layer < len(target.decoder_layers)]
+        if beyond:
+            raise InputError(f"layer {beyond[0]} asked for; target {target.name} has layers 0..{len(target.decoder_layers) - 1}")
+        self.target, self.needs, self.data = target, needs, data
+        self.dtype: torch.dtype = getattr(torch, keep_dtype)
+        self.rows_computed = 0
+        """Rows that the target has read, each time counted."""
+        self._names: list[str | int] = [*(["last_hidden"] if needs.last_hidden else []), *needs.layers]
+        self._place = {row: place for place, row in enumerate(data.indices)}
+        starts = [0]
+        for length in data.lengths:
+            starts.append(starts[-1] + length)
+        self._starts = starts
+        self._groups = None if groups is None else [[p if p >= 0 else ~p for p in group] for group in groups]
+        self._group_of: dict[int, int] = {}
+        for number, group in enumerate(self._groups or ()):
+            for place in group:
+                self._group_of.setdefault(place, number)
+        self.bytes = starts[-1] * target.width * self.dtype.itemsize * len(self._names)
+        """Size of all rows' features."""
+        self._file: Path | None = None
+        self.mode = self._choose(budget_gb * GB, disk_gb * GB, spill_dir, shared)
+        """"memory", "file" or "recompute"."""
+
+    def features(self, batch: Batch) -> Features:
+        """What the drafter needs of a batch's rows: (b s d), zero on padding, without grad."""
+        places = [self._place[row] for row in batch.row_ids.tolist()]
+        s = batch.input_ids.shape[1]
+        with torch.no_grad(), torch.autocast(self.target.device.type, enabled=False):
+            if self.mode == "recompute":
+                found = self._read(batch)
+                padding = ~batch.padding.to(self.target.device)[:, :, None]
+                values = {name: value.to(self.dtype).masked_fill(padding, 0) for name, value in found.items()}
+            else:
+                self._fill(batch, places)
+                values = {name: self._serve(self._stores[name], places, s) for name in self._names}
+        return Features(values.get("last_hidden"), {layer: values[layer] for layer in self.needs.layers})
+
+    def describe(self) -> str:
+        """One line: the estimate and what it led to."""
+        size = f"{self.bytes / GB:.2f} GB in {str(self.dtype).removeprefix('torch.')}"
+        return {
+            "memory": f"features: {size}, computed once and kept in memory",
+            "file": f"features: {size}, computed once and kept in {self._file}",
+            "recompute": f"features: {size} would exceed memory and disk budgets, computed again every epoch",
+        }[self.mode]
+
+    def close(self) -> None:
+        """Forget everything and remove the file."""
+        self._stores: dict[str | int, Tensor] = {}
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+            try:
+                self._file.parent.rmdir()
+            except OSError:
+                pass
+
+    # Inside -----------------------------------------------------------------------------------------------------
+    def _choose(self, memory: float, disk: float, spill_dir: Path | str | None, shared: bool) -> str:
+        tokens, d = self._starts[-1], self.target.width
+        if self.bytes <= memory and not shared:
+            self._stores = {name: torch.empty(tokens, d, dtype=self.dtype) for name in self._names}
+            self._done = torch.zeros(len(self.data), dtype=torch.uint8)
+            return "memory"
+        if spill_dir is None or self.bytes > max(disk, memory if shared else 0) or not self._open(Path(spill_dir)):
+            self._stores = {}
+            return "recompute"
+        return "file"
+
+    def _open(self, folder: Path) -> bool:
+        """Map the file; its room is taken now, since a full disk would kill the process later. False if there is none."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "features.bin"
+        flags = -(-len(self.data) // 4096) * 4096
+        size = flags + self.bytes
+        there = path.stat().st_size if path.exists() else 0
+        if there < size:
+            if shutil.disk_usage(folder).free < (size - there) * 1.02 + (1 << 28):
+                return False
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(handle, 0, size)
+                else:
+                    os.ftruncate(handle, size)
+            except OSError:
+                path.unlink(missing_ok=True)
+                return False
+            finally:
+                os.close(handle)
+        self._file = path
+        raw = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        self._done = raw[: len(self.data)]
+        values = raw[flags:].view(self.dtype).view(len(self._names), self._starts[-1], self.target.width)
+        self._stores = dict(zip(self._names, values, strict=True))
+        return True
+
+    def _fill(self, batch: Batch, places: list[int]) -> None:
+        for place in places:
+            if self._done[place]:
+                continue
+            if self._groups is None:
+                self._keep(batch, places)
+                return
+            group = self._groups[self._group_of[place]]
+            self._keep(batch if group == places else self.data.batch(group), group)
+
+    def _keep(self, batch: Batch, places: Sequence[int]) -> None:
+        for name, value in self._read(batch).items():
+            value = value.to(device="cpu", dtype=self.dtype)
+            for i, place in enumerate(places):
+                first, behind = self._starts[place], self._starts[place + 1]
+                self._stores[name][first:behind] = value[i, : behind - first]
+        # The mark comes last: another process that sees it finds the values whole.
+        self._done[list(places)] = 1
+
+    def _read(self, batch: Batch) -> dict[str | int, Tensor]:
+        found = self.target.features(batch.input_ids, batch.lengths, self.needs)
+        self.rows_computed += len(batch.lengths)
+        values: dict[str | int, Tensor] = dict(found.layers)
+        if found.last_hidden is not None:
+            values["last_hidden"] = found.last_hidden
+        for name, value in values.items():
+            if not bool(torch.isfinite(value.sum())):
+                padding = batch.padding.to(value.device)[:, :, None]
+                bad = ~torch.isfinite(value.masked_fill(~padding, 0)).all(-1).all(-1)
+                if bool(bad.any()):
+                    rows = batch.row_ids[bad.to(batch.row_ids.device)].tolist()
+                    raise InputError(
+                        f"the target's features ({name}) of rows {', '.join(map(str, rows))} are not finite: run the target in "
+                        "float32 (target.dtype=float32), or leave these rows out of the set"
+                    )
+        return values
+
+    def _serve(self, store: Tensor, places: Sequence[int], s: int) -> Tensor:
+        out = torch.zeros(len(places), s, self.target.width, dtype=self.dtype)
+        for i, place in enumerate(places):
+            first, behind = self._starts[place], self._starts[place + 1]
+            out[i, : behind - first] = store[first:behind]
+        return out.to(self.target.device)

@@ -1,0 +1,255 @@
+"""One LightningModule for every drafter: ask the source for features, call `drafter.loss`, sum, divide last, update.
+
+Losses come as sums. Gradients of sums are added up over a window of accumulated micro-batches and over all processes; then they
+are divided once, by the supervised tokens of the whole window. So neither accumulation nor processes nor padding nor the
+distribution of supervised tokens over them changes an update, and a window without supervised tokens makes none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from drafttrain.drafter.base import Drafter
+from drafttrain.errors import InputError
+from drafttrain.flow import Batch, Features
+from drafttrain.processes import rank
+from drafttrain.training.course import Course
+from drafttrain.training.optim import AdamW
+
+
+class Source(Protocol):
+    """Where features come from."""
+
+    def features(self, batch: Batch) -> Features: ...
+
+
+class DraftModule(LightningModule):
+    """Trains a drafter. The target is not a child: it is neither saved, nor moved, nor wrapped.
+
+    Args:
+        drafter: float32, in training mode.
+        source: supplies the features that the drafter needs.
+        optim: the optimiser's settings.
+        course: how micro-batches become updates, and when the run ends.
+        seed: of the training noise. Noise depends on (seed, number of the micro-batch, process) alone.
+        log_every: updates of a logged window.
+    """
+
+    def __init__(
+        self, drafter: Drafter, source: Source, optim: AdamW, course: Course, *, seed: int = 0, log_every: int = 10
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        odd = sorted({str(p.dtype) for p in drafter.parameters() if p.requires_grad and p.dtype != torch.float32})
+        if odd:
+            raise InputError(f"trainable weights are {', '.join(odd)}: train in float32, where small updates are not rounded away")
+        self.drafter = drafter
+        self.source, self.optim, self.course, self.seed, self.log_every = source, optim, course, seed, log_every
+        self.rate = optim.resolve(course.updates)
+        # Where the run stands; all of it travels in checkpoints.
+        self.position = 0
+        """Micro-batches that this process has read."""
+        self.updates = 0
+        """Optimiser updates made."""
+        self.empty_windows = 0
+        """Windows without a supervised token, which made no update."""
+        self.supervised = 0.0
+        """Supervised tokens seen by all processes together."""
+        self.seconds_before = 0.0
+        """Seconds of training in earlier parts of the run."""
+        self.stop_requested = False
+        """Set by a signal; every process then stops behind the same update."""
+        self.stopped: str | None = None
+        """Why the run ended early: "signal", "time" or "patience"."""
+        self.just_updated = False
+        """Did the last micro-batch close a window with an update?"""
+        self._optimiser_state: dict[str, Any] | None = None
+        self._began: float | None = None
+        self._window = Sums()
+        self._logged = Sums()
+
+    # One micro-batch ----------------------------------------------------------------------------------------------
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        began = time.perf_counter()
+        closes = self.course.closes(self.position)
+        with torch.no_grad():
+            features = self.source.features(batch)
+        ready = time.perf_counter()
+        loss = self.drafter.loss(batch, features, generator=self._generator())
+        with contextlib.nullcontext() if closes else self._apart():
+            self.manual_backward(loss.total)
+        sums = {"loss": (loss.total.detach(), loss.count.detach()), **loss.parts}
+        for window in (self._window, self._logged):
+            window.add(sums, batch)
+        self.position += 1
+        self.just_updated = False
+        if closes:
+            self._close_window()
+        self._logged.seconds += time.perf_counter() - began
+        self._logged.feature_seconds += ready - began
+        if closes and self.updates % self.log_every == 0 and self.just_updated:
+            self._log_window()
+        return {"loss": loss.total.detach() / loss.count.detach().clamp_min(1)}
+
+    def _generator(self) -> torch.Generator:
+        name = f"{self.seed}/{self.position}/{rank()}"
+        number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+        return torch.Generator(self.device).manual_seed(number)
+
+    def _apart(self) -> contextlib.AbstractContextManager[None]:
+        """Gradients stay on this process until the window closes."""
+        block = getattr(self.trainer.strategy, "block_backward_sync", None)
+        return block() if block is not None else contextlib.nullcontext()
+
+    def _close_window(self) -> None:
+        """Every process comes here behind the same micro-batch, whatever it had to learn from."""
+        total, count = self._window.values["loss"]
+        late = self.course.seconds is not None and self.seconds >= self.course.seconds
+        words = torch.stack([count.double(), total.double(), total.new_tensor(self.stop_requested), total.new_tensor(late)])
+        words = over_processes(words)
+        tokens, loss, signals, clocks = words.tolist()
+        optimiser = cast(torch.optim.Optimizer, self.optimizers())
+        parameters = [p for p in self.drafter.parameters() if p.grad is not None]
+        if not math.isfinite(loss):
+            raise InputError(
+                f"the loss of update {self.updates} is {loss} (rows of this process: {self._window.rows}): lower optim.lr, clip "
+                "with optim.clip_norm, or look at these rows; the last checkpoint is from before"
+            )
+        if tokens > 0:
+            # Gradients are a mean over processes of sums over tokens.
+            scale = torch.distributed.get_world_size() / tokens if _several() else 1.0 / tokens
+            torch._foreach_mul_([cast(Tensor, p.grad) for p in parameters], scale)
+            self.optim.clip(parameters)
+            for group in optimiser.param_groups:
+                group["lr"] = self.optim.lr * self.rate(self.updates)
+            optimiser.step()
+            self.updates += 1
+            self.supervised += tokens
+            self.just_updated = True
+        else:
+            self.empty_windows += 1
+        optimiser.zero_grad()
+        self._window = Sums()
+        if signals or clocks:
+            self.stopped = "signal" if signals else "time"
+            self.trainer.should_stop = True
+
+    # The log --------------------------------------------------------------------------------------------------------
+    def _log_window(self) -> None:
+        """Log the means over the window's supervised tokens, over all processes; evaluation never touches these sums."""
+        logged, self._logged = self._logged, Sums()
+        names = sorted(logged.values)
+        words = [value.double() for name in names for value in logged.values[name]]
+        words += [words[0].new_tensor(logged.tokens), words[0].new_tensor(float(logged.empty))]
+        sums = over_processes(torch.stack(words)).tolist()
+        metrics: dict[str, float | None] = {}
+        for place, name in enumerate(names):
+            total, count = sums[2 * place], sums[2 * place + 1]
+            metrics[f"train/{name}"] = total / count if count else None
+        metrics["train/lr"] = self.optim.lr * self.rate(self.updates - 1)
+        metrics["train/epoch"] = self.course.epoch(self.position)
+        metrics["train/tokens_per_second"] = sums[-2] / logged.seconds if logged.seconds else None
+        metrics["train/feature_share"] = logged.feature_seconds / logged.seconds if logged.seconds else None
+        metrics["train/batches_without_labels"] = sums[-1]
+        self.report(metrics)
+
+    def report(self, metrics: Mapping[str, float | None]) -> None:
+        """Give numbers to the loggers, under the number of updates, and to the progress line; None is left out."""
+        found = {name: float(value) for name, value in metrics.items() if value is not None}
+        if rank() == 0 and found:
+            for logger in self.trainer.loggers:
+                logger.log_metrics(found, step=self.updates)
+            note = getattr(self.trainer.progress_bar_callback, "note_all", None)
+            if note is not None:
+                shown = ("train/loss", "val/tau")
+                note({name: value for name, value in found.items() if name in shown})
+
+    # Lightning ------------------------------------------------------------------------------------------------------
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optim.optimiser(p for p in self.drafter.parameters() if p.requires_grad)
+
+    def on_fit_start(self) -> None:
+        if self._optimiser_state is not None:
+            self.trainer.strategy.load_optimizer_state_dict({"optimizer_states": [self._optimiser_state]})
+            self._optimiser_state = None
+        # Lightning counts updates too, for its limit and for the progress line.
+        self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed = self.updates
+
+    def on_train_start(self) -> None:
+        self._began = time.monotonic()
+        self.drafter.train()
+
+    @property
+    def finished(self) -> bool:
+        """Has the run reached its planned end?"""
+        length = self.course.length
+        return length is not None and self.position >= length
+
+    @property
+    def seconds(self) -> float:
+        """Wall seconds of training so far, earlier parts of a resumed run included."""
+        return self.seconds_before + (0.0 if self._began is None else time.monotonic() - self._began)
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------
+    def progress(self) -> dict[str, Any]:
+        return {
+            "position": self.position,
+            "updates": self.updates,
+            "empty_windows": self.empty_windows,
+            "supervised": self.supervised,
+            "seconds": self.seconds,
+        }
+
+    def continue_from(self, state: Mapping[str, Any]) -> None:
+        """Take over a checkpoint's weights and place; the optimiser's state follows when there is an optimiser."""
+        self.load_state_dict(state["weights"])
+        progress = state["progress"]
+        self.position, self.updates = progress["position"], progress["updates"]
+        self.empty_windows, self.supervised = progress["empty_windows"], progress["supervised"]
+        self.seconds_before = progress["seconds"]
+        self._optimiser_state = state["optimiser"]
+
+
+class Sums:
+    """Sums over micro-batches: of losses and counts, and of what their making took."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, tuple[Tensor, Tensor]] = {}
+        self.rows: list[int] = []
+        self.tokens = 0.0
+        self.empty = 0
+        """Micro-batches without a supervised token."""
+        self.seconds = 0.0
+        self.feature_seconds = 0.0
+
+    def add(self, sums: Mapping[str, tuple[Tensor, Tensor]], batch: Batch) -> None:
+        for name, (total, count) in sums.items():
+            before = self.values.get(name)
+            total, count = total.double(), count.double()
+            self.values[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
+        self.rows += batch.row_ids.tolist()
+        labels = float(batch.loss_mask.sum())
+        self.tokens += labels
+        self.empty += labels == 0
+
+
+def _several() -> bool:
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return there and torch.distributed.get_world_size() > 1
+
+
+def over_processes(values: Tensor) -> Tensor:
+    """The sum of a tensor over all processes; every process must come here."""
+    if _several():
+        values = values.clone()
+        torch.distributed.all_reduce(values)
+    return values

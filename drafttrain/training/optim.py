@@ -1,0 +1,108 @@
+"""The optimiser and its rate. The rate is a function of the number of updates alone, so a resumed run goes on where it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from drafttrain.errors import InputError
+
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """AdamW with linear warm-up, then a schedule to `end_factor` of the rate; EAGLE-1's settings are those of `eagle1_paper`."""
+
+    lr: float
+    """The rate after warm-up."""
+    betas: Sequence[float]
+    eps: float
+    weight_decay: float
+    warmup: float
+    """Updates of linear warm-up; below 1 it is a share of the run."""
+    schedule: str
+    """After warm-up: cosine, linear or constant."""
+    end_factor: float
+    """Share of `lr` that the schedule reaches on its last update."""
+    horizon: int | None
+    """Updates at which the schedule ends; None is the run's last one."""
+    clip_norm: float | None
+    """Largest norm of the gradient of all parameters together; None does not clip."""
+    clip_value: float | None
+    """Largest size of each gradient entry; None does not clip."""
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise InputError(f"optim.schedule={self.schedule}: give one of {', '.join(SCHEDULES)}")
+        if not (self.lr > 0 and math.isfinite(self.lr)):
+            raise InputError(f"optim.lr={self.lr}: needs a number above 0")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"optim.betas={list(self.betas)}: needs two numbers from 0 to below 1")
+        if self.weight_decay < 0 or self.eps <= 0 or not 0 <= self.end_factor <= 1:
+            raise InputError("optim needs weight_decay >= 0, eps > 0 and end_factor from 0 to 1")
+        if self.warmup < 0 or (self.warmup >= 1 and self.warmup != int(self.warmup)):
+            raise InputError(f"optim.warmup={self.warmup}: needs a whole number of updates, or a share of the run below 1")
+        if self.horizon is not None and self.horizon < 1:
+            raise InputError(f"optim.horizon={self.horizon}: needs at least 1, or null for the run's last update")
+        for name in ("clip_norm", "clip_value"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InputError(f"optim.{name}={value}: needs a number above 0, or null")
+
+    def resolve(self, updates: int | None) -> Rate:
+        """The schedule of a run of so many updates; None is a run that only a clock ends.
+
+        Raises: InputError if the schedule or its warm-up needs the number of updates and there is none.
+        """
+        end = self.horizon or updates
+        if end is None and (self.schedule != "constant" or 0 < self.warmup < 1):
+            raise InputError(
+                f"optim.schedule={self.schedule}, warmup={self.warmup} count updates, and trainer.max_minutes alone does not say "
+                "how many there will be: give trainer.max_epochs, trainer.max_steps or optim.horizon too, or a constant schedule "
+                "with warmup in updates"
+            )
+        warmup = round(self.warmup * (end or 0)) if self.warmup < 1 else int(self.warmup)
+        if self.schedule == "constant":
+            return Rate("constant", warmup, None, 1.0)
+        return Rate(self.schedule, warmup, end, self.end_factor)
+
+    def optimiser(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            parameters, lr=self.lr, betas=(self.betas[0], self.betas[1]), eps=self.eps, weight_decay=self.weight_decay
+        )
+
+    def clip(self, parameters: Iterable[nn.Parameter]) -> None:
+        parameters = list(parameters)
+        if self.clip_value is not None:
+            nn.utils.clip_grad_value_(parameters, self.clip_value)
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Factor on the rate of every update."""
+
+    schedule: str
+    warmup: int
+    end: int | None
+    end_factor: float
+
+    def __call__(self, update: int) -> float:
+        """Factor of the update with this number, from 0; 1 on the last of the warm-up, `end_factor` on the last of all."""
+        if update < self.warmup:
+            return (update + 1) / self.warmup
+        if self.end is None:
+            return 1.0
+        done = min(1.0, (update + 1 - self.warmup) / max(1, self.end - self.warmup))
+        left = 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.end_factor + (1 - self.end_factor) * left
+
+    def facts(self) -> dict[str, Any]:
+        return {"schedule": self.schedule, "warmup": self.warmup, "end": self.end, "end_factor": self.end_factor}

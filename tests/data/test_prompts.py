@@ -1,0 +1,226 @@
+"""Every documented shape gives the same prompt; every other row is left out by reason, with its number."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafttrain.data.prompts import (
+    Prompt,
+    PromptDataset,
+    PromptFile,
+    SelfWritten,
+    Skipped,
+    by_reason,
+    nothing_left,
+    parse,
+    some,
+)
+from drafttrain.errors import InputError
+
+ASK = "Why is the sky blue?"
+SHAPES: list[dict[str, Any]] = [
+    {"conversations": [{"from": "human", "value": ASK}, {"from": "gpt", "value": "Scattering."}]},
+    {"conversations": [{"from": "user", "value": ASK}]},
+    {"conversations": [{"role": "User", "content": ASK}, {"role": "assistant", "content": None}]},
+    {"messages": [{"role": "user", "content": ASK}, {"role": "assistant", "content": "Scattering."}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": ASK}]}]},
+    {"prompt": ASK, "completion": "Scattering."},
+    {"prompt": [ASK]},
+    {"prompt": [{"role": "user", "content": ASK}], "completion": [{"role": "assistant", "content": "Scattering."}]},
+    {"turns": [ASK], "category": "science"},
+    {"instruction": ASK, "input": "", "output": "Scattering."},
+    {"instruction": ASK},
+    {"messages": None, "prompt": ASK},
+    {"conversations": {"from": ["human", "gpt"], "value": [ASK, "Scattering."]}},
+]
+
+
+def write_lines(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("row", SHAPES, ids=lambda row: "+".join(row))
+def test_documented_shapes_give_the_same_prompt(row: dict[str, Any]) -> None:
+    assert parse(row) == Prompt((ASK,))
+
+
+def test_every_container_gives_the_same_rows(tmp_path: Path) -> None:
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"messages": [{"role": "user", "content": f"question {i} ü"}]} for i in range(5)]
+    lines = write_lines(tmp_path / "a.jsonl", rows)
+    array = tmp_path / "b.json"
+    array.write_text(json.dumps(rows, indent=1))
+    packed = tmp_path / "c.jsonl.gz"
+    packed.write_bytes(gzip.compress(lines.read_bytes()))
+    packed_array = tmp_path / "d.json.gz"
+    packed_array.write_bytes(gzip.compress(array.read_bytes()))
+    marked = tmp_path / "e.jsonl"
+    marked.write_bytes(b"\xef\xbb\xbf" + lines.read_bytes())
+    parquet = tmp_path / "f.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "g"))
+    expected = [(i + 1, Prompt((f"question {i} ü",))) for i in range(5)]
+    for path in (lines, array, packed, packed_array, marked, parquet):
+        assert PromptFile(path=str(path)).read(None).rows == expected, path
+    assert PromptDataset(path=str(tmp_path / "g")).read(None).rows == expected
+
+
+def test_turns_of_several_kinds() -> None:
+    assert parse({"prompt": ["one", "two"], "system": "Be brief."}) == Prompt(("one", "two"), "Be brief.")
+    assert parse({"instruction": "Add.", "input": "1 and 2"}) == Prompt(("Add.\n\n1 and 2",))
+
+
+def conversation(*turns: tuple[str, str], **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in turns], **more}
+
+
+@pytest.mark.parametrize(
+    ("row", "system"),
+    [
+        (conversation(("system", "S"), ("user", ASK)), "S"),
+        (conversation(("user", ASK), system="S"), "S"),
+        (conversation(("system", "S"), ("user", ASK), system="S"), "S"),
+        (conversation(("system", "S"), ("user", ASK), system=" S\n"), "S"),
+        (conversation(("user", ASK)), None),
+        (conversation(("user", ASK), system=""), None),
+        (conversation(("system", ""), ("user", ASK), system="S"), "S"),
+    ],
+)
+def test_system_text_is_taken_once(row: dict[str, Any], system: str | None) -> None:
+    assert parse(row) == Prompt((ASK,), system)
+
+
+BAD: list[tuple[Any, str]] = [
+    (conversation(), "empty conversation"),
+    (conversation(("assistant", "Hello."), ("user", ASK)), "begins with an assistant turn"),
+    (conversation(("system", "S")), "no user turn"),
+    (conversation(("system", "S"), ("assistant", "Hello.")), "no user turn"),
+    (conversation(("user", ASK), ("user", "Well?")), "two user turns in a row"),
+    (conversation(("user", ASK), ("assistant", "a"), ("assistant", "b")), "two assistant turns in a row"),
+    (conversation(("user", ASK), ("system", "S")), "a system message behind the first turn"),
+    (conversation(("system", "S"), ("system", "T"), ("user", ASK)), "several system messages"),
+    (conversation(("system", "S"), ("user", ASK), system="T"), "system column and system message differ"),
+    (conversation(("user", " \n")), "an empty user turn"),
+    (conversation(("user", ASK), ("tool", "42")), "a turn of role tool"),
+    (conversation(("user", None)), "content that is not text"),  # type: ignore[arg-type]
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content that is not text"),
+    ({"messages": [{"content": ASK}]}, "a turn without a role"),
+    ({"messages": ["hello"]}, "a turn that is not an object"),
+    ({"messages": "hello"}, "messages: not a list"),
+    ({"prompt": 7}, "prompt: not a list"),
+    ({"prompt": None}, "an empty prompt column"),
+    ({"prompt": []}, "empty conversation"),
+    ({"instruction": ["x"]}, "an instruction or input that is not text"),
+    ({"prompt": ASK, "system": 3}, "a system column that is not text"),
+    ({"prompt": "\ud800"}, "text that is not Unicode (half of a surrogate pair)"),
+    ({"answer": "42"}, "no prompt column"),
+    (["hello"], "not an object with keys but a list"),
+    ("hello", "not an object with keys but a str"),
+    (None, "not an object with keys but a NoneType"),
+]
+
+
+def test_unusable_rows_are_counted_with_their_numbers(tmp_path: Path) -> None:
+    good = {"prompt": ASK}
+    path = write_lines(tmp_path / "bad.jsonl", [good, *(row for row, _ in BAD), good])
+    with path.open("ab") as file:
+        file.write(b'{"prompt": \n\n{"prompt": "\xff"}\n' + b'{"a":' * 5000 + b"\n")
+        file.write(json.dumps(good).encode())
+    found = PromptFile(path=str(path)).read(None)
+    last = len(BAD) + 2
+    assert [row for row, _ in found.rows] == [1, last, last + 5]  # An empty line counts as a line.
+    expected = [(number, reason) for number, (_, reason) in enumerate(BAD, start=2)]
+    expected += [(last + 1, "not JSON"), (last + 3, "not UTF-8"), (last + 4, "not JSON")]
+    assert [(item.row, item.reason) for item in found.skipped] == expected
+    assert by_reason(found.skipped)["no user turn"] == [4, 5]
+
+
+def test_numbers_do_not_depend_on_the_limit(tmp_path: Path) -> None:
+    rows = [{"prompt": ASK} if i % 3 else {"prompt": ""} for i in range(30)]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    whole, part = PromptFile(path=str(path)).read(None), PromptFile(path=str(path)).read(10)
+    assert part.rows == [(n, p) for n, p in whole.rows if n <= 10]
+    assert part.source == whole.source
+    assert PromptFile(path=str(write_lines(tmp_path / "b.jsonl", rows))).read(5).source == whole.source
+    assert PromptFile(path=str(write_lines(tmp_path / "c.jsonl", rows[:-1]))).read(5).source != whole.source
+
+
+def test_unknown_shape_lists_the_accepted_ones_and_the_keys(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"question": ASK, "answer": "x"}] * 3)
+    with pytest.raises(InputError, match=r"conversations.*messages.*first row's keys: question, answer"):
+        PromptFile(path=str(path)).read(None)
+    assert PromptFile(path=str(path), columns={"prompt": "question"}).read(None).rows[0] == (1, Prompt((ASK,)))
+    with pytest.raises(InputError, match=r"prompts\.columns\.question"):
+        PromptFile(path=str(path), columns={"question": "question"})
+
+
+def test_text_alone_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "Once upon a time"}])
+    with pytest.raises(InputError, match=r"prompts\.columns\.prompt=text"):
+        PromptFile(path=str(path)).read(None)
+    assert PromptFile(path=str(path), columns={"prompt": "text"}).read(None).rows == [
+        (1, Prompt(("Once upon a time",)))
+    ]
+
+
+def test_nothing_left_is_one_message(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [conversation(), conversation(), conversation(("system", "S"))])
+    message = str(nothing_left("a.jsonl", PromptFile(path=str(path)).read(None)))
+    assert "2 empty conversation (rows 1, 2)" in message and "1 no user turn (rows 3)" in message
+    assert "first row's keys: messages" in message
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    assert "holds no rows" in str(nothing_left("empty", PromptFile(path=str(tmp_path / "empty.jsonl")).read(None)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b'[{"prompt": "x"}, ', "JSON array but cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n' * 1000)[:40], "cannot be read"),
+        ("a.parquet", b"PAR1 and nothing behind it", "cannot be read as parquet"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        PromptFile(path=str(tmp_path / name)).read(None)
+
+
+def test_wrong_paths_say_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        PromptFile(path=str(tmp_path / "none.jsonl")).read(None)
+    with pytest.raises(InputError, match="prompts=dataset"):
+        PromptFile(path=str(tmp_path)).read(None)
+    with pytest.raises(InputError, match="cannot be loaded"):
+        PromptDataset(path=str(tmp_path / "none")).read(None)
+
+
+def test_dataset_split_and_columns(tmp_path: Path) -> None:
+    import datasets
+
+    data = datasets.Dataset.from_list([{"question": f"q{i}"} for i in range(4)])
+    datasets.DatasetDict({"test": data}).save_to_disk(str(tmp_path / "d"))
+    with pytest.raises(InputError, match="has no split train; it has test"):
+        PromptDataset(path=str(tmp_path / "d")).read(None)
+    found = PromptDataset(path=str(tmp_path / "d"), split="test", columns={"prompt": "question"}).read(2)
+    assert found.rows == [(1, Prompt(("q0",))), (2, Prompt(("q1",)))]
+
+
+def test_self_written_rows_need_a_number() -> None:
+    assert SelfWritten().read(3).rows == [(0, None), (1, None), (2, None)]
+    with pytest.raises(InputError, match="rows="):
+        SelfWritten().read(None)
+
+
+def test_row_numbers_are_shortened() -> None:
+    assert some(list(range(14, 0, -1))) == "1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 4 more"
+    assert by_reason([Skipped(1, "a"), Skipped(2, "b"), Skipped(3, "b")]) == {"b": [2, 3], "a": [1]}

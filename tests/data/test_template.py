@@ -1,0 +1,118 @@
+"""The pieces between turns put together are what the tokenizer's own template renders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from drafttrain.data.conversations import Row
+from drafttrain.data.template import ChatPieces, changed_by_reencoding
+from drafttrain.errors import InputError
+from tests.helpers import ALTERNATING, CHATML, tiny_tokenizer
+
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
+)
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content + ' <|im_end|>' }}{% endif %}{% endfor %}"
+)
+DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}" + CHATML
+REASONING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1].lstrip() }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+EMPTY_BLOCK = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}")
+SYSTEM_LAST = (
+    "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n"
+    "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def pieces(template: str) -> ChatPieces:
+    return ChatPieces(tiny_tokenizer(template), (2,))
+
+
+def grown(chat: ChatPieces, system: str | None, users: list[str], answers: list[str]) -> str:
+    """A conversation put together as the writer does it, as text."""
+    tokenizer = chat.tokenizer
+    lead = [{"role": "system", "content": system}] if system else []
+    ids = chat.first_prompt([*lead, {"role": "user", "content": users[0]}])
+    for answer, following in zip(answers, [*users[1:], None], strict=True):
+        ids += tokenizer(answer, add_special_tokens=False)["input_ids"] + [2]
+        if following is not None:
+            ids += chat.answer_to_answer(following)
+    return tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, DEFAULT_SYSTEM, ALTERNATING])
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_pieces_join_to_the_templates_own_text(template: str, system: str | None) -> None:
+    users, answers = ["one the", "two\nthen", "three 🙂"], ["first", "second answer", "third"]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for user, answer in zip(users, answers, strict=True):
+        messages += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+    chat = pieces(template)
+    whole = chat.tokenizer.apply_chat_template(messages, tokenize=False)
+    text = grown(chat, system, users, answers)
+    assert whole.startswith(text) and whole[len(text) :].strip() == ""
+    if system:
+        assert text.count(system) == 1
+    assert chat.grows(with_system=bool(system))
+
+
+def test_self_written_turns_begin_like_given_ones() -> None:
+    chat = pieces(DEFAULT_SYSTEM)
+    user = chat.encode("hello")
+    ids = chat.before_user() + user + [2] + chat.user_to_answer()
+    assert ids == chat.first_prompt([{"role": "user", "content": "hello"}])
+    assert chat.before_user("Other.") != chat.before_user()
+    assert chat.turn_end() == 2
+
+
+def test_a_blank_before_the_end_token_is_not_written_twice() -> None:
+    text = grown(pieces(LLAMA2), None, ["one", "two"], [" first", " second"])
+    assert text == "[INST] one [/INST] first<|im_end|>[INST] two [/INST] second<|im_end|>"
+
+
+def test_templates_that_rewrite_earlier_turns_are_noticed() -> None:
+    assert pieces(CHATML).keeps_reasoning and not pieces(REASONING).keeps_reasoning
+    assert pieces(REASONING).grows(with_system=False)
+    assert not pieces(EMPTY_BLOCK).grows(with_system=False)
+    assert pieces(SYSTEM_LAST).grows(with_system=False) and not pieces(SYSTEM_LAST).grows(with_system=True)
+
+
+def test_refusals_carry_the_templates_message() -> None:
+    twice = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(InputError, match="roles must alternate"):
+        pieces(ALTERNATING).render(twice, prompt=True)
+    with pytest.raises(InputError, match="not this text"):
+        broken = "{% if 'bad' in messages[-1].content %}{{ raise_exception('not this text') }}{% endif %}" + CHATML
+        pieces(broken).check(None, ("good", "bad"))
+    with pytest.raises(InputError, match="changes or repeats"):
+        pieces("{{ messages[0].content | upper }}").before_user()
+    with pytest.raises(InputError, match="nothing before a user turn"):
+        pieces("{{ messages[0].content }}").before_user()
+
+
+def test_a_target_without_a_template_says_so() -> None:
+    with pytest.raises(InputError, match="without a tokenizer"):
+        ChatPieces(None, (2,))
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(InputError, match="no chat template"):
+        ChatPieces(tokenizer, (2,))
+
+
+def test_rows_that_another_encoding_would_change_are_counted() -> None:
+    tokenizer = tiny_tokenizer()
+    t, h, th = (tokenizer.convert_tokens_to_ids(word) for word in ("t", "h", "th"))
+    half = tokenizer("🙂", add_special_tokens=False)["input_ids"][:2]
+    rows = [Row(i, (5, *ids, 2), ((1, len(ids) + 2),), ("stop",)) for i, ids in enumerate([(th,), (t, h), tuple(half)])]
+    rows.append(Row(3, (t, h, 5, 2), ((2, 4),), ("stop",)))  # What was only read does not count.
+    assert changed_by_reencoding(tokenizer, rows, group=2) == 2

@@ -1,0 +1,266 @@
+"""The loop on real (tiny) models: greedy identity, stops and limits, batches, and the law of sampled text."""
+
+import itertools
+
+import pytest
+import torch
+from scipy import stats
+
+from drafttrain.decoding import rules
+from drafttrain.decoding.loop import Plan, decode
+from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.errors import InputError
+from drafttrain.flow import Acceptance
+from drafttrain.nn.sampling import Policy, draw
+from drafttrain.target import load
+from drafttrain.tree.topology import Tree
+
+PLAIN = Plan(Tree.chain(0))
+TREES = {"one": Tree.chain(1), "chain": Tree.chain(4), "tree": Tree.eagle1_static()}
+PROMPTS = [[3, 5, 7, 9], [11], [20, 21, 22, 23, 24, 25, 26]]
+
+
+def make(family="llama", **settings):
+    target = load.tiny(family=family, **settings)
+    torch.manual_seed(0)
+    return target, Eagle1(target).eval()
+
+
+@pytest.fixture(scope="module", params=load.TINY)
+def family(request):
+    target, drafter = make(request.param)
+    plain, _ = decode(target, None, PROMPTS, PLAIN, max_new_tokens=32, stop_ids=())
+    return target, drafter, [output.ids for output in plain]
+
+
+def test_plain_decoding_equals_the_library(family):
+    target, _, plain = family
+    for prompt, ids in zip(PROMPTS, plain, strict=True):
+        out = target.model.generate(
+            torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert out[0, len(prompt) :].tolist() == ids
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("stop", ["none", "mid", "first"])
+@pytest.mark.parametrize("limit", [32, 1, 2, 5])
+def test_greedy_output_is_the_targets_own(family, tree, rows, stop, limit):
+    target, drafter, plain = family
+    stop_ids = {"none": (), "mid": (plain[0][4], plain[1][9]), "first": (plain[0][0],)}[stop]
+    outputs, tally = decode(target, drafter, PROMPTS[:rows], Plan(TREES[tree]), max_new_tokens=limit, stop_ids=stop_ids)
+    for ids, output in zip(plain, outputs, strict=False):
+        end = next((i + 1 for i, token in enumerate(ids) if token in stop_ids), len(ids))
+        assert output.ids == ids[: min(end, limit)]
+        assert output.finish == ("stop" if end <= limit and ids[end - 1] in stop_ids else "length")
+        assert sum(n for n, _ in output.runs) == len(output.ids)
+    assert tally.emitted == sum(len(o.ids) for o in outputs) - len(outputs)
+
+
+def perfect(target, drafter, prompt, limit):
+    """A drafter that proposes the target's own continuation, so that every stop and limit falls inside a run."""
+    ids = decode(target, None, [prompt], PLAIN, max_new_tokens=limit + 8, stop_ids=())[0][0].ids
+
+    class Perfect(Eagle1):
+        def propose(self, state, fresh, tree, policy, u):
+            self.seen = getattr(self, "seen", 0) + int(fresh.counts[0])
+            start = self.seen - len(prompt) + 1
+            tokens = torch.tensor([(ids[start:] + [0] * tree.size)[: tree.size]])
+            from drafttrain.flow import Law, Proposal
+
+            return Proposal(tokens, torch.tensor([tree.parents]), Law.ONE_HOT)
+
+    drafter = Perfect(target)
+    return ids, drafter
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 5, 9, 17])
+def test_limit_is_exact_with_a_perfect_drafter(limit):
+    target, drafter = make()
+    ids, drafter = perfect(target, drafter, PROMPTS[0], 17)
+    outputs, tally = decode(target, drafter, [PROMPTS[0]], Plan(Tree.chain(8)), max_new_tokens=limit, stop_ids=())
+    assert outputs[0].ids == ids[:limit]
+    if limit == 17:
+        assert tally.rounds == 2 and tally.tau == 8.0  # 1 from the prefill, then 9 and, one short of its tree, 7
+
+
+def test_stop_token_at_every_place_of_a_block():
+    target, _ = make()
+    for place in range(20):
+        ids, drafter = perfect(target, None, PROMPTS[0], 24)
+        stop = (ids[place],)
+        first = ids.index(ids[place])
+        streamed = []
+        outputs, tally = decode(
+            target,
+            drafter,
+            [PROMPTS[0]],
+            Plan(Tree.chain(6)),
+            max_new_tokens=24,
+            stop_ids=stop,
+            listener=lambda row, new, accepted, streamed=streamed: streamed.extend(new),
+        )
+        assert outputs[0].ids == ids[: first + 1] == streamed
+        assert outputs[0].finish == "stop"
+        assert tally.emitted == first
+
+
+def test_context_limit_ends_as_plain_decoding_does():
+    target, drafter = make(max_position_embeddings=24)
+    prompt = list(range(3, 21))
+    for tree in (Tree.chain(0), Tree.chain(4), Tree.eagle1_static()):
+        outputs, _ = decode(target, drafter, [prompt], Plan(tree), max_new_tokens=50, stop_ids=())
+        assert len(outputs[0].ids) == 6 and outputs[0].finish == "context"
+    with pytest.raises(InputError, match="context"):
+        decode(target, drafter, [list(range(24))], PLAIN, max_new_tokens=1)
+
+
+@pytest.mark.parametrize(("prompt", "message"), [([], "empty"), ([400], "vocabulary"), ([-1], "vocabulary")])
+def test_bad_prompts_are_refused(prompt, message):
+    target, drafter = make()
+    with pytest.raises(InputError, match=message):
+        decode(target, drafter, [[3], prompt], PLAIN, max_new_tokens=4)
+
+
+def test_plans_that_do_not_fit_are_refused():
+    with pytest.raises(InputError, match="temperature"):
+        _ = Plan(Tree.chain(2), Policy(), sampled=True).draws
+    with pytest.raises(InputError, match="not known"):
+        _ = Plan(Tree.chain(2), Policy(1.0), rule="magic").rule_name
+    target, drafter = make()
+    with pytest.raises(InputError):
+        decode(target, drafter, [[3]], Plan(Tree.eagle1_static(), Policy(1.0), rule="ratio"), max_new_tokens=4)
+    with pytest.raises(InputError, match="needs a drafter"):
+        decode(target, None, [[3]], Plan(Tree.chain(2)), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("policy", [Policy(1.0), Policy(0.7, 20, 0.9)])
+@pytest.mark.parametrize("tree", ["chain", "tree"])
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_sampled_row_does_not_depend_on_its_neighbours(policy, tree, sampled):
+    target, drafter = make()
+    plan = Plan(TREES[tree], policy, sampled)
+    together, _ = decode(target, drafter, PROMPTS, plan, max_new_tokens=24, stop_ids=(), seed=4)
+    again, _ = decode(target, drafter, PROMPTS, plan, max_new_tokens=24, stop_ids=(), seed=4)
+    other, _ = decode(target, drafter, PROMPTS, plan, max_new_tokens=24, stop_ids=(), seed=5)
+    assert [o.ids for o in together] == [o.ids for o in again] != [o.ids for o in other]
+    for row, prompt in enumerate(PROMPTS):
+        alone, _ = decode(target, drafter, [prompt], plan, max_new_tokens=24, stop_ids=(), seed=4, row_numbers=[row])
+        assert alone[0].ids == together[row].ids
+
+
+def test_decoding_leaves_the_global_random_state_alone():
+    target, drafter = make()
+    before = torch.get_rng_state()
+    decode(target, drafter, PROMPTS, Plan(TREES["tree"], Policy(1.0)), max_new_tokens=8)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# The law of sampled text ---------------------------------------------------------------------------------------
+ROWS = 12_000
+SMALL = {"vocab_size": 8, "sharpness": 1.5}
+
+
+def three_token_law(target, prompt, policy):
+    """(512) the target's own law of the next three tokens, by plain forward passes over all prefixes."""
+    with torch.inference_mode():
+        law = torch.ones(1, dtype=torch.float64)
+        prefixes = [list(prompt)]
+        for _ in range(3):
+            logits = target.model(input_ids=torch.tensor(prefixes), use_cache=False).logits[:, -1]
+            law = (law[:, None] * policy.probs(logits).double()).flatten()
+            prefixes = [prefix + [token] for prefix in prefixes for token in range(8)]
+    return law
+
+
+def p_value(target, drafter, plan, rows=ROWS):
+    prompt = [3, 5, 2]
+    outputs, _ = decode(target, drafter, [prompt] * rows, plan, max_new_tokens=3, stop_ids=())
+    counts = torch.zeros(512, dtype=torch.float64)
+    for a, b, c in (output.ids for output in outputs):
+        counts[a * 64 + b * 8 + c] += 1
+    expected = three_token_law(target, prompt, plan.policy) * rows
+    assert float(counts[expected < 1e-9].sum()) == 0  # nothing outside the support
+    big = expected >= 5
+    observed = torch.cat((counts[big], counts[~big].sum()[None]))
+    wanted = torch.cat((expected[big], expected[~big].sum()[None]))
+    good = wanted > 0
+    return stats.chisquare(observed[good].numpy(), (wanted[good] * rows / wanted[good].sum()).numpy()).pvalue
+
+
+@pytest.fixture(scope="module")
+def small():
+    return make(**SMALL)
+
+
+LAWS = {
+    "chain ratio": Plan(Tree.chain(3), Policy(1.0)),
+    "chain warm": Plan(Tree.chain(2), Policy(1.5)),
+    "tree without replacement": Plan(Tree.expansion([3, 2, 1]), Policy(0.7)),
+    "tree filtered": Plan(Tree.expansion([2, 2]), Policy(1.0, 6, 0.95)),
+    "tree one-hot": Plan(Tree.expansion([2, 2]), Policy(1.0), sampled=False),
+    "chain one-hot": Plan(Tree.chain(3), Policy(1.0), sampled=False),
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_first_three_tokens_follow_the_targets_law(small, name):
+    assert p_value(*small, LAWS[name]) > 1e-3
+
+
+def resampled_from_p(p, proposal, u):
+    """Mistake: after a refusal the correction is drawn from p, not from the residual."""
+    right = rules.ratio(p, proposal, u)
+    rows = torch.arange(len(p))
+    return Acceptance(right.path, right.count, draw(p[rows, right.count], u[:, -1]))
+
+
+def sharpened(p, proposal, u):
+    """Mistake: the ratio uses a sharper q than the tokens were drawn from."""
+    q = proposal.q**2
+    return rules.ratio(p, type(proposal)(**(vars(proposal) | {"q": q / q.sum(-1, keepdim=True)})), u)
+
+
+def as_independent(p, proposal, u):
+    """Mistake: children drawn without replacement are judged as if they were independent draws."""
+    from drafttrain.flow import Law
+
+    return rules.multi_step(p, type(proposal)(**(vars(proposal) | {"law": Law.IID})), u)
+
+
+def always_kept(p, proposal, u):
+    """Mistake: every first child is accepted."""
+    return rules.one_hot(p, proposal, torch.zeros_like(u).where(torch.arange(u.shape[1]) < u.shape[1] - 1, u))
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "mistake"),
+    [
+        ("chain ratio", "ratio", resampled_from_p),
+        ("chain ratio", "ratio", sharpened),
+        ("tree without replacement", "multi_step", as_independent),
+        ("tree one-hot", "one_hot", always_kept),
+    ],
+)
+def test_the_law_test_notices_a_planted_mistake(small, monkeypatch, name, rule, mistake):
+    plan = LAWS[name]
+    assert plan.rule_name == rule
+    original = rules.RULES[rule]
+    monkeypatch.setitem(rules.RULES, rule, mistake)
+    assert rules.RULES[rule] is not original
+    assert p_value(*small, plan, rows=2 * ROWS) < 1e-6
+
+
+def test_counts_are_consistent_with_a_brute_force_count():
+    target, drafter = make()
+    outputs, tally = decode(target, drafter, PROMPTS, Plan(TREES["tree"], Policy(1.0)), max_new_tokens=24, stop_ids=())
+    rounds = list(itertools.chain.from_iterable(o.runs[1:] for o in outputs))
+    assert tally.rounds == len(rounds)
+    assert tally.emitted == sum(n for n, _ in rounds)
+    assert tally.accepted == sum(kept for _, kept in rounds)
+    for depth in range(5):
+        assert tally.kept[depth] == sum(kept > depth for _, kept in rounds)
+        assert 0 <= tally.kept[depth] <= tally.offered[depth] <= tally.rounds
+    # Every accepted draft and every round's own token is emitted, but for rounds cut by the limit.
+    assert tally.accepted <= tally.emitted <= tally.accepted + tally.rounds

@@ -1,0 +1,75 @@
+"""Ratios and intervals against direct sums."""
+
+import pytest
+import torch
+
+from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.measure import measure_acceptance, measure_speed
+from drafttrain.decoding.speculator import Speculator
+from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.nn.sampling import Policy
+from drafttrain.target import load
+from drafttrain.tree.topology import Tree
+
+PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11], [12], [13, 14]]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = load.tiny()
+    torch.manual_seed(0)
+    return target, Eagle1(target).eval()
+
+
+def test_acceptance_is_the_same_for_every_batch_size(pair):
+    plan = Plan(Tree.chain(3), Policy(1.0))
+    rows = [measure_acceptance(*pair, PROMPTS, plan, max_new_tokens=16, batch=b, stop_ids=()) for b in (1, 2, 5)]
+    assert len({(m.tally.rounds, m.tally.emitted, tuple(m.tally.kept)) for m in rows}) == 1
+    row = rows[0].row()
+    assert row["tau"] == sum(t.emitted for t in rows[0].tallies) / sum(t.rounds for t in rows[0].tallies)
+    low, high = row["tau_interval"]
+    assert low <= row["tau"] <= high and row["prompts"] == 5
+    assert row["guarantee"] == "distribution" and row["rule"] == "ratio" and row["speedup"] is None
+
+
+def test_unconditional_rates_add_up_to_the_accepted_length(pair):
+    measured = measure_acceptance(*pair, PROMPTS, Plan(Tree.chain(3), Policy(1.0)), max_new_tokens=16, stop_ids=())
+    row = measured.row()
+    assert row["accepted_per_round"] == pytest.approx(sum(row["reach"]))
+    assert all(0 <= rate <= 1 for rate in row["reach"])
+
+
+def test_speed_is_interleaved_and_compares_the_same_tokens(pair):
+    plans = [Plan(Tree.chain(2)), Plan(Tree.eagle1_static())]
+    measured = measure_speed(*pair, PROMPTS[:3], plans, max_new_tokens=12, stop_ids=())
+    for one in measured:
+        row = one.row()
+        assert one.same_as_plain == 3 and one.tokens == one.plain_tokens == [12] * 3
+        assert row["speedup"] == pytest.approx(sum(one.plain_seconds) / sum(one.seconds))
+        assert row["speedup_interval"][0] <= row["speedup"] <= row["speedup_interval"][1]
+        assert set(row["seconds"]) == {"prefill", "draft", "verify", "host"} and row["guarantee"] == "greedy"
+
+
+def test_nothing_to_measure_is_none_and_not_nan(pair):
+    for prompts, limit in (([], 8), (PROMPTS, 0), (PROMPTS, 1)):
+        measured = measure_acceptance(*pair, prompts, Plan(Tree.chain(2)), max_new_tokens=limit)
+        row = measured.row()
+        assert row["tau"] is None and row["tau_interval"] is None and row["rounds"] == 0
+        assert row["accepted_per_round"] is None and row["speedup"] is None
+
+
+def test_speculator_streams_what_it_generates_and_follows_live_weights(pair):
+    target, drafter = pair
+    speculator = Speculator(target, drafter, Plan(Tree.chain(3)), dtype="float32")
+    outputs, _ = speculator.generate([PROMPTS[0]], max_new_tokens=20, stop_ids=())
+    streamed = [token for ids, _ in speculator.stream(PROMPTS[0], max_new_tokens=20, stop_ids=()) for token in ids]
+    assert streamed == outputs[0].ids
+    for _ in speculator.stream(PROMPTS[0], max_new_tokens=200, stop_ids=()):
+        break  # a reader that leaves early does not hang
+    with torch.no_grad():
+        drafter.fc.weight += 0.5
+    assert not torch.equal(speculator.drafter.fc.weight, drafter.fc.weight)
+    speculator.refresh(drafter)
+    assert torch.equal(speculator.drafter.fc.weight, drafter.fc.weight)
+    with torch.no_grad():
+        drafter.fc.weight -= 0.5

@@ -1,0 +1,85 @@
+"""The cache against a plain list of entries per row."""
+
+import pytest
+import torch
+
+from drafttrain.nn.cache import KVCache
+
+
+def entries(values, rows):
+    """(b s) numbers -> keys (b 1 s 1)."""
+    return torch.tensor(values, dtype=torch.float32)[:, None, :, None], None if rows is None else rows
+
+
+def keys(cache, row, upto=None):
+    return cache.keys[0][row, 0, : upto or int(cache.lengths[row]), 0].tolist()
+
+
+def write(cache, values):
+    block, _ = entries(values, None)
+    return cache.update(block, -block, 0)
+
+
+def test_rows_grow_behind_their_own_lengths():
+    cache = KVCache(2, 8)
+    write(cache, [[1, 2, 3], [4, 5, 0]])
+    cache.commit(torch.tensor([3, 2]))
+    used, _ = write(cache, [[10, 11], [20, 21]])
+    assert used.shape[2] == 5
+    cache.commit(torch.tensor([2, 1]))
+    assert keys(cache, 0) == [1, 2, 3, 10, 11]
+    assert keys(cache, 1) == [4, 5, 20]
+    assert torch.equal(cache.values[0], -cache.keys[0])
+
+
+def test_commit_moves_the_accepted_path_together():
+    cache = KVCache(2, 10)
+    write(cache, [[1, 2], [3, 0]])
+    cache.commit(torch.tensor([2, 1]))
+    write(cache, [[10, 11, 12, 13], [20, 21, 22, 23]])
+    cache.commit(torch.tensor([3, 2]), torch.tensor([[0, 2, 3], [0, 3, -1]]))
+    assert keys(cache, 0) == [1, 2, 10, 12, 13]
+    assert keys(cache, 1) == [3, 20, 23]
+
+
+def test_mask_shows_the_prefix_and_the_ancestors_only():
+    cache = KVCache(2, 10)
+    write(cache, [[1, 2, 3], [4, 0, 0]])
+    cache.commit(torch.tensor([3, 1]))
+    among = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool)
+    mask = cache.mask(among)
+    assert mask.shape == (2, 1, 3, 6)
+    assert mask[0, 0].int().tolist() == [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 1]]
+    assert mask[1, 0].int().tolist() == [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("lengths", [[3, 3], [3, 1]])
+def test_mask_over_scratch_of_earlier_passes(lengths):
+    cache = KVCache(2, 10)
+    write(cache, [[1, 2, 3], [4, 5, 6]])
+    cache.commit(torch.tensor(lengths))
+    write(cache, [[7, 8], [9, 10]])
+    cache.set_lengths(cache.lengths + 2)  # scratch, to be taken back
+    mask = cache.mask(torch.tensor([[[True, False, True]]]))  # one new token over two scratch entries
+    for row, length in enumerate(lengths):
+        seen = mask[row, 0, 0].nonzero().flatten().tolist()
+        assert seen == [*range(length), length, length + 2]
+
+
+def test_select_and_assign_rows():
+    cache = KVCache(3, 6)
+    write(cache, [[1, 2], [3, 4], [5, 6]])
+    cache.commit(torch.tensor([2, 1, 2]))
+    cache.select(torch.tensor([2, 0]))
+    assert keys(cache, 0) == [5, 6] and keys(cache, 1) == [1, 2]
+    other = KVCache(1, 3)
+    write(other, [[7, 8, 9]])
+    other.commit(torch.tensor([3]))
+    cache.assign(torch.tensor([1]), other)
+    assert keys(cache, 0) == [5, 6] and keys(cache, 1) == [7, 8, 9]
+
+
+def test_overflow_is_an_error():
+    cache = KVCache(1, 2)
+    with pytest.raises(ValueError, match="holds 2"):
+        write(cache, [[1, 2, 3]])

@@ -1,0 +1,157 @@
+"""The wrapper around a target against the library's own forward pass, for every tiny family."""
+
+import pytest
+import torch
+
+from drafttrain.errors import InputError
+from drafttrain.flow import Needs
+from drafttrain.target import fingerprint, load
+from drafttrain.tree.topology import Tree
+
+FAMILIES = load.TINY
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 320, shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_features_and_head_equal_the_library(family):
+    target = load.tiny(family=family)
+    x = ids(2, 40)  # beyond the window of the sliding families
+    with torch.inference_mode():
+        reference = target.model(input_ids=x, output_hidden_states=True, use_cache=False)
+        features = target.features(x, torch.tensor([40, 40]), Needs(last_hidden=True, layers=(0, 1)))
+        torch.testing.assert_close(target.head(features.last_hidden), reference.logits, rtol=1e-4, atol=1e-4)
+    for layer in (0, 1):
+        torch.testing.assert_close(features.layers[layer], reference.hidden_states[layer + 1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_a_padded_batch_equal_rows_alone(family):
+    target = load.tiny(family=family)
+    x = ids(3, 12)
+    lengths = [12, 5, 9]
+    together = target.features(x, torch.tensor(lengths), Needs(last_hidden=True)).last_hidden
+    for row, length in enumerate(lengths):
+        alone = target.features(x[row : row + 1, :length], torch.tensor([length]), Needs(last_hidden=True)).last_hidden
+        torch.testing.assert_close(together[row, :length], alone[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tree_node_equals_a_plain_forward_over_its_path(family):
+    target = load.tiny(family=family)
+    tree = Tree.eagle1_static()
+    prompts = ids(2, 30)
+    lengths = torch.tensor([30, 17])
+    cache = target.new_cache(2, 80)
+    target.step(prompts, cache)
+    cache.commit(lengths)
+    tokens = ids(2, tree.size + 1)
+    depths = torch.tensor([(0, *tree.depths)])
+    out = target.step(tokens, cache, among=tree.ancestor_mask()[None], depths=depths)
+    for row, length in enumerate(lengths.tolist()):
+        for node in range(tree.size):
+            path, at = [], node
+            while at >= 0:
+                path.append(at + 1)
+                at = tree.parents[at]
+            text = torch.cat((prompts[row, :length], tokens[row, [0, *reversed(path)]]))[None]
+            plain = target.features(text, torch.tensor([text.shape[1]]), Needs(last_hidden=True)).last_hidden
+            torch.testing.assert_close(out.hidden[row, node + 1], plain[0, -1], rtol=2e-4, atol=2e-4)
+
+
+def test_positions_by_flat_index_would_be_noticed():
+    target = load.tiny()
+    tree = Tree.expansion([2, 2])
+    cache = target.new_cache(1, 40)
+    target.step(ids(1, 8), cache)
+    cache.commit(torch.tensor([8]))
+    tokens = ids(1, tree.size + 1)
+    right = target.step(
+        tokens, cache, among=tree.ancestor_mask()[None], depths=torch.tensor([(0, *tree.depths)])
+    ).hidden
+    flat = target.step(tokens, cache, among=tree.ancestor_mask()[None], depths=torch.arange(tree.size + 1)[None]).hidden
+    assert float((right - flat).abs().max()) > 0.01
+
+
+def test_fingerprint_names_what_differs():
+    one, other = load.tiny(seed=0), load.tiny(seed=1)
+    assert one.fingerprint == load.tiny(seed=0).fingerprint
+    with pytest.raises(InputError, match="weights"):
+        fingerprint.refuse_other(one.fingerprint, other.fingerprint, "the store")
+    half = load.tiny(dtype="bfloat16")
+    fingerprint.refuse_other(one.fingerprint, half.fingerprint, "the package")
+    with pytest.raises(InputError, match="dtype"):
+        fingerprint.refuse_other(one.fingerprint, half.fingerprint, "the store", dtype=True)
+
+
+def test_one_changed_weight_changes_the_fingerprint():
+    target = load.tiny()
+    before = fingerprint.of_weights(target.model)
+    with torch.no_grad():
+        target.model.model.layers[1].mlp.up_proj.weight[3, 4] += 1.0
+    assert fingerprint.of_weights(target.model) != before
+
+
+def test_what_cannot_be_represented_is_refused(tmp_path):
+    with pytest.raises(InputError, match="flash"):
+        load.tiny(attention="flash_attention_2")
+    with pytest.raises(InputError, match="family"):
+        load.tiny(family="mamba")
+    with pytest.raises(InputError, match="does not exist"):
+        load.hf(str(tmp_path / "nothing"), dtype="float32", device="cpu", attention="sdpa")
+    with pytest.raises(InputError, match=r"config\.json"):
+        load.hf(str(tmp_path), dtype="float32", device="cpu", attention="sdpa")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_a_saved_model_loads_as_the_same_target(tmp_path, family):
+    target = load.tiny(family=family)
+    target.model.save_pretrained(tmp_path)
+    again = load.hf(str(tmp_path), dtype="float32", device="cpu", attention="sdpa")
+    assert again.fingerprint == target.fingerprint and again.tokenizer is None
+
+
+def test_models_without_a_causal_head_are_refused(tmp_path):
+    from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
+
+    small = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "vocab_size": 50,
+    }
+    LlamaModel(LlamaConfig(**small)).save_pretrained(tmp_path / "headless")
+    with pytest.raises(InputError, match="without a causal head"):
+        load.hf(str(tmp_path / "headless"), dtype="float32", device="cpu", attention="sdpa")
+    BertModel(BertConfig(**small)).save_pretrained(tmp_path / "bert")
+    with pytest.raises(InputError, match="causal"):
+        load.hf(str(tmp_path / "bert"), dtype="float32", device="cpu", attention="sdpa")
+
+
+def test_a_target_that_lacks_tensors_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    load.tiny().model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    del state["model.layers.1.mlp.up_proj.weight"]
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match="up_proj"):
+        load.hf(str(tmp_path), dtype="float32", device="cpu", attention="sdpa")
+
+
+def test_remote_code_is_not_run_unless_asked(tmp_path):
+    import json
+
+    target = load.tiny()
+    target.model.save_pretrained(tmp_path)
+    marker = tmp_path / "marker"
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "stranger", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text(f"open({str(marker)!r}, 'w').write('run')\nclass C: pass\nclass M: pass\n")
+    with pytest.raises(InputError, match="trust_remote_code"):
+        load.hf(str(tmp_path), dtype="float32", device="cpu", attention="sdpa")
+    assert not marker.exists()

@@ -1,0 +1,416 @@
+"""The target writes conversations: ids as generated, the same whoever shares the work and whatever interrupts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain import synthesize as door
+from drafttrain.data.conversations import Journal, Row, read_journals, read_set, rows_of
+from drafttrain.data.prompts import Prompt
+from drafttrain.errors import InputError
+from drafttrain.target import generation
+from drafttrain.target.generation import Sampling, Segment
+from drafttrain.target.model import Target
+from drafttrain.target.synthesis import SynthesisConfig, synthesize
+from tests.helpers import ALTERNATING, CHATML, save_target, tiny_chat_target
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["writing.max_answer=24", "writing.max_length=160", "writing.max_user=32"]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_chat_target()
+
+
+@pytest.fixture(scope="module")
+def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(target, tmp_path_factory.mktemp("target"))
+
+
+def config(**settings: Any) -> SynthesisConfig:
+    common: dict[str, Any] = {"temperatures": [0.0], "max_answer": 24, "max_length": 160, "max_user": 32}
+    return SynthesisConfig(**(common | settings))
+
+
+def written(
+    target: Target, prompts: list[Prompt | None], folder: Path, slots: int = 4, **settings: Any
+) -> dict[int, Row]:
+    journal = Journal(folder)
+    synthesize(target, iter(list(enumerate(prompts))), config(**settings), journal, slots=slots)
+    journal.close()
+    return journal.finished()[0]
+
+
+def some_prompts(count: int = 24) -> list[Prompt | None]:
+    chance = random.Random(5)
+    words = ["the", "then", "an", "inner", "error", "🙂", "x y z"]
+    return [Prompt((" ".join(chance.choices(words, k=chance.randint(1, 9))),)) for _ in range(count)]
+
+
+def arguments(folder: Path, out: Path, *more: str) -> list[str]:
+    return [f"out={out}", "target=hf", f"target.path={folder}", "target.device=cpu", "slots=8", *SMALL, *more]
+
+
+def command(folder: Path, out: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "drafttrain.synthesize", *arguments(folder, out, *more)]
+
+
+def contents(out: Path) -> list[Row]:
+    return list(rows_of(read_set(out)))
+
+
+# --- what is written ---------------------------------------------------------------------------------------------
+
+
+def test_greedy_answers_are_what_transformers_writes(target: Target, tmp_path: Path) -> None:
+    prompts = some_prompts(12)
+    rows = written(target, prompts, tmp_path)
+    assert sorted(rows) == list(range(12))
+    for number, prompt in enumerate(prompts):
+        assert prompt is not None
+        messages = [{"role": "user", "content": prompt.users[0]}]
+        lead = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        ids = torch.tensor([lead])
+        reference = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        assert rows[number].ids == tuple(reference[0].tolist())
+        assert rows[number].spans == ((len(lead), len(rows[number].ids)),)
+
+
+def test_batch_and_single_rows_give_the_same_text(target: Target, tmp_path: Path) -> None:
+    prompts = some_prompts()
+    single = written(target, prompts, tmp_path / "a", slots=1)
+    assert written(target, prompts, tmp_path / "b", slots=16) == single
+
+
+def test_sampled_rows_do_not_depend_on_their_neighbours(target: Target, tmp_path: Path) -> None:
+    prompts: list[Prompt | None] = [None] * 24
+    settings: dict[str, Any] = {"temperatures": [0.0, 0.7, 1.0], "turns": [1, 2, 3], "top_k": 20, "top_p": 0.9}
+    alone = written(target, prompts, tmp_path / "a", slots=3, **settings)
+    assert written(target, prompts, tmp_path / "b", slots=11, **settings) == alone
+    assert {row.temperature for row in alone.values()} == {0.0, 0.7, 1.0}
+    assert {len(row.spans) for row in alone.values()} == {1, 2, 3}
+    other = written(target, prompts, tmp_path / "c", slots=11, seed=1, **settings)
+    assert other != alone
+
+
+def test_spans_end_on_the_end_token_unless_cut(target: Target, tmp_path: Path) -> None:
+    rows = written(target, [None] * 40, tmp_path, temperatures=[1.0], max_answer=6, turns=[2])
+    reasons = set()
+    for row in rows.values():
+        for (start, end), reason in zip(row.spans, row.finish, strict=True):
+            reasons.add(reason)
+            answer = row.ids[start:end]
+            assert (answer[-1] == 2) == (reason == "stop") and 2 not in answer[:-1]
+            assert end - start == 6 or reason == "stop"
+        header = target.tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+        assert all(list(row.ids[start - len(header) : start]) == header for start, _ in row.spans)
+        assert row.spans[-1][1] == len(row.ids) <= 160
+    assert reasons == {"stop", "length"}
+
+
+def test_several_turns_read_like_the_templates_own_rendering(target: Target, tmp_path: Path) -> None:
+    prompt = Prompt(("one the", "two\nthen", "three"), "Be brief.")
+    row = written(target, [prompt], tmp_path, temperatures=[1.0], max_answer=60, max_length=400, seed=3)[0]
+    assert len(row.spans) == 3 and set(row.finish) == {"stop"}
+    answers = [target.tokenizer.decode(list(row.ids[start : end - 1])) for start, end in row.spans]
+    messages = prompt.lead()
+    for user, answer in zip(prompt.users, answers, strict=True):
+        messages += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+    whole = target.tokenizer.apply_chat_template(messages, tokenize=False)
+    assert whole == target.tokenizer.decode(list(row.ids)) + "\n"
+    assert whole.count("Be brief.") == 1
+
+
+def test_no_later_turn_where_the_template_shows_the_answer_otherwise(tmp_path: Path) -> None:
+    block = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}")
+    row = written(tiny_chat_target(block), [Prompt(("one", "two"))], tmp_path, max_answer=60, max_length=300)[0]
+    assert row.finish == ("template",)
+    assert "</think>" in tiny_chat_target(block).tokenizer.decode(list(row.ids[: row.spans[0][0]]))
+
+
+def test_a_row_the_template_refuses_leaves_the_others_alone(tmp_path: Path) -> None:
+    template = "{% if 'bad' in messages[-1].content %}{{ raise_exception('no bad words') }}{% endif %}" + CHATML
+    target = tiny_chat_target(template)
+    journal = Journal(tmp_path)
+    prompts = [(1, Prompt(("good",))), (2, Prompt(("bad",))), (3, Prompt(("fine",))), (4, Prompt(("x" * 400,)))]
+    synthesize(target, iter(prompts), config(), journal, slots=2)
+    rows, skipped = journal.finished()
+    assert sorted(rows) == [1, 3]
+    assert skipped == {2: "the chat template refuses: no bad words", 4: "prompt longer than max_length 160"}
+
+
+def test_a_row_whose_slot_is_full_keeps_what_it_has(target: Target) -> None:
+    seen: list[Any] = []
+
+    def script(first: int) -> Iterator[Any]:
+        try:
+            seen.append((yield Segment([5] * first, 4, Sampling(), ())))
+            yield Segment([5] * 30, 4, Sampling(), ())
+        except generation.Full:
+            seen.append("full")
+
+    scripts = ((script(n), random.Random(0)) for n in (3, 9))
+    assert sum(generation.run(target, scripts, slots=2, capacity=24)) == 8  # type: ignore[arg-type]
+    assert [entry if entry == "full" else len(entry) for entry in seen] == [4, "full", 4, "full"]
+
+
+def test_an_interrupted_run_does_not_keep_half_rows(target: Target, tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+
+    def stop(rows: int, tokens: int) -> None:
+        if rows >= 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        synthesize(target, ((i, None) for i in range(40)), config(turns=[3]), journal, slots=8, report=stop)
+    rows = dict(journal.finished()[0])
+    journal.close()
+    whole = written(target, [None] * 40, tmp_path / "whole", turns=[3])
+    assert rows and all(whole[number] == row for number, row in rows.items())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperatures": []},
+        {"temperatures": ["hot"]},
+        {"temperatures": [-1.0]},
+        {"turns": [0]},
+        {"turns": [1.5]},
+        {"max_answer": 0},
+        {"top_p": 0.0},
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        config(**settings)
+
+
+def test_a_length_beyond_the_context_is_refused(target: Target, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="beyond the target's context of 512"):
+        written(target, [None], tmp_path, max_length=4096)
+
+
+# --- the door ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run of 60 self-written rows."""
+    out = tmp_path_factory.mktemp("whole") / "set"
+    door.main(arguments(folder, out, "rows=60", "held_out=5"))
+    return out
+
+
+def test_the_set_says_how_it_was_made(whole: Path, target: Target, capsys: pytest.CaptureFixture[str]) -> None:
+    found = read_set(whole)
+    manifest = found.manifest
+    assert manifest["target"]["fingerprint"] == target.fingerprint
+    assert manifest["writing"]["temperatures"] == [0.0, 0.0, 0.0, 0.7, 1.0] and manifest["writing"]["seed"] == 0
+    assert manifest["prompts"] == {"kind": "self"} and manifest["held_out"] == 5
+    assert sum(manifest["supervised_by_temperature"].values()) == manifest["supervised_tokens"] == found.supervised
+    skipped = {number for numbers in manifest["not_written"].values() for number in numbers}
+    assert skipped | set(found.rows.tolist()) == set(range(60))
+    assert 0 < manifest["reencoding_would_change_rows"] <= len(found)
+    assert sorted(path.name for path in whole.iterdir()) == [
+        "conversations.safetensors",
+        "manifest.json",
+        "settings.json",
+    ]
+
+
+def test_a_finished_set_is_not_written_again_but_can_grow(folder: Path, whole: Path, tmp_path: Path) -> None:
+    before = contents(whole)
+    out = tmp_path / "set"
+    door.main(arguments(folder, out, "rows=25"))
+    small = contents(out)
+    journal = Journal(out, rank=7)  # What was finished must not be written by anybody: it would differ from this.
+    journal.add(fake := Row(30, (5, 6, 2), ((1, 3),), ("stop",)))
+    journal.close()
+    door.main(arguments(folder, out, "rows=60"))
+    grown = {row.row: row for row in contents(out)}
+    assert grown.pop(30) == fake
+    assert list(grown.values()) == [row for row in before if row.row != 30] and small == before[: len(small)]
+    door.main(arguments(folder, out, "rows=10"))
+    assert len(contents(out)) == len(grown) + 1  # A lower limit loses nothing.
+
+
+def test_other_settings_are_refused_with_what_differs(
+    folder: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (whole / "conversations.safetensors").read_bytes()
+
+    def refused(*more: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            door.main(arguments(folder, whole, *more))
+        assert caught.value.code == 2
+        return capsys.readouterr().err
+
+    assert "writing.seed was 0, is 1" in refused("writing.seed=1")
+    assert "prompts.kind was self, is file" in refused("prompts=jsonl", f"prompts.path={one_prompt(tmp_path)}")
+    assert "resume=false" in refused("resume=false")
+    assert "dtype" in refused("rows=70", "target.dtype=float64")
+    other = save_target(tiny_chat_target(seed=1), tmp_path / "other")
+    assert "weights" in refused("rows=70", f"target.path={other}")
+    other = save_target(tiny_chat_target(ALTERNATING), tmp_path / "template")
+    assert "chat_template" in refused(f"target.path={other}")
+    assert (whole / "conversations.safetensors").read_bytes() == before
+
+
+def one_prompt(folder: Path) -> Path:
+    path = folder / "prompt.jsonl"
+    path.write_text(json.dumps({"prompt": "the"}) + "\n")
+    return path
+
+
+def test_bad_rows_are_listed_and_strict_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_target(tiny_chat_target(ALTERNATING), tmp_path / "target")
+    lines: list[Any] = [{"messages": [{"role": "user", "content": f"the {i}"}]} for i in range(5)]
+    lines.insert(2, {"messages": []})
+    lines.insert(4, {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]})
+    lines.append({"prompt": "x" * 500})
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    source = ["prompts=jsonl", f"prompts.path={path}", "writing.temperatures=[0]"]
+    door.main(arguments(folder, tmp_path / "out", *source))
+    out = capsys.readouterr().out
+    assert "skipped: empty conversation" in out and "1 rows: 3" in out
+    manifest = read_set(tmp_path / "out").manifest
+    assert manifest["skipped"] == {
+        "empty conversation": [3],
+        "two user turns in a row; the chat template refuses: roles must alternate": [5],
+        "prompt longer than max_length 160": [8],
+    }
+    assert [row.row for row in contents(tmp_path / "out")] == [1, 2, 4, 6, 7]
+    with pytest.raises(SystemExit):
+        door.main(arguments(folder, tmp_path / "strict", *source, "strict=true"))
+    assert "row 3: empty conversation" in capsys.readouterr().err
+    assert not (tmp_path / "strict").exists()
+
+
+def test_nothing_left_stops_before_the_target_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{{ raise_exception('never') }}" + CHATML
+    folder = save_target(tiny_chat_target(template), tmp_path / "target")
+    monkeypatch.setattr("drafttrain.target.load.hf", lambda **_: pytest.fail("the target was loaded"))
+    path = one_prompt(tmp_path)
+    with pytest.raises(SystemExit):
+        door.main(arguments(folder, tmp_path / "out", "prompts=jsonl", f"prompts.path={path}"))
+    err = capsys.readouterr().err
+    assert "1 the chat template refuses: never (rows 1)" in err and "first row's keys: prompt" in err
+    with pytest.raises(SystemExit):
+        door.main(arguments(folder, tmp_path / "out"))
+    assert "never" in capsys.readouterr().err
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(SystemExit):
+        door.main(arguments(folder, tmp_path / "out"))
+    assert "other files (notes.txt)" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        door.main(["target=hf", f"target.path={tmp_path / 'none'}", f"out={tmp_path / 'out2'}"])
+    assert "does not exist" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        door.main([])
+    assert "needs out=" in capsys.readouterr().err
+
+
+def test_preview_shows_tokens_and_mask(
+    folder: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafttrain.target.load.hf", lambda **_: pytest.fail("the target was loaded"))
+    before = sorted(path.name for path in whole.iterdir())
+    door.main(arguments(folder, whole, "preview=2"))
+    out = capsys.readouterr().out
+    rows = contents(whole)[:2]
+    assert out.count("│ yes") == sum(row.supervised for row in rows)
+    assert out.count("│ no") == sum(len(row.ids) - row.supervised for row in rows)
+    assert "<|im_end|>" in out and sorted(path.name for path in whole.iterdir()) == before
+    door.main(["target=hf", f"target.path={folder}", "preview=3"])
+    assert "before every self-written user turn" in capsys.readouterr().out
+    source = ["prompts=jsonl", f"prompts.path={one_prompt(tmp_path)}"]
+    door.main(arguments(folder, tmp_path / "none", *source, "preview=3"))
+    out = capsys.readouterr().out
+    assert "row 1: prompt of" in out and "│ yes" not in out and not (tmp_path / "none").exists()
+
+
+def test_journals_made_elsewhere_are_taken_over(folder: Path, whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "set"
+    for rank in range(2):
+        journal = Journal(out, rank)
+        for row in contents(whole)[:20]:
+            if row.row % 2 == rank:
+                journal.add(row)
+        journal.close()
+    with pytest.raises(SystemExit):
+        door.main(arguments(folder, out, "rows=60"))
+    door.main(arguments(folder, out, "rows=60", "adopt=true"))
+    assert contents(out) == contents(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_kill_loses_doubles_and_recomputes_nothing(folder: Path, tmp_path: Path) -> None:
+    more = ["rows=300", "keep_journal=true", "slots=3"]
+    out, undisturbed = tmp_path / "set", tmp_path / "undisturbed"
+    journal = out / "journal-0000.jsonl"
+    for rows_before in (5, 25):
+        process = subprocess.Popen(
+            command(folder, out, *more), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        until = time.monotonic() + 120
+        while not journal.exists() or journal.read_bytes().count(b"\n") < rows_before:
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not (out / "manifest.json").exists()
+    kept = journal.read_bytes()
+    kept = kept[: kept.rfind(b"\n") + 1]
+    assert 25 <= kept.count(b"\n") < 300
+    door.main(arguments(folder, out, *more))
+    assert journal.read_bytes().startswith(kept)
+    numbers = [json.loads(line)["row"] for line in journal.read_text().splitlines()]
+    assert sorted(numbers) == list(range(300))
+    door.main(arguments(folder, undisturbed, *more))
+    assert contents(out) == contents(undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_two_processes_write_the_rows_of_one(folder: Path, whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "set"
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20_000, 60_000))}
+    processes = [
+        subprocess.Popen(
+            command(folder, out, "rows=60", "held_out=5", "keep_journal=true"),
+            cwd=ROOT,
+            env={**os.environ, **shared, "RANK": str(r), "LOCAL_RANK": str(r)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for r in range(2)
+    ]
+    said = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert contents(out) == contents(whole)
+    for r in range(2):
+        lines = (out / f"journal-{r:04d}.jsonl").read_text().splitlines()
+        assert sorted(json.loads(line)["row"] for line in lines) == list(range(r, 60, 2))
+    assert read_journals(out)[0].keys() == {row.row for row in contents(whole)}
+    assert "conversations" in said[0] and "conversations" not in said[1]
