@@ -28,9 +28,8 @@ print(digest.hexdigest())
 PY
 }
 
-reachable() {
-    "$VENV_PYTHON" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1] + "/torch/", timeout=5)' "$1" > /dev/null 2>&1
-}
+# The version that pip would take for a requirement, e.g. 2.13.0+cpu where a folder of wheels is set up.
+would_install() { "$VENV_PYTHON" -m pip install --dry-run --no-deps --ignore-installed "$1" 2> /dev/null | grep "^Would install"; }
 
 install_torch() {
     if [ -n "${TORCH:-}" ]; then
@@ -40,13 +39,13 @@ install_torch() {
         say "a GPU is present: torch with CUDA"
         "$VENV_PYTHON" -m pip install --quiet "torch>=2.13"
     else
-        # A wheel built for the CPU ranks above the plain one of the same version, so it is taken wherever pip can see it.
         say "no GPU: $CPU_TORCH, built for the CPU where one is to be had"
-        if reachable "$CPU_INDEX"; then
-            "$VENV_PYTHON" -m pip install --quiet --extra-index-url "$CPU_INDEX" "$CPU_TORCH"
-        else
-            "$VENV_PYTHON" -m pip install --quiet "$CPU_TORCH"
-        fi
+        case "$(uname -s) $(would_install "$CPU_TORCH")" in
+            Linux*+cpu* | Darwin*) "$VENV_PYTHON" -m pip install --quiet "$CPU_TORCH" ;;
+            # Without this index the wheel would bring gigabytes of CUDA; if the index is out of reach, so be it.
+            *) "$VENV_PYTHON" -m pip install --quiet --index-url "$CPU_INDEX" --timeout 10 --retries 0 "$CPU_TORCH" 2> /dev/null ||
+                "$VENV_PYTHON" -m pip install --quiet "$CPU_TORCH" ;;
+        esac
     fi
 }
 

@@ -76,6 +76,8 @@ class Prompts:
     source: dict[str, Any] = field(default_factory=dict)
     """Who the source is: equal for equal rows, wherever the file lies and whatever limit applies."""
     first_keys: tuple[str, ...] = ()
+    more: bool = False
+    """Whether the source goes on behind the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +95,11 @@ class PromptFile:
     """JSON Lines, a JSON array (either may be packed with gzip) or parquet."""
 
     path: str
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
     """{name in COLUMNS: column of the file} for columns that are named otherwise."""
 
     def __post_init__(self) -> None:
-        _check_columns(self.columns)
+        object.__setattr__(self, "columns", _named(self.columns))
 
     def read(self, limit: int | None) -> Prompts:
         """Rows numbered up to `limit`. Raises InputError if the file cannot be read or no row has a known shape."""
@@ -128,11 +130,11 @@ class PromptDataset:
     """Which of several configurations."""
     split: str = "train"
     revision: str | None = None
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
     """{name in COLUMNS: column of the data set} for columns that are named otherwise."""
 
     def __post_init__(self) -> None:
-        _check_columns(self.columns)
+        object.__setattr__(self, "columns", _named(self.columns))
 
     def read(self, limit: int | None) -> Prompts:
         """Rows numbered up to `limit`. Raises InputError if it cannot be loaded or no row has a known shape."""
@@ -153,7 +155,9 @@ class PromptDataset:
             source["columns"] = dict(self.columns)
         count = len(data) if limit is None else min(limit, len(data))
         rows = ((number, data[number - 1]) for number in range(1, count + 1))
-        return _collect(rows, limit, self.columns, label, source)
+        found = _collect(rows, limit, self.columns, label, source)
+        found.more = count < len(data)
+        return found
 
     def _load(self) -> Any:
         import datasets
@@ -219,6 +223,7 @@ def _collect(
     shaped = False
     for number, row in numbered:
         if limit is not None and number > limit:
+            found.more = True
             break
         try:
             if isinstance(row, _Unusable):
@@ -360,7 +365,8 @@ def _from_messages(messages: list[tuple[str, str]], system: str | None) -> Promp
     return Prompt(users, system)
 
 
-def _check_columns(columns: dict[str, str]) -> None:
+def _named(columns: dict[str, str | None]) -> dict[str, str]:
+    """Columns that have another name than the shape."""
     odd = sorted(set(columns) - set(COLUMNS))
     if odd:
         raise InputError(

@@ -80,6 +80,13 @@ class Drafter(nn.Module, abc.ABC):
         copy.load_state_dict(self.state_dict())
         return copy.to(device=next(self.parameters()).device, dtype=dtype).eval().requires_grad_(False)
 
+    def guesses(self, batch: Batch, features: Features) -> Tensor | None:
+        """(b s) int64 teacher-forced: the token guessed for each position from the true text before it, -1 where none is made.
+
+        None for a drafter that has no such guess.
+        """
+        return None
+
     def describe(self) -> dict[str, Any]:
         """Facts worth printing at the start of a run."""
         return {"trainable parameters": sum(p.numel() for p in self.parameters() if p.requires_grad)}

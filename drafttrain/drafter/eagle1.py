@@ -185,6 +185,20 @@ class Eagle1(Autoregressive):
             parts["accuracy"] = ((self.to_target_ids(choices) == labels).sum().float(), count)
         return Loss(total.float(), count, parts)
 
+    @torch.no_grad()
+    def guesses(self, batch: Batch, features: Features) -> Tensor:
+        assert features.last_hidden is not None
+        device = self.fc.weight.device
+        ids = batch.input_ids.to(device)
+        positions = torch.arange(ids.shape[1] - 2, device=device)[None]
+        out = self(features.last_hidden.to(device)[:, :-2], ids[:, 1:-1], positions)
+        chosen = batch.loss_mask[:, 2:].to(device)
+        found = torch.full_like(ids, -1)
+        parts = [self.head(part).argmax(-1) for part in out[chosen].split(self.chunk)]
+        if parts:
+            found[:, 2:][chosen] = self.to_target_ids(torch.cat(parts))
+        return found
+
     # Decoding ---------------------------------------------------------------------------------------------------
     def extend(self, state: AutoregressiveState, fresh: Fresh) -> tuple[Tensor, Tensor]:
         cache, s = state.cache, fresh.tokens.shape[1]

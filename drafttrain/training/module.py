@@ -78,7 +78,7 @@ class DraftModule(LightningModule):
         self._logged = Sums()
 
     # One micro-batch ----------------------------------------------------------------------------------------------
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
         began = time.perf_counter()
         closes = self.course.closes(self.position)
         with torch.no_grad():
@@ -98,7 +98,6 @@ class DraftModule(LightningModule):
         self._logged.feature_seconds += ready - began
         if closes and self.updates % self.log_every == 0 and self.just_updated:
             self._log_window()
-        return {"loss": loss.total.detach() / loss.count.detach().clamp_min(1)}
 
     def _generator(self) -> torch.Generator:
         name = f"{self.seed}/{self.position}/{rank()}"

@@ -1,0 +1,402 @@
+"""Measure a package: acceptance, speed against plain decoding, guarantee, for chains and trees, greedy and sampled.
+
+Every number comes from really decoding. Acceptance is counted over all prompts, decoded in batches; speed over some of
+them, one at a time, interleaved with plain decoding of the same prompts. The table goes to the console, to
+evaluation.json (the form of a package's metrics.json) and, as a picture, to acceptance.png.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from drafttrain.data.conversations import MANIFEST, ConversationSet, check_vocabulary, read_set, write_json
+from drafttrain.data.datamodule import BUILTIN, set_folder
+from drafttrain.data.prompts import PromptFile, Prompts, Skipped, nothing_left
+from drafttrain.data.template import ChatPieces
+from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.measure import Measurement
+from drafttrain.decoding.speculator import Speculator
+from drafttrain.drafter.base import Drafter
+from drafttrain.errors import InputError
+from drafttrain.flow import Batch, Tally
+from drafttrain.nn.sampling import Policy
+from drafttrain.packaging.decoding import fit, tree_of
+from drafttrain.packaging.package import DECODING, check_target, load_drafter, read_config, read_plan
+from drafttrain.reporting.console import table, track
+from drafttrain.reporting.figures import acceptance_curve
+from drafttrain.target import fingerprint
+from drafttrain.target.model import Target
+from drafttrain.tree.topology import Tree
+from drafttrain.wiring import build, door, provenance, run_dir
+
+RESULT, PICTURE = "evaluation.json", "acceptance.png"
+_STAGES = ("prefill", "draft", "verify", "host")
+
+
+@door("evaluate", text=("package", "prompts"))
+def main(cfg: DictConfig) -> None:
+    check_settings(cfg)
+    config = read_config(cfg.package)
+    source = open_prompts(cfg)
+    target: Target = build(cfg.target, work="decode")
+    check_target(config, target, cfg.package)
+    drafter = load_drafter(cfg.package, target)
+    speculator = Speculator(target, drafter, read_plan(Path(cfg.package) / DECODING, drafter), dtype=cfg.dtype)
+    prompts = source.ids(target, cfg.limit)
+    warn_of_length(config, prompts, cfg.max_new_tokens)
+    growths = trees_of(cfg, speculator, drafter)
+    folder = run_dir(cfg, resume=False)
+    rows = measure(speculator, prompts, growths, cfg)
+    result = {
+        "settings": settings_of(cfg, source, prompts, speculator),
+        "rows": rows,
+        "parity": parity(speculator, drafter, prompts[: cfg.parity_prompts], cfg.max_new_tokens),
+        "provenance": provenance(cfg),
+    }
+    write_json(folder / RESULT, result)
+    acceptance_curve([row for row in rows if row["nodes"]], folder / PICTURE, title=str(Path(cfg.package).name))
+    show(result)
+    say(f"wrote {folder / RESULT} and {folder / PICTURE}")
+
+
+# --- before long work starts ---------------------------------------------------------------------------------------------
+
+
+def check_settings(cfg: DictConfig) -> None:
+    whole = {"max_new_tokens": 1, "batch": 1, "speed_prompts": 0, "parity_prompts": 0, "limit": 1}
+    for key, least in whole.items():
+        value = cfg[key]
+        if not (key == "limit" and value is None) and (type(value) is not int or value < least):
+            raise InputError(f"{key}={value}: needs a whole number of at least {least}")
+    for key in ("temperatures", "chains", "trees"):
+        if not OmegaConf.is_list(cfg[key]):
+            raise InputError(f"{key}={cfg[key]}: needs a list, such as '{key}=[{1 if key != 'trees' else 'package'}]'")
+    if not cfg.temperatures:
+        raise InputError("temperatures is empty: give at least one, 0 is greedy")
+    if not cfg.chains and not cfg.trees:
+        raise InputError("chains and trees are both empty: give at least one of them, such as 'chains=[4]'")
+    for temperature in cfg.temperatures:
+        policy_of(cfg, temperature)
+    for value in [*cfg.chains, *(tree for tree in cfg.trees if tree != "package")]:
+        if not tree_of(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value).size:
+            raise InputError(f"{value} drafts nothing; plain decoding is measured anyway: leave it out")
+
+
+def policy_of(cfg: DictConfig, temperature: Any) -> Policy:
+    for key, value in (("temperatures", temperature), ("top_k", cfg.top_k), ("top_p", cfg.top_p)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InputError(f"{key}: {value!r} is not a number")
+    return Policy(float(temperature), cfg.top_k, cfg.top_p) if temperature else Policy()
+
+
+@dataclass
+class Source:
+    """Where prompts come from: a set of conversations, or a file."""
+
+    label: str
+    data: ConversationSet | None = None
+    prompts: Prompts | None = None
+    left_out: list[str] = field(default_factory=list)
+
+    def ids(self, target: Target, limit: int | None) -> list[list[int]]:
+        """Prompts as token ids, those that leave no room in the target's context left out and counted.
+
+        Raises: InputError if the set was written by another target, or if no prompt is left.
+        """
+        if self.data is not None:
+            fingerprint.refuse_other(self.data.manifest["target"]["fingerprint"], target.fingerprint, self.label)
+            check_vocabulary(self.data, target.vocab_size, self.label)
+            found = list(enumerate(self.data.prompts(limit), start=1))
+            if not found:
+                raise InputError(f"{self.label} has no held-out conversations to decode from: give a file of prompts")
+        else:
+            assert self.prompts is not None
+            found = self._encoded(target, limit)
+        kept = [ids for _, ids in found if len(ids) < target.context]
+        if len(kept) < len(found):
+            rows = [str(number) for number, ids in found if len(ids) >= target.context]
+            self.left_out.append(f"{len(rows)} prompts as long as the target's context of {target.context}: {', '.join(rows[:8])}")
+        if not kept:
+            raise InputError(f"{self.label}: nothing to evaluate; {'; '.join(self.left_out)}")
+        for reason in self.left_out:
+            say(f"left out {reason}")
+        return kept
+
+    def _encoded(self, target: Target, limit: int | None) -> list[tuple[int, list[int]]]:
+        """The first turn of every row of a file."""
+        assert self.prompts is not None
+        pieces = ChatPieces(target.tokenizer, target.stop_ids)
+        found: list[tuple[int, list[int]]] = []
+        refused = list(self.prompts.skipped)
+        for number, prompt in self.prompts.rows:
+            if prompt is None or (limit is not None and len(found) == limit):
+                continue
+            try:
+                found.append((number, pieces.first_prompt([*prompt.lead(), {"role": "user", "content": prompt.users[0]}])))
+            except InputError as error:
+                refused.append(Skipped(number, str(error)))
+        if not found:
+            self.prompts.skipped = refused
+            raise nothing_left(self.label, self.prompts)
+        if refused:
+            self.left_out.append(f"{len(refused)} rows, the first is {refused[0].row}: {refused[0].reason}")
+        return found
+
+
+def open_prompts(cfg: DictConfig) -> Source:
+    """Read the prompts' file or set; needs no target. Raises InputError if it cannot be used."""
+    if not isinstance(cfg.prompts, str) or not cfg.prompts.strip():
+        raise InputError(f"prompts={cfg.prompts}: give {BUILTIN}smollm2, the folder of a conversation set, or a file")
+    path = Path(cfg.prompts).expanduser()
+    if cfg.prompts.startswith(BUILTIN) or path.is_dir():
+        folder = set_folder(cfg.prompts)
+        if path.is_dir() and not (path / MANIFEST).is_file():
+            raise InputError(f"prompts={cfg.prompts} is a folder without {MANIFEST}: give a conversation set or a file")
+        return Source(cfg.prompts, data=read_set(folder))
+    if not path.is_file():
+        raise InputError(f"prompts={cfg.prompts} does not exist: give {BUILTIN}smollm2, a conversation set or a file")
+    columns = OmegaConf.to_container(cfg.columns)
+    found = PromptFile(path=str(path), columns=columns).read(None)  # type: ignore[arg-type]
+    if not found.rows:
+        raise nothing_left(cfg.prompts, found)
+    return Source(cfg.prompts, prompts=found)
+
+
+def warn_of_length(config: dict[str, Any], prompts: Sequence[Sequence[int]], limit: int) -> None:
+    trained = config["trained_length"]
+    beyond = sum(len(prompt) + limit > trained for prompt in prompts) if trained else 0
+    if beyond:
+        say(
+            f"{beyond} of {len(prompts)} prompts go beyond the {trained} tokens of the longest row in training: the text "
+            "stays the target's, fewer drafts may be accepted there"
+        )
+
+
+def trees_of(cfg: DictConfig, speculator: Speculator, drafter: Drafter) -> list[Tree]:
+    """The trees to compare, as this drafter can fill them, each once."""
+    found = [tree_of(length) for length in cfg.chains]
+    for value in cfg.trees:
+        own = value == "package"
+        found.append(speculator.plan.tree if own else tree_of(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value))
+    trees = [fit(Plan(tree), drafter, f"tree of {tree.size}").tree for tree in found if tree.size]
+    return list(dict.fromkeys(trees))
+
+
+# --- the measurements ------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    speculator: Speculator, prompts: list[list[int]], growths: Sequence[Tree], cfg: DictConfig
+) -> list[dict[str, Any]]:
+    """A row for each temperature and growth, plain decoding first."""
+    rows = []
+    timed = prompts[: cfg.speed_prompts]
+    common = {"max_new_tokens": cfg.max_new_tokens, "seed": cfg.seed}
+    for temperature in cfg.temperatures:
+        plans = [Plan(tree, policy_of(cfg, temperature)) for tree in (Tree.chain(0), *growths)]
+        speeds: list[Measurement | None] = [None] * len(plans)
+        if timed:
+            say(f"temperature {temperature:g}: times {len(timed)} prompts, each plainly and in {len(plans) - 1} other ways")
+            speeds = list(speculator.measure_speed(timed, plans, **common))
+        accepted = speeds
+        if len(timed) < len(prompts):
+            # Plain decoding accepts nothing by definition; its row is that of the timed prompts.
+            todo = track(plans[1:], description=f"temperature {temperature:g}: acceptance", unit="trees")
+            counted = [speculator.measure_acceptance(prompts, plan, batch=cfg.batch, **common) for plan in todo]
+            accepted = [speeds[0], *counted]
+        pairs = zip(plans, accepted, speeds, strict=True)
+        rows += [row_of(plan, one, speed) for plan, one, speed in pairs if plan.tree.size or speed is not None]
+    return rows
+
+
+def row_of(plan: Plan, accepted: Measurement | None, speed: Measurement | None) -> dict[str, Any]:
+    """Acceptance over all prompts, speed over the timed ones. None where nothing was measured."""
+    row = (accepted or Measurement(plan, [], Tally(), [])).row()
+    row["label"] = label_of(plan)
+    if speed is None:
+        return row
+    timed = speed.row()
+    taken = ("speedup", "speedup_interval", "tokens_per_second", "plain_tokens_per_second", "seconds", "same_as_plain")
+    return row | {name: timed[name] for name in taken} | {"speed_prompts": timed["prompts"]}
+
+
+def label_of(plan: Plan) -> str:
+    tree = plan.tree
+    shape = "plain" if not tree.size else f"chain {tree.size}" if tree.is_chain else f"tree {tree.size}"
+    return f"T={plan.policy.temperature:g} {shape}"
+
+
+@torch.inference_mode()
+def parity(
+    speculator: Speculator, drafter: Drafter, prompts: Sequence[list[int]], limit: int
+) -> dict[str, Any] | None:
+    """Does decoding accept what training's own accuracy promises, at the very same positions?
+
+    The prompts are decoded greedily with a chain; where a round began, the first draft was kept or not. Fed as in
+    training, the drafter guesses the tokens at the same positions of the same text. Apart from rounding both rates are
+    one number; a gap means that decoding feeds the drafter something else than training does.
+
+    Returns: None if there was nothing to compare.
+    """
+    if not prompts:
+        return None
+    depth = min(4, drafter.max_depth or 4)
+    outputs, _ = speculator.generate(prompts, max_new_tokens=limit, plan=Plan(Tree.chain(depth)))
+    kept = right = rounds = 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids, starts = prompt + output.ids, []
+        place = len(prompt)
+        for number, (emitted, accepted) in enumerate(output.runs):
+            last = number == len(output.runs) - 1
+            # The prefill is no round. A last round that kept nothing may have been cut before its first draft counted.
+            if number and not (last and not accepted):
+                starts.append((place, accepted > 0))
+            place += emitted
+        mask = torch.zeros(1, len(ids), dtype=torch.bool)
+        mask[0, [place for place, _ in starts]] = True
+        batch = Batch(torch.tensor([ids]), mask, torch.tensor([len(ids)]), torch.tensor([0]))
+        features = speculator.target.features(batch.input_ids, batch.lengths, drafter.needs)
+        guesses = drafter.guesses(batch, features)
+        if guesses is None:
+            return None
+        compared = [(place, was_kept) for place, was_kept in starts if int(guesses[0, place]) >= 0]
+        rounds += len(compared)
+        kept += sum(was_kept for _, was_kept in compared)
+        right += sum(int(guesses[0, place]) == ids[place] for place, _ in compared)
+    if not rounds:
+        return None
+    exact = {speculator.target.dtype, next(speculator.drafter.parameters()).dtype} == {torch.float32}
+    decoded, forced, allowed = kept / rounds, right / rounds, 0.01 if exact else 0.05
+    return {
+        "accept_at_1": decoded,
+        "sim_accept_at_1": forced,
+        "rounds": rounds,
+        "gap": decoded - forced,
+        "allowed_gap": allowed,
+        "agree": abs(decoded - forced) <= allowed,
+    }
+
+
+def settings_of(
+    cfg: DictConfig, source: Source, prompts: Sequence[Sequence[int]], speculator: Speculator
+) -> dict[str, Any]:
+    target = speculator.target
+    return {
+        "package": Path(cfg.package).name,
+        "target": Path(target.name).name,
+        "prompts": source.label if source.label.startswith(BUILTIN) else Path(source.label).name,
+        "prompt_count": len(prompts),
+        "speed_prompts": min(cfg.speed_prompts, len(prompts)),
+        "max_new_tokens": cfg.max_new_tokens,
+        "batch": cfg.batch,
+        "top_k": cfg.top_k,
+        "top_p": cfg.top_p,
+        "seed": cfg.seed,
+        "target_dtype": str(target.dtype).removeprefix("torch."),
+        "drafter_dtype": str(next(speculator.drafter.parameters()).dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "threads": torch.get_num_threads(),
+    }
+
+
+# --- what is shown -----------------------------------------------------------------------------------------------------------
+
+
+def show(result: dict[str, Any]) -> None:
+    rows, settings = result["rows"], result["settings"]
+    title = f"acceptance: {settings['prompt_count']} prompts, at most {settings['max_new_tokens']} new tokens"
+    deepest = max((len(row["accept_at"]) for row in rows), default=0)
+    columns = ["", "tau", "95 %", "accepted/round", *(f"accept@{k}" for k in range(1, deepest + 1)), "rounds", "guarantee"]
+    table(title, columns, [acceptance_line(row, deepest) for row in rows])
+    if settings["speed_prompts"]:
+        title = f"speed: {settings['speed_prompts']} prompts, one at a time, {settings['threads']} threads, {settings['target_dtype']}"
+        columns = ["", "speed", "95 %", "tokens/s", "plain tokens/s", *(f"s {stage}" for stage in _STAGES), "same text"]
+        table(title, columns, [speed_line(row) for row in rows])
+    for line in (*verdicts(rows), *parity_words(result["parity"])):
+        say(line)
+
+
+def acceptance_line(row: dict[str, Any], deepest: int) -> list[Any]:
+    at = [
+        f"{value:.3f} ({kept}/{offered})" if value is not None else "-"
+        for value, (kept, offered) in zip(row["accept_at"], row["accept_counts"], strict=True)
+    ]
+    at += ["-"] * (deepest - len(at))
+    return [row["label"], row["tau"], _pair(row["tau_interval"]), row["accepted_per_round"], *at, row["rounds"], row["guarantee"]]
+
+
+def speed_line(row: dict[str, Any]) -> list[Any]:
+    same = row["same_as_plain"]
+    return [
+        row["label"],
+        row["speedup"],
+        _pair(row["speedup_interval"]),
+        row["tokens_per_second"],
+        row["plain_tokens_per_second"],
+        *(row["seconds"].get(stage) for stage in _STAGES),
+        "-" if same is None else f"{same}/{row['speed_prompts']}",
+    ]
+
+
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """In plain words: what is fastest at each temperature, and what is slower than no drafts at all."""
+    lines = []
+    for temperature in dict.fromkeys(row["temperature"] for row in rows):
+        drafting = [row for row in rows if row["temperature"] == temperature and row["nodes"]]
+        timed = [row for row in drafting if row["speedup"] is not None]
+        if not any(row["tau"] is not None for row in drafting):
+            lines.append(f"T={temperature:g}: acceptance is not available, no prompt had a round of drafts")
+        if not timed:
+            continue
+        best = max(timed, key=lambda row: row["speedup"])
+        slower = [f"{row['label']} ({row['speedup']:.2f}x)" for row in timed if row["speedup"] < 1]
+        if best["speedup"] < 1:
+            lines.append(
+                f"T={temperature:g}: drafting is SLOWER than plain decoding here, whatever was tried: at best "
+                f"{best['label']}, {best['speedup']:.2f}x. Decode plainly on this machine"
+            )
+            continue
+        low = (best["speedup_interval"] or [None])[0]
+        sure = "" if low is None or low > 1 else ", not clearly faster than plain decoding"
+        lines.append(f"T={temperature:g}: fastest is {best['label']}, {best['speedup']:.2f}x plain decoding{sure}")
+        if slower:
+            lines.append(f"T={temperature:g}: slower than plain decoding: {', '.join(slower)}")
+    unlike = [
+        f"{row['label']} ({row['same_as_plain']}/{row['speed_prompts']})"
+        for row in rows
+        if row["same_as_plain"] is not None and row["nodes"] and row["same_as_plain"] < row["speed_prompts"]
+    ]
+    if unlike:
+        lines.append(f"greedy text was not the plain one for every prompt (near-ties in low precision): {', '.join(unlike)}")
+    return lines
+
+
+def parity_words(found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    facts = (
+        f"first drafts accepted while decoding {found['accept_at_1']:.3f}, expected by training's own accuracy at the same "
+        f"{found['rounds']} positions {found['sim_accept_at_1']:.3f}"
+    )
+    if found["agree"]:
+        return [f"parity: {facts}: they agree"]
+    return [f"PARITY GAP: {facts}: decoding feeds the drafter something else than training did; tau is lower than it could be"]
+
+
+def _pair(interval: Sequence[float] | None) -> tuple[float, float] | None:
+    return None if interval is None else (interval[0], interval[1])
+
+
+def say(text: str) -> None:
+    print(f"evaluate: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Checkpoints: the drafter's weights, the optimiser's state and the place in the run. Tensors and plain values only.
+
+`last.ckpt` is the newest state and, once a run has ended, its true last step; `best.ckpt` is the one with the highest decoded
+val/tau. Files are replaced whole, so a kill or a full disk leaves the old ones. They are read with `weights_only`, which runs no
+code of the file's.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import threading
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from drafttrain.data.conversations import write_atomic
+from drafttrain.errors import InputError
+from drafttrain.processes import rank
+from drafttrain.training.decode_callback import DecodeCallback
+from drafttrain.training.module import DraftModule
+
+FORMAT = 1
+LAST, BEST = "last.ckpt", "best.ckpt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written and how many stay."""
+
+    every: int | None
+    """Updates between them; None writes one at each evaluation, and at the end."""
+    keep: int
+    """Numbered ones to keep beside last and best, the newest; a link costs no room while it is the newest."""
+
+    def __post_init__(self) -> None:
+        if self.every is not None and not (type(self.every) is int and self.every >= 1):
+            raise InputError(f"checkpoint.every={self.every}: needs a whole number of at least 1, or null")
+        if not (type(self.keep) is int and self.keep >= 0):
+            raise InputError(f"checkpoint.keep={self.keep}: needs a whole number of at least 0")
+
+
+def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, lambda scratch: torch.save({"format": FORMAT, **state}, scratch))
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint on the CPU. Raises InputError for a file that is missing, damaged or of another format."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise InputError(f"there is no checkpoint {path}") from error
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        raise InputError(f"{path} cannot be read as a checkpoint: it is damaged or not one of this program's") from error
+    form = state.get("format") if isinstance(state, dict) else None
+    if form != FORMAT:
+        raise InputError(f"{path}: checkpoint format {form}, this version reads {FORMAT}")
+    return state
+
+
+class Keeper(Callback):
+    """Writes checkpoints, remembers the best, ends a run without progress, and stops it cleanly on a signal.
+
+    Best is by `decode.tau`, if it could be measured; ties keep the earlier. SIGTERM and the first Ctrl-C let the update that is
+    being made finish, write `last.ckpt` and end the run.
+
+    Args:
+        folder: of the checkpoints.
+        decode: measures; None keeps only the last.
+        facts: what a resumed run must agree with; plain values, kept in every checkpoint.
+        settings: the run's whole configuration, likewise.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        decode: DecodeCallback | None,
+        *,
+        patience: int | None = None,
+        facts: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder, self.config, self.decode, self.patience = folder, config, decode, patience
+        self.facts, self.settings = dict(facts or {}), dict(settings or {})
+        self.best: float | None = None
+        self.best_update: int | None = None
+        self.without_progress = 0
+        """Evaluations since the best one."""
+        self._looked_at: int | None = None
+        self._written: tuple[int, int | None] | None = None
+        self._handlers: dict[int, Any] = {}
+
+    # When -------------------------------------------------------------------------------------------------------
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, DraftModule)
+        if threading.current_thread() is not threading.main_thread():
+            return
+
+        def stop(number: int, _frame: Any) -> None:
+            if pl_module.stop_requested and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            pl_module.stop_requested = True
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._handlers[number] = signal.signal(number, stop)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, DraftModule)
+        module = pl_module
+        if not module.just_updated and not module.stopped:
+            return
+        self._look(trainer, module)
+        due = self.config.every is not None and module.updates % self.config.every == 0
+        if due or module.stopped == "signal":
+            self._save(trainer, module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, DraftModule)
+        self._look(trainer, pl_module)
+        self._save(trainer, pl_module)
+        self._restore_handlers()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._restore_handlers()
+
+    def _look(self, trainer: Trainer, module: DraftModule) -> None:
+        """Take a new measurement into account: the best is written first, so that a kill cannot leave its score without it."""
+        decode = self.decode
+        if decode is None or decode.measured_at in (None, self._looked_at) or decode.measured_at != module.updates:
+            return
+        self._looked_at = decode.measured_at
+        if decode.tau is not None:
+            if self.best is None or decode.tau > self.best:
+                self.best, self.best_update, self.without_progress = decode.tau, module.updates, 0
+                self._write(trainer, module, BEST)
+                self._link(BEST, LAST)
+                self._number(module)
+                return
+            self.without_progress += 1
+            if self.patience is not None and self.without_progress >= self.patience and module.stopped is None:
+                module.stopped = "patience"
+                trainer.should_stop = True
+        if self.config.every is None:
+            self._save(trainer, module)
+
+    # How --------------------------------------------------------------------------------------------------------
+    def _save(self, trainer: Trainer, module: DraftModule) -> None:
+        if self._written != self._state_of(module):
+            self._write(trainer, module, LAST)
+            self._number(module)
+
+    def _state_of(self, module: DraftModule) -> tuple[int, int | None]:
+        return module.position, None if self.decode is None else self.decode.measured_at
+
+    def _write(self, trainer: Trainer, module: DraftModule, name: str) -> None:
+        """Collect on every process, write on the first."""
+        strategy = trainer.strategy
+        weights = strategy.lightning_module_state_dict()
+        optimiser = strategy.optimizer_state(trainer.optimizers[0])
+        if rank() == 0:
+            state = {
+                "weights": weights,
+                "optimiser": optimiser,
+                "progress": module.progress(),
+                "keeper": self.state_dict(),
+                "decode": None if self.decode is None else self.decode.state_dict(),
+                "facts": self.facts,
+                "settings": self.settings,
+            }
+            write_checkpoint(self.folder / name, state)
+        self._written = self._state_of(module)
+        strategy.barrier("checkpoint")
+
+    def _number(self, module: DraftModule) -> None:
+        if rank() != 0 or not self.config.keep:
+            return
+        self._link(LAST, f"update-{module.updates:08d}.ckpt")
+        numbered = sorted(self.folder.glob("update-*.ckpt"))
+        for path in numbered[: -self.config.keep]:
+            path.unlink()
+
+    def _link(self, there: str, name: str) -> None:
+        """A second name for a file, which later replacements of the first one leave alone."""
+        if rank() != 0:
+            return
+        scratch = self.folder / f".{name}-link"
+        scratch.unlink(missing_ok=True)
+        try:
+            os.link(self.folder / there, scratch)
+        except OSError:
+            shutil.copy2(self.folder / there, scratch)
+        os.replace(scratch, self.folder / name)
+
+    def _restore_handlers(self) -> None:
+        while self._handlers:
+            number, handler = self._handlers.popitem()
+            signal.signal(number, handler)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "best_update": self.best_update, "without_progress": self.without_progress}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best, self.best_update = state_dict["best"], state_dict["best_update"]
+        self.without_progress = state_dict["without_progress"]

@@ -1,0 +1,273 @@
+"""Decode held-out prompts with the live weights while training, through the runtime object that packages use.
+
+`val/*` is measured by decoding; `sim/*` is teacher-forced on held-out text, and named apart because it is not the same thing.
+Nothing here touches training: modes and every source of chance are put back as they were.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from drafttrain.data.datamodule import ConversationData
+from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.speculator import Speculator
+from drafttrain.drafter.base import Drafter
+from drafttrain.errors import InputError
+from drafttrain.flow import Batch, Tally
+from drafttrain.processes import rank, world_size
+from drafttrain.training.module import DraftModule, Source, over_processes
+
+STAGES = ("prefill", "draft", "verify", "host")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """How often and how much is decoded while training."""
+
+    every: int | None
+    """Updates between evaluations; None evaluates at the end alone."""
+    prompts: int
+    """Held-out prompts to decode, shared out over the processes; 0 measures nothing."""
+    max_new_tokens: int
+    batch: int
+    """Prompts decoded side by side."""
+    sim_rows: int
+    """Held-out rows for the teacher-forced estimates."""
+    speed_prompts: int
+    """Prompts decoded alone, plainly and with drafts in turn, for `val/speedup`; 0 leaves it out."""
+    speed_every: int | None
+    """Measure speed at every n-th evaluation and at the end; None is at the end alone."""
+    patience: int | None
+    """Evaluations without a better val/tau after which the run ends; None never ends it."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("prompts", 0), ("max_new_tokens", 1), ("batch", 1), ("sim_rows", 0), ("speed_prompts", 0)):
+            value = getattr(self, name)
+            if not (type(value) is int and value >= least):
+                raise InputError(f"eval.{name}={value}: needs a whole number of at least {least}")
+        for name in ("every", "speed_every", "patience"):
+            value = getattr(self, name)
+            if value is not None and not (type(value) is int and value >= 1):
+                raise InputError(f"eval.{name}={value}: needs a whole number of at least 1, or null")
+
+
+class DecodeCallback(Callback):
+    """Measures every `config.every` updates and at the end.
+
+    Logs for the first plan `val/tau`, `val/accepted_per_round`, `val/accept@k` and its count `val/accept@k_count` (rounds in which
+    position k was drafted behind accepted ones), `val/rounds`, `val/seconds_<stage>`, and where measured `val/speedup`; for every
+    further plan the same under `val/<name>/`. Beside them, from teacher-forced passes: `sim/loss`, `sim/accuracy`, `sim/tau`. What
+    could not be measured is left out: never NaN, never 0.
+
+    `sim/tau`: 1 + the mean number of consecutive right guesses, up to the depth of the first plan's tree, starting at each
+    supervised token of held-out text. Every guess reads the target's true features, which a drafter deep in a draft does not have.
+
+    Args:
+        speculator: the runtime; its decoding copy is refreshed from the live weights.
+        prompts: ids to decode from, over all processes: each process takes its share.
+        plans: name to plan; the first one decides what is best.
+        held_out, source: rows and features for the teacher-forced estimates.
+    """
+
+    def __init__(
+        self,
+        speculator: Speculator,
+        prompts: Sequence[Sequence[int]],
+        plans: Mapping[str, Plan],
+        config: EvalConfig,
+        *,
+        held_out: ConversationData | None = None,
+        source: Source | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not plans:
+            raise InputError("eval needs a tree to decode with")
+        self.speculator, self.plans, self.config, self.seed = speculator, dict(plans), config, seed
+        self.prompts = [list(prompt) for prompt in prompts[: config.prompts]]
+        rows = min(config.sim_rows, len(held_out)) if held_out is not None and source is not None else 0
+        self.sim = _SimRows(held_out, source, rows) if held_out is not None and source is not None and rows else None
+        self.measured_at: int | None = None
+        """Updates at the last evaluation."""
+        self.evaluations = 0
+        self.tau: float | None = None
+        """Of the last evaluation, by the first plan; None if it could not be measured."""
+        self.seconds = 0.0
+        """Wall seconds spent here so far."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, DraftModule)
+        every = self.config.every
+        if every is not None and pl_module.just_updated and pl_module.updates % every == 0:
+            self.measure(pl_module, last=pl_module.updates == pl_module.course.updates)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, DraftModule)
+        if pl_module.stopped != "signal" and pl_module.updates and self.measured_at != pl_module.updates:
+            self.measure(pl_module, last=True)
+
+    def measure(self, module: DraftModule, *, last: bool = False) -> dict[str, float | None]:
+        """Measure and log now. Every process must come here together."""
+        began = time.monotonic()
+        config = self.config
+        self.evaluations += 1
+        fast = config.speed_prompts and (last or (config.speed_every and self.evaluations % config.speed_every == 0))
+        metrics: dict[str, float | None] = {}
+        with undisturbed(module.drafter), torch.autocast(module.device.type, enabled=False):
+            self.speculator.refresh(module.drafter)
+            for place, (name, plan) in enumerate(self.plans.items()):
+                prefix = "val/" if place == 0 else f"val/{name}/"
+                tally = self._decode(plan, module.device)
+                metrics |= {prefix + key: value for key, value in _numbers(tally).items()}
+                if fast and self.prompts and rank() == 0:
+                    metrics[prefix + "speedup"] = self._speed(plan)
+            if self.sim is not None:
+                depth = max(1, next(iter(self.plans.values())).tree.max_depth)
+                metrics |= self.sim.measure(module.drafter, depth, module.device)
+        self.tau, self.measured_at = metrics["val/tau"], module.updates
+        self.seconds += time.monotonic() - began
+        if module.seconds:
+            metrics["val/share_of_time"] = self.seconds / module.seconds
+        module.report(metrics)
+        return metrics
+
+    def _decode(self, plan: Plan, device: torch.device) -> Tally:
+        """Decode this process's share; the counts of all processes are added up."""
+        mine = self.prompts[rank() :: world_size()]
+        tally = Tally()
+        if mine:
+            config = self.config
+            tally = self.speculator.measure_acceptance(
+                mine, plan, max_new_tokens=config.max_new_tokens, batch=config.batch, seed=self.seed
+            ).tally
+        return _unpacked(over_processes(_packed(tally, plan.tree.max_depth).to(device)))
+
+    def _speed(self, plan: Plan) -> float | None:
+        config = self.config
+        (found,) = self.speculator.measure_speed(
+            self.prompts[: config.speed_prompts], [plan], max_new_tokens=config.max_new_tokens, seed=self.seed
+        )
+        return found.speedup
+
+    # For checkpoints: an undisturbed run and a resumed one log alike.
+    def state_dict(self) -> dict[str, Any]:
+        return {"measured_at": self.measured_at, "evaluations": self.evaluations, "tau": self.tau, "seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.measured_at, self.evaluations = state_dict["measured_at"], state_dict["evaluations"]
+        self.tau, self.seconds = state_dict["tau"], state_dict["seconds"]
+
+
+class _SimRows:
+    """Held-out rows, teacher-forced."""
+
+    def __init__(self, data: ConversationData, source: Source, rows: int, width: int = 4096) -> None:
+        self.data, self.source = data, source
+        order = sorted(range(rows)[rank() :: world_size()], key=lambda i: data.lengths[i])
+        self.groups: list[list[int]] = []
+        for i in order:
+            last = self.groups[-1] if self.groups else []
+            if last and (len(last) + 1) * data.lengths[i] <= width:
+                last.append(i)
+            else:
+                self.groups.append([i])
+
+    def measure(self, drafter: Drafter, depth: int, device: torch.device) -> dict[str, float | None]:
+        drafter.eval()
+        sums = torch.zeros(6, dtype=torch.float64)
+        with torch.no_grad():
+            for group in self.groups:
+                batch = self.data.batch(group)
+                features = self.source.features(batch)
+                batch = batch.to(device)
+                loss = drafter.loss(batch, features)
+                right, of = loss.parts.get("accuracy", (loss.total.new_zeros(()), loss.total.new_zeros(())))
+                parts = [loss.total, loss.count, right, of, *_runs(drafter, batch, features, depth)]
+                sums += torch.stack([part.double().cpu() for part in parts])
+        total, count, right, of, runs, starts = over_processes(sums.to(device)).tolist()
+        return {
+            "sim/loss": total / count if count else None,
+            "sim/accuracy": right / of if of else None,
+            "sim/tau": 1 + runs / starts if starts else None,
+        }
+
+
+def _runs(drafter: Drafter, batch: Batch, features: Any, depth: int) -> tuple[Tensor, Tensor]:
+    """Sum over supervised starts of the consecutive right guesses from there, at most `depth`; and the number of starts."""
+    guesses = drafter.guesses(batch, features)
+    none = torch.zeros((), device=batch.input_ids.device)
+    if guesses is None:
+        return none, none
+    starts = batch.loss_mask & (guesses >= 0)
+    hits = starts & (guesses == batch.input_ids)  # b s
+    run, total = starts, none
+    for k in range(depth):
+        ahead = nn.functional.pad(hits[:, k:], (0, k))
+        run = run & ahead
+        total = total + run.sum()
+    return total, starts.sum()
+
+
+@contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Put back every module's mode and every random state afterwards, bit for bit."""
+    modes = {part: part.training for part in module.modules()}
+    devices = list(range(torch.accelerator.device_count())) if torch.accelerator.is_available() else []
+    kind = torch.accelerator.current_accelerator() if devices else None
+    device_states = torch.get_device_module(kind).get_rng_state_all() if kind is not None and kind.type == "cuda" else None
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        if device_states is not None:
+            torch.get_device_module(kind).set_rng_state_all(device_states)
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def _numbers(tally: Tally) -> dict[str, float | None]:
+    numbers: dict[str, float | None] = {
+        "tau": tally.tau,
+        "accepted_per_round": tally.accepted_per_round,
+        "rounds": tally.rounds or None,
+    }
+    for k, value in enumerate(tally.accept_at, start=1):
+        numbers[f"accept@{k}"] = value
+        numbers[f"accept@{k}_count"] = tally.offered[k - 1] or None
+    numbers |= {f"seconds_{stage}": tally.seconds.get(stage) if tally.rounds else None for stage in STAGES}
+    return numbers
+
+
+def _packed(tally: Tally, depth: int) -> Tensor:
+    def filled(counts: list[int]) -> list[int]:
+        return counts + [0] * (depth - len(counts))
+
+    head = [tally.rounds, tally.drafted, tally.accepted, tally.emitted]
+    tail = [tally.seconds.get(stage, 0.0) for stage in STAGES]
+    return torch.tensor([*head, *filled(tally.offered), *filled(tally.kept), *tail], dtype=torch.float64)
+
+
+def _unpacked(values: Tensor) -> Tally:
+    numbers = values.tolist()
+    depth = (len(numbers) - 4 - len(STAGES)) // 2
+    counts = [int(n) for n in numbers[: 4 + 2 * depth]]
+    return Tally(
+        *counts[:4],
+        offered=counts[4 : 4 + depth],
+        kept=counts[4 + depth :],
+        seconds=dict(zip(STAGES, numbers[4 + 2 * depth :], strict=True)),
+    )
