@@ -84,9 +84,14 @@ def check_settings(cfg: DictConfig) -> None:
         raise InputError("chains and trees are both empty: give at least one of them, such as 'chains=[4]'")
     for temperature in cfg.temperatures:
         policy_of(cfg, temperature)
-    for value in [*cfg.chains, *(tree for tree in cfg.trees if tree != "package")]:
-        if not tree_of(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value).size:
+    for value in named_trees(cfg):
+        if value != "package" and not tree_of(value).size:
             raise InputError(f"{value} drafts nothing; plain decoding is measured anyway: leave it out")
+
+
+def named_trees(cfg: DictConfig) -> list[Any]:
+    """Chains and trees as the settings name them."""
+    return [*OmegaConf.to_container(cfg.chains), *OmegaConf.to_container(cfg.trees)]  # type: ignore[misc]
 
 
 def policy_of(cfg: DictConfig, temperature: Any) -> Policy:
@@ -122,7 +127,9 @@ class Source:
         kept = [ids for _, ids in found if len(ids) < target.context]
         if len(kept) < len(found):
             rows = [str(number) for number, ids in found if len(ids) >= target.context]
-            self.left_out.append(f"{len(rows)} prompts as long as the target's context of {target.context}: {', '.join(rows[:8])}")
+            self.left_out.append(
+                f"{len(rows)} prompts as long as the target's context of {target.context}: {', '.join(rows[:8])}"
+            )
         if not kept:
             raise InputError(f"{self.label}: nothing to evaluate; {'; '.join(self.left_out)}")
         for reason in self.left_out:
@@ -139,7 +146,9 @@ class Source:
             if prompt is None or (limit is not None and len(found) == limit):
                 continue
             try:
-                found.append((number, pieces.first_prompt([*prompt.lead(), {"role": "user", "content": prompt.users[0]}])))
+                found.append(
+                    (number, pieces.first_prompt([*prompt.lead(), {"role": "user", "content": prompt.users[0]}]))
+                )
             except InputError as error:
                 refused.append(Skipped(number, str(error)))
         if not found:
@@ -181,10 +190,7 @@ def warn_of_length(config: dict[str, Any], prompts: Sequence[Sequence[int]], lim
 
 def trees_of(cfg: DictConfig, speculator: Speculator, drafter: Drafter) -> list[Tree]:
     """The trees to compare, as this drafter can fill them, each once."""
-    found = [tree_of(length) for length in cfg.chains]
-    for value in cfg.trees:
-        own = value == "package"
-        found.append(speculator.plan.tree if own else tree_of(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value))
+    found = [speculator.plan.tree if value == "package" else tree_of(value) for value in named_trees(cfg)]
     trees = [fit(Plan(tree), drafter, f"tree of {tree.size}").tree for tree in found if tree.size]
     return list(dict.fromkeys(trees))
 
@@ -203,7 +209,9 @@ def measure(
         plans = [Plan(tree, policy_of(cfg, temperature)) for tree in (Tree.chain(0), *growths)]
         speeds: list[Measurement | None] = [None] * len(plans)
         if timed:
-            say(f"temperature {temperature:g}: times {len(timed)} prompts, each plainly and in {len(plans) - 1} other ways")
+            say(
+                f"temperature {temperature:g}: times {len(timed)} prompts, each plainly and in {len(plans) - 1} other ways"
+            )
             speeds = list(speculator.measure_speed(timed, plans, **common))
         accepted = speeds
         if len(timed) < len(prompts):
@@ -234,9 +242,7 @@ def label_of(plan: Plan) -> str:
 
 
 @torch.inference_mode()
-def parity(
-    speculator: Speculator, drafter: Drafter, prompts: Sequence[list[int]], limit: int
-) -> dict[str, Any] | None:
+def parity(speculator: Speculator, drafter: Drafter, prompts: Sequence[list[int]], limit: int) -> dict[str, Any] | None:
     """Does decoding accept what training's own accuracy promises, at the very same positions?
 
     The prompts are decoded greedily with a chain; where a round began, the first draft was kept or not. Fed as in
@@ -313,12 +319,22 @@ def show(result: dict[str, Any]) -> None:
     rows, settings = result["rows"], result["settings"]
     title = f"acceptance: {settings['prompt_count']} prompts, at most {settings['max_new_tokens']} new tokens"
     deepest = max((len(row["accept_at"]) for row in rows), default=0)
-    columns = ["", "tau", "95 %", "accepted/round", *(f"accept@{k}" for k in range(1, deepest + 1)), "rounds", "guarantee"]
+    columns = [
+        "",
+        "tau",
+        "95 %",
+        "accepted/round",
+        *(f"accept@{k}" for k in range(1, deepest + 1)),
+        "rounds",
+        "guarantee",
+    ]
     table(title, columns, [acceptance_line(row, deepest) for row in rows])
     if settings["speed_prompts"]:
-        title = f"speed: {settings['speed_prompts']} prompts, one at a time, {settings['threads']} threads, {settings['target_dtype']}"
+        where = f"{settings['device']}, {settings['threads']} threads, {settings['target_dtype']}"
+        title = f"speed: {settings['speed_prompts']} prompts, one at a time ({where})"
         columns = ["", "speed", "95 %", "tokens/s", "plain tokens/s", *(f"s {stage}" for stage in _STAGES), "same text"]
         table(title, columns, [speed_line(row) for row in rows])
+        say("speed of plain over plain would be 1 without the noise of timing")
     for line in (*verdicts(rows), *parity_words(result["parity"])):
         say(line)
 
@@ -329,7 +345,15 @@ def acceptance_line(row: dict[str, Any], deepest: int) -> list[Any]:
         for value, (kept, offered) in zip(row["accept_at"], row["accept_counts"], strict=True)
     ]
     at += ["-"] * (deepest - len(at))
-    return [row["label"], row["tau"], _pair(row["tau_interval"]), row["accepted_per_round"], *at, row["rounds"], row["guarantee"]]
+    return [
+        row["label"],
+        row["tau"],
+        _pair(row["tau_interval"]),
+        row["accepted_per_round"],
+        *at,
+        row["rounds"],
+        row["guarantee"],
+    ]
 
 
 def speed_line(row: dict[str, Any]) -> list[Any]:
@@ -352,29 +376,31 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
         drafting = [row for row in rows if row["temperature"] == temperature and row["nodes"]]
         timed = [row for row in drafting if row["speedup"] is not None]
         if not any(row["tau"] is not None for row in drafting):
-            lines.append(f"T={temperature:g}: acceptance is not available, no prompt had a round of drafts")
+            lines.append(f"temperature {temperature:g}: acceptance is not available, no prompt had a round of drafts")
         if not timed:
             continue
         best = max(timed, key=lambda row: row["speedup"])
         slower = [f"{row['label']} ({row['speedup']:.2f}x)" for row in timed if row["speedup"] < 1]
         if best["speedup"] < 1:
             lines.append(
-                f"T={temperature:g}: drafting is SLOWER than plain decoding here, whatever was tried: at best "
-                f"{best['label']}, {best['speedup']:.2f}x. Decode plainly on this machine"
+                f"drafting is SLOWER than plain decoding here at temperature {temperature:g}, whatever was tried; at best "
+                f"{best['label']}, {best['speedup']:.2f}x: decode plainly on this machine"
             )
             continue
         low = (best["speedup_interval"] or [None])[0]
         sure = "" if low is None or low > 1 else ", not clearly faster than plain decoding"
-        lines.append(f"T={temperature:g}: fastest is {best['label']}, {best['speedup']:.2f}x plain decoding{sure}")
+        lines.append(f"fastest is {best['label']}, {best['speedup']:.2f}x plain decoding{sure}")
         if slower:
-            lines.append(f"T={temperature:g}: slower than plain decoding: {', '.join(slower)}")
+            lines.append(f"slower than plain decoding: {', '.join(slower)}")
     unlike = [
         f"{row['label']} ({row['same_as_plain']}/{row['speed_prompts']})"
         for row in rows
         if row["same_as_plain"] is not None and row["nodes"] and row["same_as_plain"] < row["speed_prompts"]
     ]
     if unlike:
-        lines.append(f"greedy text was not the plain one for every prompt (near-ties in low precision): {', '.join(unlike)}")
+        lines.append(
+            f"greedy text was not the plain one for every prompt (near-ties in low precision): {', '.join(unlike)}"
+        )
     return lines
 
 
@@ -387,7 +413,9 @@ def parity_words(found: dict[str, Any] | None) -> list[str]:
     )
     if found["agree"]:
         return [f"parity: {facts}: they agree"]
-    return [f"PARITY GAP: {facts}: decoding feeds the drafter something else than training did; tau is lower than it could be"]
+    return [
+        f"PARITY GAP: {facts}: decoding feeds the drafter something else than training did; tau is lower than it could be"
+    ]
 
 
 def _pair(interval: Sequence[float] | None) -> tuple[float, float] | None:

@@ -97,6 +97,8 @@ def read_prompts(cfg: DictConfig, writing: SynthesisConfig, tokenizer: Any | Non
     if found.skipped and cfg.strict:
         first = found.skipped[0]
         raise InputError(f"row {first.row}: {first.reason} (strict=true stops at the first row that cannot be used)")
+    if found.more:
+        say(f"rows={cfg.rows}: the source has more rows, rows=null takes them all", first_only=True)
     if not found.rows:
         raise nothing_left(str(cfg.prompts.get("path") or "prompts"), found)
     return found

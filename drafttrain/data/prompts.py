@@ -365,13 +365,15 @@ def _from_messages(messages: list[tuple[str, str]], system: str | None) -> Promp
     return Prompt(users, system)
 
 
-def _named(columns: dict[str, str | None]) -> dict[str, str]:
-    """Columns that have another name than the shape."""
-    odd = sorted(set(columns) - set(COLUMNS))
-    if odd:
-        raise InputError(
-            f"prompts.columns.{odd[0]}: there is no such shape; columns can be named for {', '.join(COLUMNS)}"
-        )
+def _named(columns: dict[str, Any]) -> dict[str, str]:
+    """Columns that are named otherwise than their shape."""
+    for name, column in columns.items():
+        if name not in COLUMNS:
+            listed = ", ".join(COLUMNS)
+            raise InputError(f"prompts.columns.{name}: there is no such shape; columns can be named for {listed}")
+        if column is not None and not isinstance(column, str):
+            raise InputError(f"prompts.columns.{name}={column}: needs the name of a column")
+    return {name: column for name, column in columns.items() if column is not None}
 
 
 def _sha256(path: Path) -> str:

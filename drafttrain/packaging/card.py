@@ -132,14 +132,16 @@ def describe(plan: Plan) -> str:
     policy = plan.policy
     if policy.greedy:
         return f"{shape}, greedily"
-    more = (f", top_k {policy.top_k}" if policy.top_k else "") + (f", top_p {policy.top_p:g}" if policy.top_p < 1 else "")
+    more = (f", top_k {policy.top_k}" if policy.top_k else "") + (
+        f", top_p {policy.top_p:g}" if policy.top_p < 1 else ""
+    )
     return f"{shape}, at temperature {policy.temperature:g}{more}"
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| temperature | drafts | rule | tau | accept@1, 2, ... | speed | rounds | guarantee |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| temperature | drafts | rule | tau | accept@1, 2, ... | speed | prompts | rounds | guarantee |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         cells = (
@@ -149,6 +151,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
             _ranged(row.get("tau"), row.get("tau_interval")),
             " ".join(_number(value) for value in row.get("accept_at") or ()) or "-",
             _ranged(row.get("speedup"), row.get("speedup_interval"), "x"),
+            str(row.get("prompts", "?")),
             str(row.get("rounds", "?")),
             str(row.get("guarantee", "?")),
         )
@@ -179,4 +182,6 @@ def _settings(settings: dict[str, Any]) -> str:
 
 def _guaranteed(rows: list[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(str(row.get("guarantee")) for row in rows if row.get("guarantee")))
-    return "Guarantee: " + "; ".join(f"*{name}* is {_GUARANTEES.get(name, name)}" for name in names) + "." if names else ""
+    return (
+        "Guarantee: " + "; ".join(f"*{name}* is {_GUARANTEES.get(name, name)}" for name in names) + "." if names else ""
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
@@ -104,14 +105,14 @@ def _plan(found: Any) -> Plan:
 def tree_of(value: Any) -> Tree:
     """A tree as settings name it.
 
-    `eagle1_static` (the paper's 25 nodes), `plain` or 0 (no drafts), a chain's length or `chain:<length>`,
-    `expand:4x2x1` (that many children per node, depth by depth), or a list of paths of ranks.
+    `static` or `eagle1_static` (the 25 nodes of EAGLE-1), `plain` or 0 (no drafts), a chain's length or `chain:<length>`,
+    `expand:4x2x1` (that many children per node, depth by depth), or a list of paths of ranks, also as text.
 
     Raises: InputError for anything else, and for a malformed tree.
     """
     if isinstance(value, str):
         name, _, rest = value.strip().partition(":")
-        if value.strip() == "eagle1_static":
+        if value.strip() in ("static", "eagle1_static"):
             return Tree.eagle1_static()
         if value.strip() == "plain":
             return Tree.chain(0)
@@ -127,6 +128,13 @@ def tree_of(value: Any) -> Tree:
             return Tree.expansion([int(width) for width in widths])
         if value.strip().isdecimal():
             return tree_of(int(value))
+        if value.lstrip().startswith("["):
+            try:
+                return tree_of(json.loads(value))
+            except (ValueError, RecursionError) as error:
+                raise InputError(
+                    f"tree {value[:80]!r} is not a list of paths such as [[0],[1],[0,0]]: {error}"
+                ) from error
     elif _whole(value):
         _check_size(value)
         return Tree.chain(value)
@@ -135,10 +143,12 @@ def tree_of(value: Any) -> Tree:
         _check_size(len(paths))
         for path in paths:
             if not isinstance(path, list | tuple) or len(path) > MOST_NODES or not all(map(_whole, path)):
-                raise InputError(f"tree: {str(path)[:80]} is not a path, such as [0, 1] for the second child of the first")
+                raise InputError(
+                    f"tree: {str(path)[:80]} is not a path, such as [0, 1] for the second child of the first"
+                )
         return Tree.from_paths(paths) if paths else Tree.chain(0)
     raise InputError(
-        f"tree {str(value)[:80]!r} is not known: give eagle1_static, plain, a chain's length such as 4, expand:4x2x1, "
+        f"tree {str(value)[:80]!r} is not known: give static, plain, a chain's length such as 4, expand:4x2x1, "
         "or a list of paths such as [[0],[1],[0,0]]"
     )
 

@@ -40,7 +40,13 @@ def generate(model: Any, *, package: str | os.PathLike[str] | None = None, **arg
     Raises: InputError for settings that cannot be honoured.
     """
     folder = Path(package if package is not None else _asked_for()).expanduser()
-    unwanted = ("assistant_model", "negative_prompt_ids", "negative_prompt_attention_mask", "synced_gpus", "token_healing")
+    unwanted = (
+        "assistant_model",
+        "negative_prompt_ids",
+        "negative_prompt_attention_mask",
+        "synced_gpus",
+        "token_healing",
+    )
     for name in unwanted:
         if arguments.get(name) is not None and arguments[name] is not False:
             raise InputError(f"{name} cannot be honoured while decoding with a drafttrain package: leave it out")
@@ -184,7 +190,9 @@ def _prompts(input_ids: Tensor, prepared: dict[str, Any]) -> list[list[int]]:
     for name in ("cache", "past_key_values"):
         cache = prepared.get(name)
         if cache is not None and cache.get_seq_length() > 0:
-            raise InputError(f"{name} holds tokens already; here decoding starts from the whole prompt: give input_ids alone")
+            raise InputError(
+                f"{name} holds tokens already; here decoding starts from the whole prompt: give input_ids alone"
+            )
     mask = prepared.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
     if mask.shape != input_ids.shape:

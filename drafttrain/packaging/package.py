@@ -1,11 +1,11 @@
 """A package: a folder that decodes by itself, and is trusted with nothing when it is read.
 
-    config.json             format, the drafter's class and settings, needs, shape, target fingerprint, how it was trained
-    drafter.safetensors     trained tensors and the ids of a reduced draft vocabulary; never the target's embedding or head
-    decoding.yaml           tree, policy and rule
-    metrics.json            measured acceptance and speed
-    README.md               model card
-    custom_generate/        lets transformers decode with it
+config.json             format, the drafter's class and settings, needs, shape, target fingerprint, how it was trained
+drafter.safetensors     trained tensors and the ids of a reduced draft vocabulary; never the target's embedding or head
+decoding.yaml           tree, policy and rule
+metrics.json            measured acceptance and speed
+README.md               model card
+custom_generate/        lets transformers decode with it
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,13 @@ from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
 
 FORMAT = 1
-CONFIG, TENSORS, DECODING, METRICS, CARD = "config.json", "drafter.safetensors", "decoding.yaml", "metrics.json", "README.md"
+CONFIG, TENSORS, DECODING, METRICS, CARD = (
+    "config.json",
+    "drafter.safetensors",
+    "decoding.yaml",
+    "metrics.json",
+    "README.md",
+)
 CUSTOM = "custom_generate"
 FILES = (CONFIG, TENSORS, DECODING, METRICS, CARD, f"{CUSTOM}/generate.py", f"{CUSTOM}/requirements.txt")
 
@@ -96,7 +103,7 @@ def save_package(
     tensors = _tensors_of(drafter, target, getattr(torch, dtype))
     if trained_length is None:
         trained_length = provenance.get("trained_length")
-    config = {
+    config: dict[str, Any] = {
         "format": FORMAT,
         "made_with": f"drafttrain {__version__}",
         "drafter": {"_target_": f"{type(drafter).__module__}.{type(drafter).__qualname__}", **_settings_of(drafter)},
@@ -237,7 +244,9 @@ def _tensors_of(drafter: Drafter, target: Target, dtype: torch.dtype) -> dict[st
         tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
     bad = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not bool(tensor.isfinite().all())]
     if bad:
-        raise InputError(f"the drafter holds NaN or infinite weights in {some(bad)}: it is not packaged; train it again")
+        raise InputError(
+            f"the drafter holds NaN or infinite weights in {some(bad)}: it is not packaged; train it again"
+        )
     for name, tensor in drafter.state_dict().items():
         for borrowed in (target.embedding.weight, target.output.weight if target.output is not None else None):
             if borrowed is not None and tensor.shape == borrowed.shape and torch.equal(tensor.to(borrowed), borrowed):
@@ -274,12 +283,16 @@ def load(folder: str | os.PathLike[str], target: Target | nn.Module, *, dtype: s
     Args:
         target: a `Target`, or a transformers causal LM, which is then frozen.
         dtype: the drafter's while decoding, see `Speculator`.
+    Does not move the random state.
+
     Raises: InputError naming what is missing, unknown, damaged, or meant for another target.
     """
     if isinstance(target, nn.Module):
         target = Target(target, None, getattr(target.config, "_name_or_path", "") or type(target).__name__)
     drafter = load_drafter(folder, target)
-    return Speculator(target, drafter, read_plan(Path(folder) / DECODING, drafter), dtype=dtype)
+    plan = read_plan(Path(folder) / DECODING, drafter)
+    with _chance_kept(target):
+        return Speculator(target, drafter, plan, dtype=dtype)
 
 
 def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
@@ -323,10 +336,14 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise InputError(f"package={folder} {'is a file' if folder.exists() else 'does not exist'}: give a package's folder")
+        raise InputError(
+            f"package={folder} {'is a file' if folder.exists() else 'does not exist'}: give a package's folder"
+        )
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in _PICKLED)
     if pickled:
-        raise InputError(f"{folder} holds {some(pickled)}: such files can run code when read; only safetensors is accepted")
+        raise InputError(
+            f"{folder} holds {some(pickled)}: such files can run code when read; only safetensors is accepted"
+        )
     lacking = [name for name in (CONFIG, TENSORS, DECODING) if not (folder / name).is_file()]
     if lacking:
         hint = "a package is made by python -m drafttrain.fit"
@@ -356,11 +373,13 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     length = config["trained_length"]
     if not (length is None or (isinstance(length, int) and not isinstance(length, bool) and length > 0)):
         raise InputError(f"{path}: trained_length is {str(length)[:40]}, needs a count of tokens or null")
-    for name, known in (("drafter", dict), ("training", dict)):
-        if not isinstance(config[name], known):
+    for name in ("drafter", "training"):
+        if not isinstance(config[name], dict):
             raise InputError(f"{path}: {name} is not a mapping")
     if config["shape"]["dtype"] not in _DTYPES:
-        raise InputError(f"{path}: shape.dtype is {str(config['shape']['dtype'])[:40]}: one of {', '.join(_DTYPES)} is read")
+        raise InputError(
+            f"{path}: shape.dtype is {str(config['shape']['dtype'])[:40]}: one of {', '.join(_DTYPES)} is read"
+        )
     if not isinstance(config["drafter"].get("_target_"), str):
         raise InputError(f"{path}: drafter lacks _target_, the name of its class")
     return config
@@ -446,12 +465,17 @@ def _checked_settings(node: dict[str, Any], kind: type[Drafter], folder: Path) -
     return settings
 
 
-def _built(kind: type[Drafter], target: Target, settings: dict[str, Any], folder: Path) -> Drafter:
+def _chance_kept(target: Target) -> AbstractContextManager[None]:
+    """New modules draw their first weights; what a package loads replaces them, so the random state stays as it was."""
     devices = [target.device] if target.device.type == "cuda" else []
+    return torch.random.fork_rng(devices=devices)
+
+
+def _built(kind: type[Drafter], target: Target, settings: dict[str, Any], folder: Path) -> Drafter:
     try:
-        with torch.random.fork_rng(devices=devices):
+        with _chance_kept(target):
             return kind(target=target, **settings)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, InputError) as error:
         raise InputError(f"{folder / CONFIG}: {kind.__name__} cannot be built from its settings: {error}") from error
 
 
@@ -465,12 +489,16 @@ def _stored(tensor: Tensor, config: dict[str, Any]) -> str:
     return _DTYPES[config["shape"]["dtype"]] if tensor.is_floating_point() else _HEADER_DTYPES.get(tensor.dtype, "?")
 
 
-def _draft_ids(file: Any, found: dict[str, Any], config: dict[str, Any], target: Target, path: Path) -> list[int] | None:
+def _draft_ids(
+    file: Any, found: dict[str, Any], config: dict[str, Any], target: Target, path: Path
+) -> list[int] | None:
     """The reduced draft vocabulary, read and checked before anything is sized by it."""
     told = config["shape"]["draft_vocab"]
     if "draft_ids" not in found:
         if told != target.vocab_size:
-            raise InputError(f"{path} lacks draft_ids, the ids of its {str(told)[:40]} draft tokens: the package is damaged")
+            raise InputError(
+                f"{path} lacks draft_ids, the ids of its {str(told)[:40]} draft tokens: the package is damaged"
+            )
         return None
     (shape, dtype), v = found["draft_ids"], target.vocab_size
     if dtype != "I64" or len(shape) != 1 or not 2 <= shape[0] <= v or shape[0] != told:

@@ -179,7 +179,7 @@ class OnlineFeatures:
     def _read(self, batch: Batch) -> dict[str | int, Tensor]:
         found = self.target.features(batch.input_ids, batch.lengths, self.needs)
         self.rows_computed += len(batch.lengths)
-        values: dict[str | int, Tensor] = dict(found.layers)
+        values: dict[str | int, Tensor] = {layer: value for layer, value in found.layers.items()}
         if found.last_hidden is not None:
             values["last_hidden"] = found.last_hidden
         for name, value in values.items():

@@ -62,8 +62,9 @@ class TrainerConfig:
         longest = max(data.lengths)
         if tokens is not None and tokens < longest:
             raise InputError(
-                f"trainer.batch_tokens={self.batch_tokens} over accumulate x processes = {self.accumulate} x {world} leaves {tokens} "
-                f"tokens a batch, the longest row has {longest}: raise batch_tokens, or lower data.max_length or accumulate"
+                f"trainer.batch_tokens={self.batch_tokens} over accumulate x processes = {self.accumulate} x {world} leaves "
+                f"{tokens} tokens a batch, the longest row has {longest}: raise batch_tokens, or lower data.max_length or "
+                "accumulate"
             )
         rows = None if self.batch_rows is None else self.batch_rows // parts
         return EpochSampler(data.lengths, batch_tokens=tokens, batch_rows=rows, seed=seed, rank=rank, world=world)

@@ -264,10 +264,13 @@ def _packed(tally: Tally, depth: int) -> Tensor:
 def _unpacked(values: Tensor) -> Tally:
     numbers = values.tolist()
     depth = (len(numbers) - 4 - len(STAGES)) // 2
-    counts = [int(n) for n in numbers[: 4 + 2 * depth]]
+    rounds, drafted, accepted, emitted, *places = (int(n) for n in numbers[: 4 + 2 * depth])
     return Tally(
-        *counts[:4],
-        offered=counts[4 : 4 + depth],
-        kept=counts[4 + depth :],
+        rounds,
+        drafted,
+        accepted,
+        emitted,
+        offered=places[:depth],
+        kept=places[depth:],
         seconds=dict(zip(STAGES, numbers[4 + 2 * depth :], strict=True)),
     )

@@ -149,7 +149,7 @@ def test_numbers_do_not_depend_on_the_limit(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", rows)
     whole, part = PromptFile(path=str(path)).read(None), PromptFile(path=str(path)).read(10)
     assert part.rows == [(n, p) for n, p in whole.rows if n <= 10]
-    assert part.source == whole.source
+    assert part.source == whole.source and part.more and not whole.more
     assert PromptFile(path=str(write_lines(tmp_path / "b.jsonl", rows))).read(5).source == whole.source
     assert PromptFile(path=str(write_lines(tmp_path / "c.jsonl", rows[:-1]))).read(5).source != whole.source
 
@@ -159,6 +159,10 @@ def test_unknown_shape_lists_the_accepted_ones_and_the_keys(tmp_path: Path) -> N
     with pytest.raises(InputError, match=r"conversations.*messages.*first row's keys: question, answer"):
         PromptFile(path=str(path)).read(None)
     assert PromptFile(path=str(path), columns={"prompt": "question"}).read(None).rows[0] == (1, Prompt((ASK,)))
+    unnamed = PromptFile(path=str(path), columns={"prompt": "question", "messages": None})
+    assert unnamed.columns == {"prompt": "question"}
+    with pytest.raises(InputError, match=r"prompts\.columns\.prompt=3"):
+        PromptFile(path=str(path), columns={"prompt": 3})
     with pytest.raises(InputError, match=r"prompts\.columns\.question"):
         PromptFile(path=str(path), columns={"question": "question"})
 

@@ -342,7 +342,7 @@ def test_preview_shows_tokens_and_mask(
     assert "<|im_end|>" in out and sorted(path.name for path in whole.iterdir()) == before
     door.main(["target=hf", f"target.path={folder}", "preview=3"])
     assert "before every self-written user turn" in capsys.readouterr().out
-    source = ["prompts=jsonl", f"prompts.path={one_prompt(tmp_path)}"]
+    source = ["prompts=jsonl", f"prompts.path={one_prompt(tmp_path)}", "prompts.columns.messages=talk"]
     door.main(arguments(folder, tmp_path / "none", *source, "preview=3"))
     out = capsys.readouterr().out
     assert "row 1: prompt of" in out and "│ yes" not in out and not (tmp_path / "none").exists()

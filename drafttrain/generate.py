@@ -1,0 +1,320 @@
+"""Decode with a package and see it work: accepted drafts are marked in the text, tau and speed stand below it.
+
+With prompt="..." one answer is written. Without it, in a terminal, turns are asked for until an empty line; the
+conversation is kept as token ids and never encoded again. Otherwise the prompt is read from standard input.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.text import Text
+
+from drafttrain.data.template import ChatPieces
+from drafttrain.decoding.loop import Listener, Output, Plan
+from drafttrain.decoding.speculator import Speculator
+from drafttrain.errors import InputError
+from drafttrain.flow import Tally
+from drafttrain.nn.sampling import Policy
+from drafttrain.packaging.decoding import fit, tree_of
+from drafttrain.packaging.package import DECODING, check_target, load_drafter, read_config, read_plan
+from drafttrain.target.load import tokenizer_alone
+from drafttrain.target.model import Target
+from drafttrain.tree.topology import Tree
+from drafttrain.wiring import build, door
+
+MARKS = ("auto", "colour", "brackets", "none")
+STYLE = "green underline"
+_UNFINISHED = "\ufffd"
+_LONGEST_CHARACTER = 8
+"""Tokens after which text that is no whole character is shown as it is."""
+_CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
+"""Control characters as pictures: a text cannot move the cursor or set colours."""
+
+
+@door("generate", text=("prompt", "system", "package", "tree"))
+def main(cfg: DictConfig) -> None:
+    policy = check_settings(cfg)
+    config = read_config(cfg.package)
+    prompt = prompt_of(cfg)
+    need_tokenizer(cfg)
+    target: Target = build(cfg.target, work="decode")
+    check_target(config, target, cfg.package)
+    drafter = load_drafter(cfg.package, target)
+    speculator = Speculator(target, drafter, read_plan(Path(cfg.package) / DECODING, drafter), dtype=cfg.dtype)
+    plan = plan_of(cfg, speculator, policy)
+    screen = Screen(mark=cfg.mark)
+    conversation = Conversation(target, chat=cfg.chat, system=cfg.system)
+    for number, said in enumerate([prompt] if prompt is not None else turns()):
+        try:
+            ids = conversation.prompt(said, cfg.max_new_tokens)
+        except InputError as error:
+            if prompt is not None:
+                raise
+            print(f"generate: {error}", file=sys.stderr)
+            continue
+        wanted = Wanted(ids, plan, cfg.max_new_tokens, cfg.seed + number)
+        output, tally, seconds = answer(speculator, wanted, screen)
+        conversation.keep(ids, output)
+        close(speculator, wanted, screen, (output, tally, seconds), compare=cfg.compare)
+
+
+# --- before long work starts ---------------------------------------------------------------------------------------------
+
+
+def check_settings(cfg: DictConfig) -> Policy:
+    if type(cfg.max_new_tokens) is not int or cfg.max_new_tokens < 1:
+        raise InputError(f"max_new_tokens={cfg.max_new_tokens}: needs a whole number of at least 1")
+    if cfg.mark not in MARKS:
+        raise InputError(f"mark={cfg.mark}: give one of {', '.join(MARKS)}")
+    for key in ("chat", "compare"):
+        if not isinstance(cfg[key], bool):
+            raise InputError(f"{key}={cfg[key]}: needs true or false")
+    for key in ("temperature", "top_k", "top_p"):
+        if isinstance(cfg[key], bool) or not isinstance(cfg[key], int | float):
+            raise InputError(f"{key}={cfg[key]}: needs a number")
+    if cfg.tree != "package":
+        tree_of(cfg.tree)
+    if cfg.prompt is not None and not str(cfg.prompt).strip():
+        raise InputError('prompt is empty: give prompt="...", or leave it out to be asked')
+    if cfg.system is not None and not cfg.chat:
+        raise InputError("system has no place without a chat template: leave it out, or set chat=true")
+    return Policy(float(cfg.temperature), cfg.top_k, cfg.top_p) if cfg.temperature else Policy()
+
+
+def prompt_of(cfg: DictConfig) -> str | None:
+    """The prompt given, or standard input's; None if a person sits there to be asked."""
+    if cfg.prompt is not None:
+        return str(cfg.prompt)
+    if sys.stdin is not None and sys.stdin.isatty():
+        return None
+    text = "" if sys.stdin is None else sys.stdin.read()
+    if not text.strip():
+        raise InputError('nothing to answer: give prompt="...", or text on standard input')
+    return text.strip("\n")
+
+
+def need_tokenizer(cfg: DictConfig) -> None:
+    """Refuse before weights are read if text cannot be read or written."""
+    if tokenizer_alone(OmegaConf.to_container(cfg.target)) is None:  # type: ignore[arg-type]
+        raise InputError("this target came without a tokenizer: text cannot be read or written")
+
+
+def plan_of(cfg: DictConfig, speculator: Speculator, policy: Policy) -> Plan:
+    own = speculator.plan
+    if cfg.tree != "package":
+        return fit(Plan(tree_of(cfg.tree), policy), speculator.drafter, f"tree={cfg.tree}")
+    return replace(own, policy=policy) if own.policy.greedy == policy.greedy else Plan(own.tree, policy)
+
+
+def turns() -> Iterator[str]:
+    """What a person types, until an empty line or the end of input."""
+    print("generate: type what the target shall answer; an empty line ends", file=sys.stderr)
+    while True:
+        try:
+            said = input("\n> ")
+        except EOFError:
+            print()
+            return
+        if not said.strip():
+            return
+        yield said
+
+
+# --- a conversation as ids -------------------------------------------------------------------------------------------------
+
+
+class Conversation:
+    """Grows turn by turn as token ids; what was written is never decoded and encoded again."""
+
+    def __init__(self, target: Target, *, chat: bool, system: str | None = None) -> None:
+        self.target, self.system = target, system
+        self.pieces = ChatPieces(target.tokenizer, target.stop_ids) if chat else None
+        self.ids: list[int] = []
+
+    def prompt(self, said: str, room: int) -> list[int]:
+        """Everything up to the first token of the answer.
+
+        Raises: InputError if not one token fits the target's context, or the template refuses.
+        """
+        if self.pieces is None:
+            tokenizer: Any = self.target.tokenizer
+            more = tokenizer(said, add_special_tokens=not self.ids)["input_ids"]
+        elif not self.ids:
+            lead = [{"role": "system", "content": self.system}] if self.system else []
+            more = self.pieces.first_prompt([*lead, {"role": "user", "content": said}])
+        else:
+            more = self.pieces.answer_to_answer(said)
+        ids = [*self.ids, *more]
+        if not ids:
+            raise InputError("the prompt has no tokens: say something")
+        if len(ids) >= self.target.context:
+            raise InputError(
+                f"{len(ids)} tokens, the target's context holds {self.target.context}: shorten, or start anew"
+            )
+        if len(ids) + room > self.target.context:
+            print(f"generate: only {self.target.context - len(ids)} tokens fit the target's context", file=sys.stderr)
+        return ids
+
+    def keep(self, ids: list[int], output: Output) -> None:
+        self.ids = [*ids, *output.ids]
+        if self.pieces is not None and output.finish != "stop":
+            # The answer was cut: its turn is closed as the template closes one.
+            end = self.pieces.turn_end()
+            self.ids += [] if end is None else [end]
+
+
+# --- text as it comes --------------------------------------------------------------------------------------------------------
+
+
+class Unfolding:
+    """Ids to text, piece by piece; bytes of an unfinished character wait for the rest of it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.drafted: list[bool] = []
+        self.before = self.shown = 0
+        """Ids from `before` on are decoded for the next piece, those before `shown` have been shown."""
+
+    def add(self, token: int, drafted: bool) -> tuple[str, bool] | None:
+        """The text that is whole now, and whether the token that made it whole was drafted; None while none is."""
+        self.ids.append(token)
+        self.drafted.append(drafted)
+        return self._piece(force=len(self.ids) - self.shown >= _LONGEST_CHARACTER)
+
+    def rest(self) -> tuple[str, bool] | None:
+        """What still waits at the end."""
+        return self._piece(force=True) if self.shown < len(self.ids) else None
+
+    def _piece(self, *, force: bool) -> tuple[str, bool] | None:
+        old = self._decode(self.ids[self.before : self.shown])
+        new = self._decode(self.ids[self.before :])
+        if new.endswith(_UNFINISHED) and not force:
+            return None
+        drafted = self.drafted[-1]
+        # The last shown token stays, since a word's blank may depend on what stands before it.
+        self.before, self.shown = self.shown, len(self.ids)
+        return new[len(old) :], drafted
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class Screen:
+    """Shows pieces of text, accepted drafts marked by colour or brackets."""
+
+    def __init__(self, *, mark: str = "auto", out: Console | None = None) -> None:
+        self.out = out or Console(highlight=False, soft_wrap=True)
+        if mark == "auto":
+            mark = "colour" if self.out.is_terminal and not os.environ.get("NO_COLOR") else "brackets"
+        self.mark = mark
+        self._inside = False
+
+    def piece(self, found: tuple[str, bool] | None) -> None:
+        """Show what `Unfolding` gives."""
+        if found is None or not found[0]:
+            return
+        text, drafted = found
+        text = text.translate(_CONTROLS)
+        if self.mark == "brackets" and drafted != self._inside:
+            text = ("[[" if drafted else "]]") + text
+            self._inside = drafted
+        self._print(text, STYLE if drafted and self.mark == "colour" else "")
+
+    def boundary(self) -> None:
+        """Between two target passes: brackets hold one pass's drafts."""
+        if self._inside:
+            self._print("]]")
+            self._inside = False
+
+    def line(self, text: str) -> None:
+        self._print(text + "\n", "dim" if self.mark == "colour" else "")
+
+    def _print(self, text: str, style: str = "") -> None:
+        self.out.print(Text(text, style=style), end="", soft_wrap=True)
+        self.out.file.flush()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One answer to decode."""
+
+    ids: list[int]
+    plan: Plan
+    limit: int
+    seed: int
+
+    def decode(
+        self, speculator: Speculator, plan: Plan, listener: Listener | None = None
+    ) -> tuple[Output, Tally, float]:
+        """The answer, its counts and the seconds it took."""
+        start = time.perf_counter()
+        (output,), tally = speculator.generate(
+            [self.ids], max_new_tokens=self.limit, plan=plan, seed=self.seed, listener=listener
+        )
+        return output, tally, time.perf_counter() - start
+
+
+def answer(speculator: Speculator, wanted: Wanted, screen: Screen) -> tuple[Output, Tally, float]:
+    """Decode and show the text as it comes. The seconds are those of decoding, showing left out."""
+    unfolding = Unfolding(speculator.target.tokenizer)
+    shown = 0.0
+
+    def listen(_row: int, new: list[int], accepted: int) -> None:
+        nonlocal shown
+        start = time.perf_counter()
+        for place, token in enumerate(new):
+            screen.piece(unfolding.add(token, place < accepted))
+        screen.boundary()
+        shown += time.perf_counter() - start
+
+    output, tally, seconds = wanted.decode(speculator, wanted.plan, listen)
+    screen.piece(unfolding.rest())
+    screen.boundary()
+    screen.line("")
+    return output, tally, seconds - shown
+
+
+def close(
+    speculator: Speculator,
+    wanted: Wanted,
+    screen: Screen,
+    done: tuple[Output, Tally, float],
+    *,
+    compare: bool,
+) -> None:
+    """The closing lines: tau, accepted drafts, speed, and plain decoding's if asked for."""
+    output, tally, seconds = done
+    count = len(output.ids)
+    if tally.tau is None:
+        words = ["tau not available (no round of drafts)"]
+    else:
+        words = [
+            f"tau {tally.tau:.2f} tokens per target pass",
+            f"{tally.accepted_per_round:.2f} drafts accepted per round",
+        ]
+    words += [f"{count / seconds:.1f} tokens/s", f"{count} tokens in {seconds:.1f} s", f"ended by {output.finish}"]
+    screen.line("\n" + ", ".join(words) + f"; guarantee: {wanted.plan.guarantee}")
+    if not compare:
+        return
+    policy = wanted.plan.policy
+    plain, _, plain_seconds = wanted.decode(speculator, Plan(Tree.chain(0), policy))
+    speed = (plain_seconds / len(plain.ids)) / (seconds / count)
+    verdict = "" if speed >= 1 else ": drafting was SLOWER here"
+    same = ""
+    if policy.greedy:
+        same = ", the same text" if plain.ids == output.ids else ", another text (a near-tie in low precision)"
+    screen.line(f"plain decoding: {len(plain.ids) / plain_seconds:.1f} tokens/s{same}; speed {speed:.2f}x{verdict}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What a trained drafter is worth: acceptance on held-out prompts, speed against plain decoding, and the plan to package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.speculator import Speculator
+from drafttrain.errors import InputError
+from drafttrain.tree.topology import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinalConfig:
+    """What is measured at the end of a run, greedily."""
+
+    prompts: int
+    """Held-out prompts for acceptance."""
+    max_new_tokens: int
+    batch: int
+    acceptance: dict[str, Tree | None]
+    """Trees by name; None leaves one out."""
+    speed_prompts: int
+    """Held-out prompts for speed, decoded one by one, plainly and by each tree in turn."""
+    speed_new_tokens: int
+    speed: dict[str, Tree | None]
+
+    def __post_init__(self) -> None:
+        least = {"prompts": 0, "max_new_tokens": 1, "batch": 1, "speed_prompts": 0, "speed_new_tokens": 1}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if not (type(value) is int and value >= low):
+                raise InputError(f"final.{name}={value}: needs a whole number of at least {low}")
+
+
+@dataclass(frozen=True)
+class Worth:
+    """Measured rows and what they led to."""
+
+    plan: Plan
+    """The fastest measured; where no speed was measured, the one with the highest tau; else the one given."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """As a package's `metrics.json` has them."""
+        return {"settings": self.settings, "rows": self.rows}
+
+
+def measure(speculator: Speculator, prompts: Sequence[Sequence[int]], config: FinalConfig, *, seed: int = 0) -> Worth:
+    """Decode with every tree of the configuration. With no prompts nothing is measured, and nothing is made up."""
+    rows: list[dict[str, Any]] = []
+    best: tuple[float, Plan] | None = None
+    accepting = list(prompts[: config.prompts])
+    for name, tree in config.acceptance.items():
+        if tree is None or not accepting:
+            continue
+        found = speculator.measure_acceptance(
+            accepting, Plan(tree), max_new_tokens=config.max_new_tokens, batch=config.batch, seed=seed
+        )
+        row = {"label": name, "measured": "acceptance", **found.row(), "speedup": None, "speedup_interval": None}
+        rows.append(row)
+        if row["tau"] is not None and (best is None or row["tau"] > best[0]):
+            best = (row["tau"], found.plan)
+    named = [(name, Plan(tree)) for name, tree in config.speed.items() if tree is not None]
+    racing = list(prompts[: config.speed_prompts])
+    if named and racing:
+        raced = speculator.measure_speed(
+            racing, [plan for _, plan in named], max_new_tokens=config.speed_new_tokens, seed=seed
+        )
+        fastest: tuple[float, Plan] | None = None
+        for (name, plan), found in zip(named, raced, strict=True):
+            rows.append({"label": f"{name} alone", "measured": "speed", **found.row()})
+            if found.speedup is not None and (fastest is None or found.speedup > fastest[0]):
+                fastest = (found.speedup, plan)
+        best = fastest or best
+    settings = {
+        "prompts": len(accepting),
+        "max_new_tokens": config.max_new_tokens,
+        "batch": config.batch,
+        "speed_prompts": len(racing),
+        "speed_new_tokens": config.speed_new_tokens,
+        "split": "held_out",
+        "seed": seed,
+    }
+    return Worth(best[1] if best else speculator.plan, rows, settings)

@@ -1,0 +1,50 @@
+"""A drafter that knows a few texts by heart, so that drafts are really accepted, and its package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafttrain.decoding.loop import Plan, decode
+from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.flow import Batch
+from drafttrain.packaging.package import save_package
+from drafttrain.target.model import Target
+from drafttrain.tree.topology import Tree
+
+
+def overfitted(target: Target, prompts: list[list[int]], *, steps: int = 120, tokens: int = 40, **settings: Any) -> Eagle1:
+    """Trained on the target's own greedy answers to these prompts, until it has learned most of them."""
+    outputs, _ = decode(target, None, prompts, Plan(Tree.chain(0)), max_new_tokens=tokens, stop_ids=())
+    rows = [prompt + output.ids for prompt, output in zip(prompts, outputs, strict=True)]
+    longest = max(map(len, rows))
+    batch = Batch(
+        torch.tensor([row + [0] * (longest - len(row)) for row in rows]),
+        torch.tensor([[len(p) <= i < len(r) for i in range(longest)] for p, r in zip(prompts, rows, strict=True)]),
+        torch.tensor([len(row) for row in rows]),
+        torch.arange(len(rows)),
+    )
+    features = target.features(batch.input_ids, batch.lengths, Eagle1.needs)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        drafter = Eagle1(target, **{"regression": 0.2, "classification": 1.0, "balance_input": True, **settings})
+    adam = torch.optim.Adam(drafter.parameters(), lr=1e-2)
+    for _ in range(steps):
+        adam.zero_grad()
+        loss = drafter.loss(batch, features)
+        (loss.total / loss.count).backward()
+        adam.step()
+    return drafter.eval()
+
+
+def packed(folder: Path, drafter: Eagle1, target: Target, **settings: Any) -> Path:
+    """Saved with a chain of 4 unless told otherwise."""
+    arguments: dict[str, Any] = {
+        "plan": Plan(Tree.chain(4)),
+        "metrics": {"settings": {}, "rows": []},
+        "provenance": {"command": "a test"},
+        "trained_length": 64,
+    }
+    return save_package(folder, drafter=drafter, target=target, **(arguments | settings))

@@ -1,0 +1,538 @@
+"""Packages: whole round trips, and refusals that name what is wrong before anything is loaded or lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import drafttrain
+from drafttrain.decoding.loop import Plan
+from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.errors import InputError
+from drafttrain.nn.sampling import Policy
+from drafttrain.packaging import decoding
+from drafttrain.packaging.package import (
+    CARD,
+    CONFIG,
+    DECODING,
+    FILES,
+    METRICS,
+    TENSORS,
+    load_drafter,
+    read_config,
+    read_metrics,
+    save_package,
+)
+from drafttrain.target import load
+from drafttrain.target.model import Target
+from drafttrain.tree.topology import Tree
+from tests.helpers import save_target, tiny_chat_target
+from tests.packaging.made import packed
+
+ROWS = [
+    {"temperature": 0, "growth": "chain", "nodes": 4, "rule": "greedy", "tau": 2.125, "tau_interval": [2.0, 2.25],
+     "accepted_per_round": 1.125, "accept_at": [0.5, None], "speedup": 0.75, "speedup_interval": [0.7, 0.8], "rounds": 80,
+     "guarantee": "greedy"},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return load.tiny()
+
+
+@pytest.fixture(scope="module")
+def drafter(target: Target) -> Eagle1:
+    torch.manual_seed(3)
+    return Eagle1(target, draft_ids=list(range(1, 201, 2)), bias=True, noise=0.2)
+
+
+@pytest.fixture(scope="module")
+def original(target: Target, drafter: Eagle1, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return packed(tmp_path_factory.mktemp("made") / "package", drafter, target)
+
+
+@pytest.fixture
+def package(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "package"))
+
+
+def change(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    config = json.loads(path.read_text())
+    edit(config)
+    path.write_text(json.dumps(config))
+
+
+def tensors(package: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    found = load_file(package / TENSORS)
+    edit(found)
+    save_file(found, package / TENSORS)
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+# --- round trips ---------------------------------------------------------------------------------------------------------
+
+
+def test_round_trip_is_bit_for_bit(package: Path, target: Target, drafter: Eagle1) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    again = load_drafter(package, target)
+    drafttrain.load(package, target)
+    assert torch.equal(torch.get_rng_state(), before), "loading moved the random state"
+    assert again.settings() == drafter.settings() and not again.training
+    mine, theirs = drafter.state_dict(), again.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) and mine[name].dtype == theirs[name].dtype for name in mine)
+    assert read_config(package)["trained_length"] == 64
+
+
+def test_loaded_package_decodes_like_the_live_drafter(package: Path, target: Target, drafter: Eagle1) -> None:
+    from drafttrain.decoding.speculator import Speculator
+
+    prompts, plan = [[5, 6, 7], [8, 9]], Plan(Tree.eagle1_static(), Policy(1.0))
+    speculator = drafttrain.load(package, target, dtype="float32")
+    live = Speculator(target, drafter, plan, dtype="float32")
+    assert speculator.plan == Plan(Tree.chain(4))
+    ours, _ = speculator.generate(prompts, max_new_tokens=12, plan=plan, seed=4)
+    theirs, _ = live.generate(prompts, max_new_tokens=12, seed=4)
+    assert [o.ids for o in ours] == [o.ids for o in theirs]
+    assert [o.runs for o in ours] == [o.runs for o in theirs]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(Tree.chain(0)),
+        Plan(Tree.eagle1_static(), Policy(0.7, 20, 0.9), sampled=False, rule="one_hot"),
+        Plan(Tree.chain(3), Policy(1.0), sampled=True),
+    ],
+    ids=["plain", "tree", "chain"],
+)
+def test_plan_round_trip(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / DECODING).write_text(decoding.write_plan(plan))
+    assert decoding.read_plan(tmp_path / DECODING) == plan
+
+
+def test_bfloat16_halves_the_weights(target: Target, drafter: Eagle1, tmp_path: Path) -> None:
+    told: list[str] = []
+    whole = packed(tmp_path / "whole", drafter, target)
+    half = packed(tmp_path / "half", drafter, target, dtype="bfloat16", say=told.append)
+    assert (half / TENSORS).stat().st_size < 0.6 * (whole / TENSORS).stat().st_size
+    assert "MB" in told[0] and "bfloat16" in told[0]
+    again = load_drafter(half, target).state_dict()
+    for name, tensor in drafter.state_dict().items():
+        expected = tensor.to(torch.bfloat16).to(tensor.dtype) if tensor.is_floating_point() else tensor
+        assert torch.equal(again[name], expected), name
+    with pytest.raises(InputError, match="float16"):
+        packed(tmp_path / "other", drafter, target, dtype="float16")
+
+
+def test_a_whole_vocabulary_needs_no_ids(target: Target, tmp_path: Path) -> None:
+    folder = packed(tmp_path / "package", Eagle1(target), target)
+    assert "draft_ids" not in load_file(folder / TENSORS)
+    assert load_drafter(folder, target).settings()["draft_ids"] is None
+
+
+def test_nothing_of_the_vocabulary_is_inside(package: Path, target: Target) -> None:
+    sizes = {name: tuple(t.shape) for name, t in load_file(package / TENSORS).items()}
+    assert sizes and not [name for name, shape in sizes.items() if target.vocab_size in shape]
+    assert sum(p.stat().st_size for p in package.rglob("*") if p.is_file()) < 4 * target.vocab_size * target.width * 4
+
+
+def test_a_borrowed_embedding_is_never_written(target: Target, drafter: Eagle1, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    odd = Eagle1(target)
+    odd.register_parameter("embedding", torch.nn.Parameter(target.embedding.weight.clone()))
+    with pytest.raises(ValueError, match="embedding is the target's own"):
+        packed(tmp_path / "package", odd, target)
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_layout_and_the_card(target: Target, drafter: Eagle1, tmp_path: Path) -> None:
+    folder = packed(tmp_path / "package", drafter, target, metrics={"settings": {"prompts": 3}, "rows": ROWS}, licence="MIT")
+    assert sorted(snapshot(folder)) == sorted(FILES)
+    card = (folder / CARD).read_text()
+    for word in ("tiny-llama", "2.12 [2.00, 2.25]", "0.75x", "**slower**", "0.50 -", "MIT", "64 tokens", "prompts 3"):
+        assert word in card, word
+    assert "drafttrain.load(" in card and "custom_generate=" in card
+    assert read_metrics(folder)["rows"] == ROWS
+    assert (folder / "custom_generate" / "requirements.txt").read_text() == "drafttrain\n"
+
+
+def test_importing_the_name_alone_is_light() -> None:
+    code = "import sys, drafttrain; drafttrain.__version__; print(sorted({'torch', 'transformers', 'hydra'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert callable(drafttrain.load) and "load" in dir(drafttrain)
+    with pytest.raises(AttributeError, match="lode"):
+        _ = drafttrain.lode
+
+
+# --- what is refused on reading --------------------------------------------------------------------------------------------
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing tensor": (lambda p: tensors(p, lambda t: t.pop("fc.weight")), r"missing fc\.weight"),
+    "renamed tensor": (
+        lambda p: tensors(p, lambda t: t.update({"fc.wait": t.pop("fc.weight")})),
+        r"missing fc\.weight; unexpected fc\.wait",
+    ),
+    "added tensor": (lambda p: tensors(p, lambda t: t.update(stranger=torch.zeros(2))), "unexpected stranger"),
+    "wrong shape": (
+        lambda p: tensors(p, lambda t: t.update({"fc.weight": torch.zeros(64, 64)})),
+        r"fc\.weight is F32 \[64, 64\], needs F32 \[64, 128\]",
+    ),
+    "wrong dtype": (
+        lambda p: tensors(p, lambda t: t.update({"fc.bias": t["fc.bias"].double()})),
+        r"fc\.bias is F64 \[64\], needs F32 \[64\]",
+    ),
+    "NaN": (lambda p: tensors(p, lambda t: t["fc.bias"][1].fill_(float("nan"))), r"NaN or infinite values in fc\.bias"),
+    "infinity": (lambda p: tensors(p, lambda t: t["fc.weight"][0, 0].fill_(float("inf"))), r"NaN or infinite.*fc\.weight"),
+    "ids out of range": (lambda p: tensors(p, lambda t: t["draft_ids"][-1].fill_(320)), r"draft_ids must ascend.*0\.\.319"),
+    "ids negative": (lambda p: tensors(p, lambda t: t["draft_ids"][0].fill_(-1)), "draft_ids must ascend"),
+    "ids twice": (lambda p: tensors(p, lambda t: t["draft_ids"][1].fill_(1)), "draft_ids must ascend"),
+    "ids unsorted": (lambda p: tensors(p, lambda t: t["draft_ids"][1].fill_(9)), "draft_ids must ascend"),
+    "ids missing": (lambda p: tensors(p, lambda t: t.pop("draft_ids")), "lacks draft_ids"),
+    "ids too many": (lambda p: tensors(p, lambda t: t.update(draft_ids=torch.arange(10**5))), r"draft_ids is I64.*\[100000\]"),
+    "ids of another kind": (
+        lambda p: tensors(p, lambda t: t.update(draft_ids=t["draft_ids"].float())),
+        "draft_ids is F32",
+    ),
+    "no safetensors": (lambda p: (p / TENSORS).write_bytes(b"\x80\x04not tensors"), "cannot be read"),
+    "cut off": (lambda p: os.truncate(p / TENSORS, (p / TENSORS).stat().st_size // 2), "cannot be read"),
+    "file missing": (lambda p: (p / TENSORS).unlink(), rf"lacks {re.escape(TENSORS)}"),
+    "plan missing": (lambda p: (p / DECODING).unlink(), rf"lacks {re.escape(DECODING)}"),
+    "config is no JSON": (lambda p: (p / CONFIG).write_text("{"), "cannot be read"),
+    "config nests without end": (lambda p: (p / CONFIG).write_text("[" * 10**6), "cannot be read"),
+    "config is a list": (lambda p: (p / CONFIG).write_text("[]"), "format None, this version reads 1"),
+    "a key twice": (lambda p: (p / CONFIG).write_text('{"format": 1, "format": 1}'), "'format' stands there twice"),
+    "future format": (lambda p: change(p / CONFIG, lambda c: c.update(format=2)), "format 2.*update drafttrain"),
+    "format true": (lambda p: change(p / CONFIG, lambda c: c.update(format=True)), "format True, this version reads 1"),
+    "unknown key": (lambda p: change(p / CONFIG, lambda c: c.update(mode="fast")), "unknown key 'mode'"),
+    "misspelt key": (lambda p: change(p / CONFIG, lambda c: c.update(nedes=c.pop("needs"))), "'nedes', did you mean needs"),
+    "misspelt setting": (
+        lambda p: change(p / CONFIG, lambda c: c["drafter"].update(niose=c["drafter"].pop("noise"))),
+        "'niose', did you mean noise",
+    ),
+    "setting missing": (lambda p: change(p / CONFIG, lambda c: c["drafter"].pop("bias")), "drafter lacks bias"),
+    "setting of another kind": (lambda p: change(p / CONFIG, lambda c: c["drafter"].update(chunk="many")), r"chunk is 'many'"),
+    "setting not a number": (lambda p: change(p / CONFIG, lambda c: c["drafter"].update(noise=float("nan"))), "NaN"),
+    "setting out of range": (lambda p: change(p / CONFIG, lambda c: c["drafter"].update(noise=-1.0)), "at least 0"),
+    "setting for other tensors": (
+        lambda p: change(p / CONFIG, lambda c: c["drafter"].update(bias=False)),
+        r"unexpected fc\.bias",
+    ),
+    "layers not recorded": (lambda p: change(p / CONFIG, lambda c: c["needs"].pop("layers")), "needs lacks layers"),
+    "other layers": (lambda p: change(p / CONFIG, lambda c: c["needs"].update(layers=[1])), r"needs are .*\[1\]"),
+    "no class": (lambda p: change(p / CONFIG, lambda c: c["drafter"].pop("_target_")), "lacks _target_"),
+    "other width": (lambda p: change(p / CONFIG, lambda c: c["shape"].update(width=128)), "width is 128, the target has 64"),
+    "other dtype": (lambda p: change(p / CONFIG, lambda c: c["shape"].update(dtype="float8")), "float8"),
+    "other target": (
+        lambda p: change(p / CONFIG, lambda c: c["target"]["fingerprint"].update(weights="0123")),
+        "another target .weights 0123 there.*was trained for tiny-llama",
+    ),
+    "fingerprint cut": (
+        lambda p: change(p / CONFIG, lambda c: c["target"]["fingerprint"].pop("weights")),
+        "fingerprint lacks weights",
+    ),
+    "length of another kind": (lambda p: change(p / CONFIG, lambda c: c.update(trained_length="long")), "trained_length"),
+    "pickled weights": (lambda p: (p / "drafter.bin").write_bytes(b""), r"drafter\.bin.*only safetensors"),
+    "plan: unknown key": (lambda p: edit_plan(p, "rule: auto", "rule: auto\nbeams: 3"), "unknown key 'beams'"),
+    "plan: unknown rule": (lambda p: edit_plan(p, "rule: auto", "rule: typical"), "rule is 'typical'"),
+    "plan: a rule that does not fit": (lambda p: edit_plan(p, "sampled: auto", "sampled: true"), "temperature above 0"),
+    "plan: repeated path": (lambda p: edit_plan(p, "  - [0, 0]\n", "  - [0]\n"), "given twice"),
+    "plan: orphan": (lambda p: edit_plan(p, "  - [0, 0]\n", "  - [1, 0]\n"), "has no parent"),
+    "plan: no path": (lambda p: edit_plan(p, "  - [0, 0]\n", "  - chain\n"), "'?chain'? is not a path"),
+    "plan: budget too small": (lambda p: edit_plan(p, "nodes: 4", "nodes: 3"), "nodes is 3, the tree has 4"),
+    "plan: endless tree": (lambda p: edit_plan(p, "tree:", "tree: 1000000000\nold:"), "unknown key 'old'"),
+    "plan: python object": (
+        lambda p: edit_plan(p, "rule: auto", "rule: !!python/object/apply:os.system ['touch marker']"),
+        "could not determine a constructor",
+    ),
+    "plan: no YAML": (lambda p: (p / DECODING).write_text("a: ["), "cannot be read"),
+}
+
+
+def edit_plan(package: Path, old: str, new: str) -> None:
+    text = (package / DECODING).read_text()
+    assert old in text
+    (package / DECODING).write_text(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_refused_by_name(name: str, package: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(package.parent)
+    edit, message = DAMAGE[name]
+    edit(package)
+    with pytest.raises(InputError, match=message) as caught:
+        drafttrain.load(package, target)
+    assert "package" in str(caught.value)
+    assert not (package.parent / "marker").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os.system",
+        "subprocess.Popen",
+        "builtins.eval",
+        "torch.nn.Linear",
+        "drafttrain.drafter.eagle1.Target",
+        "drafttrain.drafter.eagle1.torch.nn.Linear",
+        "drafttrain.drafter.base.Drafter",
+        "drafttrain.drafter.base.Autoregressive",
+        "drafttrain.drafter.nowhere.Eagle1",
+        "drafttrain.drafter.eagle1.Autoregressive",
+        "drafttrain.target.load.hf",
+        "drafttrain.drafter..eagle1.Eagle1",
+        "drafttrain.drafter.eagle1.Eagle1\n",
+        "evil.Evil",
+    ],
+)
+def test_foreign_classes_are_never_imported(
+    name: str, package: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evil.py").write_text("open('marker', 'w')\nclass Evil: ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    change(package / CONFIG, lambda c: c["drafter"].update(_target_=name))
+    with pytest.raises(InputError, match="is not a drafter of drafttrain"):
+        drafttrain.load(package, target)
+    assert not (tmp_path / "marker").exists() and "evil" not in sys.modules
+
+
+class _Marker:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, (str(self.path), "w"))
+
+
+@pytest.mark.parametrize("name", ["drafter.bin", "pytorch_model.bin", "drafter.pt", "drafter.ckpt", TENSORS])
+def test_nothing_is_unpickled(name: str, package: Path, target: Target, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    (package / name).write_bytes(pickle.dumps({"weights": _Marker(marker)}))
+    with pytest.raises(InputError, match=re.escape(name)):
+        drafttrain.load(package, target)
+    assert not marker.exists()
+
+
+def test_sizes_are_compared_before_anything_is_read(package: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors(package, lambda t: t.update({"fc.weight": torch.zeros(2048, 2048)}))
+    from drafttrain.packaging import package as module
+
+    class Watched:
+        def __init__(self, *given: Any, **named: Any) -> None:
+            self.file = real(*given, **named)
+
+        def __enter__(self) -> Watched:
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *given: Any) -> None:
+            self.file.__exit__(*given)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def get_tensor(self, name: str) -> Any:
+            assert name == "draft_ids", f"{name} was read"
+            return self.file.get_tensor(name)
+
+    real = module.safe_open
+    monkeypatch.setattr(module, "safe_open", Watched)
+    with pytest.raises(InputError, match=r"\[2048, 2048\]"):
+        load_drafter(package, target)
+
+
+def test_another_target_is_refused(package: Path) -> None:
+    with pytest.raises(InputError, match=r"belongs to another target \(weights"):
+        drafttrain.load(package, load.tiny(seed=1))
+    with pytest.raises(InputError, match=r"belongs to another target \(config"):
+        drafttrain.load(package, load.tiny(vocab_size=330))
+
+
+def test_a_target_of_another_dtype_is_the_same_target(package: Path) -> None:
+    outputs, _ = drafttrain.load(package, load.tiny(dtype="bfloat16")).generate([[5, 6, 7]], max_new_tokens=5)
+    assert len(outputs[0].ids) == 5
+
+
+def test_a_target_without_its_tokenizer_is_known_by_its_weights(tmp_path: Path) -> None:
+    chat = tiny_chat_target()
+    folder = packed(tmp_path / "package", Eagle1(chat), chat)
+    drafttrain.load(folder, Target(chat.model, None, "bare"))
+    drafttrain.load(folder, chat.model)
+    other = tiny_chat_target("{{ messages[0].content }}")
+    with pytest.raises(InputError, match=r"\(chat_template"):
+        drafttrain.load(folder, other)
+
+
+def test_what_is_no_package_says_what_it_is(tmp_path: Path, target: Target) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        drafttrain.load(tmp_path / "nowhere", target)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="is a file"):
+        drafttrain.load(tmp_path / "file", target)
+    with pytest.raises(InputError, match="is not a package"):
+        drafttrain.load(tmp_path, target)
+    with pytest.raises(InputError, match=r"looks like a target.*target\.path"):
+        drafttrain.load(save_target(tiny_chat_target(), tmp_path / "target"), target)
+
+
+def test_a_tree_too_deep_is_capped_with_a_message(
+    package: Path, target: Target, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Eagle1, "max_depth", property(lambda self: 2))
+    speculator = drafttrain.load(package, target)
+    assert speculator.plan.tree == Tree.chain(2)
+    assert "4 deep, this drafter fills 2" in caplog.text
+
+
+def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target: Target, tmp_path: Path) -> None:
+    small = Eagle1(target, draft_ids=[1, 2, 3])
+    with pytest.raises(InputError, match="4 children, this drafter proposes from 3 tokens"):
+        packed(tmp_path / "package", small, target, plan=Plan(Tree.eagle1_static()))
+
+
+@pytest.mark.parametrize(
+    "value, size", [("static", 25), ("eagle1_static", 25), ("plain", 0), (0, 0), (3, 3), ("chain:3", 3), ("5", 5),
+                    ("expand:2x2x1", 10), ([[0], [1], [0, 0]], 3), ("[[0],[1],[0,0]]", 3), ([], 0)],
+)  # fmt: skip
+def test_trees_by_name(value: Any, size: int) -> None:
+    assert decoding.tree_of(value).size == size
+
+
+@pytest.mark.parametrize(
+    "value", ["eagle", "chain", "chain:x", "expand:", "expand:0", "expand:9x9x9x9", 10**9, -1, True, 1.5, None, {}, "[[0]",
+              [[0], "x"], [[0.5]], [[1]], [[0], [0]], [[]], [[0, 0]]],
+)  # fmt: skip
+def test_trees_that_are_none(value: Any) -> None:
+    with pytest.raises(InputError):
+        decoding.tree_of(value)
+
+
+# --- what is refused on writing --------------------------------------------------------------------------------------------
+
+
+def test_a_package_is_replaced_whole(package: Path, target: Target, drafter: Eagle1) -> None:
+    packed(package, drafter, target, plan=Plan(Tree.chain(2)))
+    assert drafttrain.load(package, target).plan.tree == Tree.chain(2)
+    assert [p.name for p in package.parent.iterdir()] == ["package"], "something was left beside it"
+
+
+def test_an_empty_folder_is_used(target: Target, drafter: Eagle1, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    drafttrain.load(packed(tmp_path / "package", drafter, target), target)
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", ".hidden", "custom_generate/mine.py", "sub/deep.txt"])
+def test_foreign_files_are_refused_and_kept(name: str, package: Path, target: Target, drafter: Eagle1) -> None:
+    (package / name).parent.mkdir(exist_ok=True)
+    (package / name).write_text("mine")
+    before = snapshot(package)
+    with pytest.raises(InputError, match=re.escape(name.split("/")[0] if name.startswith("sub") else name)):
+        packed(package, drafter, target)
+    assert snapshot(package) == before
+
+
+def test_a_folder_that_is_no_package_is_kept(target: Target, drafter: Eagle1, tmp_path: Path) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "README.md").write_text("mine")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(InputError, match=r"README\.md.*not a drafttrain package"):
+        packed(folder, drafter, target)
+    assert (folder / "README.md").read_text() == "mine"
+
+
+def test_links_are_refused(package: Path, target: Target, drafter: Eagle1, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(package)
+    before = snapshot(package)
+    with pytest.raises(InputError, match="link is a link"):
+        packed(link, drafter, target)
+    (tmp_path / "notes.md").write_text("mine")
+    (package / CARD).unlink()
+    (package / CARD).symlink_to(tmp_path / "notes.md")
+    with pytest.raises(InputError, match=r"links \(README\.md\)"):
+        packed(package, drafter, target)
+    assert (tmp_path / "notes.md").read_text() == "mine"
+    assert {**snapshot(package), CARD: before[CARD]} == before
+
+
+def test_the_folder_the_program_runs_in_is_refused(
+    target: Target, drafter: Eagle1, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for place in (".", "..", tmp_path / "here"):
+        with pytest.raises(InputError, match=r"runs in|other files"):
+            packed(Path(place), drafter, target)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InputError, match="is a file"):
+        packed(tmp_path / "file", drafter, target)
+
+
+def test_bad_weights_leave_the_old_package(package: Path, target: Target) -> None:
+    before = snapshot(package)
+    torch.manual_seed(0)
+    broken = Eagle1(target)
+    with torch.no_grad():
+        broken.fc.weight[0, 0] = float("nan")
+    with pytest.raises(InputError, match=r"NaN or infinite weights in fc\.weight"):
+        packed(package, broken, target)
+    assert snapshot(package) == before
+
+
+@pytest.mark.parametrize("when", ["writing", "swapping"])
+def test_a_full_disk_leaves_the_old_package(
+    when: str, package: Path, target: Target, drafter: Eagle1, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from drafttrain.packaging import package as module
+
+    before = snapshot(package)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if when == "writing":
+        monkeypatch.setattr(module, "save_file", full)
+    else:
+        rename = Path.rename
+        monkeypatch.setattr(
+            Path, "rename", lambda self, goal: full() if (self / METRICS).exists() and goal == package and is_new(self)
+            else rename(self, goal)
+        )  # fmt: skip
+
+    def is_new(folder: Path) -> bool:
+        return "-old-" not in folder.name
+
+    with pytest.raises(OSError, match="No space"):
+        packed(package, drafter, target, plan=Plan(Tree.chain(1)))
+    assert snapshot(package) == before
+    assert [p.name for p in package.parent.iterdir()] == ["package"]
+
+
+def test_metrics_need_their_form(target: Target, drafter: Eagle1, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rows"):
+        save_package(
+            tmp_path / "p", drafter=drafter, target=target, plan=Plan(Tree.chain(1)), metrics={}, provenance={}
+        )
+    with pytest.raises(ValueError, match="JSON"):
+        packed(tmp_path / "p", drafter, target, metrics={"rows": [{"tau": float("nan")}]})
+    assert not (tmp_path / "p").exists()

@@ -1,0 +1,181 @@
+"""An update depends on supervised tokens alone: not on how they are split, padded or spread, and never on none at all."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafttrain.data.datamodule import ConversationData, collate
+from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.errors import InputError
+from drafttrain.flow import Batch, Features, Loss
+from drafttrain.target.model import Target
+from drafttrain.training.course import Course, TrainerConfig
+from drafttrain.training.module import DraftModule
+from drafttrain.training.optim import AdamW
+from tests.training.parts import (
+    OPTIM,
+    TRAINER,
+    Direct,
+    Fixed,
+    Memory,
+    Watch,
+    drafter_of,
+    fit,
+    module_for,
+    same,
+    weights_of,
+)
+
+
+def gradients(target: Target, batches: list[Batch]) -> dict[str, Tensor]:
+    """What one window's update sees, before clipping."""
+    drafter = drafter_of(target, noise=0.0)
+    seen: dict[str, Tensor] = {}
+
+    class Spy(AdamW):
+        def clip(self, parameters: Any) -> None:
+            seen.update({n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None})
+
+    course = Course(batches=len(batches), accumulate=len(batches), steps=1)
+    module = DraftModule(drafter, Direct(target, drafter), Spy(**OPTIM), course)
+    fit(module, Fixed(batches, course))
+    return seen
+
+
+def close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys() and a
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-6, atol=1e-6 * float(b[name].abs().max()))
+
+
+def test_accumulation_and_padding_do_not_change_the_gradient(target: Target, data: ConversationData) -> None:
+    rows = [(*data.row(i), data.indices[i]) for i in (0, 1, 2, 3)]
+    short = [(ids[:12], mask[:12], row) for ids, mask, row in rows[:1]] + rows[1:]
+    whole = gradients(target, [collate(short)])
+    close(gradients(target, [collate([row]) for row in short]), whole)
+    close(gradients(target, [collate(short[:1]), collate(short[1:])]), whole)
+    close(gradients(target, [collate(short, pad_to_multiple=64)]), whole)
+
+
+def test_a_batch_without_labels_weighs_nothing(target: Target, data: ConversationData) -> None:
+    rows = [(*data.row(i), data.indices[i]) for i in (0, 1)]
+    masked = [(ids, torch.zeros_like(mask), row) for ids, mask, row in rows]
+    expected = gradients(target, [collate(rows)])
+    for place in (0, 1, 2):
+        batches = [collate(rows[:1]), collate(rows[1:])]
+        batches.insert(place, collate(masked[:1]))
+        close(gradients(target, batches), expected)
+
+
+def test_a_window_without_labels_makes_no_update(target: Target, data: ConversationData) -> None:
+    drafter = drafter_of(target)
+    ids, mask = data.row(0)
+    full, none = collate([(ids, mask, 0)]), collate([(ids, torch.zeros_like(mask), 0)])
+    course = Course(batches=5, epochs=1)
+    module = DraftModule(drafter, Direct(target, drafter), AdamW(**OPTIM | {"weight_decay": 0.1}), course, log_every=1)
+    logger, watch = Memory(), Watch()
+    fit(module, Fixed([none, full, none, full, none], course), watch, logger=logger)
+    assert (module.updates, module.empty_windows, module.position) == (2, 3, 5)
+    assert len(watch.rates) == 2
+    assert all(math.isfinite(value) for _, row in logger.rows for value in row.values())
+    assert sum(logger.values("train/batches_without_labels").values()) == 2
+    before = weights_of(module)
+    alone = DraftModule(drafter, Direct(target, drafter), AdamW(**OPTIM), Course(batches=2, epochs=1))
+    fit(alone, Fixed([none, none], alone.course))
+    assert same(before, weights_of(alone)) and alone.updates == 0
+
+
+def test_logged_values_are_means_over_the_window_s_tokens(target: Target, data: ConversationData) -> None:
+    module, stream = module_for(data, target, accumulate=2, max_steps=6, log_every=3, batch_tokens=320, noise=0.0)
+    seen: list[tuple[float, float, float]] = []
+    inner = module.drafter.loss
+
+    def loss(batch: Batch, features: Features, *, generator: torch.Generator | None = None) -> Loss:
+        found = inner(batch, features, generator=generator)
+        seen.append((float(found.total), float(found.count), float(found.parts["accuracy"][0])))
+        return found
+
+    module.drafter.loss = loss  # type: ignore[method-assign]
+    logger = Memory()
+    fit(module, stream, logger=logger)
+    course = module.course
+    edges = [k + 1 for k in range(len(seen)) if course.closes(k)]
+    first, second = seen[: edges[2]], seen[edges[2] : edges[5]]
+    for step, part in ((3, first), (6, second)):
+        tokens = sum(count for _, count, _ in part)
+        assert logger.values("train/loss")[step] == pytest.approx(sum(total for total, _, _ in part) / tokens, rel=1e-6)
+        assert logger.values("train/accuracy")[step] == pytest.approx(sum(right for _, _, right in part) / tokens)
+    assert module.supervised == sum(count for _, count, _ in seen)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_rate_follows_updates_and_ends_on_the_last(target: Target, data: ConversationData, schedule: str) -> None:
+    module, stream = module_for(data, target, optim={"schedule": schedule, "warmup": 3}, accumulate=2, max_steps=9)
+    watch = Watch()
+    fit(module, stream, watch)
+    assert len(watch.rates) == 9 < len(watch.rows)
+    peak = OPTIM["lr"]
+    assert watch.rates[:3] == pytest.approx([peak / 3, 2 * peak / 3, peak])
+    assert watch.rates[-1] == pytest.approx(peak if schedule == "constant" else 0.1 * peak)
+    assert all(a >= b for a, b in zip(watch.rates[2:], watch.rates[3:], strict=False))
+
+
+def test_rate_settings_that_need_a_length_are_refused() -> None:
+    with pytest.raises(InputError, match="optim.horizon"):
+        AdamW(**OPTIM).resolve(None)
+    assert AdamW(**OPTIM | {"schedule": "constant"}).resolve(None)(100) == 1.0
+    assert AdamW(**OPTIM | {"warmup": 0.1}).resolve(50).warmup == 5
+    with pytest.raises(InputError, match="schedule=cos"):
+        AdamW(**OPTIM | {"schedule": "cos"})
+    with pytest.raises(InputError, match="nothing ends the run"):
+        TrainerConfig(**TRAINER | {"max_steps": None})
+
+
+def test_batches_are_of_the_update_and_split_over_accumulation(data: ConversationData) -> None:
+    whole, parts = TrainerConfig(**TRAINER), TrainerConfig(**TRAINER | {"accumulate": 4})
+    updates = [c.course(c.sampler(data, seed=0, rank=0, world=1)).updates_per_epoch for c in (whole, parts)]
+    assert abs(updates[0] - updates[1]) <= 1
+    with pytest.raises(InputError, match="longest row"):
+        TrainerConfig(**TRAINER | {"accumulate": 40}).sampler(data, seed=0, rank=0, world=1)
+
+
+def test_the_clock_ends_a_run_without_a_length(target: Target, data: ConversationData) -> None:
+    module, stream = module_for(data, target, optim={"schedule": "constant"}, max_steps=None, max_minutes=0.5 / 60)
+    fit(module, stream)
+    assert module.stopped == "time" and module.updates > 0 and not module.finished
+
+
+def test_weights_are_float32_and_move_at_small_rates(target: Target, data: ConversationData) -> None:
+    module, stream = module_for(data, target, optim={"lr": 1e-5, "schedule": "constant", "warmup": 0}, max_steps=3)
+    before = weights_of(module)
+    fit(module, stream)
+    moved = [(before[n] != w).float().mean() for n, w in weights_of(module).items() if w.dim() == 2]
+    assert min(moved) > 0.9
+    drafter = drafter_of(target).to(torch.bfloat16)
+    with pytest.raises(InputError, match="float32"):
+        DraftModule(drafter, Direct(target, drafter), AdamW(**OPTIM), Course(batches=1, steps=1))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(target: Target, data: ConversationData) -> None:
+    module, stream = module_for(data, target)
+
+    def loss(batch: Batch, features: Features, *, generator: torch.Generator | None = None) -> Loss:
+        found = Eagle1.loss(module.drafter, batch, features, generator=generator)  # type: ignore[arg-type]
+        return Loss(found.total * float("nan"), found.count, found.parts) if module.updates == 2 else found
+
+    module.drafter.loss = loss  # type: ignore[method-assign]
+    with pytest.raises(InputError, match="update 2 is nan"):
+        fit(module, stream)
+    assert all(torch.isfinite(value).all() for value in weights_of(module).values())
+
+
+def test_checkpointed_weights_are_the_drafter_s_alone(target: Target, data: ConversationData) -> None:
+    module, _ = module_for(data, target)
+    assert {name.partition(".")[0] for name in module.state_dict()} == {"drafter"}
+    assert not any(value is target.embedding.weight for value in module.state_dict().values())
+    assert sum(p.numel() for p in module.parameters()) == sum(p.numel() for p in module.drafter.parameters())
