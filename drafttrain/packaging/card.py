@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from drafttrain.decoding.loop import Plan
@@ -22,6 +23,9 @@ __all__ = ["generate"]
 
 REQUIREMENTS = "drafttrain\n"
 
+HUB_IDS = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+"""Where targets that are known by name come from."""
+
 _GUARANTEES = {
     "greedy": "the same tokens as the target's greedy decoding",
     "distribution": "the same distribution as sampling from the target",
@@ -31,8 +35,7 @@ _GUARANTEES = {
 _TEXT = """\
 ---
 library_name: drafttrain
-tags: [speculative-decoding, {kind_tag}]
-base_model: {quoted}{licence_line}
+tags: [speculative-decoding, {kind_tag}]{front}
 ---
 # {kind} drafter for {target}
 
@@ -96,13 +99,12 @@ def card(config: dict[str, Any], metrics: dict[str, Any], plan: Plan) -> str:
         else "The length of the rows it was trained on was not recorded."
     )
     rows = metrics["rows"]
-    return _TEXT.format(
+    text = _TEXT.format(
         kind=kind,
         kind_tag=kind.lower(),
         target=name,
-        quoted=json.dumps(name, ensure_ascii=False),
         model_type=target["model_type"],
-        licence_line=f"\nlicense: {licence.lower()}" if licence else "",
+        front=_front(name, licence),
         parameters=shape["parameters"],
         dtype=shape["dtype"],
         vocabulary=vocabulary,
@@ -118,6 +120,15 @@ def card(config: dict[str, Any], metrics: dict[str, Any], plan: Plan) -> str:
         if licence
         else "The target's licence was not recorded: see the target. What a drafter learned from its answers may fall under it.",
     )
+    return re.sub(r"\n{3,}", "\n\n", re.sub(r" +\n", "\n", text))
+
+
+def _front(name: str, licence: str | None) -> str:
+    """Lines of the card's front matter that name the target, where they can be right."""
+    hub = HUB_IDS.get(name, name if "/" in name else None)
+    lines = [f"base_model: {json.dumps(hub, ensure_ascii=False)}"] if hub else []
+    lines += [f"license: {json.dumps(licence.lower())}"] if licence else []
+    return "".join(f"\n{line}" for line in lines)
 
 
 def describe(plan: Plan) -> str:

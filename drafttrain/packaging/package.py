@@ -289,8 +289,9 @@ def load(folder: str | os.PathLike[str], target: Target | nn.Module, *, dtype: s
     """
     if isinstance(target, nn.Module):
         target = Target(target, None, getattr(target.config, "_name_or_path", "") or type(target).__name__)
+    folder = Path(folder).expanduser()
     drafter = load_drafter(folder, target)
-    plan = read_plan(Path(folder) / DECODING, drafter)
+    plan = read_plan(folder / DECODING, drafter)
     with _chance_kept(target):
         return Speculator(target, drafter, plan, dtype=dtype)
 
@@ -303,7 +304,7 @@ def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
 
     Raises: InputError.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     config = read_config(folder)
     kind = _class_of(config["drafter"]["_target_"], str(folder / CONFIG))
     settings = _checked_settings(config["drafter"], kind, folder)
@@ -334,7 +335,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises: InputError if the folder is no package, holds pickled files, or its config is not exactly of this format.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise InputError(
             f"package={folder} {'is a file' if folder.exists() else 'does not exist'}: give a package's folder"

@@ -15,7 +15,9 @@ from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 
 
-def overfitted(target: Target, prompts: list[list[int]], *, steps: int = 120, tokens: int = 40, **settings: Any) -> Eagle1:
+def overfitted(
+    target: Target, prompts: list[list[int]], *, steps: int = 120, tokens: int = 40, **settings: Any
+) -> Eagle1:
     """Trained on the target's own greedy answers to these prompts, until it has learned most of them."""
     outputs, _ = decode(target, None, prompts, Plan(Tree.chain(0)), max_new_tokens=tokens, stop_ids=())
     rows = [prompt + output.ids for prompt, output in zip(prompts, outputs, strict=True)]

@@ -135,7 +135,9 @@ def test_sampling_follows_the_seed_and_the_policy(model: Any, package: Path) -> 
 
     several = draw(0, num_return_sequences=3, temperature=1.2)
     assert len(several) == 3 and len({tuple(row) for row in several}) == 3
-    assert several == draw(0, num_return_sequences=3, temperature=1.2) != draw(1, num_return_sequences=3, temperature=1.2)
+    assert (
+        several == draw(0, num_return_sequences=3, temperature=1.2) != draw(1, num_return_sequences=3, temperature=1.2)
+    )
     plain = model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=10).tolist()
     assert draw(2, top_k=1) == plain and draw(3, top_p=1e-6) == plain
 
@@ -218,7 +220,7 @@ def test_a_misspelt_setting_is_refused(model: Any, package: Path) -> None:
 def test_a_cache_that_holds_tokens_is_refused(model: Any, package: Path) -> None:
     read = model(torch.tensor([[5, 6]]), use_cache=True)
     cache = getattr(read, "cache", None) or read.past_key_values
-    with pytest.raises((InputError, ValueError), match="holds tokens|cache|past_key_values"):
+    with pytest.raises((InputError, ValueError), match=r"holds tokens|cache|past_key_values"):
         with_package(model, package, PROMPTS[:1], past_key_values=cache, max_new_tokens=3)
 
 

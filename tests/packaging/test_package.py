@@ -164,7 +164,9 @@ def test_a_borrowed_embedding_is_never_written(target: Target, drafter: Eagle1, 
 
 
 def test_the_layout_and_the_card(target: Target, drafter: Eagle1, tmp_path: Path) -> None:
-    folder = packed(tmp_path / "package", drafter, target, metrics={"settings": {"prompts": 3}, "rows": ROWS}, licence="MIT")
+    folder = packed(
+        tmp_path / "package", drafter, target, metrics={"settings": {"prompts": 3}, "rows": ROWS}, licence="MIT"
+    )
     assert sorted(snapshot(folder)) == sorted(FILES)
     card = (folder / CARD).read_text()
     for word in ("tiny-llama", "2.12 [2.00, 2.25]", "0.75x", "**slower**", "0.50 -", "MIT", "64 tokens", "prompts 3"):
@@ -201,13 +203,22 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"fc\.bias is F64 \[64\], needs F32 \[64\]",
     ),
     "NaN": (lambda p: tensors(p, lambda t: t["fc.bias"][1].fill_(float("nan"))), r"NaN or infinite values in fc\.bias"),
-    "infinity": (lambda p: tensors(p, lambda t: t["fc.weight"][0, 0].fill_(float("inf"))), r"NaN or infinite.*fc\.weight"),
-    "ids out of range": (lambda p: tensors(p, lambda t: t["draft_ids"][-1].fill_(320)), r"draft_ids must ascend.*0\.\.319"),
+    "infinity": (
+        lambda p: tensors(p, lambda t: t["fc.weight"][0, 0].fill_(float("inf"))),
+        r"NaN or infinite.*fc\.weight",
+    ),
+    "ids out of range": (
+        lambda p: tensors(p, lambda t: t["draft_ids"][-1].fill_(320)),
+        r"draft_ids must ascend.*0\.\.319",
+    ),
     "ids negative": (lambda p: tensors(p, lambda t: t["draft_ids"][0].fill_(-1)), "draft_ids must ascend"),
     "ids twice": (lambda p: tensors(p, lambda t: t["draft_ids"][1].fill_(1)), "draft_ids must ascend"),
     "ids unsorted": (lambda p: tensors(p, lambda t: t["draft_ids"][1].fill_(9)), "draft_ids must ascend"),
     "ids missing": (lambda p: tensors(p, lambda t: t.pop("draft_ids")), "lacks draft_ids"),
-    "ids too many": (lambda p: tensors(p, lambda t: t.update(draft_ids=torch.arange(10**5))), r"draft_ids is I64.*\[100000\]"),
+    "ids too many": (
+        lambda p: tensors(p, lambda t: t.update(draft_ids=torch.arange(10**5))),
+        r"draft_ids is I64.*\[100000\]",
+    ),
     "ids of another kind": (
         lambda p: tensors(p, lambda t: t.update(draft_ids=t["draft_ids"].float())),
         "draft_ids is F32",
@@ -223,13 +234,19 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "future format": (lambda p: change(p / CONFIG, lambda c: c.update(format=2)), "format 2.*update drafttrain"),
     "format true": (lambda p: change(p / CONFIG, lambda c: c.update(format=True)), "format True, this version reads 1"),
     "unknown key": (lambda p: change(p / CONFIG, lambda c: c.update(mode="fast")), "unknown key 'mode'"),
-    "misspelt key": (lambda p: change(p / CONFIG, lambda c: c.update(nedes=c.pop("needs"))), "'nedes', did you mean needs"),
+    "misspelt key": (
+        lambda p: change(p / CONFIG, lambda c: c.update(nedes=c.pop("needs"))),
+        "'nedes', did you mean needs",
+    ),
     "misspelt setting": (
         lambda p: change(p / CONFIG, lambda c: c["drafter"].update(niose=c["drafter"].pop("noise"))),
         "'niose', did you mean noise",
     ),
     "setting missing": (lambda p: change(p / CONFIG, lambda c: c["drafter"].pop("bias")), "drafter lacks bias"),
-    "setting of another kind": (lambda p: change(p / CONFIG, lambda c: c["drafter"].update(chunk="many")), r"chunk is 'many'"),
+    "setting of another kind": (
+        lambda p: change(p / CONFIG, lambda c: c["drafter"].update(chunk="many")),
+        r"chunk is 'many'",
+    ),
     "setting not a number": (lambda p: change(p / CONFIG, lambda c: c["drafter"].update(noise=float("nan"))), "NaN"),
     "setting out of range": (lambda p: change(p / CONFIG, lambda c: c["drafter"].update(noise=-1.0)), "at least 0"),
     "setting for other tensors": (
@@ -239,7 +256,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "layers not recorded": (lambda p: change(p / CONFIG, lambda c: c["needs"].pop("layers")), "needs lacks layers"),
     "other layers": (lambda p: change(p / CONFIG, lambda c: c["needs"].update(layers=[1])), r"needs are .*\[1\]"),
     "no class": (lambda p: change(p / CONFIG, lambda c: c["drafter"].pop("_target_")), "lacks _target_"),
-    "other width": (lambda p: change(p / CONFIG, lambda c: c["shape"].update(width=128)), "width is 128, the target has 64"),
+    "other width": (
+        lambda p: change(p / CONFIG, lambda c: c["shape"].update(width=128)),
+        "width is 128, the target has 64",
+    ),
     "other dtype": (lambda p: change(p / CONFIG, lambda c: c["shape"].update(dtype="float8")), "float8"),
     "other target": (
         lambda p: change(p / CONFIG, lambda c: c["target"]["fingerprint"].update(weights="0123")),
@@ -249,7 +269,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: change(p / CONFIG, lambda c: c["target"]["fingerprint"].pop("weights")),
         "fingerprint lacks weights",
     ),
-    "length of another kind": (lambda p: change(p / CONFIG, lambda c: c.update(trained_length="long")), "trained_length"),
+    "length of another kind": (
+        lambda p: change(p / CONFIG, lambda c: c.update(trained_length="long")),
+        "trained_length",
+    ),
     "pickled weights": (lambda p: (p / "drafter.bin").write_bytes(b""), r"drafter\.bin.*only safetensors"),
     "plan: unknown key": (lambda p: edit_plan(p, "rule: auto", "rule: auto\nbeams: 3"), "unknown key 'beams'"),
     "plan: unknown rule": (lambda p: edit_plan(p, "rule: auto", "rule: typical"), "rule is 'typical'"),
@@ -332,7 +355,9 @@ def test_nothing_is_unpickled(name: str, package: Path, target: Target, tmp_path
     assert not marker.exists()
 
 
-def test_sizes_are_compared_before_anything_is_read(package: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_compared_before_anything_is_read(
+    package: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors(package, lambda t: t.update({"fc.weight": torch.zeros(2048, 2048)}))
     from drafttrain.packaging import package as module
 

@@ -1,0 +1,261 @@
+"""The table of a package: every number a count or a time really taken, every gap said in words."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import drafttrain
+from drafttrain import evaluate
+from drafttrain.data.conversations import Row, write_set
+from drafttrain.data.template import ChatPieces
+from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.measure import measure_acceptance
+from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.target.model import Target
+from drafttrain.tree.topology import Tree
+from tests.helpers import save_target, tiny_chat_target
+from tests.packaging.made import overfitted, packed
+
+TEXTS = ["hello", "the thin man", "why?"]
+KEYS = {
+    "temperature", "growth", "nodes", "rule", "tau", "tau_interval", "accepted_per_round", "accept_at", "speedup",
+    "speedup_interval", "rounds", "guarantee", "accept_counts", "seconds", "tokens_per_second", "plain_tokens_per_second",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_chat_target(stop_bias=1.0)
+
+
+@pytest.fixture(scope="module")
+def prompts(target: Target) -> list[list[int]]:
+    pieces = ChatPieces(target.tokenizer, target.stop_ids)
+    return [pieces.first_prompt([{"role": "user", "content": text}]) for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def drafter(target: Target, prompts: list[list[int]]) -> Eagle1:
+    return overfitted(target, prompts[:2], steps=40, tokens=24)
+
+
+@pytest.fixture(scope="module")
+def place(target: Target, drafter: Eagle1, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the target, its package and a file of prompts."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    save_target(target, folder / "target")
+    packed(folder / "package", drafter, target, plan=Plan(Tree.chain(3)))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    return folder
+
+
+def words(place: Path, out: Path, *more: str) -> list[str]:
+    settings = {
+        "package": place / "package",
+        "prompts": place / "prompts.jsonl",
+        "target": "hf",
+        "target.path": place / "target",
+        "target.dtype": "float32",
+        "target.device": "cpu",
+        "dtype": "float32",
+        "max_new_tokens": 16,
+        "run_dir": out,
+    }
+    return [f"{key}={value}" for key, value in settings.items()] + list(more)
+
+
+@pytest.fixture(scope="module")
+def run(place: Path) -> tuple[dict[str, Any], Path]:
+    out = place / "run"
+    evaluate.main(words(place, out, "chains=[3]", "trees=[package,static]", "speed_prompts=2"))
+    return json.loads((out / evaluate.RESULT).read_text()), out
+
+
+def test_rows_and_their_keys(run: tuple[dict[str, Any], Path]) -> None:
+    result, out = run
+    rows = result["rows"]
+    assert [(row["temperature"], row["growth"], row["nodes"]) for row in rows] == [
+        (t, *growth) for t in (0.0, 1.0) for growth in (("plain", 0), ("chain", 3), ("static", 25))
+    ]
+    for row in rows:
+        assert row.keys() >= KEYS
+        assert row["guarantee"] == ("greedy" if row["temperature"] == 0 else "distribution")
+        assert row["speedup"] > 0 and row["tokens_per_second"] > 0 and row["plain_tokens_per_second"] > 0
+        assert set(row["seconds"]) == {"prefill", "draft", "verify", "host"} and row["speed_prompts"] == 2
+        low, high = row["tau_interval"]
+        assert low <= row["tau"] <= high
+    assert all(row["prompts"] == len(TEXTS) for row in rows if row["nodes"])
+    assert all(row["same_as_plain"] == 2 for row in rows if row["temperature"] == 0)
+    assert result["settings"]["max_new_tokens"] == 16 and result["settings"]["prompt_count"] == 3
+    assert (out / evaluate.PICTURE).read_bytes().startswith(b"\x89PNG")
+
+
+def test_numbers_are_those_of_counting(
+    run: tuple[dict[str, Any], Path], place: Path, target: Target, prompts: list[list[int]]
+) -> None:
+    row = next(row for row in run[0]["rows"] if row["growth"] == "chain" and row["nodes"] == 3)
+    outputs, _ = drafttrain.load(place / "package", target, dtype="float32").generate(prompts, max_new_tokens=16)
+    rounds = [run for output in outputs for run in output.runs[1:]]
+    assert row["rounds"] == len(rounds)
+    assert row["tau"] == pytest.approx(sum(emitted for emitted, _ in rounds) / len(rounds)) and row["tau"] > 1.2
+    assert row["accepted_per_round"] == pytest.approx(sum(kept for _, kept in rounds) / len(rounds))
+    assert [kept for kept, _ in row["accept_counts"]] == [sum(kept > k for _, kept in rounds) for k in range(3)]
+    for value, (kept, offered) in zip(row["accept_at"], row["accept_counts"], strict=True):
+        assert value == (pytest.approx(kept / offered) if offered else None)
+
+
+def test_speed_is_taken_from_what_acceptance_is_taken_from_when_prompts_are_few(place: Path, tmp_path: Path) -> None:
+    more = ("chains=[2]", "trees=[]", "temperatures=[0.0]", "speed_prompts=9", "parity_prompts=0", "limit=1")
+    evaluate.main(words(place, tmp_path / "run", *more))
+    result = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())
+    assert [row["prompts"] for row in result["rows"]] == [1, 1] and result["parity"] is None
+
+
+def test_no_speed_on_demand(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ("chains=[2]", "trees=[]", "temperatures=[0.0]", "speed_prompts=0", "parity_prompts=0", "batch=8", "limit=1")
+    evaluate.main(words(place, tmp_path / "run", *more))
+    (row,) = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())["rows"]
+    assert row["speedup"] is None and row["tau"] is not None
+    shown = capsys.readouterr().out
+    assert "accept@2" in shown and "tokens/s" not in shown
+
+
+def test_training_and_decoding_agree(run: tuple[dict[str, Any], Path]) -> None:
+    found = run[0]["parity"]
+    assert found["agree"] and 0.2 < found["accept_at_1"] == found["sim_accept_at_1"] < 1 and found["rounds"] > 9
+
+
+def test_a_drafter_fed_otherwise_than_in_training_is_found_out(
+    target: Target, drafter: Eagle1, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from drafttrain.decoding.speculator import Speculator
+
+    class Shifted(Eagle1):
+        def extend(self, state: Any, fresh: Any) -> Any:
+            return super().extend(state, type(fresh)(fresh.features, fresh.tokens.roll(1, 1), fresh.counts))
+
+    speculator = Speculator(target, drafter, Plan(Tree.chain(2)), dtype="float32")
+    assert evaluate.parity(speculator, drafter, prompts, 16)["agree"]  # type: ignore[index]
+    speculator.drafter.__class__ = Shifted
+    found = evaluate.parity(speculator, drafter, prompts, 16)
+    assert found is not None and not found["agree"] and found["gap"] < -0.05
+    assert "PARITY GAP" in evaluate.parity_words(found)[0]
+
+
+def test_prompts_of_a_conversation_set(
+    place: Path, target: Target, prompts: list[list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        Row(i, (*prompt, 40, 41, 2), ((len(prompt), len(prompt) + 3),), ("stop",)) for i, prompt in enumerate(prompts)
+    ]
+    manifest = {"target": {"name": target.name, "fingerprint": target.fingerprint}}
+    write_set(tmp_path / "set", rows, manifest=manifest, held_out=2)
+    few = ("chains=[2]", "trees=[]", "temperatures=[0.0]", "speed_prompts=1", f"prompts={tmp_path / 'set'}")
+    evaluate.main(words(place, tmp_path / "run", *few))
+    result = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())
+    assert result["settings"]["prompt_count"] == 2 and result["rows"][1]["prompts"] == 2
+    other = {"target": {"name": "x", "fingerprint": {**target.fingerprint, "weights": "0"}}}
+    write_set(tmp_path / "foreign", rows, manifest=other, held_out=2)
+    with pytest.raises(SystemExit):
+        evaluate.main(words(place, tmp_path / "other", *few[:-1], f"prompts={tmp_path / 'foreign'}"))
+    assert "another target" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_prompts_that_end_at_once_have_no_tau(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tiny_chat_target(stop_bias=1e4)
+    save_target(target, tmp_path / "target")
+    packed(tmp_path / "package", Eagle1(target), target)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
+    evaluate.main(words(tmp_path, tmp_path / "run", "chains=[2]", "trees=[]", "temperatures=[0.0]"))
+    text = (tmp_path / "run" / evaluate.RESULT).read_text()
+    assert "NaN" not in text
+    result = json.loads(text)
+    assert all(row["tau"] is None and row["rounds"] == 0 for row in result["rows"]) and result["parity"] is None
+    assert "acceptance is not available" in capsys.readouterr().err
+
+
+BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
+    "package missing": (lambda p, t: [f"package={p / 'nowhere'}"], "does not exist"),
+    "package is the target": (lambda p, t: [f"package={p / 'target'}"], "looks like a target"),
+    "prompts missing": (lambda p, t: ["prompts=nowhere.jsonl"], r"prompts=nowhere\.jsonl does not exist"),
+    "prompts empty": (lambda p, t: [f"prompts={made(t, '')}"], "holds no rows"),
+    "prompts unusable": (lambda p, t: [f"prompts={made(t, '{}')}"], "no row has a known shape|none of its 1 rows"),
+    "prompts are a folder": (lambda p, t: [f"prompts={p / 'target'}"], "without manifest.json"),
+    "prompts are nothing": (lambda p, t: ["prompts= "], "give builtin:smollm2"),
+    "set unknown": (lambda p, t: ["prompts=builtin:octopus"], "no such set"),
+    "column misspelt": (lambda p, t: ["columns.promt=question"], "columns.prompt"),
+    "no growth": (lambda p, t: ["chains=[]", "trees=[]"], "both empty"),
+    "a chain of none": (lambda p, t: ["chains=[0]"], "0 drafts nothing"),
+    "unknown tree": (lambda p, t: ["trees=[octopus]"], "'octopus' is not known"),
+    "malformed tree": (lambda p, t: ["trees=[[[0],[1,0]]]"], "has no parent"),
+    "no temperature": (lambda p, t: ["temperatures=[]"], "temperatures is empty"),
+    "a cold temperature": (lambda p, t: ["temperatures=[-1]"], "temperature is -1"),
+    "a wordy temperature": (lambda p, t: ["temperatures=[hot]"], "'hot' is not a number"),
+    "one temperature": (lambda p, t: ["temperatures=1"], "needs a list"),
+    "no tokens": (lambda p, t: ["max_new_tokens=0"], "at least 1"),
+    "no batch": (lambda p, t: ["batch=0"], "at least 1"),
+    "half a limit": (lambda p, t: ["limit=1.5"], "whole number"),
+    "misspelt": (lambda p, t: ["max_new_token=3"], "max_new_tokens"),
+    "folder in use": (lambda p, t: [f"run_dir={p}"], "already holds"),
+    "prompt too long": (
+        lambda p, t: [f"prompts={made(t, json.dumps({'prompt': 'x' * 600}))}"],
+        "nothing to evaluate; 1 prompts as long as the target's context of 512",
+    ),
+}
+
+
+def made(folder: Path, text: str) -> Path:
+    (folder / "made.jsonl").write_text(text)
+    return folder / "made.jsonl"
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(name: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change, message = BAD[name]
+    with pytest.raises(SystemExit) as caught:
+        evaluate.main(words(place, tmp_path / "run", *change(place, tmp_path)))
+    assert caught.value.code == 2
+    *_, last = capsys.readouterr().err.strip().splitlines()
+    assert last.startswith("drafttrain.evaluate: ") and re.search(message, last), last
+    assert not (tmp_path / "run").exists()
+
+
+def test_slower_is_said_plainly() -> None:
+    def row(
+        label: str, speed: float | None, *, nodes: int = 3, low: float = 0.0, same: int | None = 4
+    ) -> dict[str, Any]:
+        return {
+            "label": label, "temperature": 0.0, "nodes": nodes, "speedup": speed, "speedup_interval": [low, 9.0],
+            "tau": 2.0, "same_as_plain": same, "speed_prompts": 4,
+        }  # fmt: skip
+
+    (line,) = evaluate.verdicts([row("plain", 1.0, nodes=0), row("a", 0.9), row("b", 0.8)])
+    assert "SLOWER" in line and "a, 0.90x" in line
+    best, slower = evaluate.verdicts([row("a", 1.5, low=1.2), row("b", 0.8)])
+    assert best == "fastest is a, 1.50x plain decoding" and slower == "slower than plain decoding: b (0.80x)"
+    assert "not clearly faster" in evaluate.verdicts([row("a", 1.1, low=0.9)])[0]
+    assert "near-ties" in evaluate.verdicts([row("a", 1.1, low=1.05, same=3)])[1]
+    assert evaluate.verdicts([row("a", None)]) == []
+
+
+def test_decoding_beyond_the_trained_length_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    evaluate.warn_of_length({"trained_length": 20}, [[1] * 8, [1] * 12], 10)
+    assert "1 of 2 prompts go beyond the 20 tokens" in capsys.readouterr().err
+    evaluate.warn_of_length({"trained_length": None}, [[1] * 8], 10)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_plain_row_is_one_token_a_pass(target: Target, prompts: list[list[int]]) -> None:
+    found = measure_acceptance(target, None, prompts, Plan(Tree.chain(0)), max_new_tokens=5)
+    row = evaluate.row_of(Plan(Tree.chain(0)), found, None)
+    assert row["tau"] == 1.0 and row["growth"] == "plain" and row["label"] == "T=0 plain"
+    assert not math.isnan(row["tau"]) and torch.is_grad_enabled()

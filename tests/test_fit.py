@@ -1,0 +1,277 @@
+"""The door as a person uses it: every experiment ends in a package; what is wrong is refused early; a killed run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain import fit
+from drafttrain.data.conversations import Row, write_set
+from drafttrain.decoding.loop import Plan
+from drafttrain.packaging.package import load as load_package
+from drafttrain.reporting.loggers import read_metrics
+from drafttrain.reporting.progress import ConsoleProgress
+from drafttrain.target import load
+from drafttrain.target.model import Target
+from drafttrain.training.checkpoint import read_checkpoint
+from drafttrain.tree.topology import Tree
+from drafttrain.wiring import conf_dir
+from tests.training.parts import same, write_tiny_set
+
+EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
+QUICK = ["final.prompts=2", "final.max_new_tokens=6", "final.speed_prompts=1", "final.speed_new_tokens=6"]
+UNMEASURED = ["eval.every=null", "eval.prompts=0", "eval.sim_rows=0", "final.prompts=0", "final.speed_prompts=0"]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return load.tiny()
+
+
+@pytest.fixture(scope="module")
+def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_set(target, tmp_path_factory.mktemp("set"))
+
+
+def words(folder: Path, run: Path, *more: str) -> list[str]:
+    return ["experiment=smoke", f"data.path={folder}", f"run_dir={run}", *more]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], words: Sequence[str]) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        fit.main(words)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("drafttrain.fit: ") and "\n" not in said, said
+    return said
+
+
+def weights(run: Path, name: str = "last") -> dict[str, torch.Tensor]:
+    return read_checkpoint(run / "checkpoints" / f"{name}.ckpt")["weights"]
+
+
+# --- it works ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_fits_and_packages(target: Target, folder: Path, tmp_path: Path, experiment: str) -> None:
+    run = tmp_path / "run"
+    small = ["target=tiny", "data=set", f"data.path={folder}", "trainer.max_steps=3", "trainer.max_epochs=null"]
+    small += ["trainer.log_every=1", "eval.every=2", "eval.prompts=2", "eval.max_new_tokens=6", "eval.speed_prompts=0"]
+    vocabulary = [] if "paper" in experiment else ["draft_vocab=64"]
+    fit.main([f"experiment={experiment}", f"run_dir={run}", *small, *vocabulary, *QUICK])
+    names = {path.name for path in run.iterdir()}
+    assert names == {"config.yaml", "metrics.csv", "checkpoints", "acceptance.png", "package"}
+    rows = read_metrics(run / "metrics.csv")
+    assert [row["step"] for row in rows] == [1, 2, 3] and all("train/loss" in row for row in rows)
+    assert all("val/tau" in row and "sim/tau" in row for row in rows[1:])
+    metrics = json.loads((run / "package" / "metrics.json").read_text())
+    assert len(metrics["rows"]) == 9 and all(row["tau"] >= 1 for row in metrics["rows"])
+
+    speculator = load_package(run / "package", target)
+    prompts = [[5, 6, 7], [9, 8, 7, 6]]
+    drafted, tally = speculator.generate(prompts, max_new_tokens=10)
+    plain, _ = speculator.generate(prompts, max_new_tokens=10, plan=Plan(Tree.chain(0)))
+    assert [output.ids for output in drafted] == [output.ids for output in plain] and tally.drafted
+    best = weights(run, "best")
+    assert same(
+        {name: value.float() for name, value in speculator.drafter.named_parameters()},
+        {
+            name.removeprefix("drafter."): value.to(speculator.drafter.dtype).float()  # type: ignore[arg-type]
+            for name, value in best.items()
+            if not name.endswith("draft_ids")
+        },
+    )
+
+
+def test_without_held_out_rows_the_last_weights_are_packaged(
+    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_tiny_set(target, tmp_path / "set", rows=8, held_out=0)
+    fit.main(words(folder, tmp_path / "run", "trainer.max_steps=2"))
+    assert "not available" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "package" / "metrics.json").read_text())["rows"] == []
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["last.ckpt"]
+
+
+# --- what is wrong is refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["draft_vocab=1"], "draft_vocab is 1"),
+        (["draft_vocab=100000"], "draft_vocab is 100000"),
+        (["optim.lr=0"], "optim.lr=0"),
+        (["optim.schedule=step"], "optim.schedule=step"),
+        (["trainer.batch_tokens=16"], "longest row"),
+        (["trainer.batch_tokens=null"], "trainer.batch_tokens or trainer.batch_rows"),
+        (["trainer.max_steps=null"], "nothing ends the run"),
+        (["trainer.precision=16-mixed"], "trainer.precision=16-mixed"),
+        (["trainer.precison=32-true"], "Did you mean trainer.precision"),
+        (["experiment=smok"], "Did you mean smoke"),
+        (["tree=chain", "tree.k=0"], "the tree is empty"),
+        (["data.max_length=3"], "no supervised token"),
+        (["target.seed=1"], "another target"),
+        (["target=hf", "target.path=/nowhere/at/all"], "target.path=/nowhere/at/all does not exist"),
+        (["target.max_position_embeddings=16"], "no setting target.max_position_embeddings"),
+        (["resume=last"], "holds nothing to resume"),
+        (["resume=no.ckpt"], "path of a checkpoint"),
+        (["drafter.divergence=l2"], "loss l2 is not known"),
+        (["features.keep_dtype=int4"], "features.keep_dtype=int4"),
+    ],
+)
+def test_wrong_settings(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    run = tmp_path / "run"
+    assert said in refusal(capsys, words(folder, run, *more))
+    assert not run.exists()
+
+
+def test_data_that_cannot_be_learned_from(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is not a conversation set" in refusal(capsys, words(tmp_path / "none", tmp_path / "run"))
+    manifest = {"target": {"name": target.name, "fingerprint": target.fingerprint}}
+    masked = tmp_path / "masked"
+    write_set(masked, [Row(i, (3, 4, 5), (), ("stop",)) for i in range(3)], manifest=manifest, held_out=0)
+    assert "3 no supervised token" in refusal(capsys, words(masked, tmp_path / "run"))
+    long = tmp_path / "long"
+    write_set(long, [Row(0, tuple(range(3, 250)) * 3, ((5, 700),), ("stop",))], manifest=manifest, held_out=0)
+    said = refusal(capsys, words(long, tmp_path / "run", "trainer.batch_tokens=4096"))
+    assert "the target's context holds 512: set data.max_length=512" in said
+    damaged = write_tiny_set(target, tmp_path / "damaged", rows=6, held_out=1)
+    path = damaged / "conversations.safetensors"
+    path.write_bytes(path.read_bytes()[:-40])
+    assert "cannot be read" in refusal(capsys, words(damaged, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": 1000})
+    with monkeypatch.context() as patch:
+        patch.setattr(fit.shutil, "disk_usage", lambda path: usage)
+        assert "MB free, checkpoints and package need" in refusal(capsys, words(folder, tmp_path / "run", *UNMEASURED))
+    assert not (tmp_path / "run").exists()
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device", str(args[1]))
+
+    monkeypatch.setattr(torch, "save", full)
+    assert "the disk is full" in refusal(capsys, words(folder, tmp_path / "run", *UNMEASURED))
+    assert not (tmp_path / "run" / "package").exists()
+
+
+def test_a_used_folder_and_a_run_that_is_not_the_same(
+    target: Target, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    once = words(folder, run, *UNMEASURED, "trainer.max_steps=3")
+    fit.main(once)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    assert "already holds" in refusal(capsys, once)
+    for changed, said in (
+        ("optim.lr=1e-4", "optim.lr was 0.002, is 0.0001"),
+        ("drafter.noise=0.2", "drafter.noise was 0.1, is 0.2"),
+        ("seed=1", "seed was 0, is 1"),
+        ("trainer.max_steps=6", "rate.end was 3, is 6"),
+        ("trainer.accumulate=2", "batches.accumulate was 1, is 2"),
+    ):
+        assert said in refusal(capsys, [*once, changed, "resume=last"])
+    other = write_tiny_set(target, tmp_path / "other", seed=5)
+    assert "data was" in refusal(capsys, [*once, f"data.path={other}", "resume=last"])
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    fit.main([*once, "trainer.log_every=3", "resume=last"])
+    said = capsys.readouterr().out
+    assert "trainer.log_every was 2, is 3" in said and "training is already done" in said
+
+
+# --- stopped and killed --------------------------------------------------------------------------------------------------
+
+
+def start(arguments: Sequence[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [sys.executable, "-m", "drafttrain.fit", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+class Signal(ConsoleProgress):
+    """Sends this process a signal behind update 7."""
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        if args[1].updates == 7:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_killed_and_stopped_runs_go_on_to_the_same_weights(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM, then SIGKILL to the resumed run, then the rest: bit for bit the weights of a run that was left alone."""
+    run, calm = tmp_path / "run", tmp_path / "calm"
+    more = ["trainer.batch_tokens=256", "trainer.max_steps=80", "checkpoint.every=5", *UNMEASURED]
+    last = run / "checkpoints" / "last.ckpt"
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        patch.setattr(fit, "ConsoleProgress", Signal)
+        fit.main(words(folder, run, *more))
+    stopped_at = read_checkpoint(last)["progress"]["updates"]
+    assert stopped.value.code == 143 and 7 <= stopped_at <= 8
+    assert "continue with resume=last" in capsys.readouterr().out and not (run / "package").exists()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+    os.utime(last, (0, 0))
+    process = start([*words(folder, run, *more), "resume=last"])
+    while last.stat().st_mtime == 0 and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    said, _ = process.communicate()
+    killed_at = read_checkpoint(last)["progress"]["updates"]
+    assert process.returncode == -signal.SIGKILL and stopped_at < killed_at < 80, said
+    assert not (run / "package").exists()
+
+    fit.main([*words(folder, run, *more), "resume=last"])
+    assert f"goes on behind update {killed_at}," in capsys.readouterr().out
+    fit.main(words(folder, calm, *more))
+    assert same(weights(run), weights(calm))
+    ours, theirs = read_metrics(run / "metrics.csv"), read_metrics(calm / "metrics.csv")
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs] == list(range(2, 81, 2))
+    assert [row["train/lr"] for row in ours] == [row["train/lr"] for row in theirs]
+    # A window that a stop cut in two is logged as its second part.
+    assert sum(a["train/loss"] != b["train/loss"] for a, b in zip(ours, theirs, strict=True)) <= 2
+    assert (run / "package" / "drafter.safetensors").read_bytes() == (calm / "package" / "drafter.safetensors").read_bytes()
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_two_processes_give_the_weights_of_one(folder: Path, tmp_path: Path) -> None:
+    """An epoch is one update here: three batches alone, and four over two processes, one of which has no label."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    more = ["features.keep_dtype=float32", "drafter.noise=0", "trainer.batch_tokens=1024", "trainer.max_steps=4", "eval.every=2"]
+    more += ["trainer.accelerator=cpu", *QUICK]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    command += ["--main_process_port", "0", "-m", "drafttrain.fit", *words(folder, two, *more, "trainer.accumulate=2")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr[-3000:]
+    fit.main(words(folder, one, *more, "trainer.accumulate=4"))
+    a, b = weights(one), weights(two)
+    for name in a:
+        torch.testing.assert_close(b[name], a[name], rtol=1e-5, atol=1e-5 * float(a[name].float().abs().max()))
+    states = [read_checkpoint(run / "checkpoints" / "last.ckpt") for run in (one, two)]
+    assert states[0]["progress"]["supervised"] == states[1]["progress"]["supervised"]
+    assert states[0]["keeper"] == states[1]["keeper"]
+    rows = [read_metrics(run / "metrics.csv") for run in (one, two)]
+    assert any(row["train/batches_without_labels"] for row in rows[1])
+    for ours, theirs in zip(*rows, strict=True):
+        assert theirs["train/loss"] == pytest.approx(ours["train/loss"], rel=1e-4)
+        assert theirs.get("val/rounds") == ours.get("val/rounds")

@@ -1,0 +1,284 @@
+"""Text as it comes, accepted drafts marked; conversations that are never encoded again."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import drafttrain
+from drafttrain import generate
+from drafttrain.decoding.loop import Output, Plan
+from drafttrain.errors import InputError
+from drafttrain.generate import Conversation, Screen, Unfolding
+from drafttrain.target import load
+from drafttrain.target.model import Target
+from drafttrain.tree.topology import Tree
+from tests.helpers import save_target, tiny_chat_target, tiny_tokenizer
+from tests.packaging.made import overfitted, packed
+
+PROMPT = "hello ${you}: [a, b]"
+END = 2
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_chat_target(stop_bias=1.0)
+
+
+@pytest.fixture(scope="module")
+def ids(target: Target) -> list[int]:
+    return Conversation(target, chat=True).prompt(PROMPT, 24)
+
+
+@pytest.fixture(scope="module")
+def place(target: Target, ids: list[int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("generate")
+    save_target(target, folder / "target")
+    packed(folder / "package", overfitted(target, [ids], steps=40, tokens=20), target, plan=Plan(Tree.chain(3)))
+    return folder
+
+
+def words(place: Path, *more: str) -> list[str]:
+    settings = {
+        "package": place / "package",
+        "target": "hf",
+        "target.path": place / "target",
+        "target.dtype": "float32",
+        "target.device": "cpu",
+        "dtype": "float32",
+        "max_new_tokens": 16,
+    }
+    return [f"{key}={value}" for key, value in settings.items()] + list(more)
+
+
+def shown(text: str) -> str:
+    return text.translate(generate._CONTROLS)
+
+
+# --- the door --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_text_is_plain_decodings_with_accepted_drafts_marked(
+    place: Path, target: Target, ids: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate.main(words(place, f"prompt={PROMPT}", "compare=true"))
+    out = capsys.readouterr().out
+    text, _, closing = out.rpartition("\n\ntau ")
+    outputs, tally = drafttrain.load(place / "package", target, dtype="float32").generate([ids], max_new_tokens=16)
+    plain, _ = drafttrain.load(place / "package", target).generate([ids], max_new_tokens=16, plan=Plan(Tree.chain(0)))
+    assert outputs[0].ids == plain[0].ids
+    expected = shown(target.tokenizer.decode(plain[0].ids, skip_special_tokens=True))  # type: ignore[union-attr]
+    assert re.sub(r"\[\[|\]\]", "", text) == expected
+    assert "[[" in text and text.count("[[") == text.count("]]")
+    assert closing.startswith(f"{tally.tau:.2f} tokens per target pass, {tally.accepted_per_round:.2f} drafts accepted")
+    assert re.search(r"[\d.]+ tokens/s, \d+ tokens in", closing) and "guarantee: greedy" in closing
+    assert re.search(r"plain decoding: [\d.]+ tokens/s, the same text; speed [\d.]+x", closing)
+
+
+def test_other_settings(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
+    sampled = ("temperature=1.0", "top_k=9", "top_p=0.9", "seed=3", "tree=[[0],[1],[0,0]]", "mark=none", "chat=false")
+    texts = []
+    for more in (sampled, sampled, (*sampled, "seed=4")):
+        monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
+        generate.main(words(place, *more))
+        texts.append(capsys.readouterr().out.rpartition("\n\ntau ")[0])
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_plain_decoding_has_no_tau_above_one(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generate.main(words(place, f"prompt={PROMPT}", "tree=plain", "max_new_tokens=1"))
+    assert "tau not available" in capsys.readouterr().out
+
+
+def test_turns_are_asked_for_in_a_terminal(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    lines = iter(["hello", "x" * 600, "and more"])
+    decoded: list[list[int]] = []
+
+    def typed(_: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    real = generate.Wanted.decode
+
+    def watched(self: Any, *given: Any) -> Any:
+        decoded.append(self.ids)
+        return real(self, *given)
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr(generate.Wanted, "decode", watched)
+    generate.main(words(place, "max_new_tokens=8"))
+    first, second = decoded
+    assert second[: len(first)] == first and len(second) > len(first) + 8
+    found = capsys.readouterr()
+    assert found.out.count("tau ") == 2 and "context holds 512" in found.err
+
+
+BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
+    "package missing": (lambda p: ["package=nowhere"], "package=nowhere does not exist"),
+    "empty prompt": (lambda p: ["prompt= "], "prompt is empty"),
+    "nothing on standard input": (lambda p: [], "nothing to answer"),
+    "unknown mark": (lambda p: ["prompt=a", "mark=bold"], "mark=bold: give one of auto, colour"),
+    "no tokens": (lambda p: ["prompt=a", "max_new_tokens=0"], "at least 1"),
+    "chat is a word": (lambda p: ["prompt=a", "chat=perhaps"], "chat=perhaps: needs true or false"),
+    "a cold temperature": (lambda p: ["prompt=a", "temperature=-1"], "temperature is -1"),
+    "no temperature": (lambda p: ["prompt=a", "temperature=warm"], "temperature=warm: needs a number"),
+    "unknown tree": (lambda p: ["prompt=a", "tree=octopus"], "'octopus' is not known"),
+    "malformed tree": (lambda p: ["prompt=a", "tree=[[1]]"], "skips a rank"),
+    "a system without a chat": (lambda p: ["prompt=a", "system=b", "chat=false"], "system has no place"),
+    "no tokenizer": (lambda p: ["prompt=a", "target=tiny", "~target.path"], "without a tokenizer|there is no setting"),
+    "prompt too long": (lambda p: [f"prompt={'x' * 600}"], "context holds 512"),
+    "misspelt": (lambda p: ["promt=a"], "prompt"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(
+    name: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    change, message = BAD[name]
+    with pytest.raises(SystemExit) as caught:
+        generate.main(words(place, *change(place)))
+    assert caught.value.code == 2
+    *_, last = capsys.readouterr().err.strip().splitlines()
+    assert last.startswith("drafttrain.generate: ") and re.search(message, last), last
+
+
+def test_a_target_without_a_tokenizer_is_refused_before_it_is_read(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        generate.main([f"package={place / 'package'}", "target=tiny", "prompt=a"])
+    assert "without a tokenizer" in capsys.readouterr().err
+
+
+# --- conversations ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_grows_by_ids(target: Target) -> None:
+    """What was written stays as its ids, also where encoding the text again would give others."""
+    talk = Conversation(target, chat=True, system="be brief")
+    encode = target.tokenizer.encode  # type: ignore[union-attr]
+    first = talk.prompt("hi", 8)
+    assert first == encode(
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    t, h = encode("t"), encode("h")
+    assert encode("th") != [*t, *h]
+    talk.keep(first, Output(ids=[*t, *h, END], finish="stop"))
+    second = talk.prompt("more", 8)
+    between = encode("\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n")
+    assert second == [*first, *t, *h, END, *between]
+    talk.keep(second, Output(ids=[*t, *h], finish="length"))
+    assert talk.ids == [*second, *t, *h, END], "a turn that was cut is closed as the template closes one"
+
+
+def test_without_a_template_texts_follow_one_another(target: Target) -> None:
+    talk = Conversation(target, chat=False)
+    first = talk.prompt("once", 8)
+    assert first == target.tokenizer.encode("once")  # type: ignore[union-attr]
+    talk.keep(first, Output(ids=[50, 51], finish="length"))
+    assert talk.prompt(" upon", 8) == [*first, 50, 51, *target.tokenizer.encode(" upon")]  # type: ignore[union-attr]
+
+
+def test_room_in_the_context(target: Target, capsys: pytest.CaptureFixture[str]) -> None:
+    talk = Conversation(target, chat=False)
+    with pytest.raises(InputError, match="context holds 512"):
+        talk.prompt("x" * 512, 8)
+    assert len(talk.prompt("x" * 510, 8)) == 510
+    assert "only 2 tokens fit" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"no chat template|without a tokenizer"):
+        Conversation(load.tiny(), chat=True)
+
+
+# --- text as it comes ----------------------------------------------------------------------------------------------------------
+
+
+def pieces(text_ids: list[int], drafted: list[bool] | None = None) -> Iterator[tuple[str, bool]]:
+    unfolding = Unfolding(tiny_tokenizer())
+    for place, token in enumerate(text_ids):
+        found = unfolding.add(token, drafted[place] if drafted else False)
+        if found:
+            yield found
+    rest = unfolding.rest()
+    if rest:
+        yield rest
+
+
+@pytest.mark.parametrize(
+    "text", ["plain words", "naïve ünïcödé", "你好,世界", "a🙂b👩‍👩‍👧c", "  spaces \n\t and lines\n", "�"]
+)
+def test_pieces_add_up_and_never_hold_half_a_character(text: str) -> None:
+    ids = tiny_tokenizer().encode(text)
+    found = list(pieces(ids))
+    assert "".join(piece for piece, _ in found) == text
+    if "�" not in text:
+        assert len(ids) >= len(found) and not any("�" in piece for piece, _ in found)
+
+
+def test_bytes_that_are_no_text_are_shown_after_a_while_or_at_the_end() -> None:
+    half = tiny_tokenizer().encode("你")[:2]
+    assert list(pieces(half)) == [("�", False)]
+    assert "".join(p for p, _ in pieces([half[0]] * 20)) == "�" * 20
+
+
+def test_control_tokens_are_not_shown() -> None:
+    assert "".join(p for p, _ in pieces([1, *tiny_tokenizer().encode("user"), END])) == "user"
+
+
+def test_a_character_is_marked_by_the_token_that_makes_it_whole() -> None:
+    ids = tiny_tokenizer().encode("a你b")
+    assert list(pieces(ids, [True, False, False, True, False])) == [("a", True), ("你", True), ("b", False)]
+
+
+def screen(mark: str, *, terminal: bool = False) -> tuple[Screen, io.StringIO]:
+    file = io.StringIO()
+    return Screen(mark=mark, out=Console(file=file, force_terminal=terminal, color_system="standard", width=20)), file
+
+
+def test_marks() -> None:
+    def write(one: Screen) -> None:
+        for piece in (("a", False), ("b", True), ("c", True), ("d", False), ("e", True)):
+            one.piece(piece)
+        one.boundary()
+        one.piece(("f" * 30, True))
+        one.piece(None)
+        one.boundary()
+
+    for mark, expected in (("brackets", "a[[bc]]d[[e]][[" + "f" * 30 + "]]"), ("none", "abcde" + "f" * 30)):
+        one, file = screen(mark)
+        write(one)
+        assert file.getvalue() == expected
+    one, file = screen("colour", terminal=True)
+    write(one)
+    assert re.sub(r"\x1b\[[\d;]*m", "", file.getvalue()) == "abcde" + "f" * 30, "nothing may be wrapped or lost"
+    assert "\x1b[4;32mb" in file.getvalue() and "\x1b[4;32md" not in file.getvalue()
+
+
+def test_marks_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert screen("auto")[0].mark == "brackets" and screen("auto", terminal=True)[0].mark == "colour"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert screen("auto", terminal=True)[0].mark == "brackets"
+
+
+def test_a_text_cannot_steer_the_terminal() -> None:
+    one, file = screen("colour", terminal=True)
+    one.piece(("a\x1b[2Jb\rc\x07[bold]d[/bold]\n", False))
+    assert file.getvalue() == "a␛[2Jb␍c␇[bold]d[/bold]\n"

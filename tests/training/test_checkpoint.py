@@ -1,0 +1,149 @@
+"""What is kept, what is best, and that a stopped run goes on as if it had not been."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain.data.datamodule import ConversationData
+from drafttrain.decoding.loop import Plan
+from drafttrain.errors import InputError
+from drafttrain.target.model import Target
+from drafttrain.training.checkpoint import CheckpointConfig, Keeper, read_checkpoint, write_checkpoint
+from drafttrain.training.decode_callback import DecodeCallback, EvalConfig
+from drafttrain.training.module import DraftModule
+from drafttrain.tree.topology import Tree
+from tests.training.parts import Watch, fit, module_for, same, weights_of
+from tests.training.test_decode_callback import EVAL
+
+
+class Told(DecodeCallback):
+    """Measures nothing: says given taus."""
+
+    def __init__(self, taus: list[float | None], every: int = 1) -> None:
+        speculator: Any = None
+        super().__init__(speculator, [], {"tree": Plan(Tree.chain(1))}, EvalConfig(**EVAL | {"every": every}))
+        self.taus = taus
+
+    def measure(self, module: DraftModule, *, last: bool = False) -> dict[str, float | None]:
+        self.tau, self.measured_at = self.taus[self.evaluations], module.updates
+        self.evaluations += 1
+        return {}
+
+
+def keeper(folder: Path, decode: DecodeCallback | None = None, **settings: Any) -> Keeper:
+    patience = settings.pop("patience", None)
+    return Keeper(folder, CheckpointConfig(**{"every": None, "keep": 0} | settings), decode, patience=patience)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def updates_in(path: Path) -> int:
+    return int(read_checkpoint(path)["progress"]["updates"])
+
+
+def test_best_is_by_tau_and_ties_keep_the_earlier(target: Target, data: ConversationData, tmp_path: Path) -> None:
+    module, stream = module_for(data, target, max_steps=6)
+    decode = Told([None, 1.5, 2.0, 2.0, None, 1.9])
+    keep = keeper(tmp_path, decode)
+    fit(module, stream, decode, keep)
+    assert (keep.best, keep.best_update) == (2.0, 3)
+    assert updates_in(tmp_path / "best.ckpt") == 3 and updates_in(tmp_path / "last.ckpt") == 6
+    assert names(tmp_path) == ["best.ckpt", "last.ckpt"]
+
+
+def test_nothing_measured_is_never_best(target: Target, data: ConversationData, tmp_path: Path) -> None:
+    module, stream = module_for(data, target, max_steps=3)
+    decode = Told([None] * 3)
+    keep = keeper(tmp_path, decode, patience=1)
+    fit(module, stream, decode, keep)
+    assert keep.best is None and module.updates == 3 and names(tmp_path) == ["last.ckpt"]
+
+
+def test_patience_ends_the_run(target: Target, data: ConversationData, tmp_path: Path) -> None:
+    module, stream = module_for(data, target, max_steps=20)
+    decode = Told([2.0, 1.0, 3.0, 2.0, 2.9, 9.0])
+    fit(module, stream, decode, keeper(tmp_path, decode, patience=2))
+    assert module.stopped == "patience" and module.updates == 5
+    assert updates_in(tmp_path / "best.ckpt") == 3 and updates_in(tmp_path / "last.ckpt") == 5
+
+
+@pytest.mark.parametrize(("steps", "every"), [(10, 4), (3, 100), (4, 4)])
+def test_last_is_the_true_last_step(target: Target, data: ConversationData, tmp_path: Path, steps: int, every: int) -> None:
+    module, stream = module_for(data, target, max_steps=steps)
+    fit(module, stream, keeper(tmp_path, every=every))
+    state = read_checkpoint(tmp_path / "last.ckpt")
+    assert state["progress"]["updates"] == steps
+    assert same({n.removeprefix("drafter."): w for n, w in state["weights"].items()}, weights_of(module))
+
+
+def test_old_numbered_ones_are_removed(target: Target, data: ConversationData, tmp_path: Path) -> None:
+    module, stream = module_for(data, target, max_steps=10)
+    decode = Told([1.0, 9.0, *[1.0] * 8])
+    fit(module, stream, decode, keeper(tmp_path, decode, every=1, keep=2))
+    assert names(tmp_path) == ["best.ckpt", "last.ckpt", "update-00000009.ckpt", "update-00000010.ckpt"]
+    assert [updates_in(tmp_path / name) for name in names(tmp_path)] == [2, 10, 9, 10]
+    inodes = {(tmp_path / name).stat().st_ino for name in names(tmp_path)}
+    assert len(inodes) == 3  # the newest numbered one is last itself
+
+
+def test_stopped_in_mid_epoch_and_resumed(target: Target, data: ConversationData, tmp_path: Path) -> None:
+    """Rows, rates and weights of both parts together are those of a run that was not stopped."""
+    settings: dict[str, Any] = {"accumulate": 2, "max_steps": 9, "batch_tokens": 320}
+    whole, stream = module_for(data, target, **settings)
+    watched = Watch()
+    fit(whole, stream, watched)
+
+    first, stream = module_for(data, target, **settings)
+    one, decode = Watch(stop_at=4), Told([1.0, 2.0], every=2)
+    fit(first, stream, one, decode, keeper(tmp_path, decode, every=100))
+    assert first.stopped == "signal" and 4 <= first.updates < 9
+    assert first.position % first.course.batches  # in mid-epoch
+
+    second, stream = module_for(data, target, **settings)
+    state = read_checkpoint(tmp_path / "last.ckpt")
+    second.continue_from(state)
+    stream.position = second.position
+    decode = Told([1.0, 2.0, 1.5, 1.0, 1.0, 1.0], every=2)
+    decode.load_state_dict(state["decode"])
+    keep = keeper(tmp_path, decode)
+    keep.load_state_dict(state["keeper"])
+    two = Watch()
+    fit(second, stream, two, decode, keep)
+    assert one.rows + two.rows == watched.rows
+    assert one.rates + two.rates == watched.rates
+    assert same(weights_of(second), weights_of(whole)) and second.supervised == whole.supervised
+    assert (keep.best, keep.best_update) == (2.0, 4) and updates_in(tmp_path / "best.ckpt") == 4
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "last.ckpt"
+    write_checkpoint(path, {"progress": {"updates": 1}})
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        Path(args[1]).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        write_checkpoint(path, {"progress": {"updates": 2}})
+    assert updates_in(path) == 1 and names(tmp_path) == ["last.ckpt"]
+
+
+def test_files_are_read_without_running_code(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, ("true",)
+
+    torch.save({"format": 1, "x": Evil()}, tmp_path / "evil.ckpt")
+    (tmp_path / "cut.ckpt").write_bytes(b"PK\x03\x04 not a checkpoint")
+    torch.save({"state_dict": {}}, tmp_path / "foreign.ckpt")
+    for name, message in (("evil", "cannot be read"), ("cut", "cannot be read"), ("foreign", "format"), ("no", "no checkpoint")):
+        with pytest.raises(InputError, match=message):
+            read_checkpoint(tmp_path / f"{name}.ckpt")

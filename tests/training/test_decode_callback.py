@@ -1,0 +1,150 @@
+"""Decoding while training: what it says, and that it leaves no trace in the weights."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from drafttrain.data.datamodule import ConversationData
+from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.measure import measure_acceptance
+from drafttrain.decoding.speculator import Speculator
+from drafttrain.flow import Tally
+from drafttrain.target.features import OnlineFeatures
+from drafttrain.target.model import Target
+from drafttrain.training.decode_callback import DecodeCallback, EvalConfig, _packed, _unpacked, undisturbed
+from drafttrain.training.module import DraftModule
+from drafttrain.tree.topology import Tree
+from tests.training.parts import Memory, fit, module_for, same, weights_of
+
+EVAL: dict[str, Any] = {
+    "every": 2,
+    "prompts": 3,
+    "max_new_tokens": 8,
+    "batch": 2,
+    "sim_rows": 3,
+    "speed_prompts": 1,
+    "speed_every": None,
+    "patience": None,
+}
+
+
+def callback(
+    module: DraftModule, target: Target, data: ConversationData, held_out: ConversationData | None, **settings: Any
+) -> DecodeCallback:
+    plans = {"tree": Plan(Tree.expansion([2, 2])), "chain": Plan(Tree.chain(3))}
+    source = None if held_out is None else OnlineFeatures(target, module.drafter.needs, data=held_out)
+    speculator = Speculator(target, module.drafter, plans["tree"], dtype="float32")
+    return DecodeCallback(
+        speculator, data.set.prompts(), plans, EvalConfig(**EVAL | settings), held_out=held_out, source=source
+    )
+
+
+def test_a_run_with_and_without_it_has_identical_weights(
+    target: Target, data: ConversationData, held_out: ConversationData
+) -> None:
+    def states() -> tuple[bytes, float, float]:
+        return torch.get_rng_state().numpy().tobytes(), random.random(), float(np.random.rand())
+
+    found = []
+    for with_callback in (False, True):
+        module, stream = module_for(data, target)
+        decode = callback(module, target, data, held_out)
+        torch.manual_seed(1), random.seed(1), np.random.seed(1)
+        fit(module, stream, *([decode] if with_callback else []))
+        assert decode.evaluations == 4 * with_callback and module.drafter.training
+        found.append((weights_of(module), states()))
+    (plain, before), (evaluated, after) = found
+    assert same(plain, evaluated) and before == after
+
+
+def test_it_restores_modes_and_every_random_state() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
+    module[1].eval()
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # type: ignore[index]
+    with pytest.raises(RuntimeError), undisturbed(module):
+        module.eval()
+        torch.rand(3), np.random.rand(3), random.random(), torch.manual_seed(7)
+        raise RuntimeError
+    assert module.training and module[0].training and not module[1].training
+    assert torch.equal(states[0], torch.get_rng_state()) and random.getstate() == states[2]
+    assert (np.random.get_state()[1] == states[1]).all()  # type: ignore[index]
+
+
+def test_it_logs_what_decoding_measures(target: Target, data: ConversationData, held_out: ConversationData) -> None:
+    module, stream = module_for(data, target, max_steps=4)
+    decode = callback(module, target, data, held_out)
+    logger = Memory()
+    fit(module, stream, decode, logger=logger)
+    assert list(logger.values("val/tau")) == [2, 4] and list(logger.values("val/speedup")) == [4]
+    plan = decode.plans["tree"]
+    tally = measure_acceptance(
+        target, module.drafter.at(torch.float32), data.set.prompts()[:3], plan, max_new_tokens=8, batch=2
+    ).tally
+    last = {name: values[4] for name in dict(logger.rows[-1][1]) if 4 in (values := logger.values(name))}
+    assert last["val/tau"] == tally.tau == decode.tau
+    assert last["val/accepted_per_round"] == tally.accepted_per_round
+    for k, (value, count) in enumerate(zip(tally.accept_at, tally.offered, strict=True), start=1):
+        assert last.get(f"val/accept@{k}") == value and last.get(f"val/accept@{k}_count") == (count or None)
+    assert {"val/chain/tau", "val/seconds_draft", "val/seconds_verify", "val/seconds_prefill"} <= set(last)
+    assert all(math.isfinite(value) for _, row in logger.rows for value in row.values())
+
+
+def test_sim_tau_counts_runs_of_right_guesses(
+    target: Target, data: ConversationData, held_out: ConversationData
+) -> None:
+    module, stream = module_for(data, target, max_steps=12, optim={"schedule": "constant"})
+    fit(module, stream)
+    decode = callback(module, target, data, held_out)
+    assert decode.sim is not None
+    found = decode.sim.measure(module.drafter, 2, module.device)
+    runs, right, starts = 0, 0, 0
+    for i in range(3):
+        batch = held_out.batch([i])
+        guesses = module.drafter.guesses(batch, decode.sim.source.features(batch))
+        assert guesses is not None
+        hits = [
+            bool(m) and int(g) == int(x)
+            for g, x, m in zip(guesses[0], batch.input_ids[0], batch.loss_mask[0], strict=True)
+        ]
+        for t, supervised in enumerate(batch.loss_mask[0].tolist()):
+            if supervised:
+                starts += 1
+                right += hits[t]
+                run = hits[t : t + 2] + [False]
+                runs += run.index(False)
+    assert 0 < right < starts
+    assert found["sim/tau"] == pytest.approx(1 + runs / starts)
+    assert found["sim/accuracy"] == pytest.approx(right / starts)
+    assert found["sim/loss"] is not None and found["sim/loss"] > 0
+
+
+def test_nothing_to_evaluate_is_not_available(target: Target, data: ConversationData) -> None:
+    for settings in ({"prompts": 0}, {"max_new_tokens": 1}):
+        module, stream = module_for(data, target, max_steps=2)
+        decode = callback(module, target, data, None, speed_prompts=0, **settings)
+        logger = Memory()
+        fit(module, stream, decode, logger=logger)
+        assert decode.evaluations == 1 and decode.tau is None
+        assert not logger.values("val/tau") and not logger.values("sim/tau")
+        assert all(math.isfinite(value) for _, row in logger.rows for value in row.values())
+
+
+def test_fewer_prompts_than_the_batch(target: Target, data: ConversationData) -> None:
+    module, stream = module_for(data, target, max_steps=2)
+    decode = callback(module, target, data, None, prompts=1, batch=8)
+    fit(module, stream, decode)
+    assert decode.tau is not None and decode.tau >= 1
+
+
+def test_tallies_travel_whole() -> None:
+    tally = Tally(5, 20, 7, 12, offered=[5, 3], kept=[3, 1], seconds={"draft": 0.5, "host": 0.25})
+    back = _unpacked(_packed(tally, 4) + _packed(Tally(), 4))
+    assert (back.rounds, back.drafted, back.accepted, back.emitted) == (5, 20, 7, 12)
+    assert back.offered == [5, 3, 0, 0] and back.kept == [3, 1, 0, 0]
+    assert back.seconds == {"prefill": 0.0, "draft": 0.5, "verify": 0.0, "host": 0.25}
