@@ -60,7 +60,7 @@ def main(cfg: DictConfig) -> None:
     settings = read_settings(cfg)
     data, held_out = read_data(cfg)
     with open_run(cfg) as run:
-        target = load_target(cfg, run, data)
+        target = load_target(cfg, data, held_out)
         drafter = make_drafter(cfg, target, data, held_out)
         training = prepare(cfg, settings, run, target, drafter, data, held_out)
         train(training)
@@ -212,16 +212,17 @@ def settle_dtype(cfg: DictConfig, run: Run) -> None:
         cfg.target.dtype = dtype
 
 
-def load_target(cfg: DictConfig, run: Run, data: ConversationData) -> Target:
+def load_target(cfg: DictConfig, data: ConversationData, held_out: ConversationData | None) -> Target:
     """The target, checked against the set that it must have written."""
     began = time.monotonic()
     takes = inspect.signature(hydra.utils.get_object(cfg.target._target_)).parameters
     target: Target = build(cfg.target, **({"work": "throughput"} if "work" in takes else {}))
     fingerprint.refuse_other(data.fingerprint, target.fingerprint, f"data.path={cfg.data.path}")
     data.check_vocabulary(target.vocab_size)
-    if max(data.lengths) > target.context:
+    longest = max(*data.lengths, *([] if held_out is None else held_out.lengths), 0)
+    if longest > target.context:
         raise InputError(
-            f"data.path={cfg.data.path} has rows of up to {max(data.lengths)} tokens, the target's context holds "
+            f"data.path={cfg.data.path} has rows of up to {longest} tokens, the target's context holds "
             f"{target.context}: set data.max_length={target.context}"
         )
     wanted = {"auto": target.device.type, "gpu": "cuda"}.get(cfg.trainer.accelerator, cfg.trainer.accelerator)

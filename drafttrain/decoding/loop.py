@@ -196,7 +196,7 @@ class _Decoding:
             tokens[places, lengths - 1] = self.anchor
             self.fresh = Fresh(Features(out.hidden, dict(out.layers)), tokens, lengths)
         self.clock.mark("prefill")
-        self._emit([[token] for token in self.anchor.tolist()], [0] * len(prompts), in_round=False)
+        self._emit([[token] for token in self.anchor.tolist()], [0] * len(prompts))
         self.clock.mark("host")
 
     def _round(self) -> None:
@@ -235,7 +235,7 @@ class _Decoding:
         path_tokens = proposal.tokens.gather(1, accepted.path.clamp_min(0)) if n else proposal.tokens
         chosen, correction = path_tokens.tolist(), accepted.next_token.tolist()
         emitted = [chosen[i][: counts[i]] + [correction[i]] for i in range(b)]
-        stays = self._emit(emitted, counts, in_round=True, drafted=n, offered=tree.max_depth)
+        stays = self._emit(emitted, counts, tree)
         if stays:
             self._commit(out.hidden, out.layers, accepted, path_tokens, stays)
         else:
@@ -252,32 +252,35 @@ class _Decoding:
             return Acceptance(nothing, torch.zeros(len(p), dtype=torch.int64, device=p.device), draw(p[:, 0], u[:, -1]))
         return rules.RULES[self.rule](p, proposal, u[:, -(proposal.size + 1) :])
 
-    def _emit(
-        self, tokens: list[list[int]], counts: list[int], *, in_round: bool, drafted: int = 0, offered: int = 0
-    ) -> list[int]:
-        """Cut at a stop token and at the limit, record, and return the places of the rows that go on."""
+    def _emit(self, tokens: list[list[int]], counts: list[int], tree: Tree | None = None) -> list[int]:
+        """Cut at a stop token and at the limit, record, and return the places of the rows that go on.
+
+        Args:
+            tree: what was drafted; None for the prefill, which is no round.
+        """
         stays = []
         for place, row in enumerate(self.rows):
             output, new, accepted = self.outputs[row], tokens[place], counts[place]
             room = self.limits[row] - len(output.ids)
             end = next((i + 1 for i, token in enumerate(new) if token in self.stop), None)
-            if end is not None and end <= room:
-                new, output.finish, done = new[:end], "stop", True
-            elif len(new) >= room:
-                new, done = new[:room], True
-                output.finish = "length" if self.limits[row] == self.wanted else "context"
-            else:
-                done = False
-            kept = min(accepted, len(new))
+            stopped, full = end is not None and end <= room, len(new) >= room
+            if stopped:
+                new, output.finish = new[:end], "stop"
+            elif full:
+                new, output.finish = new[:room], "length" if self.limits[row] == self.wanted else "context"
+            # A round's last place is the target's own, so drafts deeper than room - 1 could not count. They are there
+            # only because neighbours have more room, and a row's counts must not depend on its neighbours.
+            kept = min(accepted, len(new), room - 1)
             output.ids += new
             output.runs.append((len(new), kept))
-            if in_round:
-                _count(output.tally, drafted, kept, len(new), offered, cut=done and kept < accepted)
+            if tree is not None:
+                own = tree if tree.max_depth < room else tree.capped(room - 1)
+                _count(output.tally, own, kept, len(new), stopped)
             if self.listener:
                 self.listener(row, new, kept)
-            if not done:
+            if not (stopped or full):
                 stays.append(place)
-        if not in_round and len(stays) < len(self.rows):
+        if tree is None and len(stays) < len(self.rows):
             self._keep(stays)
         return stays
 
@@ -322,10 +325,11 @@ def _gather(hidden: Tensor, layers: dict[int, Tensor], kept: Tensor) -> Features
     return Features(pick(hidden), {layer: pick(value) for layer, value in layers.items()})
 
 
-def _count(tally: Tally, drafted: int, accepted: int, emitted: int, depth: int, *, cut: bool) -> None:
-    """Count one round of one row. A round cut by a stop token or the limit offers no depth behind the cut."""
+def _count(tally: Tally, tree: Tree, accepted: int, emitted: int, stopped: bool) -> None:
+    """Count one round of one row. A stop token that is itself an accepted draft leaves the depth behind it unoffered."""
+    depth = tree.max_depth
     tally.rounds += 1
-    tally.drafted += drafted
+    tally.drafted += tree.size
     tally.accepted += accepted
     tally.emitted += emitted
     for counts in (tally.offered, tally.kept):
@@ -334,6 +338,6 @@ def _count(tally: Tally, drafted: int, accepted: int, emitted: int, depth: int, 
         if k < accepted:
             tally.offered[k] += 1
             tally.kept[k] += 1
-        elif k == accepted and not cut and emitted > accepted:
+        elif k == accepted and not (stopped and emitted == accepted):
             # Depth k+1 was drafted behind an accepted prefix and refused.
             tally.offered[k] += 1

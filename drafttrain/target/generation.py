@@ -13,23 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from drafttrain.errors import InputError
 from drafttrain.nn.cache import KVCache
+from drafttrain.nn.sampling import Policy, draw
 from drafttrain.target.model import Target
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the target writes: temperature 0 is greedy; top-k is applied before top-p."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    """0 keeps the whole vocabulary."""
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise InputError(f"{self}: temperature >= 0, top_k >= 0 and 0 < top_p <= 1 are needed")
 
 
 @dataclass(frozen=True)
@@ -39,7 +25,7 @@ class Segment:
     read: list[int]
     limit: int
     """At most this many ids are written; 0 only reads."""
-    sampling: Sampling
+    policy: Policy
     stop_ids: tuple[int, ...]
     """Writing ends behind any of these; the stop id is part of what was written."""
 
@@ -131,7 +117,7 @@ def _step(target: Target, cache: KVCache, table: list[_Slot | None], active: lis
     with torch.inference_mode():
         logits = target.head(hidden[torch.tensor(writers, device=target.device)]).float()
     slots = [table[i] for i in writers]
-    chosen = choose(logits, [s.segment.sampling for s in slots], [s.chance.random() for s in slots])  # type: ignore[union-attr]
+    chosen = choose(logits, [s.segment.policy for s in slots], [s.chance.random() for s in slots])  # type: ignore[union-attr]
     written = 0
     for i, token in zip(writers, chosen, strict=True):
         slot = table[i]
@@ -200,35 +186,31 @@ class _Prefix:
         return cache
 
 
-def choose(logits: Tensor, samplings: list[Sampling], uniforms: list[float]) -> list[int]:
+def choose(logits: Tensor, policies: list[Policy], uniforms: list[float]) -> list[int]:
     """One token per row by inverse transform on the row's own uniform number.
+
+    The law is the policy's; with top-k, only the k likeliest are looked at, which for many rows is what makes it fast.
 
     Args:
         logits: (b v) float32.
     """
     chosen = logits.argmax(-1).tolist()
-    groups: dict[Sampling, list[int]] = {}
-    for row, sampling in enumerate(samplings):
-        if sampling.temperature > 0:
-            groups.setdefault(sampling, []).append(row)
-    for sampling, rows in groups.items():
-        part = logits[torch.tensor(rows, device=logits.device)] / sampling.temperature
-        if sampling.top_k:
-            values, ids = part.topk(min(sampling.top_k, part.shape[-1]), dim=-1)
-        elif sampling.top_p < 1:
-            values, ids = part.sort(dim=-1, descending=True)
-        else:
-            values, ids = part, None
-        probs = values.softmax(-1)
-        if sampling.top_p < 1:
+    groups: dict[Policy, list[int]] = {}
+    for row, policy in enumerate(policies):
+        if not policy.greedy:
+            groups.setdefault(policy, []).append(row)
+    for policy, rows in groups.items():
+        part = logits[torch.tensor(rows, device=logits.device)]
+        u = torch.tensor([uniforms[row] for row in rows], dtype=torch.float64, device=logits.device)
+        k = min(policy.top_k, part.shape[-1]) or part.shape[-1]
+        ids = None
+        if policy.top_k or policy.top_p < 1:
+            part, ids = part.topk(k, dim=-1)
+        probs = (part / policy.temperature).softmax(-1)
+        if policy.top_p < 1:
             # Keep the token that crosses the threshold.
-            before = probs.cumsum(-1) - probs
-            probs = probs.masked_fill(before >= sampling.top_p, 0)
-        cumulative = probs.double().cumsum(-1)
-        u = torch.tensor([uniforms[r] for r in rows], dtype=torch.float64, device=logits.device)
-        place = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)
-        last = (probs > 0).long().mul(torch.arange(probs.shape[-1], device=probs.device)).amax(-1, keepdim=True)
-        place = torch.minimum(place, last)
+            probs = probs.masked_fill(probs.cumsum(-1) - probs >= policy.top_p, 0)
+        place = draw(probs, u)[:, None]
         picked = place if ids is None else ids.gather(1, place)
         for row, token in zip(rows, picked[:, 0].tolist(), strict=True):
             chosen[row] = token

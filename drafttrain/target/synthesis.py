@@ -11,8 +11,9 @@ from drafttrain.data.conversations import Journal, Row
 from drafttrain.data.prompts import Prompt
 from drafttrain.data.template import REASONING_END, ChatPieces
 from drafttrain.errors import InputError
+from drafttrain.nn.sampling import Policy
 from drafttrain.target import generation
-from drafttrain.target.generation import Sampling, Script, Segment
+from drafttrain.target.generation import Script, Segment
 from drafttrain.target.model import Target
 
 
@@ -30,7 +31,7 @@ class SynthesisConfig:
     """Tokens per conversation; a row is closed before it would be longer."""
     turns: list[int] = field(default_factory=lambda: [1])
     """Answers per self-written conversation, drawn like the temperature."""
-    user: Sampling = field(default_factory=lambda: Sampling(1.0, 50, 0.95))
+    user: Policy = field(default_factory=lambda: Policy(1.0, 50, 0.95))
     """How the target writes user turns."""
     max_user: int = 96
     """Tokens per self-written user turn; one that does not end by then drops the row."""
@@ -40,7 +41,7 @@ class SynthesisConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.user, dict):
-            object.__setattr__(self, "user", Sampling(**self.user))
+            object.__setattr__(self, "user", Policy(**self.user))
         for name in ("temperatures", "turns"):
             values = getattr(self, name)
             if not isinstance(values, list) or not values or not all(type(v) in (int, float) for v in values):
@@ -50,7 +51,7 @@ class SynthesisConfig:
         if min(self.max_answer, self.max_user) < 1 or self.max_length < 8:
             raise InputError("synthesis needs max_answer >= 1, max_user >= 1 and max_length >= 8")
         for temperature in self.temperatures:
-            Sampling(temperature, self.top_k, self.top_p)
+            Policy(temperature, self.top_k, self.top_p)
 
 
 def synthesize(
@@ -90,7 +91,7 @@ class _Writer:
     def script(self, row: int, prompt: Prompt | None) -> Script:
         choose = self.chance(row, "choices")
         temperature = choose.choice(self.config.temperatures)
-        sampling = Sampling(temperature, self.config.top_k, self.config.top_p)
+        policy = Policy(temperature, self.config.top_k, self.config.top_p)
         ids: list[int] = []
         spans: list[tuple[int, int]] = []
         finish: list[str] = []
@@ -106,7 +107,7 @@ class _Writer:
                 limit = self.config.max_user if by_user else self.config.max_answer
                 limit = min(limit, self.config.max_length - len(ids) - len(read))
                 ids += read
-                written = yield Segment(read, limit, self.config.user if by_user else sampling, self.target.stop_ids)
+                written = yield Segment(read, limit, self.config.user if by_user else policy, self.target.stop_ids)
                 ended = bool(written) and written[-1] in self.target.stop_ids
                 if not by_user:
                     spans.append((len(ids), len(ids) + len(written)))

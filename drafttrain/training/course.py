@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from drafttrain.data.datamodule import ConversationData, EpochSampler
 from drafttrain.errors import InputError
@@ -118,9 +117,6 @@ class Course:
 
     def epoch(self, position: int) -> float:
         return position / self.batches
-
-    def facts(self) -> dict[str, Any]:
-        return {"batches": self.batches, "accumulate": self.accumulate}
 
 
 class Stream:

@@ -20,8 +20,9 @@ from drafttrain import synthesize as door
 from drafttrain.data.conversations import Journal, Row, read_journals, read_set, rows_of
 from drafttrain.data.prompts import Prompt
 from drafttrain.errors import InputError
+from drafttrain.nn.sampling import Policy
 from drafttrain.target import generation
-from drafttrain.target.generation import Sampling, Segment
+from drafttrain.target.generation import Segment, choose
 from drafttrain.target.model import Target
 from drafttrain.target.synthesis import SynthesisConfig, synthesize
 from tests.helpers import ALTERNATING, CHATML, save_target, tiny_chat_target
@@ -157,8 +158,8 @@ def test_a_row_whose_slot_is_full_keeps_what_it_has(target: Target) -> None:
 
     def script(first: int) -> Iterator[Any]:
         try:
-            seen.append((yield Segment([5] * first, 4, Sampling(), ())))
-            yield Segment([5] * 30, 4, Sampling(), ())
+            seen.append((yield Segment([5] * first, 4, Policy(), ())))
+            yield Segment([5] * 30, 4, Policy(), ())
         except generation.Full:
             seen.append("full")
 
@@ -414,3 +415,13 @@ def test_two_processes_write_the_rows_of_one(folder: Path, whole: Path, tmp_path
         assert sorted(json.loads(line)["row"] for line in lines) == list(range(r, 60, 2))
     assert read_journals(out)[0].keys() == {row.row for row in contents(whole)}
     assert "conversations" in said[0] and "conversations" not in said[1]
+
+
+@pytest.mark.parametrize("policy", [Policy(1.0), Policy(0.7, 5), Policy(1.3, 0, 0.8), Policy(1.0, 6, 0.7)])
+def test_chosen_tokens_follow_the_policys_law(policy):
+    """The shortcut that looks at the likeliest tokens only draws from the same law as `Policy.probs`."""
+    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(2))
+    grid = 20_000
+    chosen = choose(logits.expand(grid, -1), [policy] * grid, [(i + 0.5) / grid for i in range(grid)])
+    share = torch.bincount(torch.tensor(chosen), minlength=12) / grid
+    torch.testing.assert_close(share, policy.probs(logits)[0], atol=2 / grid, rtol=0)
