@@ -29,12 +29,12 @@ from drafttrain.data.conversations import HELD_OUT
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.speculator import Speculator
-from drafttrain.drafter.base import Drafter, count_labels
+from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.vocabulary import coverage, most_frequent
 from drafttrain.errors import InputError
 from drafttrain.packaging.package import save_package
 from drafttrain.processes import await_word, give_word, on_another_machine, rank, world_size
-from drafttrain.reporting.console import clock, console, table
+from drafttrain.reporting.console import clock, console, table, track
 from drafttrain.reporting.figures import acceptance_curve
 from drafttrain.reporting.loggers import close, log_config, log_picture, log_rows
 from drafttrain.reporting.progress import ConsoleProgress
@@ -120,7 +120,7 @@ def read_data(cfg: DictConfig) -> tuple[ConversationData, ConversationData | Non
     held_out = None
     if data.set.indices(HELD_OUT):
         with contextlib.suppress(InputError):  # Rows without a supervised token within max_length.
-            held_out = build(cfg.data, split="held_out", limit_tokens=None, limit_rows=None)
+            held_out = build(cfg.data, split="held_out", limit_tokens=None, limit_rows=None, temperatures=None)
     say(data.summary())
     say("held_out: no rows, so nothing is measured by decoding" if held_out is None else held_out.summary())
     return data, held_out
@@ -242,12 +242,13 @@ def make_drafter(
     """The drafter, with the same weights on every process and in every run of one seed."""
     objects: dict[str, Any] = {"target": target}
     if cfg.draft_vocab:
-        counts = count_labels([data.row(i) for i in range(len(data))], target.vocab_size)
+        # All labels of the split, also where only a part of it is trained on.
+        counts = data.label_counts(target.vocab_size)
         ids = most_frequent(counts, cfg.draft_vocab, always_proposable(target, data))
         objects["draft_ids"] = ids
         said = f"draft vocabulary: {len(ids)} of {target.vocab_size} ids, {coverage(counts, ids):.1%} of training labels"
         if held_out is not None:
-            unseen = count_labels([held_out.row(i) for i in range(len(held_out))], target.vocab_size)
+            unseen = held_out.label_counts(target.vocab_size)
             said += f", {coverage(unseen, ids):.1%} of held-out labels"
         say(said + "; the rest count as misses")
     seed_everything(cfg.seed)
@@ -494,7 +495,13 @@ def use_best(training: Training) -> None:
 def evaluate(training: Training) -> Worth:
     """Measure by decoding, show the table and draw the picture."""
     began = time.monotonic()
-    worth = measure(training.speculator, training.prompts, training.settings.final, seed=training.seed)
+    worth = measure(
+        training.speculator,
+        training.prompts,
+        training.settings.final,
+        seed=training.seed,
+        watch=lambda items, what: track(items, description=what),
+    )
     if not worth.rows:
         say("no held-out prompt to decode: acceptance and speed are not available")
         return worth

@@ -76,3 +76,17 @@ def test_drafting_does_not_change_the_embedded_targets_greedy_text(target, shipp
         torch.tensor([prompts[0]]), attention_mask=torch.ones(1, len(prompts[0])), max_new_tokens=16, do_sample=False
     )
     assert library[0, len(prompts[0]) :].tolist() == plain[0].ids
+
+
+def test_a_packed_target_is_the_same_target(target):
+    other = load.smollm2(dtype="float32", device="cpu", attention="sdpa", pack=not _packed(target))
+    assert _packed(other) != _packed(target) and other.fingerprint == target.fingerprint
+    x = torch.tensor([[1, 2, 3, 500, 600]])
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            other.model(input_ids=x).logits, target.model(input_ids=x).logits, rtol=1e-3, atol=1e-3
+        )
+
+
+def _packed(target) -> bool:
+    return type(target.output).__name__ == "PackedLinear"

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,6 +73,7 @@ class ConversationData:
         max_length: int | None = None,
         limit_tokens: int | None = None,
         limit_rows: int | None = None,
+        temperatures: Sequence[float] | None = None,
     ) -> None:
         """Read a split.
 
@@ -81,6 +83,7 @@ class ConversationData:
             max_length: ids and mask are cut here alike; a row without a supervised token left is dropped.
             limit_tokens: take rows while their supervised tokens add up to at most this; at least one row.
             limit_rows: take at most this many rows.
+            temperatures: take only rows whose answers were sampled at one of these; None takes all.
         Raises: InputError for an unreadable set, or when no row is left (with the counts by reason).
         """
         if split not in SPLITS:
@@ -108,6 +111,9 @@ class ConversationData:
         self._supervised = 0
         chosen = self.set.indices(SPLITS[split])
         for place, index in enumerate(chosen):
+            if temperatures is not None and not np.isclose(self.set.temperature[index], temperatures).any():
+                self.counts["of another temperature"] = self.counts.get("of another temperature", 0) + 1
+                continue
             whole = self.set.length(index)
             length = whole if max_length is None else min(whole, max_length)
             start = int(self.set.offsets[index])
@@ -149,6 +155,14 @@ class ConversationData:
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InputError if an id of the set is beyond a target's vocabulary."""
         check_vocabulary(self.set, vocab_size, self.name)
+
+    def label_counts(self, vocab_size: int) -> Tensor:
+        """(v) int64: how often each id is a label in the whole split, whatever limits this object was given."""
+        counts = torch.zeros(vocab_size, dtype=torch.int64)
+        for index in self.set.indices(SPLITS[self.split]):
+            ids, mask = self.set.row(index)
+            counts += torch.bincount(ids[mask], minlength=vocab_size)
+        return counts
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -9,7 +9,7 @@ Intervals are 95 % bootstrap intervals over prompts.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,12 @@ from drafttrain.tree.topology import Tree
 RESAMPLES = 1000
 Prompts = Sequence[Sequence[int]]
 Interval = tuple[float, float]
+Watch = Callable[[Sequence[int], str], Iterable[int]]
+"""(items, what is done) -> the items, shown to a person as they are worked through."""
+
+
+def unwatched(items: Sequence[int], _what: str) -> Iterable[int]:
+    return items
 
 
 @dataclass(frozen=True)
@@ -110,10 +116,11 @@ def measure_acceptance(
     batch: int = 8,
     seed: int = 0,
     stop_ids: Sequence[int] | None = None,
+    watch: Watch = unwatched,
 ) -> Measurement:
     """Decode prompts in batches and count. Seconds by stage are the batches' own and no base for a speed claim."""
     total, outputs = Tally(), list[Output]()
-    for start in range(0, len(prompts), batch):
+    for start in watch(range(0, len(prompts), batch), "batches decoded"):
         part = prompts[start : start + batch]
         some, tally = decode(
             target,
@@ -140,6 +147,7 @@ def measure_speed(
     seed: int = 0,
     stop_ids: Sequence[int] | None = None,
     warmup: int = 1,
+    watch: Watch = unwatched,
 ) -> list[Measurement]:
     """Decode each prompt alone, plainly and by every plan in turn, the order rotating from prompt to prompt.
 
@@ -173,7 +181,7 @@ def measure_speed(
     for number in range(min(warmup, len(prompts))):
         for job in range(len(jobs)):
             run(job, number, min(max_new_tokens - 1, 8))
-    for number in range(len(prompts)):
+    for number in watch(range(len(prompts)), "prompts timed"):
         for shift in range(len(jobs)):
             job = (number + shift) % len(jobs)
             results[job].append(run(job, number, max_new_tokens))

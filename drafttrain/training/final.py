@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.measure import Watch, unwatched
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.errors import InputError
 from drafttrain.tree.topology import Tree
@@ -50,7 +51,14 @@ class Worth:
         return {"settings": self.settings, "rows": self.rows}
 
 
-def measure(speculator: Speculator, prompts: Sequence[Sequence[int]], config: FinalConfig, *, seed: int = 0) -> Worth:
+def measure(
+    speculator: Speculator,
+    prompts: Sequence[Sequence[int]],
+    config: FinalConfig,
+    *,
+    seed: int = 0,
+    watch: Watch = unwatched,
+) -> Worth:
     """Decode with every tree of the configuration. With no prompts nothing is measured, and nothing is made up."""
     rows: list[dict[str, Any]] = []
     best: tuple[float, Plan] | None = None
@@ -59,7 +67,12 @@ def measure(speculator: Speculator, prompts: Sequence[Sequence[int]], config: Fi
         if tree is None or not accepting:
             continue
         found = speculator.measure_acceptance(
-            accepting, Plan(tree), max_new_tokens=config.max_new_tokens, batch=config.batch, seed=seed
+            accepting,
+            Plan(tree),
+            max_new_tokens=config.max_new_tokens,
+            batch=config.batch,
+            seed=seed,
+            watch=lambda items, what, name=name: watch(items, f"{name}: {what}"),
         )
         row = {"label": name, "measured": "acceptance", **found.row(), "speedup": None, "speedup_interval": None}
         rows.append(row)
@@ -69,7 +82,7 @@ def measure(speculator: Speculator, prompts: Sequence[Sequence[int]], config: Fi
     racing = list(prompts[: config.speed_prompts])
     if named and racing:
         raced = speculator.measure_speed(
-            racing, [plan for _, plan in named], max_new_tokens=config.speed_new_tokens, seed=seed
+            racing, [plan for _, plan in named], max_new_tokens=config.speed_new_tokens, seed=seed, watch=watch
         )
         fastest: tuple[float, Plan] | None = None
         for (name, plan), found in zip(named, raced, strict=True):

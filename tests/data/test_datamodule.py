@@ -73,6 +73,16 @@ def test_limits_take_the_first_rows(folder: Path) -> None:
     assert ConversationData(folder, limit_rows=3).counts == {"behind limit_rows": 2}
 
 
+def test_rows_can_be_chosen_by_temperature(tmp_path: Path) -> None:
+    rows = [Row(i, (1, 2, 3), ((1, 3),), ("stop",), (0.0, 0.7, 1.0)[i % 3]) for i in range(7)]
+    write_set(tmp_path, rows, manifest=ABOUT, held_out=1)
+    data = ConversationData(tmp_path, temperatures=[0.0, 0.7])
+    assert data.indices == [1, 3, 4, 6] and data.counts == {"of another temperature": 2}
+    assert int(data.label_counts(5).sum()) == 12  # all labels of the split, whatever was chosen
+    with pytest.raises(InputError, match="6 of another temperature"):
+        ConversationData(tmp_path, temperatures=[0.5])
+
+
 def test_a_first_token_is_no_label(tmp_path: Path) -> None:
     rows = [Row(i, (1, 2, 3), ((0, 3),), ("stop",)) for i in range(2)] + [Row(2, (1, 2), ((0, 1),), ("stop",))]
     write_set(tmp_path, rows, manifest=ABOUT, held_out=1)
