@@ -31,10 +31,11 @@ from drafttrain.packaging.decoding import fit, tree_of
 from drafttrain.packaging.package import DECODING, check_target, load_drafter, read_config, read_plan
 from drafttrain.reporting.console import table, track
 from drafttrain.reporting.figures import acceptance_curve
+from drafttrain.runs import provenance, run_dir
 from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
-from drafttrain.wiring import build, door, provenance, run_dir
+from drafttrain.wiring import build, door
 
 RESULT, PICTURE = "evaluation.json", "acceptance.png"
 _STAGES = ("prefill", "draft", "verify", "host")

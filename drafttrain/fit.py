@@ -38,6 +38,7 @@ from drafttrain.reporting.console import clock, console, table, track
 from drafttrain.reporting.figures import acceptance_curve
 from drafttrain.reporting.loggers import close, log_config, log_picture, log_rows
 from drafttrain.reporting.progress import ConsoleProgress
+from drafttrain.runs import differences, plain, provenance, run_dir, seed_everything
 from drafttrain.target import fingerprint
 from drafttrain.target.features import OnlineFeatures
 from drafttrain.target.load import resolve_device, resolve_dtype
@@ -49,7 +50,7 @@ from drafttrain.training.final import FinalConfig, Worth, measure
 from drafttrain.training.module import DraftModule
 from drafttrain.training.optim import AdamW
 from drafttrain.tree.topology import Tree
-from drafttrain.wiring import build, differences, door, plain, provenance, run_dir, seed_everything
+from drafttrain.wiring import build, door
 
 STOPPED_BY_SIGNAL = 143
 """Exit code of a run that a signal stopped: it is not done, and can be resumed."""

@@ -25,11 +25,12 @@ from drafttrain.errors import InputError
 from drafttrain.processes import await_word, give_word, on_another_machine, rank, world_size
 from drafttrain.reporting.console import Rate, amount, clock, console, table
 from drafttrain.reporting.preview import show_row
+from drafttrain.runs import differences, provenance
 from drafttrain.target import fingerprint
 from drafttrain.target.load import resolve_device, resolve_dtype, tokenizer_alone
 from drafttrain.target.model import Target
 from drafttrain.target.synthesis import SynthesisConfig, synthesize
-from drafttrain.wiring import build, differences, door, provenance
+from drafttrain.wiring import build, door
 
 HELD_OUT_SHARE = 5
 """At most one row in so many is held out."""

@@ -1,4 +1,4 @@
-"""Compose a configuration, build what it names, seed chance, say where a run came from and where it writes.
+"""Compose a configuration, build what it names, and open the doors.
 
 Hydra is imported here and in the doors, nowhere deeper. The doors use Hydra's compose interface and not `@hydra.main`, so that
 nothing changes the working directory, makes folders or configures logging, and so that a wrong setting gets one clear line:
@@ -8,22 +8,14 @@ what was given, the nearest valid name, the choices.
 from __future__ import annotations
 
 import difflib
-import errno
 import functools
-import importlib.metadata
 import inspect
 import os
-import platform
-import random
 import re
-import shlex
-import subprocess
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -38,29 +30,13 @@ from hydra.errors import HydraException, InstantiationException, MissingConfigEx
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from drafttrain.errors import InputError
-from drafttrain.processes import await_word, give_word, on_another_machine, rank, world_size
+from drafttrain import runs
+from drafttrain.errors import InputError, disk_full, first_line
+from drafttrain.processes import rank, world_size
+from drafttrain.runs import Invocation
 
 CONF_DIR_VARIABLE = "DRAFTTRAIN_CONF_DIR"
 TRACEBACK_VARIABLE = "DRAFTTRAIN_TRACEBACK"
-
-
-@dataclass(frozen=True)
-class Invocation:
-    """What the person asked for: kept for provenance and for the name of the run's folder."""
-
-    door: str
-    overrides: tuple[str, ...] = ()
-    choices: dict[str, Any] = field(default_factory=dict)
-    """{config group: chosen option}"""
-    config: DictConfig = field(default_factory=lambda: OmegaConf.create({}))
-
-    @property
-    def command(self) -> str:
-        return shlex.join(["python", "-m", f"drafttrain.{self.door}", *self.overrides])
-
-
-_current = Invocation(door="python")
 
 
 def conf_dir() -> Path:
@@ -132,7 +108,7 @@ def _compose(
         try:
             OmegaConf.to_container(config, resolve=True)
         except OmegaConfBaseException as error:
-            raise InputError(f"the configuration does not resolve: {_first_line(error)}") from error
+            raise InputError(f"the configuration does not resolve: {first_line(error)}") from error
     return Invocation(door_name, tuple(overrides), choices, config)
 
 
@@ -162,7 +138,7 @@ def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str
         except (OverrideParseException, HydraException) as error:
             key, _, value = word.partition("=")
             raise InputError(
-                f"cannot read {word!r}: {_first_line(error)}. A value with spaces, brackets, commas, quotes or colons needs "
+                f"cannot read {word!r}: {first_line(error)}. A value with spaces, brackets, commas, quotes or colons needs "
                 f"quotes that reach this program: '{key}=\"{value}\"'"
             ) from error
         if override.is_sweep_override():
@@ -187,9 +163,9 @@ def _load(door_name: str, lines: Sequence[str]) -> tuple[DictConfig, dict[str, A
         options = list(error.options or [])
         if options:
             raise InputError(_unknown_choice(f"{group}={name}", group, name, options)) from error
-        raise InputError(_first_line(error)) from error
+        raise InputError(first_line(error)) from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise InputError(_first_line(error)) from error
+        raise InputError(first_line(error)) from error
     choices = OmegaConf.to_container(config.hydra.runtime.choices)
     assert isinstance(choices, dict)
     OmegaConf.set_struct(config, False)
@@ -388,11 +364,6 @@ def _stems(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else type(error).__name__
-
-
 # --- building ----------------------------------------------------------------------------------------------------------
 
 
@@ -418,7 +389,7 @@ def build(node: Any, /, **objects: Any) -> Any:
     except InstantiationException as error:
         raise _unwrap(error) from None
     except OmegaConfBaseException as error:
-        raise InputError(f"{node._get_full_key(None) or 'configuration'}: {_first_line(error)}") from error
+        raise InputError(f"{node._get_full_key(None) or 'configuration'}: {first_line(error)}") from error
     call = functools.partial(make.func, *make.args, **{**make.keywords, **objects})
     return call if wants_partial else call()
 
@@ -443,7 +414,7 @@ def _check_calls(node: DictConfig, extra: tuple[str, ...] = ()) -> None:
     try:
         target = hydra.utils.get_object(node["_target_"])
     except Exception as error:
-        raise InputError(f"{where}._target_={node['_target_']} cannot be imported: {_first_line(error)}") from error
+        raise InputError(f"{where}._target_={node['_target_']} cannot be imported: {first_line(error)}") from error
     try:
         parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
@@ -463,167 +434,6 @@ def _check_calls(node: DictConfig, extra: tuple[str, ...] = ()) -> None:
         raise InputError(f"{where}: {target.__name__} also needs {_join(lacking)}")
 
 
-# --- chance and provenance -----------------------------------------------------------------------------------------------
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and PyTorch (every device). The same on every process, so that all start from the same weights."""
-    import numpy as np
-    import torch
-
-    if not 0 <= seed < 2**32:
-        raise InputError(f"seed={seed}: needs a whole number from 0 to {2**32 - 1}")
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def provenance(config: DictConfig | None = None) -> dict[str, Any]:
-    """Where a result comes from: versions, commit, command line, the whole configuration, the date. Plain JSON types."""
-    versions = {}
-    for package in ("drafttrain", "torch", "transformers", "lightning"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed as a package"
-    if config is None:
-        config = _current.config
-    return {
-        "command": _current.command,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), **versions},
-        "commit": _commit(),
-        "config": plain(config),
-    }
-
-
-def plain(config: DictConfig) -> dict[str, Any]:
-    """A configuration as dicts, lists and scalars with every reference resolved."""
-    container = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
-    assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items()}
-
-
-def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """{dotted key: (before, after)} of two plain configurations; a key that one lacks counts as None."""
-
-    def flat(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in node.items():
-            if isinstance(value, dict) and value:
-                found.update(flat(value, f"{prefix}{key}."))
-            else:
-                found[f"{prefix}{key}"] = value
-        return found
-
-    old, new = flat(before), flat(after)
-    return {k: (old.get(k), new.get(k)) for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)}
-
-
-def _commit() -> str | None:
-    """The checkout's commit, `+` when files differ from it; None outside a checkout."""
-    root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
-    try:
-        head = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
-        dirty = subprocess.run(
-            ["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    if head.returncode:
-        return None
-    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
-
-
-# --- processes and the run's folder --------------------------------------------------------------------------------------
-
-
-def run_dir(config: DictConfig, *, resume: bool | None = None, root: str | os.PathLike[str] = "runs") -> Path:
-    """One folder for the run, the same on every process; made by rank 0.
-
-    `run_dir=<folder>` is taken as given, otherwise the folder is `runs/<door>-<experiment>-<time>`. A folder that holds something
-    is refused unless a resume is asked; then the newest folder of the same door and experiment stands in for a missing `run_dir`.
-
-    Args:
-        config: read for `run_dir` and, when `resume` is None, for `resume`.
-        resume: continue what lies in the folder.
-        root: where folders go that have no name given.
-    Raises: InputError: folder in use, or nothing to resume; on the other processes also when rank 0 refused or stays silent.
-    """
-    given = config.get("run_dir")
-    if resume is None:
-        resume = bool(config.get("resume"))
-    if rank() != 0:
-        if on_another_machine():
-            if not given:
-                raise InputError("processes on several machines cannot agree on a folder alone: give run_dir=<shared folder>")
-            return Path(given).expanduser().absolute()
-        return Path(await_word("the run's folder"))
-    try:
-        folder = _choose_run_dir(given, resume, Path(root))
-    except InputError as error:
-        give_word(str(error), refuse=True)
-        raise
-    give_word(str(folder))
-    return folder
-
-
-def _choose_run_dir(given: str | None, resume: bool, root: Path) -> Path:
-    name = "-".join(filter(None, [_current.door, _file_part(_current.choices.get("experiment"))]))
-    if given:
-        folder = Path(given).expanduser().absolute()
-        if folder.exists() and not folder.is_dir():
-            raise InputError(f"run_dir={given} is a file: give a folder")
-        held = sorted(p.name + "/" * p.is_dir() for p in folder.iterdir()) if folder.exists() else []
-        if held and not resume:
-            listed = _join(held[:6]) + (f" and {len(held) - 6} more" if len(held) > 6 else "")
-            raise InputError(f"run_dir={given} already holds {listed}: give another run_dir, or continue it with resume=last")
-        if resume and not held:
-            raise InputError(f"run_dir={given} holds nothing to resume: give the folder of an earlier run, or leave resume out")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            if _disk_full(error):
-                raise
-            raise InputError(f"run_dir={given} cannot be made: {error.strerror}") from error
-        return folder
-    root = root.absolute()
-    if resume:
-        pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}(-\d+)?")
-        earlier = [p for p in root.glob(f"{name}-*") if p.is_dir() and pattern.fullmatch(p.name) and any(p.iterdir())]
-        if not earlier:
-            raise InputError(f"nothing to resume: no folder {root / name}-*; give run_dir=<folder of the earlier run>")
-        return max(earlier, key=_age)
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    for attempt in range(1, 1000):
-        folder = root / (f"{name}-{stamp}" + (f"-{attempt}" if attempt > 1 else ""))
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            if _disk_full(error):
-                raise
-            raise InputError(f"{folder} cannot be made: {error.strerror}; give run_dir=<folder>") from error
-        return folder
-    raise InputError(f"{root} holds a thousand runs of this second: give run_dir=<folder>")
-
-
-def _age(folder: Path) -> tuple[str, int]:
-    match = re.search(r"-(\d{8}-\d{6})(?:-(\d+))?$", folder.name)
-    assert match is not None
-    return match.group(1), int(match.group(2) or 1)
-
-
-def _file_part(name: Any) -> str:
-    return re.sub(r"[^\w.-]+", "_", str(name)) if name else ""
-
-
 # --- doors -------------------------------------------------------------------------------------------------------------
 
 
@@ -641,9 +451,8 @@ def door(name: str, *, text: Sequence[str] = ("prompt",)) -> Callable[[Callable[
     def decorate(main: Callable[[DictConfig], Any]) -> Callable[..., Any]:
         @functools.wraps(main)
         def command(argv: Sequence[str] | None = None) -> Any:
-            global _current
             words = list(sys.argv[1:] if argv is None else argv)
-            before = _current
+            before = runs.current
             try:
                 options, overrides = _options_of(words)
                 if options["help"]:
@@ -655,7 +464,7 @@ def door(name: str, *, text: Sequence[str] = ("prompt",)) -> Callable[[Callable[
                 if options["cfg"]:
                     print(OmegaConf.to_yaml(invocation.config, resolve=options["resolve"]), end="")
                     return None
-                _current = invocation
+                runs.current = invocation
                 return main(invocation.config)
             except KeyboardInterrupt:
                 _complain(name, "interrupted")
@@ -664,7 +473,7 @@ def door(name: str, *, text: Sequence[str] = ("prompt",)) -> Callable[[Callable[
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 raise SystemExit(1) from None
             except Exception as error:
-                message = str(error) if isinstance(error, InputError) else _disk_full(error)
+                message = str(error) if isinstance(error, InputError) else disk_full(error)
                 if not message:
                     raise
                 if os.environ.get(TRACEBACK_VARIABLE, "0") != "0" or os.environ.get("HYDRA_FULL_ERROR", "0") != "0":
@@ -672,7 +481,7 @@ def door(name: str, *, text: Sequence[str] = ("prompt",)) -> Callable[[Callable[
                 _complain(name, message)
                 raise SystemExit(2) from None
             finally:
-                _current = before
+                runs.current = before
 
         return command
 
@@ -739,16 +548,3 @@ def _help(
             lines += textwrap.wrap(meaning, 118, initial_indent=indent, subsequent_indent=indent)
         lines.append(f"  {line}")
     return "\n".join(lines)
-
-
-def _disk_full(error: BaseException) -> str:
-    """A message if the error, or one behind it, says that the disk is full; else nothing."""
-    seen: BaseException | None = error
-    while seen is not None:
-        full = isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT)
-        said = str(seen)
-        if full or "No space left on device" in said or "PytorchStreamWriter failed writing" in said:
-            where = f" while writing {seen.filename}" if isinstance(seen, OSError) and seen.filename else f" ({_first_line(seen)})"
-            return f"the disk is full{where}: free some space, or write elsewhere (run_dir=, cache folders)"
-        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
-    return ""

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from drafttrain import wiring
+from drafttrain import runs, wiring
 from drafttrain.errors import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -320,11 +320,11 @@ def test_help_of_every_door(name: str) -> None:
 
 
 def test_provenance_is_json_and_complete(conf: Path) -> None:
-    told = open_door(lambda cfg: wiring.provenance(), "seed=3", "prompt=a b")
+    told = open_door(lambda cfg: runs.provenance(), "seed=3", "prompt=a b")
     assert json.loads(json.dumps(told)) == told
     assert told["config"]["seed"] == 3 and told["versions"]["torch"]
     assert told["command"] == "python -m drafttrain.fit seed=3 'prompt=a b'"
-    assert wiring.differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2}) == {"a.b": (1, 3)}
+    assert runs.differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2}) == {"a.b": (1, 3)}
 
 
 def test_seed_sets_every_source() -> None:
@@ -336,32 +336,32 @@ def test_seed_sets_every_source() -> None:
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
-    wiring.seed_everything(3)
+    runs.seed_everything(3)
     first = draw()
-    wiring.seed_everything(3)
+    runs.seed_everything(3)
     assert draw() == first
     with pytest.raises(InputError, match="seed=-1"):
-        wiring.seed_everything(-1)
+        runs.seed_everything(-1)
 
 
 def test_run_dir_is_named_and_used_folders_are_refused(conf: Path, tmp_path: Path) -> None:
-    folder = open_door(wiring.run_dir, "experiment=quickstart")
+    folder = open_door(runs.run_dir, "experiment=quickstart")
     assert folder.parent == tmp_path / "runs" and folder.name.startswith("fit-quickstart-") and folder.is_dir()
-    assert open_door(wiring.run_dir, "experiment=quickstart") != folder
+    assert open_door(runs.run_dir, "experiment=quickstart") != folder
 
     used = tmp_path / "used"
     used.mkdir()
-    assert open_door(lambda cfg: wiring.run_dir(cfg), "run_dir=used") == used
+    assert open_door(lambda cfg: runs.run_dir(cfg), "run_dir=used") == used
     (used / "config.yaml").touch()
     (used / "checkpoints").mkdir()
 
     def refused(*words: str) -> str:
         with pytest.raises(InputError) as caught:
-            wiring.run_dir(wiring.compose("fit", words))
+            runs.run_dir(wiring.compose("fit", words))
         return str(caught.value)
 
     assert "already holds checkpoints/, config.yaml" in refused("run_dir=used")
-    assert wiring.run_dir(wiring.compose("fit", ["run_dir=used", "resume=last"])) == used
+    assert runs.run_dir(wiring.compose("fit", ["run_dir=used", "resume=last"])) == used
     assert "nothing to resume" in refused("run_dir=new", "resume=last")
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").touch()
@@ -371,23 +371,23 @@ def test_run_dir_is_named_and_used_folders_are_refused(conf: Path, tmp_path: Pat
 def test_resume_without_a_folder_takes_the_newest(conf: Path, tmp_path: Path) -> None:
     words = ["experiment=quickstart", "resume=last"]
     with pytest.raises(SystemExit):
-        open_door(wiring.run_dir, *words)
+        open_door(runs.run_dir, *words)
     for name in ("fit-quickstart-20250101-000000", "fit-quickstart-20250102-000000-2", "fit-quickstart-20250102-000000-10"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "config.yaml").touch()
     (tmp_path / "runs" / "fit-quickstart-20260101-000000").mkdir()  # empty
     (tmp_path / "runs" / "fit-quickstart-large-20260101-000000").mkdir()
     (tmp_path / "runs" / "fit-quickstart-large-20260101-000000" / "config.yaml").touch()
-    assert open_door(wiring.run_dir, *words).name == "fit-quickstart-20250102-000000-10"
+    assert open_door(runs.run_dir, *words).name == "fit-quickstart-20250102-000000-10"
 
 
 RANKS = """
 import sys, time
-from drafttrain import wiring
+from drafttrain import runs, wiring
 
 @wiring.door("fit")
 def main(cfg):
-    print(wiring.run_dir(cfg), flush=True)
+    print(runs.run_dir(cfg), flush=True)
     time.sleep(float(cfg.seed))
 
 main()
@@ -440,11 +440,11 @@ def test_processes_that_rank_0_starts_itself_agree(conf: Path) -> None:
     """As Lightning's own launcher does it: rank 0 runs first and starts the same command with LOCAL_RANK set."""
     parent = """
 import os, subprocess, sys
-from drafttrain import wiring
+from drafttrain import runs, wiring
 
 @wiring.door("fit")
 def main(cfg):
-    print(wiring.run_dir(cfg), flush=True)
+    print(runs.run_dir(cfg), flush=True)
     if "LOCAL_RANK" not in os.environ:
         env = {**os.environ, "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
         subprocess.run([sys.executable, *sys.argv], env=env, check=True, timeout=60)

@@ -1,0 +1,194 @@
+"""Where a run came from and where it writes: chance, provenance, one folder for all processes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import random
+import re
+import shlex
+import subprocess
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from drafttrain.errors import InputError, disk_full
+from drafttrain.processes import await_word, give_word, on_another_machine, rank
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """What the person asked for: kept for provenance and for the name of the run's folder."""
+
+    door: str
+    overrides: tuple[str, ...] = ()
+    choices: dict[str, Any] = field(default_factory=dict)
+    """{config group: chosen option}"""
+    config: DictConfig = field(default_factory=lambda: OmegaConf.create({}))
+
+    @property
+    def command(self) -> str:
+        return shlex.join(["python", "-m", f"drafttrain.{self.door}", *self.overrides])
+
+
+current = Invocation(door="python")
+"""Of the door that is open; set by `wiring.door`."""
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and PyTorch (every device). The same on every process, so that all start from the same weights."""
+    import numpy as np
+    import torch
+
+    if not 0 <= seed < 2**32:
+        raise InputError(f"seed={seed}: needs a whole number from 0 to {2**32 - 1}")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def provenance(config: DictConfig | None = None) -> dict[str, Any]:
+    """Where a result comes from: versions, commit, command line, the whole configuration, the date. Plain JSON types."""
+    versions = {}
+    for package in ("drafttrain", "torch", "transformers", "lightning"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed as a package"
+    if config is None:
+        config = current.config
+    return {
+        "command": current.command,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version(), **versions},
+        "commit": _commit(),
+        "config": plain(config),
+    }
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """A configuration as dicts, lists and scalars with every reference resolved."""
+    container = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{dotted key: (before, after)} of two plain configurations; a key that one lacks counts as None."""
+
+    def flat(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in node.items():
+            if isinstance(value, dict) and value:
+                found.update(flat(value, f"{prefix}{key}."))
+            else:
+                found[f"{prefix}{key}"] = value
+        return found
+
+    old, new = flat(before), flat(after)
+    return {k: (old.get(k), new.get(k)) for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)}
+
+
+def _commit() -> str | None:
+    """The checkout's commit, `+` when files differ from it; None outside a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        head = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+        dirty = subprocess.run(
+            ["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    if head.returncode:
+        return None
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+
+
+def run_dir(config: DictConfig, *, resume: bool | None = None, root: str | os.PathLike[str] = "runs") -> Path:
+    """One folder for the run, the same on every process; made by rank 0.
+
+    `run_dir=<folder>` is taken as given, otherwise the folder is `runs/<door>-<experiment>-<time>`. A folder that holds something
+    is refused unless a resume is asked; then the newest folder of the same door and experiment stands in for a missing `run_dir`.
+
+    Args:
+        config: read for `run_dir` and, when `resume` is None, for `resume`.
+        resume: continue what lies in the folder.
+        root: where folders go that have no name given.
+    Raises: InputError: folder in use, or nothing to resume; on the other processes also when rank 0 refused or stays silent.
+    """
+    given = config.get("run_dir")
+    if resume is None:
+        resume = bool(config.get("resume"))
+    if rank() != 0:
+        if on_another_machine():
+            if not given:
+                raise InputError("processes on several machines cannot agree on a folder alone: give run_dir=<shared folder>")
+            return Path(given).expanduser().absolute()
+        return Path(await_word("the run's folder"))
+    try:
+        folder = _choose_run_dir(given, resume, Path(root))
+    except InputError as error:
+        give_word(str(error), refuse=True)
+        raise
+    give_word(str(folder))
+    return folder
+
+
+def _choose_run_dir(given: str | None, resume: bool, root: Path) -> Path:
+    name = "-".join(filter(None, [current.door, _file_part(current.choices.get("experiment"))]))
+    if given:
+        folder = Path(given).expanduser().absolute()
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"run_dir={given} is a file: give a folder")
+        held = sorted(p.name + "/" * p.is_dir() for p in folder.iterdir()) if folder.exists() else []
+        if held and not resume:
+            listed = ", ".join(held[:6]) + (f" and {len(held) - 6} more" if len(held) > 6 else "")
+            raise InputError(f"run_dir={given} already holds {listed}: give another run_dir, or continue it with resume=last")
+        if resume and not held:
+            raise InputError(f"run_dir={given} holds nothing to resume: give the folder of an earlier run, or leave resume out")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if disk_full(error):
+                raise
+            raise InputError(f"run_dir={given} cannot be made: {error.strerror}") from error
+        return folder
+    root = root.absolute()
+    if resume:
+        pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}(-\d+)?")
+        earlier = [p for p in root.glob(f"{name}-*") if p.is_dir() and pattern.fullmatch(p.name) and any(p.iterdir())]
+        if not earlier:
+            raise InputError(f"nothing to resume: no folder {root / name}-*; give run_dir=<folder of the earlier run>")
+        return max(earlier, key=_age)
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1, 1000):
+        folder = root / (f"{name}-{stamp}" + (f"-{attempt}" if attempt > 1 else ""))
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            if disk_full(error):
+                raise
+            raise InputError(f"{folder} cannot be made: {error.strerror}; give run_dir=<folder>") from error
+        return folder
+    raise InputError(f"{root} holds a thousand runs of this second: give run_dir=<folder>")
+
+
+def _age(folder: Path) -> tuple[str, int]:
+    match = re.search(r"-(\d{8}-\d{6})(?:-(\d+))?$", folder.name)
+    assert match is not None
+    return match.group(1), int(match.group(2) or 1)
+
+
+def _file_part(name: Any) -> str:
+    return re.sub(r"[^\w.-]+", "_", str(name)) if name else ""
