@@ -19,12 +19,9 @@ def __getattr__(name: str) -> Any:
 
         return load
     if name == "__version__":
-        import importlib.metadata
+        from drafttrain.version import version
 
-        try:
-            return importlib.metadata.version("drafttrain")
-        except importlib.metadata.PackageNotFoundError:
-            return "0+checkout"
+        return version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -26,7 +26,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from drafttrain import __version__
 from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
@@ -36,6 +35,7 @@ from drafttrain.packaging.checking import check_keys, some
 from drafttrain.packaging.decoding import draft_vocabulary, fit, read_plan, write_plan
 from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
+from drafttrain.version import version
 
 FORMAT = 1
 CONFIG, TENSORS, DECODING, METRICS, CARD = (
@@ -105,7 +105,7 @@ def save_package(
         trained_length = provenance.get("trained_length")
     config: dict[str, Any] = {
         "format": FORMAT,
-        "made_with": f"drafttrain {__version__}",
+        "made_with": f"drafttrain {version()}",
         "drafter": {"_target_": f"{type(drafter).__module__}.{type(drafter).__qualname__}", **_settings_of(drafter)},
         "needs": _needs_of(drafter),
         "shape": {
