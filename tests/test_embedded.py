@@ -44,24 +44,20 @@ def test_the_shipped_set_is_small_and_the_targets_own(target, shipped):
     assert 0 < int(mask.sum()) < len(ids)
 
 
-def test_a_greedy_answer_of_the_set_is_what_the_target_writes(target, shipped):
-    """Ids were stored as generated: reading the prompt again gives the same first tokens, or a near-tie of logits."""
-    checked = 0
-    for index in shipped.indices(0):
+def test_greedy_answers_of_the_set_are_what_the_target_writes(target, shipped):
+    """Ids were stored as generated: the target's argmax at every place of a greedy answer, or a near-tie of it."""
+    greedy = [index for index in shipped.indices(0) if shipped.temperature[index] == 0][:4]
+    assert len(greedy) == 4
+    for index in greedy:
         ids, mask = shipped.row(index)
         start = int(mask.long().argmax())
         with torch.inference_mode():
             logits = target.model(input_ids=ids[None, : start + 24], use_cache=False).logits[0, start - 1 : -1]
-        labels = ids[start : start + 24]
-        if not bool((logits.argmax(-1)[:8] == labels[:8]).all()):
-            continue  # written at a higher temperature
-        checked += 1
-        # Beside near-ties, which differently shaped products may turn, every id is the argmax.
-        gap = logits.amax(-1) - logits.gather(1, labels[:, None])[:, 0]
-        assert float(gap.median()) == 0.0
-        if checked == 5:
-            break
-    assert checked == 5
+        labels = ids[start : start + len(logits)]
+        own = mask[start : start + len(logits)]
+        gap = (logits.amax(-1) - logits.gather(1, labels[:, None])[:, 0])[own]
+        # Differently shaped products round differently, so only a near-tie may fall the other way.
+        assert float(gap.max()) < 1e-2 and float(gap.median()) == 0.0
 
 
 def test_drafting_does_not_change_the_embedded_targets_greedy_text(target, shipped):
