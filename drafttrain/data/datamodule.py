@@ -18,6 +18,7 @@ from drafttrain.errors import InputError
 from drafttrain.flow import Batch
 
 SPLITS = {"train": TRAIN, "held_out": HELD_OUT}
+LABELS = ("answers", "all")
 BUILTIN = "builtin:"
 _BUCKET = 1.125
 """Rows whose lengths differ by less than this factor are mixed freely; it bounds padding at about a tenth."""
@@ -74,6 +75,7 @@ class ConversationData:
         limit_tokens: int | None = None,
         limit_rows: int | None = None,
         temperatures: Sequence[float] | None = None,
+        labels: str = "answers",
     ) -> None:
         """Read a split.
 
@@ -84,10 +86,14 @@ class ConversationData:
             limit_tokens: take rows while their supervised tokens add up to at most this; at least one row.
             limit_rows: take at most this many rows.
             temperatures: take only rows whose answers were sampled at one of these; None takes all.
+            labels: "answers" supervises what the target answered; "all" every token but a row's first. The target's law is
+                known at each of them, and where it wrote the user turns too, they are its own text.
         Raises: InputError for an unreadable set, or when no row is left (with the counts by reason).
         """
         if split not in SPLITS:
             raise InputError(f"split={split}: give one of {', '.join(SPLITS)}")
+        if labels not in LABELS:
+            raise InputError(f"labels={labels}: give one of {', '.join(LABELS)}")
         for name, value, least in (
             ("max_length", max_length, 2),
             ("limit_tokens", limit_tokens, 1),
@@ -97,7 +103,7 @@ class ConversationData:
                 raise InputError(f"{name}={value}: needs at least {least}, or null for no limit")
         self.name = str(path) if not isinstance(path, ConversationSet) else "the set"
         self.set = path if isinstance(path, ConversationSet) else read_set(set_folder(path))
-        self.split, self.max_length = split, max_length
+        self.split, self.max_length, self.labels = split, max_length, labels
         self.indices: list[int] = []
         """Number in the set of each row kept."""
         self.lengths: list[int] = []
@@ -117,20 +123,21 @@ class ConversationData:
             whole = self.set.length(index)
             length = whole if max_length is None else min(whole, max_length)
             start = int(self.set.offsets[index])
-            labels = int(self.set.mask[start + 1 : start + length].sum())
-            if not labels:
+            answered = int(self.set.mask[start + 1 : start + length].sum())
+            count = length - 1 if answered and labels == "all" else answered
+            if not count:
                 why = "no supervised token" + (f" in the first {max_length} tokens" if length < whole else "")
                 self.counts[why] = self.counts.get(why, 0) + 1
                 continue
-            over = limit_tokens is not None and self.indices and self.supervised + labels > limit_tokens
+            over = limit_tokens is not None and self.indices and self.supervised + count > limit_tokens
             if over or (limit_rows is not None and len(self.indices) == limit_rows):
                 why = f"behind limit_{'tokens' if over else 'rows'}"
                 self.counts[why] = len(chosen) - place
                 break
             self.indices.append(index)
             self.lengths.append(length)
-            self.supervised_per_row.append(labels)
-            self._supervised += labels
+            self.supervised_per_row.append(count)
+            self._supervised += count
             self.cut += length < whole
         if not self.indices:
             raise InputError(
@@ -157,7 +164,7 @@ class ConversationData:
         check_vocabulary(self.set, vocab_size, self.name)
 
     def label_counts(self, vocab_size: int) -> Tensor:
-        """(v) int64: how often each id is a label in the whole split, whatever limits this object was given."""
+        """(v) int64: how often each id is in an answer of the whole split, whatever limits this object was given."""
         counts = torch.zeros(vocab_size, dtype=torch.int64)
         for index in self.set.indices(SPLITS[self.split]):
             ids, mask = self.set.row(index)
@@ -171,6 +178,8 @@ class ConversationData:
         """ids (s) int64 and loss mask (s) bool of the i-th row kept."""
         ids, mask = self.set.row(self.indices[i])
         ids, mask = ids[: self.lengths[i]], mask[: self.lengths[i]]
+        if self.labels == "all":
+            mask = torch.ones_like(mask)
         mask[0] = False
         return ids, mask
 

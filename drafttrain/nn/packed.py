@@ -8,7 +8,7 @@ The same numbers come out, up to the order of summation. `scripts/bench/decode.p
 from __future__ import annotations
 
 import os
-import time
+import platform
 from typing import cast
 
 import torch
@@ -55,8 +55,10 @@ def pack(module: nn.Module) -> int:
 def wanted(setting: str | bool, size: int) -> bool:
     """Should layers of this many bytes be packed here?
 
+    The answer depends on the machine alone, not on how busy it is, so that a resumed run computes what it computed before.
+
     Args:
-        setting: true, false, or auto: if it is faster here and the copies take at most a quarter of the free memory.
+        setting: true, false, or auto: on an x86 processor whose memory is at least four times what the copies take.
     Raises: InputError for another setting, or if packing is asked for and cannot be had.
     """
     if setting not in (True, False, "auto"):
@@ -64,31 +66,13 @@ def wanted(setting: str | bool, size: int) -> bool:
     there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     if setting is True and not there:
         raise InputError("pack=true needs a PyTorch built with oneDNN: give pack=auto or pack=false")
-    if setting is False or not there:
-        return False
-    return setting is True or (size * 4 <= _free_memory() and _faster())
+    if setting != "auto" or not there:
+        return setting is True
+    return platform.machine().lower() in ("x86_64", "amd64") and size * 4 <= _memory()
 
 
-def _free_memory() -> int:
+def _memory() -> int:
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
         return 0
-
-
-def _faster() -> bool:
-    """Time a few products of verification size both ways, on weights too many to stay in a cache."""
-    plain = [nn.Linear(576, 1536, bias=False) for _ in range(24)]
-    packed = [PackedLinear(layer.weight.detach()) for layer in plain]
-    x = torch.randn(6, 576)
-    seconds = []
-    with torch.inference_mode():
-        for layers in (plain, packed):
-            best = float("inf")
-            for _ in range(4):
-                start = time.perf_counter()
-                for layer in layers:
-                    layer(x)
-                best = min(best, time.perf_counter() - start)
-            seconds.append(best)
-    return seconds[1] < 0.95 * seconds[0]

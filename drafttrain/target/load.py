@@ -151,6 +151,9 @@ def hf(
     where, config = _read_config(path, **common)
     where_to = resolve_device(device)
     kind = resolve_dtype(dtype, where_to, work)
+    if where_to.type == "cpu" and not torch.accelerator.is_available():
+        # Its kernels take grouped queries beside a mask; `transformers` would copy keys and values for every query head.
+        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             where,

@@ -83,6 +83,18 @@ def test_rows_can_be_chosen_by_temperature(tmp_path: Path) -> None:
         ConversationData(tmp_path, temperatures=[0.5])
 
 
+def test_all_tokens_but_the_first_can_be_labels(folder: Path) -> None:
+    answers, data = ConversationData(folder, max_length=40), ConversationData(folder, max_length=40, labels="all")
+    assert data.indices == answers.indices and data.counts == answers.counts
+    assert data.supervised == data.tokens - len(data) == sum(data.supervised_per_row)
+    batch = data.batch([1, 3])
+    assert batch.loss_mask.tolist() == [[False] + [True] * 9, [False] + [True] * 4 + [False] * 5]
+    assert not data.batch([~1]).loss_mask.any()
+    assert torch.equal(data.label_counts(100), answers.label_counts(100))
+    with pytest.raises(InputError, match="labels=questions: give one of answers, all"):
+        ConversationData(folder, labels="questions")
+
+
 def test_a_first_token_is_no_label(tmp_path: Path) -> None:
     rows = [Row(i, (1, 2, 3), ((0, 3),), ("stop",)) for i in range(2)] + [Row(2, (1, 2), ((0, 1),), ("stop",))]
     write_set(tmp_path, rows, manifest=ABOUT, held_out=1)

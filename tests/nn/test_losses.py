@@ -28,6 +28,26 @@ def test_chunks_do_not_change_value_or_gradient(name, chunk):
     assert torch.equal(choices, (hidden @ weight.T).argmax(-1))
 
 
+def test_nothing_is_differentiated_where_nothing_is_learned():
+    weight = torch.randn(13, 5, generator=torch.Generator().manual_seed(0))
+    hidden, teacher = torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(1))
+    asked = []
+
+    def head(h):
+        asked.append(torch.is_grad_enabled())
+        return h @ weight.T
+
+    live = hidden.clone().requires_grad_()
+    total, choices = losses.over_vocabulary(live, teacher, head, losses.soft_cross_entropy, chunk=4)
+    assert any(asked)
+    asked.clear()
+    with torch.no_grad():
+        quiet, same = losses.over_vocabulary(live, teacher, head, losses.soft_cross_entropy, chunk=4)
+    assert len(asked) == 4 and not any(asked) and not quiet.requires_grad
+    torch.testing.assert_close(quiet, total.detach())
+    assert torch.equal(choices, same)
+
+
 def test_divergences_by_hand():
     p, q = torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([[0.2, 0.2, 0.6]])
     logits = q.log(), p.log()
