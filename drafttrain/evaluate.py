@@ -35,7 +35,8 @@ from drafttrain.runs import provenance, run_dir
 from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
-from drafttrain.wiring import build, door
+from drafttrain.wiring.building import build
+from drafttrain.wiring.doors import door
 
 RESULT, PICTURE = "evaluation.json", "acceptance.png"
 _STAGES = ("prefill", "draft", "verify", "host")

@@ -50,7 +50,8 @@ from drafttrain.training.final import FinalConfig, Worth, measure
 from drafttrain.training.module import DraftModule
 from drafttrain.training.optim import AdamW
 from drafttrain.tree.topology import Tree
-from drafttrain.wiring import build, door
+from drafttrain.wiring.building import build
+from drafttrain.wiring.doors import door
 
 STOPPED_BY_SIGNAL = 143
 """Exit code of a run that a signal stopped: it is not done, and can be resumed."""

@@ -29,7 +29,8 @@ from drafttrain.packaging.package import DECODING, check_target, load_drafter, r
 from drafttrain.target.load import tokenizer_alone
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
-from drafttrain.wiring import build, door
+from drafttrain.wiring.building import build
+from drafttrain.wiring.doors import door
 
 MARKS = ("auto", "colour", "brackets", "none")
 STYLE = "green underline"

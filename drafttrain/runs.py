@@ -36,7 +36,7 @@ class Invocation:
 
 
 current = Invocation(door="python")
-"""Of the door that is open; set by `wiring.door`."""
+"""Of the door that is open; set by `wiring.doors.door`."""
 
 
 def seed_everything(seed: int) -> None:

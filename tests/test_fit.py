@@ -25,7 +25,7 @@ from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import read_checkpoint
 from drafttrain.tree.topology import Tree
-from drafttrain.wiring import conf_dir
+from drafttrain.wiring.conf import conf_dir
 from tests.training.parts import same, write_tiny_set
 
 EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
