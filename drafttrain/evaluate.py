@@ -27,8 +27,9 @@ from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Tally
 from drafttrain.nn.sampling import Policy
-from drafttrain.packaging.decoding import fit, tree_of
-from drafttrain.packaging.package import DECODING, check_target, load_drafter, read_config, read_plan
+from drafttrain.packaging.decoding import fit, read_plan, tree_of
+from drafttrain.packaging.manifest import DECODING, check_target, read_config
+from drafttrain.packaging.reading import load_drafter
 from drafttrain.reporting.console import table, track
 from drafttrain.reporting.figures import acceptance_curve
 from drafttrain.runs import provenance, run_dir

@@ -32,7 +32,7 @@ from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.vocabulary import coverage, most_frequent
 from drafttrain.errors import InputError
-from drafttrain.packaging.package import save_package
+from drafttrain.packaging.writing import save_package
 from drafttrain.processes import await_word, give_word, on_another_machine, rank, world_size
 from drafttrain.reporting.console import clock, console, table, track
 from drafttrain.reporting.figures import acceptance_curve
