@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -162,7 +163,7 @@ def test_data_that_cannot_be_learned_from(target: Target, tmp_path: Path, capsys
 def test_a_full_disk(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 1000})
     with monkeypatch.context() as patch:
-        patch.setattr(fit.shutil, "disk_usage", lambda path: usage)
+        patch.setattr(shutil, "disk_usage", lambda path: usage)
         assert "MB free, checkpoints and package need" in refusal(capsys, words(folder, tmp_path / "run", *UNMEASURED))
     assert not (tmp_path / "run").exists()
 
