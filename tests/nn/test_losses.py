@@ -1,5 +1,7 @@
 """Chunked losses against the direct computation."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -26,6 +28,32 @@ def test_chunks_do_not_change_value_or_gradient(name, chunk):
     torch.testing.assert_close(total, direct)
     torch.testing.assert_close(other.grad, one.grad)
     assert torch.equal(choices, (hidden @ weight.T).argmax(-1))
+
+
+@pytest.mark.parametrize("name", sorted(losses.DIVERGENCES))
+@pytest.mark.parametrize("quiet", ["no_grad", "inference_mode", "detached"])
+def test_without_gradients_the_same_numbers_and_no_gradient_work(name, quiet, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    weight, teacher, hidden = (torch.randn(n, 5, generator=generator) for n in (13, 7, 7))
+    divergence = losses.divergence(name)
+    learning = hidden.clone().requires_grad_()
+    total, choices = losses.over_vocabulary(learning, teacher, lambda h: h @ weight.T, divergence, chunk=3)
+    assert total.requires_grad
+
+    def head(part):
+        logits = part @ weight.T
+        assert not part.requires_grad and not logits.requires_grad
+        return logits
+
+    def refused(*_, **__):
+        raise AssertionError("a gradient was computed")
+
+    monkeypatch.setattr(torch.autograd, "grad", refused)
+    modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "detached": contextlib.nullcontext}
+    with modes[quiet]():
+        given = hidden if quiet == "detached" else learning
+        calm, picked = losses.over_vocabulary(given, teacher, head, divergence, chunk=3)
+    assert torch.equal(calm, total.detach()) and torch.equal(picked, choices) and not calm.requires_grad
 
 
 def test_divergences_by_hand():
