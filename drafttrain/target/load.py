@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -305,9 +305,6 @@ def tiny(
             model.get_output_embeddings().weight.mul_(sharpness / (1 if not config.tie_word_embeddings else sharpness))
     where_to = resolve_device(device)
     return Target(model.to(resolve_dtype(dtype, where_to, work)).to(where_to), None, f"tiny-{family}")
-
-
-BUILDERS: dict[str, Callable[..., Target]] = {"smollm2": smollm2, "hf": hf, "tiny": tiny}
 
 
 def tokenizer_alone(settings: Mapping[str, Any]) -> Any | None:
