@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from drafttrain.packaging.package import load
+    from drafttrain.packaging.reading import load
 
     __version__: str
 
@@ -15,7 +15,7 @@ __all__ = ["__version__", "load"]
 def __getattr__(name: str) -> Any:
     """Looked up at first use, so that `import drafttrain` alone loads neither torch nor transformers."""
     if name == "load":
-        from drafttrain.packaging.package import load
+        from drafttrain.packaging.reading import load
 
         return load
     if name == "__version__":

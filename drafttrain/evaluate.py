@@ -27,15 +27,17 @@ from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Tally
 from drafttrain.nn.sampling import Policy
-from drafttrain.packaging.decoding import fit, tree_of
-from drafttrain.packaging.package import DECODING, check_target, load_drafter, read_config, read_plan
+from drafttrain.packaging.decoding import fit, read_plan, tree_of
+from drafttrain.packaging.manifest import DECODING, check_target, read_config
+from drafttrain.packaging.reading import load_drafter
 from drafttrain.reporting.console import table, track
 from drafttrain.reporting.figures import acceptance_curve
 from drafttrain.runs import provenance, run_dir
 from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
-from drafttrain.wiring import build, door
+from drafttrain.wiring.building import build
+from drafttrain.wiring.doors import door
 
 RESULT, PICTURE = "evaluation.json", "acceptance.png"
 _STAGES = ("prefill", "draft", "verify", "host")

@@ -7,50 +7,39 @@ on with resume=last and ends with the same weights as if nothing had happened. S
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import functools
 import inspect
-import logging
-import os
-import shutil
 import time
-import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import hydra.utils
-import numpy as np
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import Logger
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from drafttrain.data.conversations import HELD_OUT
 from drafttrain.data.datamodule import ConversationData
-from drafttrain.decoding.loop import Plan
-from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
-from drafttrain.drafter.vocabulary import coverage, most_frequent
+from drafttrain.drafter.vocabulary import always_proposable, coverage, most_frequent
 from drafttrain.errors import InputError
-from drafttrain.packaging.package import save_package
-from drafttrain.processes import await_word, give_word, on_another_machine, rank, world_size
+from drafttrain.packaging.writing import save_package
+from drafttrain.processes import rank
 from drafttrain.reporting.console import clock, console, table, track
 from drafttrain.reporting.figures import acceptance_curve
 from drafttrain.reporting.loggers import close, log_config, log_picture, log_rows
 from drafttrain.reporting.progress import ConsoleProgress
-from drafttrain.runs import differences, plain, provenance, run_dir, seed_everything
+from drafttrain.runs import plain, provenance, seed_everything
 from drafttrain.target import fingerprint
-from drafttrain.target.features import OnlineFeatures
-from drafttrain.target.load import resolve_device, resolve_dtype
 from drafttrain.target.model import Target
-from drafttrain.training.checkpoint import BEST, LAST, CheckpointConfig, Keeper, read_checkpoint
-from drafttrain.training.course import Course, Stream, TrainerConfig
-from drafttrain.training.decode_callback import DecodeCallback, EvalConfig
-from drafttrain.training.final import FinalConfig, Worth, measure
-from drafttrain.training.module import DraftModule
-from drafttrain.training.optim import AdamW
-from drafttrain.tree.topology import Tree
-from drafttrain.wiring import build, door
+from drafttrain.training.checkpoint import BEST, LAST, read_checkpoint
+from drafttrain.training.course import Course, TrainerConfig
+from drafttrain.training.final import Worth, measure
+from drafttrain.training.prepare import Settings, Training, prepare
+from drafttrain.training.run import Run, open_run
+from drafttrain.training.trainer import quiet_lightning, trainer_of
+from drafttrain.wiring.building import build
+from drafttrain.wiring.doors import door
 
 STOPPED_BY_SIGNAL = 143
 """Exit code of a run that a signal stopped: it is not done, and can be resumed."""
@@ -60,10 +49,12 @@ STOPPED_BY_SIGNAL = 143
 def main(cfg: DictConfig) -> None:
     settings = read_settings(cfg)
     data, held_out = read_data(cfg)
-    with open_run(cfg) as run:
+    with open_run(cfg, say) as run, logged(cfg, run):
         target = load_target(cfg, data, held_out)
         drafter = make_drafter(cfg, target, data, held_out)
-        training = prepare(cfg, settings, run, target, drafter, data, held_out)
+        source = functools.partial(build, cfg.features)
+        training = prepare(plain(cfg), settings, run, target, drafter, data, held_out, make_source=source, say=say)
+        say(outline(training.module.course, settings, data))
         train(training)
         if training.module.stopped == "signal":
             say(f"stopped by a signal after update {training.module.updates}: continue with resume=last run_dir={run.folder}")
@@ -76,18 +67,6 @@ def main(cfg: DictConfig) -> None:
 
 
 # --- before long work starts -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The parts of the configuration that check themselves."""
-
-    trainer: TrainerConfig
-    optim: AdamW
-    eval: EvalConfig
-    checkpoint: CheckpointConfig
-    final: FinalConfig
-    tree: Tree
 
 
 def read_settings(cfg: DictConfig) -> Settings:
@@ -127,90 +106,15 @@ def read_data(cfg: DictConfig) -> tuple[ConversationData, ConversationData | Non
     return data, held_out
 
 
-@dataclass
-class Run:
-    """The run's folder and what is resumed from it."""
-
-    folder: Path
-    resumed: dict[str, Any] | None
-    loggers: list[Logger]
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
-
-    @property
-    def scratch(self) -> Path:
-        return self.folder / "scratch"
-
-
 @contextlib.contextmanager
-def open_run(cfg: DictConfig) -> Any:
-    """Choose the folder, read what is resumed, and settle what all processes must have in common.
-
-    A folder that holds nothing in the end, because the run was refused, is removed again.
-    """
-    if cfg.resume is not None and cfg.resume != "last":
-        given = Path(str(cfg.resume)).expanduser().absolute()
-        if not given.is_file():
-            raise InputError(f"resume={cfg.resume}: give last, or the path of a checkpoint")
-        cfg.run_dir = cfg.run_dir or str(given.parent.parent)
-    folder = run_dir(cfg, resume=cfg.resume is not None)
-    run = Run(folder, None, [])
+def logged(cfg: DictConfig, run: Run) -> Iterator[None]:
+    """The run's loggers while it lasts; its configuration is kept once they could be made."""
+    run.loggers = build(cfg.logger, run_dir=run.folder)
     try:
-        if cfg.resume is not None:
-            run.resumed = read_resumed(cfg, run)
-        settle_dtype(cfg, run)
-        run.loggers = build(cfg.logger, run_dir=folder)
-        if rank() == 0:
-            config = folder / "config.yaml"
-            if not config.exists():
-                config.write_text(OmegaConf.to_yaml(cfg), encoding="utf-8")
-        yield run
-    except InputError:
-        if rank() == 0 and not run.checkpoints.exists() and cfg.resume is None:
-            (folder / "config.yaml").unlink(missing_ok=True)
-        raise
+        run.keep_config(cfg)
+        yield
     finally:
-        if rank() == 0:
-            shutil.rmtree(run.scratch, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                folder.rmdir()
         close(run.loggers)
-
-
-def read_resumed(cfg: DictConfig, run: Run) -> dict[str, Any] | None:
-    path = run.checkpoints / LAST if cfg.resume == "last" else Path(str(cfg.resume)).expanduser().absolute()
-    if cfg.resume == "last" and not path.exists():
-        say(f"{run.folder} holds no checkpoint yet: starts from the beginning")
-        return None
-    return read_checkpoint(path)
-
-
-def settle_dtype(cfg: DictConfig, run: Run) -> None:
-    """One dtype of the target for all processes and all parts of a run; what a killed run left behind is removed first.
-
-    Which dtype is faster here is measured, so two processes, or two days, could disagree.
-    """
-    if cfg.trainer.accelerator == "cpu" and cfg.target.get("device") == "auto":
-        cfg.target.device = "cpu"
-    asked = cfg.target.get("dtype") == "auto"
-    dtype = ""
-    if rank() == 0:
-        shutil.rmtree(run.scratch, ignore_errors=True)
-        if asked:
-            if run.resumed is not None:
-                dtype = run.resumed["facts"]["target"]["dtype"]
-            else:
-                found = resolve_dtype("auto", resolve_device(cfg.target.get("device", "auto")), "throughput")
-                dtype = str(found).removeprefix("torch.")
-        give_word(dtype)
-    elif not on_another_machine():
-        dtype = await_word("the target's dtype")
-    elif asked:
-        raise InputError("processes on several machines cannot agree on the target's dtype alone: give target.dtype=bfloat16")
-    if asked and dtype:
-        cfg.target.dtype = dtype
 
 
 def load_target(cfg: DictConfig, data: ConversationData, held_out: ConversationData | None) -> Target:
@@ -258,152 +162,7 @@ def make_drafter(
     return drafter
 
 
-def always_proposable(target: Target, data: ConversationData) -> set[int]:
-    """Stop tokens, and special tokens of the tokenizer that occur in the set."""
-    specials = set(getattr(target.tokenizer, "all_special_ids", ()) or ())
-    specials |= set(getattr(target.tokenizer, "added_tokens_decoder", {}) or {})
-    return set(target.stop_ids) | (specials & set(np.unique(data.set.ids).tolist()))
-
-
 # --- the run -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Training:
-    """What a run is made of."""
-
-    settings: Settings
-    run: Run
-    target: Target
-    drafter: Drafter
-    module: DraftModule
-    stream: Stream
-    source: OnlineFeatures
-    speculator: Speculator
-    decode: DecodeCallback
-    keeper: Keeper
-    prompts: list[list[int]]
-    seed: int
-
-
-def prepare(
-    cfg: DictConfig,
-    settings: Settings,
-    run: Run,
-    target: Target,
-    drafter: Drafter,
-    data: ConversationData,
-    held_out: ConversationData | None,
-) -> Training:
-    """Put the parts together, and take over what is resumed."""
-    world = world_size()
-    sampler = settings.trainer.sampler(data, seed=cfg.seed, rank=rank(), world=world)
-    course = settings.trainer.course(sampler)
-    first = [settings.trainer.sampler(data, seed=cfg.seed, rank=r, world=world).batches(0) for r in range(world)]
-    groups = [group for batches in first for group in batches if group[0] >= 0]
-    shared = world > 1 and int(os.environ.get("LOCAL_WORLD_SIZE", world)) == world
-    source: OnlineFeatures = build(
-        cfg.features,
-        target=target,
-        needs=drafter.needs,
-        data=data,
-        groups=groups,
-        spill_dir=run.scratch if shared or world == 1 else run.scratch / str(rank()),
-        shared=shared,
-    )
-    say(source.describe())
-    module = DraftModule(drafter, source, settings.optim, course, seed=cfg.seed, log_every=settings.trainer.log_every)
-    plan = Plan(settings.tree)
-    speculator = Speculator(target, drafter, plan)
-    prompts = usable_prompts(target, data, settings)
-    decode = DecodeCallback(
-        speculator,
-        prompts,
-        {"tree": plan},
-        settings.eval,
-        held_out=held_out,
-        source=None if held_out is None else kept_in_memory(target, drafter, held_out, cfg),
-        seed=cfg.seed,
-    )
-    facts = facts_of(cfg, target, data, module, world)
-    keeper = Keeper(
-        run.checkpoints, settings.checkpoint, decode, patience=settings.eval.patience, facts=facts, settings=plain(cfg)
-    )
-    stream = Stream(data, sampler, course)
-    refuse_full_disk(run.folder, drafter)
-    if run.resumed is not None:
-        refuse_other_run(run.resumed, facts, plain(cfg))
-        module.continue_from(run.resumed)
-        keeper.load_state_dict(run.resumed["keeper"])
-        if run.resumed["decode"] is not None:
-            decode.load_state_dict(run.resumed["decode"])
-        stream.position = module.position
-        say(f"goes on behind update {module.updates}, {course.epoch(module.position):.2f} epochs")
-    say(outline(course, settings, data))
-    return Training(settings, run, target, drafter, module, stream, source, speculator, decode, keeper, prompts, cfg.seed)
-
-
-def kept_in_memory(target: Target, drafter: Drafter, data: ConversationData, cfg: DictConfig) -> OnlineFeatures:
-    """Held-out rows' features; few, so that evaluations after the first read them from memory."""
-    dtype = cfg.features.get("keep_dtype", "bfloat16")
-    return OnlineFeatures(target, drafter.needs, data=data, keep_dtype=dtype, spill_dir=None)
-
-
-def usable_prompts(target: Target, data: ConversationData, settings: Settings) -> list[list[int]]:
-    """Held-out prompts that leave room in the target's context."""
-    room = max(settings.eval.max_new_tokens, settings.final.max_new_tokens, settings.final.speed_new_tokens)
-    prompts = [prompt for prompt in data.set.prompts() if prompt]
-    usable = [prompt for prompt in prompts if len(prompt) + room <= target.context]
-    if len(usable) < len(prompts):
-        say(f"{len(prompts) - len(usable)} held-out prompts leave less than {room} tokens of the context and are not decoded")
-    return usable
-
-
-def facts_of(cfg: DictConfig, target: Target, data: ConversationData, module: DraftModule, world: int) -> dict[str, Any]:
-    """What decides which update comes next. A run is only resumed where all of it is the same."""
-    content = hashlib.sha256()
-    for array in (data.set.ids, data.set.offsets, data.set.mask, data.set.split):
-        content.update(np.ascontiguousarray(array).tobytes())
-    config = plain(cfg)
-    in_rate = ("warmup", "schedule", "end_factor", "horizon")
-    return {
-        "target": target.fingerprint,
-        "data": content.hexdigest()[:16],
-        "rows": {name: value for name, value in config["data"].items() if name not in ("_target_", "path")},
-        "drafter": config["drafter"],
-        "draft_vocab": config["draft_vocab"],
-        "optim": {name: value for name, value in config["optim"].items() if name not in in_rate},
-        "rate": module.rate.facts(),
-        "batches": {name: config["trainer"][name] for name in ("batch_tokens", "batch_rows", "accumulate", "precision")},
-        "features": {"keep_dtype": config["features"]["keep_dtype"]},
-        "processes": world,
-        "seed": config["seed"],
-    }
-
-
-def refuse_other_run(resumed: dict[str, Any], facts: dict[str, Any], config: dict[str, Any]) -> None:
-    """List what differs from the earlier part of the run; refuse what would make it another run."""
-    important = differences(resumed["facts"], facts)
-    other = differences(resumed["settings"], config)
-    for key in ("resume", "run_dir", "target.dtype", "target.device"):
-        other.pop(key, None)
-    if other:
-        listed = "; ".join(f"{key} was {before}, is {now}" for key, (before, now) in other.items())
-        say(f"settings differ from the earlier part of this run: {listed}")
-    if important:
-        listed = "; ".join(f"{key} was {before}, is {now}" for key, (before, now) in important.items())
-        raise InputError(f"this would not be the same run ({listed}): start a new one with another run_dir, or set these back")
-
-
-def refuse_full_disk(folder: Path, drafter: Drafter) -> None:
-    """Weights and two moments, in last, best and one being written, and the package."""
-    trained = sum(p.numel() * p.element_size() for p in drafter.parameters() if p.requires_grad)
-    needed, free = trained * (3 * 3 + 1), shutil.disk_usage(folder).free
-    if rank() == 0 and free < needed:
-        raise InputError(
-            f"{folder} has {free / 1e6:.0f} MB free, checkpoints and package need {needed / 1e6:.0f} MB: "
-            "free some space, or give run_dir=<folder on another disk>"
-        )
 
 
 def outline(course: Course, settings: Settings, data: ConversationData) -> str:
@@ -428,19 +187,13 @@ def train(training: Training) -> None:
         return
     quiet_lightning()
     log_config(training.run.loggers, training.keeper.settings)
-    trainer = Trainer(
-        **place(settings.trainer, training.target),
-        precision=cast(Any, settings.trainer.precision),
-        max_epochs=1,  # of the trainer's own: one pass over the run's stream
-        max_steps=-1 if module.course.updates is None else module.course.updates,
-        logger=training.run.loggers or False,
+    trainer = trainer_of(
+        settings.trainer,
+        module,
+        training.target,
+        loggers=training.run.loggers,
         callbacks=[ConsoleProgress(), training.decode, training.keeper],
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        log_every_n_steps=0,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        default_root_dir=training.run.folder,
+        folder=training.run.folder,
     )
     began = time.monotonic()
     trainer.fit(module, train_dataloaders=training.stream)
@@ -451,31 +204,6 @@ def train(training: Training) -> None:
         f"trained {module.updates} updates in {clock(time.monotonic() - began)}{why.get(module.stopped or '', '')}, "
         f"{clock(training.decode.seconds)} of all parts for evaluation{empty}"
     )
-
-
-def place(settings: TrainerConfig, target: Target) -> dict[str, Any]:
-    """Accelerator, devices and strategy: one device, or those of the launcher's processes."""
-    from lightning.pytorch.strategies import DDPStrategy
-
-    kind = settings.accelerator
-    if kind == "auto":
-        kind = {"cpu": "cpu", "mps": "mps"}.get(target.device.type, "gpu")
-    world = world_size()
-    if world == 1:
-        device: Any = 1 if kind in ("cpu", "mps") or target.device.index is None else [target.device.index]
-        return {"accelerator": kind, "devices": device}
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    backend = "gloo" if kind == "cpu" else None
-    # Buffers are the same everywhere, and the borrowed head among them is large.
-    strategy = DDPStrategy(process_group_backend=backend, broadcast_buffers=False)
-    return {"accelerator": kind, "devices": local, "num_nodes": max(1, world // local), "strategy": strategy}
-
-
-def quiet_lightning() -> None:
-    """Its remarks on devices, loaders and limits concern nothing that a person set here."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module=r"lightning\..*")
 
 
 # --- the result ----------------------------------------------------------------------------------------------------------

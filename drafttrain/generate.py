@@ -24,12 +24,14 @@ from drafttrain.decoding.speculator import Speculator
 from drafttrain.errors import InputError
 from drafttrain.flow import Tally
 from drafttrain.nn.sampling import Policy
-from drafttrain.packaging.decoding import fit, tree_of
-from drafttrain.packaging.package import DECODING, check_target, load_drafter, read_config, read_plan
+from drafttrain.packaging.decoding import fit, read_plan, tree_of
+from drafttrain.packaging.manifest import DECODING, check_target, read_config
+from drafttrain.packaging.reading import load_drafter
 from drafttrain.target.load import tokenizer_alone
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
-from drafttrain.wiring import build, door
+from drafttrain.wiring.building import build
+from drafttrain.wiring.doors import door
 
 MARKS = ("auto", "colour", "brackets", "none")
 STYLE = "green underline"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import random
 import re
@@ -36,7 +35,7 @@ class Invocation:
 
 
 current = Invocation(door="python")
-"""Of the door that is open; set by `wiring.door`."""
+"""Of the door that is open; set by `wiring.doors.door`."""
 
 
 def seed_everything(seed: int) -> None:
@@ -113,7 +112,7 @@ def _commit() -> str | None:
     return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
 
 
-def run_dir(config: DictConfig, *, resume: bool | None = None, root: str | os.PathLike[str] = "runs") -> Path:
+def run_dir(config: DictConfig, *, resume: bool | None = None) -> Path:
     """One folder for the run, the same on every process; made by rank 0.
 
     `run_dir=<folder>` is taken as given, otherwise the folder is `runs/<door>-<experiment>-<time>`. A folder that holds something
@@ -122,7 +121,6 @@ def run_dir(config: DictConfig, *, resume: bool | None = None, root: str | os.Pa
     Args:
         config: read for `run_dir` and, when `resume` is None, for `resume`.
         resume: continue what lies in the folder.
-        root: where folders go that have no name given.
     Raises: InputError: folder in use, or nothing to resume; on the other processes also when rank 0 refused or stays silent.
     """
     given = config.get("run_dir")
@@ -135,7 +133,7 @@ def run_dir(config: DictConfig, *, resume: bool | None = None, root: str | os.Pa
             return Path(given).expanduser().absolute()
         return Path(await_word("the run's folder"))
     try:
-        folder = _choose_run_dir(given, resume, Path(root))
+        folder = _choose_run_dir(given, resume, Path("runs"))
     except InputError as error:
         give_word(str(error), refuse=True)
         raise

@@ -30,7 +30,8 @@ from drafttrain.target import fingerprint
 from drafttrain.target.load import resolve_device, resolve_dtype, tokenizer_alone
 from drafttrain.target.model import Target
 from drafttrain.target.synthesis import SynthesisConfig, synthesize
-from drafttrain.wiring import build, door
+from drafttrain.wiring.building import build
+from drafttrain.wiring.doors import door
 
 HELD_OUT_SHARE = 5
 """At most one row in so many is held out."""

@@ -19,6 +19,15 @@ import torch  # noqa: E402
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", min(4, os.cpu_count() or 1))))
 
+
+@pytest.fixture(scope="session")
+def target() -> Any:
+    """A tiny target that can chat, with answers long enough to draft in; files that need another have their own."""
+    from tests.helpers import tiny_chat_target
+
+    return tiny_chat_target(stop_bias=1.0)
+
+
 ALLOWED_SKIPS = ("needs an accelerator",)
 """Reasons that may skip a test: what the machine lacks, never what could be installed."""
 

@@ -1,4 +1,4 @@
-"""What several tests need: a tiny target that can chat."""
+"""What several tests need: a tiny target that can chat, and a folder in which a door finds it with a package."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.target import load
 from drafttrain.target.model import Target
+from tests.packaging.made import packed
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -66,3 +68,25 @@ def save_target(target: Target, folder: Path) -> Path:
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)  # type: ignore[union-attr]
     return folder
+
+
+def packed_place(folder: Path, target: Target, drafter: Eagle1, **settings: Any) -> Path:
+    """Put the target and a package for it into a folder. Settings are those of `packed`."""
+    save_target(target, folder / "target")
+    packed(folder / "package", drafter, target, **settings)
+    return folder
+
+
+def place_words(place: Path, *more: str, **settings: Any) -> list[str]:
+    """Words on a door's command line that decode with what `packed_place` put there: in float32, on the CPU, briefly."""
+    given = {
+        "package": place / "package",
+        "target": "hf",
+        "target.path": place / "target",
+        "target.dtype": "float32",
+        "target.device": "cpu",
+        "dtype": "float32",
+        "max_new_tokens": 16,
+        **settings,
+    }
+    return [f"{key}={value}" for key, value in given.items()] + list(more)

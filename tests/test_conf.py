@@ -10,8 +10,9 @@ import hydra.utils
 import pytest
 from omegaconf import OmegaConf
 
-from drafttrain import wiring
-from drafttrain.wiring import compose, conf_dir
+from drafttrain.wiring.building import check_calls
+from drafttrain.wiring.composing import compose, invocation_of
+from drafttrain.wiring.conf import conf_dir
 
 FILES = sorted(conf_dir().rglob("*.yaml"))
 DOORS = sorted(path.stem for path in conf_dir().glob("*.yaml"))
@@ -48,7 +49,7 @@ def test_doors_compose() -> None:
 def test_experiments_compose_with_every_door_that_takes_them() -> None:
     assert not EXPERIMENTS or DOORS
     for door in DOORS:
-        if "experiment" not in wiring._compose(door, [], check_missing=False).choices:
+        if "experiment" not in invocation_of(door, [], check_missing=False).choices:
             continue
         for experiment in EXPERIMENTS:
             config = compose(door, [f"experiment={experiment}"], check_missing=False)
@@ -58,7 +59,7 @@ def test_experiments_compose_with_every_door_that_takes_them() -> None:
 def test_every_choice_composes() -> None:
     """Each option of each group, in each door that has the group; keys that its class does not take are refused too."""
     for door in DOORS:
-        for group, chosen in wiring._compose(door, [], check_missing=False).choices.items():
+        for group, chosen in invocation_of(door, [], check_missing=False).choices.items():
             if group == "experiment" or isinstance(chosen, list):
                 continue
             for path in sorted((conf_dir() / group.partition("@")[0]).glob("*.yaml")):
@@ -67,7 +68,7 @@ def test_every_choice_composes() -> None:
                 if OmegaConf.is_dict(node) and "_target_" in node:
                     OmegaConf.set_struct(node, False)
                     node["_partial_"] = True  # what is handed over at run time is not in the file
-                    wiring._check_calls(node)
+                    check_calls(node)
 
 
 def test_one_word_three_trees() -> None:

@@ -21,19 +21,14 @@ from drafttrain.decoding.measure import measure_acceptance
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
-from tests.helpers import save_target, tiny_chat_target
-from tests.packaging.made import overfitted, packed
+from tests.helpers import packed_place, place_words, tiny_chat_target
+from tests.packaging.made import overfitted
 
 TEXTS = ["hello", "the thin man", "why?"]
 KEYS = {
     "temperature", "growth", "nodes", "rule", "tau", "tau_interval", "accepted_per_round", "accept_at", "speedup",
     "speedup_interval", "rounds", "guarantee", "accept_counts", "seconds", "tokens_per_second", "plain_tokens_per_second",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return tiny_chat_target(stop_bias=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -50,26 +45,13 @@ def drafter(target: Target, prompts: list[list[int]]) -> Eagle1:
 @pytest.fixture(scope="module")
 def place(target: Target, drafter: Eagle1, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the target, its package and a file of prompts."""
-    folder = tmp_path_factory.mktemp("evaluate")
-    save_target(target, folder / "target")
-    packed(folder / "package", drafter, target, plan=Plan(Tree.chain(3)))
+    folder = packed_place(tmp_path_factory.mktemp("evaluate"), target, drafter, plan=Plan(Tree.chain(3)))
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
     return folder
 
 
 def words(place: Path, out: Path, *more: str) -> list[str]:
-    settings = {
-        "package": place / "package",
-        "prompts": place / "prompts.jsonl",
-        "target": "hf",
-        "target.path": place / "target",
-        "target.dtype": "float32",
-        "target.device": "cpu",
-        "dtype": "float32",
-        "max_new_tokens": 16,
-        "run_dir": out,
-    }
-    return [f"{key}={value}" for key, value in settings.items()] + list(more)
+    return place_words(place, *more, prompts=place / "prompts.jsonl", run_dir=out)
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +154,7 @@ def test_prompts_of_a_conversation_set(
 
 def test_prompts_that_end_at_once_have_no_tau(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tiny_chat_target(stop_bias=1e4)
-    save_target(target, tmp_path / "target")
-    packed(tmp_path / "package", Eagle1(target), target)
+    packed_place(tmp_path, target, Eagle1(target))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
     evaluate.main(words(tmp_path, tmp_path / "run", "chains=[2]", "trees=[]", "temperatures=[0.0]"))
     text = (tmp_path / "run" / evaluate.RESULT).read_text()

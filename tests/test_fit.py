@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,14 +19,14 @@ import torch
 from drafttrain import fit
 from drafttrain.data.conversations import Row, write_set
 from drafttrain.decoding.loop import Plan
-from drafttrain.packaging.package import load as load_package
+from drafttrain.packaging.reading import load as load_package
 from drafttrain.reporting.loggers import read_metrics
 from drafttrain.reporting.progress import ConsoleProgress
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import read_checkpoint
 from drafttrain.tree.topology import Tree
-from drafttrain.wiring import conf_dir
+from drafttrain.wiring.conf import conf_dir
 from tests.training.parts import same, write_tiny_set
 
 EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
@@ -162,7 +163,7 @@ def test_data_that_cannot_be_learned_from(target: Target, tmp_path: Path, capsys
 def test_a_full_disk(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 1000})
     with monkeypatch.context() as patch:
-        patch.setattr(fit.shutil, "disk_usage", lambda path: usage)
+        patch.setattr(shutil, "disk_usage", lambda path: usage)
         assert "MB free, checkpoints and package need" in refusal(capsys, words(folder, tmp_path / "run", *UNMEASURED))
     assert not (tmp_path / "run").exists()
 

@@ -19,16 +19,11 @@ from drafttrain.generate import Conversation, Screen, Unfolding
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
-from tests.helpers import save_target, tiny_chat_target, tiny_tokenizer
-from tests.packaging.made import overfitted, packed
+from tests.helpers import packed_place, place_words, tiny_tokenizer
+from tests.packaging.made import overfitted
 
 PROMPT = "hello ${you}: [a, b]"
 END = 2
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return tiny_chat_target(stop_bias=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +33,8 @@ def ids(target: Target) -> list[int]:
 
 @pytest.fixture(scope="module")
 def place(target: Target, ids: list[int], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("generate")
-    save_target(target, folder / "target")
-    packed(folder / "package", overfitted(target, [ids], steps=40, tokens=20), target, plan=Plan(Tree.chain(3)))
-    return folder
-
-
-def words(place: Path, *more: str) -> list[str]:
-    settings = {
-        "package": place / "package",
-        "target": "hf",
-        "target.path": place / "target",
-        "target.dtype": "float32",
-        "target.device": "cpu",
-        "dtype": "float32",
-        "max_new_tokens": 16,
-    }
-    return [f"{key}={value}" for key, value in settings.items()] + list(more)
+    drafter = overfitted(target, [ids], steps=40, tokens=20)
+    return packed_place(tmp_path_factory.mktemp("generate"), target, drafter, plan=Plan(Tree.chain(3)))
 
 
 def shown(text: str) -> str:
@@ -67,7 +47,7 @@ def shown(text: str) -> str:
 def test_the_text_is_plain_decodings_with_accepted_drafts_marked(
     place: Path, target: Target, ids: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    generate.main(words(place, f"prompt={PROMPT}", "compare=true"))
+    generate.main(place_words(place, f"prompt={PROMPT}", "compare=true"))
     out = capsys.readouterr().out
     text, _, closing = out.rpartition("\n\ntau ")
     outputs, tally = drafttrain.load(place / "package", target, dtype="float32").generate([ids], max_new_tokens=16)
@@ -87,13 +67,13 @@ def test_other_settings(place: Path, capsys: pytest.CaptureFixture[str], monkeyp
     texts = []
     for more in (sampled, sampled, (*sampled, "seed=4")):
         monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
-        generate.main(words(place, *more))
+        generate.main(place_words(place, *more))
         texts.append(capsys.readouterr().out.rpartition("\n\ntau ")[0])
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_plain_decoding_has_no_tau_above_one(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    generate.main(words(place, f"prompt={PROMPT}", "tree=plain", "max_new_tokens=1"))
+    generate.main(place_words(place, f"prompt={PROMPT}", "tree=plain", "max_new_tokens=1"))
     assert "tau not available" in capsys.readouterr().out
 
 
@@ -122,7 +102,7 @@ def test_turns_are_asked_for_in_a_terminal(
     monkeypatch.setattr("sys.stdin", Terminal())
     monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr(generate.Wanted, "decode", watched)
-    generate.main(words(place, "max_new_tokens=8"))
+    generate.main(place_words(place, "max_new_tokens=8"))
     first, second = decoded
     assert second[: len(first)] == first and len(second) > len(first) + 8
     found = capsys.readouterr()
@@ -154,7 +134,7 @@ def test_bad_input_is_one_line(
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     change, message = BAD[name]
     with pytest.raises(SystemExit) as caught:
-        generate.main(words(place, *change(place)))
+        generate.main(place_words(place, *change(place)))
     assert caught.value.code == 2
     *_, last = capsys.readouterr().err.strip().splitlines()
     assert last.startswith("drafttrain.generate: ") and re.search(message, last), last

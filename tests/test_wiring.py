@@ -18,13 +18,15 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from drafttrain import runs, wiring
+from drafttrain import runs
 from drafttrain.errors import InputError
+from drafttrain.wiring.building import build
+from drafttrain.wiring.composing import compose
+from drafttrain.wiring.conf import CONF_DIR_VARIABLE
+from drafttrain.wiring.doors import TRACEBACK_VARIABLE, door
 
 ROOT = Path(__file__).resolve().parent.parent
-DOORS = sorted(
-    path.stem for path in (ROOT / "drafttrain").glob("*.py") if "@door(" in path.read_text() and path.stem != "wiring"
-)
+DOORS = sorted(path.stem for path in (ROOT / "drafttrain").glob("*.py") if "@door(" in path.read_text())
 
 
 @dataclass(frozen=True)
@@ -102,24 +104,24 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path = tmp_path / "conf" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(content))
-    monkeypatch.setenv(wiring.CONF_DIR_VARIABLE, str(tmp_path / "conf"))
+    monkeypatch.setenv(CONF_DIR_VARIABLE, str(tmp_path / "conf"))
     monkeypatch.chdir(tmp_path)
     return tmp_path / "conf"
 
 
 def refusal(*overrides: str, name: str = "fit") -> str:
     with pytest.raises(InputError) as caught:
-        wiring.compose(name, overrides)
+        compose(name, overrides)
     return str(caught.value)
 
 
 def test_overrides_and_experiments(conf: Path) -> None:
-    config = wiring.compose("fit", ["experiment=eagle1", "seed=7", "optim.betas=[0.8,0.9]"])
+    config = compose("fit", ["experiment=eagle1", "seed=7", "optim.betas=[0.8,0.9]"])
     assert (config.seed, config.optim.lr, config.target.path, config.target.shards) == (7, 2e-3, "b", 4)
     assert list(config.optim.betas) == [0.8, 0.9]
     assert config.trainer.kwargs.anything == 1
     assert "hydra" not in config
-    assert wiring.compose("fit", ["experiment=eagle1", "target=small", "~experiment"]).target.path == "a"
+    assert compose("fit", ["experiment=eagle1", "target=small", "~experiment"]).target.path == "a"
 
 
 @pytest.mark.parametrize(
@@ -166,11 +168,11 @@ def test_own_configurations(conf: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine" / "experiment"
     mine.mkdir(parents=True)
     (mine / "own.yaml").write_text("# @package _global_\nseed: 5\n")
-    assert wiring.compose("fit", ["experiment=own"], config_dir=tmp_path / "mine").seed == 5
+    assert compose("fit", ["experiment=own"], config_dir=tmp_path / "mine").seed == 5
     with pytest.raises(InputError, match="eagle1, misspelt, own, quickstart"):
-        wiring.compose("fit", ["experiment=ow"], config_dir=tmp_path / "mine")
+        compose("fit", ["experiment=ow"], config_dir=tmp_path / "mine")
     with pytest.raises(InputError, match="not a directory"):
-        wiring.compose("fit", [], config_dir=tmp_path / "absent")
+        compose("fit", [], config_dir=tmp_path / "absent")
 
 
 def test_missing_setting_is_named_with_its_meaning(conf: Path) -> None:
@@ -183,7 +185,7 @@ def test_missing_setting_is_named_with_its_meaning(conf: Path) -> None:
     ["What's 2+2? (please, [now])", "a=b: {c}", "${oc.env:HOME} and \\${x} \\\\${y}", "", " two  spaces ", "null", "'\"", "é\n"],
 )
 def test_prompt_is_taken_literally(conf: Path, said: str) -> None:
-    assert wiring.compose("fit", [f"prompt={said}"]).prompt == said
+    assert compose("fit", [f"prompt={said}"]).prompt == said
 
 
 @pytest.mark.parametrize(
@@ -205,36 +207,36 @@ def test_unreadable_words(conf: Path, override: str, wanted: str) -> None:
 def test_build_hands_objects_over_and_converts() -> None:
     settings = {"_target_": f"{Settings.__module__}.Settings", "rate": 0.5, "names": ["a", "b"]}
     marker = Marker("m")
-    thing = wiring.build({"_target_": f"{Thing.__module__}.Thing", "settings": settings}, marker=marker, size=3)
+    thing = build({"_target_": f"{Thing.__module__}.Thing", "settings": settings}, marker=marker, size=3)
     assert thing.marker is marker and thing.size == 3
     assert type(thing.settings.names) is list
-    later = wiring.build({"_target_": f"{Thing.__module__}.Thing", "settings": settings, "_partial_": True})
+    later = build({"_target_": f"{Thing.__module__}.Thing", "settings": settings, "_partial_": True})
     assert later(marker=marker).marker is marker
-    assert wiring.build(None) is None
+    assert build(None) is None
 
 
 def test_build_refuses_unknown_and_missing_keys() -> None:
     name = f"{Settings.__module__}.Settings"
     with pytest.raises(InputError, match=r"no setting rat\. Did you mean node\.rate\? It takes: rate, names"):
-        wiring.build({"_target_": name, "rat": 1, "names": []})
+        build({"_target_": name, "rat": 1, "names": []})
     with pytest.raises(InputError, match="also needs names"):
-        wiring.build({"_target_": name, "rate": 1})
+        build({"_target_": name, "rate": 1})
     with pytest.raises(InputError, match="cannot be imported"):
-        wiring.build({"_target_": "drafttrain.nowhere.Nothing"})
+        build({"_target_": "drafttrain.nowhere.Nothing"})
 
 
 def test_build_lets_errors_out() -> None:
     settings = {"_target_": f"{Settings.__module__}.Settings", "rate": -1, "names": []}
     for node in (settings, {"_target_": f"{Thing.__module__}.Thing", "settings": settings}):
         with pytest.raises(InputError, match="rate=-1: needs a number above 0"):
-            wiring.build(node)
+            build(node)
 
 
 # --- doors
 
 
 def open_door(main: Callable[[DictConfig], Any], *words: str) -> Any:
-    return wiring.door("fit")(main)(list(words))
+    return door("fit")(main)(list(words))
 
 
 def test_door_runs_and_reports(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,7 +275,7 @@ def test_door_runs_and_reports(conf: Path, capsys: pytest.CaptureFixture[str]) -
 def test_door_shows_the_traceback_on_request(
     conf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(wiring.TRACEBACK_VARIABLE, "1")
+    monkeypatch.setenv(TRACEBACK_VARIABLE, "1")
     with pytest.raises(SystemExit):
         open_door(lambda cfg: None, "sed=1")
     assert "Traceback" in capsys.readouterr().err
@@ -292,7 +294,7 @@ def test_help_and_configuration(conf: Path, capsys: pytest.CaptureFixture[str]) 
     assert "    # where\n    path: a" in capsys.readouterr().out
     open_door(main, "--cfg", "job", "seed=9")
     assert "seed: 9" in capsys.readouterr().out
-    wiring.door("generate")(main)(["--help"])
+    door("generate")(main)(["--help"])
     assert "package: ???" in capsys.readouterr().out
     for words in (["--nothing"], ["-m"], ["--cfg", "all"]):
         with pytest.raises(SystemExit) as left:
@@ -357,11 +359,11 @@ def test_run_dir_is_named_and_used_folders_are_refused(conf: Path, tmp_path: Pat
 
     def refused(*words: str) -> str:
         with pytest.raises(InputError) as caught:
-            runs.run_dir(wiring.compose("fit", words))
+            runs.run_dir(compose("fit", words))
         return str(caught.value)
 
     assert "already holds checkpoints/, config.yaml" in refused("run_dir=used")
-    assert runs.run_dir(wiring.compose("fit", ["run_dir=used", "resume=last"])) == used
+    assert runs.run_dir(compose("fit", ["run_dir=used", "resume=last"])) == used
     assert "nothing to resume" in refused("run_dir=new", "resume=last")
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").touch()
@@ -383,9 +385,10 @@ def test_resume_without_a_folder_takes_the_newest(conf: Path, tmp_path: Path) ->
 
 RANKS = """
 import sys, time
-from drafttrain import runs, wiring
+from drafttrain import runs
+from drafttrain.wiring.doors import door
 
-@wiring.door("fit")
+@door("fit")
 def main(cfg):
     print(runs.run_dir(cfg), flush=True)
     time.sleep(float(cfg.seed))
@@ -440,9 +443,10 @@ def test_processes_that_rank_0_starts_itself_agree(conf: Path) -> None:
     """As Lightning's own launcher does it: rank 0 runs first and starts the same command with LOCAL_RANK set."""
     parent = """
 import os, subprocess, sys
-from drafttrain import runs, wiring
+from drafttrain import runs
+from drafttrain.wiring.doors import door
 
-@wiring.door("fit")
+@door("fit")
 def main(cfg):
     print(runs.run_dir(cfg), flush=True)
     if "LOCAL_RANK" not in os.environ:

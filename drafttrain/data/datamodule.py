@@ -183,14 +183,14 @@ class ConversationData:
         mask[0] = False
         return ids, mask
 
-    def batch(self, places: Sequence[int], pad_to_multiple: int = 1) -> Batch:
+    def batch(self, places: Sequence[int]) -> Batch:
         """Rows as one batch; a place ~i (that is -i - 1) is row i with nothing supervised, see `EpochSampler`."""
         rows = []
         for place in places:
             i = place if place >= 0 else ~place
             ids, mask = self.row(i)
             rows.append((ids, mask if place >= 0 else torch.zeros_like(mask), self.indices[i]))
-        return collate(rows, pad_to_multiple)
+        return collate(rows)
 
     def summary(self) -> str:
         """One line for the console: rows, tokens, the supervised share, and what was left out."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 from torch import Tensor
 
+from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError
+from drafttrain.target.model import Target
 
 
 def most_frequent(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:
@@ -36,3 +39,10 @@ def coverage(counts: Tensor, ids: Tensor) -> float:
     """Share of supervised labels that lie in the draft vocabulary; the rest can never be accepted."""
     total = float(counts.sum())
     return float(counts[ids].sum()) / total if total else 0.0
+
+
+def always_proposable(target: Target, data: ConversationData) -> set[int]:
+    """Stop tokens, and special tokens of the tokenizer that occur in the set."""
+    specials = set(getattr(target.tokenizer, "all_special_ids", ()) or ())
+    specials |= set(getattr(target.tokenizer, "added_tokens_decoder", {}) or {})
+    return set(target.stop_ids) | (specials & set(np.unique(data.set.ids).tolist()))

@@ -70,45 +70,49 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        hidden: Tensor,
-        teacher: Tensor,
-        head: Callable[[Tensor], Tensor],
-        loss: Divergence,
-        chunk: int,
-        learns: bool,
+        ctx: Any, hidden: Tensor, teacher: Tensor, head: Callable[[Tensor], Tensor], loss: Divergence, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        total = hidden.new_zeros((), dtype=torch.float32)
-        gradient = torch.empty_like(hidden) if learns else None
-        choices = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
-        for start in range(0, hidden.shape[0], chunk):
-            part = slice(start, start + chunk)
-            with torch.no_grad():
-                goal = head(teacher[part]).float()
-            with torch.set_grad_enabled(learns):
-                piece = hidden[part].detach().requires_grad_(learns)
-                logits = head(piece).float()
-            if gradient is None:
-                value = loss(logits, goal).sum()
-            elif loss is soft_cross_entropy:
-                values, slope = _soft_cross_entropy_and_slope(logits.detach(), goal)
-                value = values.sum()
-                (gradient[part],) = torch.autograd.grad(logits, piece, slope)
-            else:
-                with torch.enable_grad():
-                    value = loss(logits, goal).sum()
-                (gradient[part],) = torch.autograd.grad(value, piece)
-            total += value.detach()
-            choices[part] = logits.detach().argmax(-1)
-        if gradient is not None:
-            ctx.save_for_backward(gradient)
+        gradient = torch.empty_like(hidden)
+        total, choices = _in_chunks(hidden, teacher, head, loss, chunk, gradient)
+        ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(choices)
         return total, choices
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, _choices: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_total.to(gradient.dtype), None, None, None, None, None
+        return gradient * grad_total.to(gradient.dtype), None, None, None, None
+
+
+def _in_chunks(
+    hidden: Tensor,
+    teacher: Tensor,
+    head: Callable[[Tensor], Tensor],
+    loss: Divergence,
+    chunk: int,
+    gradient: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sum and argmaxes; fills `gradient` (t d), the sum's by `hidden`, if there is one."""
+    total = hidden.new_zeros((), dtype=torch.float32)
+    choices = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
+    for start in range(0, hidden.shape[0], chunk):
+        part = slice(start, start + chunk)
+        with torch.no_grad():
+            goal = head(teacher[part]).float()
+        with torch.set_grad_enabled(gradient is not None):
+            piece = hidden[part].detach().requires_grad_(gradient is not None)
+            logits = head(piece).float()
+            if gradient is not None and loss is soft_cross_entropy:
+                values, slope = _soft_cross_entropy_and_slope(logits.detach(), goal)
+                value = values.sum()
+                (gradient[part],) = torch.autograd.grad(logits, piece, slope)
+            else:
+                value = loss(logits, goal).sum()
+                if gradient is not None:
+                    (gradient[part],) = torch.autograd.grad(value, piece)
+        total += value.detach()
+        choices[part] = logits.detach().argmax(-1)
+    return total, choices
 
 
 def over_vocabulary(
@@ -117,11 +121,13 @@ def over_vocabulary(
     """Sum of a divergence between head(hidden) and head(teacher) over positions, and the draft's argmaxes.
 
     Args:
-        hidden: (t d), with grad where something is to be learned; teacher: (t d) the target's own, no grad.
+        hidden: (t d) with grad; teacher: (t d) the target's own, no grad. Where no gradient is asked for, none is computed.
         head: (t d) -> (t w) logits, frozen: gradients flow through it into `hidden`, not into its weights.
         chunk: positions whose logits exist at one time.
     Returns: () float32 sum with grad, (t) int64 argmax of the draft's logits.
     """
-    learns = hidden.requires_grad and torch.is_grad_enabled()
-    total, choices = _Chunked.apply(hidden, teacher, head, loss, chunk, learns)
+    # Decided here: inside of the function's forward pass gradients are always off.
+    if not (torch.is_grad_enabled() and hidden.requires_grad):
+        return _in_chunks(hidden, teacher, head, loss, chunk)
+    total, choices = _Chunked.apply(hidden, teacher, head, loss, chunk)
     return total, choices

@@ -176,10 +176,6 @@ def draft_vocabulary(drafter: Drafter) -> int:
     return drafter.target.vocab_size if ids is None else len(ids)
 
 
-def growth_name(tree: Tree) -> str:
-    return "plain" if not tree.size else "chain" if tree.is_chain else "static"
-
-
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 

@@ -21,7 +21,7 @@ from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy
-from drafttrain.packaging.package import load
+from drafttrain.packaging.reading import load
 from drafttrain.target.model import Target
 
 _READ = {"attention_mask", "position_ids", "use_cache", "cache", "past_key_values", "logits_to_keep"}

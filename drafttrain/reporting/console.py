@@ -74,7 +74,6 @@ def amount(value: float | None) -> str:
 def track(
     iterable: Iterable[T],
     *,
-    total: int | None = None,
     description: str = "",
     unit: str = "it",
     interval: float = 10.0,
@@ -87,8 +86,7 @@ def track(
     if rank() != 0:
         yield from iterable
         return
-    if total is None and isinstance(iterable, Sized):
-        total = len(iterable)
+    total = len(iterable) if isinstance(iterable, Sized) else None
     out = out or console(stderr=True)
     rate = Rate()
     began = said = time.monotonic()

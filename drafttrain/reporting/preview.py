@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from drafttrain.reporting.console import console
 
 
-def show_row(
-    title: str, ids: Sequence[int], mask: Sequence[bool], tokenizer: Any, *, out: Console | None = None
-) -> None:
+def show_row(title: str, ids: Sequence[int], mask: Sequence[bool], tokenizer: Any) -> None:
     """Print one row, a line a token: place, id, text as the tokenizer shows it, and whether the loss counts it."""
     drawn = Table(title=Text(title), title_justify="left")
     for name, side in (("place", "right"), ("id", "right"), ("token", "left"), ("supervised", "left")):
@@ -23,4 +20,4 @@ def show_row(
         style = "green" if counts else "dim"
         shown = repr(tokenizer.decode([token]))[1:-1]
         drawn.add_row(str(place), str(token), Text(shown, style=style), Text("yes" if counts else "no", style=style))
-    (out or console()).print(drawn)
+    console().print(drawn)

@@ -48,11 +48,8 @@ class ConsoleProgress(ProgressBar):
         if self._enabled:
             self._out.print(*(str(arg) for arg in args), markup=False, highlight=False)
 
-    def note(self, **metrics: float | None) -> None:
-        """Keep further numbers in sight; None takes one away."""
-        self.note_all(metrics)
-
     def note_all(self, metrics: Mapping[str, float | None]) -> None:
+        """Keep further numbers in sight; None takes one away."""
         for name, value in metrics.items():
             if value is None:
                 self._seen.pop(name, None)

@@ -52,7 +52,7 @@ class _Slot:
 
 
 def run(
-    target: Target, scripts: Iterator[tuple[Script, random.Random]], *, slots: int, capacity: int, refill: int = 0
+    target: Target, scripts: Iterator[tuple[Script, random.Random]], *, slots: int, capacity: int
 ) -> Iterator[int]:
     """Drive scripts to their end, `slots` of them side by side; yields the number of ids written after every pass.
 
@@ -60,9 +60,8 @@ def run(
         scripts: pairs of a script and its own source of chance, so that a row's text depends on its seed alone
             (up to the rounding of differently shaped products).
         capacity: entries a slot's cache holds; a row that would need more is ended (its script sees `Full`).
-        refill: free slots to wait for before new rows are read in; 0 means an eighth of the slots.
     """
-    refill = refill or max(1, slots // 8)
+    refill = max(1, slots // 8)  # free slots to wait for before new rows are read in
     cache = target.new_cache(slots, capacity)
     table: list[_Slot | None] = [None] * slots
     prefixes = _Prefix(target, capacity)

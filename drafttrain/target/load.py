@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,18 @@ def _seconds(dtype: torch.dtype, positions: int) -> float:
     return best
 
 
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """No progress bars of transformers' own, and its settings as they were found. Bars of a download are another library's."""
+    from transformers.utils import logging as theirs
+
+    before = theirs.set_tqdm_hook(lambda _, args, settings: theirs.EmptyTqdm(*args, **settings))
+    try:
+        yield
+    finally:
+        theirs.set_tqdm_hook(before)
+
+
 def smollm2(
     *, dtype: str, device: str, attention: str, pack: str | bool = "auto", work: str = "decode"
 ) -> Target:
@@ -106,7 +119,8 @@ def _smollm2_folder() -> Path:
     goal.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".smollm2-", dir=goal.parent))
     try:
-        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+        with _without_bars():
+            model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         # transformers will not save what it read from GGUF; the tensors are plain float32 by now.
         config = model.config
@@ -155,16 +169,17 @@ def hf(
         # Its kernels take grouped queries beside a mask; `transformers` would copy keys and values for every query head.
         os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            where,
-            config=config,
-            dtype=kind,
-            attn_implementation=attention,
-            device_map=device_map,
-            use_safetensors=True,
-            output_loading_info=True,
-            **common,
-        )
+        with _without_bars():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                where,
+                config=config,
+                dtype=kind,
+                attn_implementation=attention,
+                device_map=device_map,
+                use_safetensors=True,
+                output_loading_info=True,
+                **common,
+            )
     except Exception as error:
         raise InputError(f"target {path} cannot be loaded: {_first_line(error)}") from error
     lost = sorted(report.get("missing_keys", ()))
@@ -293,9 +308,6 @@ def tiny(
             model.get_output_embeddings().weight.mul_(sharpness / (1 if not config.tie_word_embeddings else sharpness))
     where_to = resolve_device(device)
     return Target(model.to(resolve_dtype(dtype, where_to, work)).to(where_to), None, f"tiny-{family}")
-
-
-BUILDERS: dict[str, Callable[..., Target]] = {"smollm2": smollm2, "hf": hf, "tiny": tiny}
 
 
 def tokenizer_alone(settings: Mapping[str, Any]) -> Any | None:

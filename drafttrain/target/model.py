@@ -21,9 +21,6 @@ from drafttrain.nn.attention import as_attention, check_backend
 from drafttrain.nn.cache import KVCache
 from drafttrain.target import fingerprint
 
-RECURRENT = {"linear_attention", "mamba", "recurrent", "conv", "chunked_attention", "hybrid"}
-"""Layer types whose state cannot be rolled back or masked as a tree."""
-
 
 @dataclass(frozen=True)
 class Pass:

@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from drafttrain.data.conversations import write_atomic
+from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.processes import rank
 from drafttrain.training.decode_callback import DecodeCallback
@@ -64,6 +65,17 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if form != FORMAT:
         raise InputError(f"{path}: checkpoint format {form}, this version reads {FORMAT}")
     return state
+
+
+def refuse_full_disk(folder: Path, drafter: Drafter) -> None:
+    """Raise InputError unless there is room for weights and two moments, in last, best and one being written, and the package."""
+    trained = sum(p.numel() * p.element_size() for p in drafter.parameters() if p.requires_grad)
+    needed, free = trained * (3 * 3 + 1), shutil.disk_usage(folder).free
+    if rank() == 0 and free < needed:
+        raise InputError(
+            f"{folder} has {free / 1e6:.0f} MB free, checkpoints and package need {needed / 1e6:.0f} MB: "
+            "free some space, or give run_dir=<folder on another disk>"
+        )
 
 
 class Keeper(Callback):

@@ -10,7 +10,7 @@ import torch
 from drafttrain.decoding.loop import Plan, decode
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.flow import Batch
-from drafttrain.packaging.package import save_package
+from drafttrain.packaging.writing import save_package
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 

@@ -22,19 +22,10 @@ from drafttrain.decoding.loop import Plan
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy
-from drafttrain.packaging import decoding
-from drafttrain.packaging.package import (
-    CARD,
-    CONFIG,
-    DECODING,
-    FILES,
-    METRICS,
-    TENSORS,
-    load_drafter,
-    read_config,
-    read_metrics,
-    save_package,
-)
+from drafttrain.packaging import decoding, reading, writing
+from drafttrain.packaging.manifest import CARD, CONFIG, DECODING, FILES, METRICS, TENSORS, read_config, read_metrics
+from drafttrain.packaging.reading import load_drafter
+from drafttrain.packaging.writing import save_package
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
@@ -359,7 +350,6 @@ def test_sizes_are_compared_before_anything_is_read(
     package: Path, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors(package, lambda t: t.update({"fc.weight": torch.zeros(2048, 2048)}))
-    from drafttrain.packaging import package as module
 
     class Watched:
         def __init__(self, *given: Any, **named: Any) -> None:
@@ -379,8 +369,8 @@ def test_sizes_are_compared_before_anything_is_read(
             assert name == "draft_ids", f"{name} was read"
             return self.file.get_tensor(name)
 
-    real = module.safe_open
-    monkeypatch.setattr(module, "safe_open", Watched)
+    real = reading.safe_open
+    monkeypatch.setattr(reading, "safe_open", Watched)
     with pytest.raises(InputError, match=r"\[2048, 2048\]"):
         load_drafter(package, target)
 
@@ -528,15 +518,13 @@ def test_bad_weights_leave_the_old_package(package: Path, target: Target) -> Non
 def test_a_full_disk_leaves_the_old_package(
     when: str, package: Path, target: Target, drafter: Eagle1, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from drafttrain.packaging import package as module
-
     before = snapshot(package)
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     if when == "writing":
-        monkeypatch.setattr(module, "save_file", full)
+        monkeypatch.setattr(writing, "save_file", full)
     else:
         rename = Path.rename
         monkeypatch.setattr(

@@ -85,7 +85,7 @@ class Line(LightningModule):
 def test_training_is_shown(tmp_path: Path, terminal: bool) -> None:
     out = Console(file=io.StringIO(), width=200, force_terminal=terminal)
     progress = ConsoleProgress(interval=0, out=out)
-    progress.note(extra=2.0)
+    progress.note_all({"extra": 2.0})
     loader = DataLoader([Rows(torch.tensor([True, True, False]))] * 4, batch_size=None)  # type: ignore[arg-type]
     trainer = Trainer(
         max_epochs=1,

@@ -16,7 +16,7 @@ from drafttrain.errors import InputError
 from drafttrain.reporting import loggers
 from drafttrain.reporting.figures import acceptance_curve
 from drafttrain.reporting.loggers import CsvLogger, read_metrics
-from drafttrain.wiring import build
+from drafttrain.wiring.building import build
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "logger"
 ROWS = [{"temperature": 0, "growth": "chain", "nodes": 4, "rule": "greedy", "tau": 1.8, "accept_at": [0.5, 0.4, None]}]

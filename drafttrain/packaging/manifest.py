@@ -1,0 +1,175 @@
+"""A package: a folder that decodes by itself, and is trusted with nothing when it is read.
+
+config.json             format, the drafter's class and settings, needs, shape, target fingerprint, how it was trained
+drafter.safetensors     trained tensors and the ids of a reduced draft vocabulary; never the target's embedding or head
+decoding.yaml           tree, policy and rule
+metrics.json            measured acceptance and speed
+README.md               model card
+custom_generate/        lets transformers decode with it
+
+Here: the names of these files, and config.json with what can be checked of it alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from drafttrain.drafter.base import Drafter
+from drafttrain.errors import InputError
+from drafttrain.packaging.checking import check_keys, some
+from drafttrain.target import fingerprint
+from drafttrain.target.model import Target
+
+FORMAT = 1
+CONFIG, TENSORS, DECODING, METRICS, CARD = (
+    "config.json",
+    "drafter.safetensors",
+    "decoding.yaml",
+    "metrics.json",
+    "README.md",
+)
+CUSTOM = "custom_generate"
+FILES = (CONFIG, TENSORS, DECODING, METRICS, CARD, f"{CUSTOM}/generate.py", f"{CUSTOM}/requirements.txt")
+DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+"""Dtypes of stored weights, and their names in a safetensors header."""
+
+_KEYS = ("format", "made_with", "drafter", "needs", "shape", "trained_length", "target", "training")
+_NEEDS = ("last_hidden", "layers", "logits")
+_SHAPE = ("width", "vocab_size", "draft_vocab", "parameters", "dtype")
+_TARGET = ("name", "model_type", "licence", "fingerprint")
+_PICKLED = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib"}
+_LARGEST_CONFIG = 16 << 20
+_CLASS = re.compile(r"(drafttrain\.drafter\.[a-z_][a-z0-9_]*)\.([A-Z]\w*)")
+
+
+def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """`config.json` of a package, checked as far as that goes without its target. Needs no target and little time.
+
+    Raises: InputError if the folder is no package, holds pickled files, or its config is not exactly of this format.
+    """
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise InputError(
+            f"package={folder} {'is a file' if folder.exists() else 'does not exist'}: give a package's folder"
+        )
+    pickled = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in _PICKLED)
+    if pickled:
+        raise InputError(
+            f"{folder} holds {some(pickled)}: such files can run code when read; only safetensors is accepted"
+        )
+    lacking = [name for name in (CONFIG, TENSORS, DECODING) if not (folder / name).is_file()]
+    if lacking:
+        hint = "a package is made by python -m drafttrain.fit"
+        if CONFIG not in lacking and not is_package(folder):
+            hint = "this looks like a target, which is given as target=hf target.path=<folder>"
+        raise InputError(f"{folder} is not a package, it lacks {', '.join(lacking)}: {hint}")
+    path = folder / CONFIG
+    try:
+        if path.stat().st_size > _LARGEST_CONFIG:
+            raise InputError(f"{path} has {path.stat().st_size} bytes: not a package's config")
+        config = json.loads(path.read_bytes(), object_pairs_hook=_once, parse_constant=_no_constant)
+    except (ValueError, RecursionError, OSError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    form = config.get("format") if isinstance(config, dict) else None
+    if form != FORMAT or isinstance(form, bool):
+        newer = isinstance(form, int) and form > FORMAT
+        raise InputError(
+            f"{path}: format {str(form)[:40]}, this version reads {FORMAT}: "
+            + ("update drafttrain" if newer else "make the package again")
+        )
+    check_keys(config, _KEYS, str(path))
+    for name, known in (("needs", _NEEDS), ("shape", _SHAPE), ("target", _TARGET)):
+        check_keys(config[name], known, f"{path}: {name}")
+    marks = config["target"]["fingerprint"]
+    if not isinstance(marks, dict) or not all(isinstance(value, str) for value in marks.values()):
+        raise InputError(f"{path}: target.fingerprint is not a mapping of digests")
+    length = config["trained_length"]
+    if not (length is None or (isinstance(length, int) and not isinstance(length, bool) and length > 0)):
+        raise InputError(f"{path}: trained_length is {str(length)[:40]}, needs a count of tokens or null")
+    for name in ("drafter", "training"):
+        if not isinstance(config[name], dict):
+            raise InputError(f"{path}: {name} is not a mapping")
+    if config["shape"]["dtype"] not in DTYPES:
+        raise InputError(
+            f"{path}: shape.dtype is {str(config['shape']['dtype'])[:40]}: one of {', '.join(DTYPES)} is read"
+        )
+    if not isinstance(config["drafter"].get("_target_"), str):
+        raise InputError(f"{path}: drafter lacks _target_, the name of its class")
+    return config
+
+
+def read_metrics(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """`metrics.json` of a package; no rows if it cannot be read."""
+    try:
+        found = json.loads((Path(folder) / METRICS).read_bytes())
+    except (ValueError, RecursionError, OSError):
+        found = None
+    rows = found.get("rows") if isinstance(found, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        return {"settings": {}, "rows": []}
+    return found
+
+
+def check_target(config: dict[str, Any], target: Target, folder: str | os.PathLike[str] = "the package") -> None:
+    """Raise InputError unless a package's config names this very target.
+
+    A target without its tokenizer is known by its config and weights: drafts are ids.
+    """
+    stored: dict[str, str] = config["target"]["fingerprint"]
+    here = dict(target.fingerprint)
+    if target.tokenizer is None:
+        here.update({part: stored[part] for part in ("tokenizer", "chat_template") if part in stored})
+    name = str(config["target"]["name"])[:80]
+    try:
+        fingerprint.refuse_other(stored, here, str(folder))
+    except InputError as error:
+        raise InputError(f"{error}. The package was trained for {name}, this is {target.name}") from error
+    for fact, own in (("width", target.width), ("vocab_size", target.vocab_size)):
+        if config["shape"][fact] != own:
+            raise InputError(f"{folder}: shape.{fact} is {str(config['shape'][fact])[:40]}, the target has {own}")
+
+
+def is_package(folder: Path) -> bool:
+    try:
+        found = json.loads((folder / CONFIG).read_bytes()[:_LARGEST_CONFIG])
+    except (OSError, ValueError, RecursionError):
+        return False
+    drafter = found.get("drafter") if isinstance(found, dict) else None
+    return isinstance(drafter, dict) and str(drafter.get("_target_", "")).startswith("drafttrain.")
+
+
+def class_of(name: str, where: str) -> type[Drafter]:
+    """The drafter class of that name. Nothing outside drafttrain.drafter is imported for it."""
+    match = _CLASS.fullmatch(name)
+    found = None
+    if match and importlib.util.find_spec(match.group(1)) is not None:
+        found = getattr(importlib.import_module(match.group(1)), match.group(2), None)
+        if not (isinstance(found, type) and issubclass(found, Drafter) and found.__module__ == match.group(1)):
+            found = None
+    if found is None or inspect.isabstract(found):
+        raise InputError(f"{where}: {name[:120]!r} is not a drafter of drafttrain (drafttrain.drafter.<file>.<Class>)")
+    return found
+
+
+def needs_of(drafter: Drafter) -> dict[str, Any]:
+    needs = drafter.needs
+    return {"last_hidden": needs.last_hidden, "layers": list(needs.layers), "logits": needs.logits}
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key[:80]!r} stands there twice")
+        found[key] = value
+    return found
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a number")

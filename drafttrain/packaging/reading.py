@@ -1,0 +1,172 @@
+"""Read a package: only safetensors, and only after everything about it fits."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from drafttrain.decoding.speculator import Speculator
+from drafttrain.drafter.base import Drafter
+from drafttrain.errors import InputError
+from drafttrain.packaging.checking import check_keys, some
+from drafttrain.packaging.decoding import read_plan
+from drafttrain.packaging.manifest import (
+    CONFIG,
+    DECODING,
+    DTYPES,
+    TENSORS,
+    check_target,
+    class_of,
+    needs_of,
+    read_config,
+)
+from drafttrain.target.model import Target
+
+_HEADER_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}
+
+
+def load(folder: str | os.PathLike[str], target: Target | nn.Module, *, dtype: str = "auto") -> Speculator:
+    """A package and the target it was trained for, ready to `generate` and `stream`.
+
+    Args:
+        target: a `Target`, or a transformers causal LM, which is then frozen.
+        dtype: the drafter's while decoding, see `Speculator`.
+    Does not move the random state.
+
+    Raises: InputError naming what is missing, unknown, damaged, or meant for another target.
+    """
+    if isinstance(target, nn.Module):
+        target = Target(target, None, getattr(target.config, "_name_or_path", "") or type(target).__name__)
+    folder = Path(folder).expanduser()
+    drafter = load_drafter(folder, target)
+    plan = read_plan(folder / DECODING, drafter)
+    with _chance_kept(target):
+        return Speculator(target, drafter, plan, dtype=dtype)
+
+
+def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
+    """The drafter of a package as it was trained, in evaluation mode.
+
+    Only safetensors is read, and only after everything about it fits: a class of drafttrain.drafter, exact settings,
+    this target, names, shapes and dtypes of all tensors. Does not move the random state.
+
+    Raises: InputError.
+    """
+    folder = Path(folder).expanduser()
+    config = read_config(folder)
+    kind = class_of(config["drafter"]["_target_"], str(folder / CONFIG))
+    settings = _checked_settings(config["drafter"], kind, folder)
+    check_target(config, target, folder)
+    path = folder / TENSORS
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: _facts(file, name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            if "draft_ids" in _parameters(kind):
+                settings["draft_ids"] = _draft_ids(file, found, config, target, path)
+            drafter = _built(kind, target, settings, folder)
+            if (needs := needs_of(drafter)) != config["needs"]:
+                raise InputError(f"{folder / CONFIG}: needs are {config['needs']}, this drafter has {needs}")
+            expected = {name: (tuple(t.shape), _stored(t, config)) for name, t in drafter.state_dict().items()}
+            _compare(found, expected, path)
+            tensors = {name: file.get_tensor(name) for name in expected}
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    bad = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not bool(tensor.isfinite().all())]
+    if bad:
+        raise InputError(f"{path}: NaN or infinite values in {some(bad)}: the package is damaged, get it again")
+    drafter.load_state_dict(tensors)
+    return drafter.eval()
+
+
+def _parameters(kind: type[Drafter]) -> dict[str, inspect.Parameter]:
+    parameters = dict(inspect.signature(kind.__init__).parameters)
+    return {name: p for name, p in parameters.items() if name not in ("self", "target")}
+
+
+def _checked_settings(node: dict[str, Any], kind: type[Drafter], folder: Path) -> dict[str, Any]:
+    """Exactly the settings that the class takes, each of its default's type."""
+    where = f"{folder / CONFIG}: drafter"
+    parameters = {name: p for name, p in _parameters(kind).items() if name != "draft_ids"}
+    check_keys(node, ("_target_", *parameters), where)
+    settings = {name: value for name, value in node.items() if name != "_target_"}
+    for name, value in settings.items():
+        default = parameters[name].default
+        if default is inspect.Parameter.empty or default is None:
+            continue
+        fits: tuple[type, ...] = (int, float) if isinstance(default, float) else (type(default),)
+        if isinstance(default, tuple):
+            fits = (list,)
+        if not isinstance(value, fits) or isinstance(value, bool) != isinstance(default, bool):
+            raise InputError(f"{where}.{name} is {str(value)[:80]!r}, needs {' or '.join(k.__name__ for k in fits)}")
+    return settings
+
+
+def _chance_kept(target: Target) -> AbstractContextManager[None]:
+    """New modules draw their first weights; what a package loads replaces them, so the random state stays as it was."""
+    devices = [target.device] if target.device.type == "cuda" else []
+    return torch.random.fork_rng(devices=devices)
+
+
+def _built(kind: type[Drafter], target: Target, settings: dict[str, Any], folder: Path) -> Drafter:
+    try:
+        with _chance_kept(target):
+            return kind(target=target, **settings)
+    except (TypeError, ValueError, InputError) as error:
+        raise InputError(f"{folder / CONFIG}: {kind.__name__} cannot be built from its settings: {error}") from error
+
+
+def _facts(file: Any, name: str) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype by the header alone."""
+    part = file.get_slice(name)
+    return tuple(part.get_shape()), str(part.get_dtype())
+
+
+def _stored(tensor: Tensor, config: dict[str, Any]) -> str:
+    return DTYPES[config["shape"]["dtype"]] if tensor.is_floating_point() else _HEADER_DTYPES.get(tensor.dtype, "?")
+
+
+def _draft_ids(
+    file: Any, found: dict[str, Any], config: dict[str, Any], target: Target, path: Path
+) -> list[int] | None:
+    """The reduced draft vocabulary, read and checked before anything is sized by it."""
+    told = config["shape"]["draft_vocab"]
+    if "draft_ids" not in found:
+        if told != target.vocab_size:
+            raise InputError(
+                f"{path} lacks draft_ids, the ids of its {str(told)[:40]} draft tokens: the package is damaged"
+            )
+        return None
+    (shape, dtype), v = found["draft_ids"], target.vocab_size
+    if dtype != "I64" or len(shape) != 1 or not 2 <= shape[0] <= v or shape[0] != told:
+        raise InputError(
+            f"{path}: draft_ids is {dtype} of shape {list(shape)}, needs I64 of {told} ids, at most the target's {v}"
+        )
+    ids = file.get_tensor("draft_ids")
+    if int(ids.min()) < 0 or int(ids.max()) >= v or not bool((ids[1:] > ids[:-1]).all()):
+        raise InputError(f"{path}: draft_ids must ascend within the target's vocabulary 0..{v - 1}, each id once")
+    return ids.tolist()
+
+
+def _compare(found: dict[str, Any], expected: dict[str, Any], path: Path) -> None:
+    """Raise InputError listing every tensor that is missing, unknown, or of another shape or dtype."""
+    complaints = []
+    if missing := sorted(expected.keys() - found.keys()):
+        complaints.append(f"missing {some(missing)}")
+    if extra := sorted(found.keys() - expected.keys()):
+        complaints.append(f"unexpected {some(extra)}")
+    odd = [
+        f"{name} is {found[name][1]} {list(found[name][0])}, needs {expected[name][1]} {list(expected[name][0])}"
+        for name in sorted(expected.keys() & found.keys())
+        if found[name] != expected[name]
+    ]
+    if odd:
+        complaints.append(f"wrong shape or dtype: {some(odd)}")
+    if complaints:
+        raise InputError(f"{path}: {'; '.join(complaints)}. Nothing is loaded in part: get the package again")

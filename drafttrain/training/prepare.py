@@ -1,0 +1,138 @@
+"""Put the parts of a run together: batches, features, module, evaluation, checkpoints; and take over what is resumed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from drafttrain.data.datamodule import ConversationData
+from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.speculator import Speculator
+from drafttrain.drafter.base import Drafter
+from drafttrain.processes import rank, world_size
+from drafttrain.target.features import OnlineFeatures
+from drafttrain.target.model import Target
+from drafttrain.training.checkpoint import CheckpointConfig, Keeper, refuse_full_disk
+from drafttrain.training.course import Stream, TrainerConfig
+from drafttrain.training.decode_callback import DecodeCallback, EvalConfig
+from drafttrain.training.final import FinalConfig
+from drafttrain.training.module import DraftModule
+from drafttrain.training.optim import AdamW
+from drafttrain.training.resume import facts_of, refuse_other_run
+from drafttrain.training.run import Run
+from drafttrain.tree.topology import Tree
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The parts of the configuration that check themselves."""
+
+    trainer: TrainerConfig
+    optim: AdamW
+    eval: EvalConfig
+    checkpoint: CheckpointConfig
+    final: FinalConfig
+    tree: Tree
+
+
+@dataclass
+class Training:
+    """What a run is made of."""
+
+    settings: Settings
+    run: Run
+    target: Target
+    drafter: Drafter
+    module: DraftModule
+    stream: Stream
+    source: OnlineFeatures
+    speculator: Speculator
+    decode: DecodeCallback
+    keeper: Keeper
+    prompts: list[list[int]]
+    seed: int
+
+
+def prepare(
+    config: dict[str, Any],
+    settings: Settings,
+    run: Run,
+    target: Target,
+    drafter: Drafter,
+    data: ConversationData,
+    held_out: ConversationData | None,
+    *,
+    make_source: Callable[..., OnlineFeatures],
+    say: Callable[[str], None],
+) -> Training:
+    """Put the parts together, and take over what is resumed.
+
+    Args:
+        config: the run's whole configuration.
+        make_source: builds the source of features from what only the run knows.
+    """
+    world, seed = world_size(), config["seed"]
+    sampler = settings.trainer.sampler(data, seed=seed, rank=rank(), world=world)
+    course = settings.trainer.course(sampler)
+    first = [settings.trainer.sampler(data, seed=seed, rank=r, world=world).batches(0) for r in range(world)]
+    groups = [group for batches in first for group in batches if group[0] >= 0]
+    shared = world > 1 and int(os.environ.get("LOCAL_WORLD_SIZE", world)) == world
+    source = make_source(
+        target=target,
+        needs=drafter.needs,
+        data=data,
+        groups=groups,
+        spill_dir=run.scratch if shared or world == 1 else run.scratch / str(rank()),
+        shared=shared,
+    )
+    say(source.describe())
+    module = DraftModule(drafter, source, settings.optim, course, seed=seed, log_every=settings.trainer.log_every)
+    plan = Plan(settings.tree)
+    speculator = Speculator(target, drafter, plan)
+    prompts = usable_prompts(target, data, settings, say)
+    decode = DecodeCallback(
+        speculator,
+        prompts,
+        {"tree": plan},
+        settings.eval,
+        held_out=held_out,
+        source=None if held_out is None else kept_in_memory(target, drafter, held_out, config["features"]),
+        seed=seed,
+    )
+    facts = facts_of(config, target, data, module, world)
+    keeper = Keeper(
+        run.checkpoints, settings.checkpoint, decode, patience=settings.eval.patience, facts=facts, settings=config
+    )
+    stream = Stream(data, sampler, course)
+    refuse_full_disk(run.folder, drafter)
+    if run.resumed is not None:
+        refuse_other_run(run.resumed, facts, config, say)
+        module.continue_from(run.resumed)
+        keeper.load_state_dict(run.resumed["keeper"])
+        if run.resumed["decode"] is not None:
+            decode.load_state_dict(run.resumed["decode"])
+        stream.position = module.position
+        say(f"goes on behind update {module.updates}, {course.epoch(module.position):.2f} epochs")
+    return Training(settings, run, target, drafter, module, stream, source, speculator, decode, keeper, prompts, seed)
+
+
+def kept_in_memory(
+    target: Target, drafter: Drafter, data: ConversationData, features: dict[str, Any]
+) -> OnlineFeatures:
+    """Held-out rows' features; few, so that evaluations after the first read them from memory."""
+    dtype = features.get("keep_dtype", "bfloat16")
+    return OnlineFeatures(target, drafter.needs, data=data, keep_dtype=dtype, spill_dir=None)
+
+
+def usable_prompts(
+    target: Target, data: ConversationData, settings: Settings, say: Callable[[str], None]
+) -> list[list[int]]:
+    """Held-out prompts that leave room in the target's context."""
+    room = max(settings.eval.max_new_tokens, settings.final.max_new_tokens, settings.final.speed_new_tokens)
+    prompts = [prompt for prompt in data.set.prompts() if prompt]
+    usable = [prompt for prompt in prompts if len(prompt) + room <= target.context]
+    if len(usable) < len(prompts):
+        say(f"{len(prompts) - len(usable)} held-out prompts leave less than {room} tokens of the context and are not decoded")
+    return usable

@@ -1,0 +1,105 @@
+"""A run's folder, what is resumed from it, and what all its processes must have in common before anything is built."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig, OmegaConf
+
+from drafttrain.errors import InputError
+from drafttrain.processes import await_word, give_word, on_another_machine, rank
+from drafttrain.runs import run_dir
+from drafttrain.target.load import resolve_device, resolve_dtype
+from drafttrain.training.checkpoint import LAST, read_checkpoint
+
+
+@dataclass
+class Run:
+    """The run's folder and what is resumed from it."""
+
+    folder: Path
+    resumed: dict[str, Any] | None = None
+    loggers: list[Logger] = field(default_factory=list)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def scratch(self) -> Path:
+        return self.folder / "scratch"
+
+    def keep_config(self, cfg: DictConfig) -> None:
+        """Write config.yaml; that of a run's first part stays."""
+        config = self.folder / "config.yaml"
+        if rank() == 0 and not config.exists():
+            config.write_text(OmegaConf.to_yaml(cfg), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def open_run(cfg: DictConfig, say: Callable[[str], None]) -> Iterator[Run]:
+    """Choose the folder, read what is resumed, and settle what all processes must have in common.
+
+    A folder that holds nothing in the end, because the run was refused, is removed again.
+    """
+    if cfg.resume is not None and cfg.resume != "last":
+        given = Path(str(cfg.resume)).expanduser().absolute()
+        if not given.is_file():
+            raise InputError(f"resume={cfg.resume}: give last, or the path of a checkpoint")
+        cfg.run_dir = cfg.run_dir or str(given.parent.parent)
+    folder = run_dir(cfg, resume=cfg.resume is not None)
+    run = Run(folder)
+    try:
+        if cfg.resume is not None:
+            run.resumed = read_resumed(cfg, run, say)
+        settle_dtype(cfg, run)
+        yield run
+    except InputError:
+        if rank() == 0 and not run.checkpoints.exists() and cfg.resume is None:
+            (folder / "config.yaml").unlink(missing_ok=True)
+        raise
+    finally:
+        if rank() == 0:
+            shutil.rmtree(run.scratch, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def read_resumed(cfg: DictConfig, run: Run, say: Callable[[str], None]) -> dict[str, Any] | None:
+    path = run.checkpoints / LAST if cfg.resume == "last" else Path(str(cfg.resume)).expanduser().absolute()
+    if cfg.resume == "last" and not path.exists():
+        say(f"{run.folder} holds no checkpoint yet: starts from the beginning")
+        return None
+    return read_checkpoint(path)
+
+
+def settle_dtype(cfg: DictConfig, run: Run) -> None:
+    """One dtype of the target for all processes and all parts of a run; what a killed run left behind is removed first.
+
+    Which dtype is faster here is measured, so two processes, or two days, could disagree.
+    """
+    if cfg.trainer.accelerator == "cpu" and cfg.target.get("device") == "auto":
+        cfg.target.device = "cpu"
+    asked = cfg.target.get("dtype") == "auto"
+    dtype = ""
+    if rank() == 0:
+        shutil.rmtree(run.scratch, ignore_errors=True)
+        if asked:
+            if run.resumed is not None:
+                dtype = run.resumed["facts"]["target"]["dtype"]
+            else:
+                found = resolve_dtype("auto", resolve_device(cfg.target.get("device", "auto")), "throughput")
+                dtype = str(found).removeprefix("torch.")
+        give_word(dtype)
+    elif not on_another_machine():
+        dtype = await_word("the target's dtype")
+    elif asked:
+        raise InputError("processes on several machines cannot agree on the target's dtype alone: give target.dtype=bfloat16")
+    if asked and dtype:
+        cfg.target.dtype = dtype

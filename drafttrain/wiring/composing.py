@@ -1,0 +1,239 @@
+"""Compose a configuration of a file, its choices and the command line, refusing every name that it does not have.
+
+A wrong setting gets one clear line: what was given, the nearest valid name, the choices.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from drafttrain.errors import InputError, first_line
+from drafttrain.runs import Invocation
+from drafttrain.wiring.conf import comments_of, conf_dir
+from drafttrain.wiring.names import dotted_keys, has_key, join, nearest, unknown_choice, unknown_key
+
+
+def compose(
+    config_name: str,
+    overrides: Sequence[str] = (),
+    *,
+    text: Sequence[str] = ("prompt",),
+    config_dir: str | os.PathLike[str] | None = None,
+    check_missing: bool = True,
+) -> DictConfig:
+    """Compose `conf/<config_name>.yaml` with overrides, refusing every name that the configuration does not have.
+
+    Args:
+        config_name: the door's name.
+        overrides: `key=value` words as on the command line.
+        text: keys whose value is taken literally, so that a sentence needs no quoting beyond the shell's.
+        config_dir: a further folder of configurations (one's own experiments), searched after the shipped one.
+        check_missing: refuse if a setting without a default (`???`) is still without a value.
+    Raises: InputError.
+    """
+    return invocation_of(config_name, overrides, text=text, config_dir=config_dir, check_missing=check_missing).config
+
+
+def invocation_of(
+    door_name: str,
+    overrides: Sequence[str],
+    *,
+    text: Sequence[str] = ("prompt",),
+    config_dir: str | os.PathLike[str] | None = None,
+    check_missing: bool = True,
+) -> Invocation:
+    """As `compose`, with what was asked and chosen beside the configuration."""
+    literal, parsed = _parse(overrides, text)
+    search = search_path(config_dir)
+    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name=door_name):
+        base, choices = _load(door_name, search)
+        groups = [o for o in parsed if _is_group(o, search)]
+        values = [o for o in parsed if o not in groups]
+        for override in groups:
+            _check_group(override, choices, base, door_name, search)
+        chosen, choices = _load(door_name, [*search, *(_line(o, group=True) for o in groups)])
+        _check_experiment(door_name, search, chosen, choices)
+        for override in values:
+            _check_key(override, chosen, choices)
+        config, choices = _load(door_name, [*search, *(_line(o, group=o in groups) for o in parsed)])
+    for key, value in literal.items():
+        if not has_key(config, key):
+            raise InputError(unknown_key(f"{key}={value}", key, config, choices))
+        OmegaConf.update(config, key, _escape(value))
+    if check_missing:
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            said = comments_of(door_name, choices)
+            wanted = ", ".join(f"{key}=..." + (f" ({said[key]})" if key in said else "") for key in missing)
+            raise InputError(f"needs {wanted}: python -m drafttrain.{door_name} {' '.join(f'{k}=...' for k in missing)}")
+        try:
+            OmegaConf.to_container(config, resolve=True)
+        except OmegaConfBaseException as error:
+            raise InputError(f"the configuration does not resolve: {first_line(error)}") from error
+    return Invocation(door_name, tuple(overrides), choices, config)
+
+
+def search_path(config_dir: str | os.PathLike[str] | None) -> list[str]:
+    if config_dir is None:
+        return []
+    if not Path(config_dir).is_dir():
+        raise InputError(f"--config-dir {config_dir} is not a directory")
+    return [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
+
+
+def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str], list[Override]]:
+    literal: dict[str, str] = {}
+    words: list[str] = []
+    for word in overrides:
+        key, equals, value = word.partition("=")
+        if not equals and not word.startswith("~"):
+            raise InputError(f"cannot read {word!r}: settings are written key=value, e.g. experiment=quickstart (see --help)")
+        if key in text:
+            literal[key] = value
+        else:
+            words.append(word)
+    parsed = []
+    for word in words:
+        try:
+            override = OverridesParser.create().parse_override(word)
+        except (OverrideParseException, HydraException) as error:
+            key, _, value = word.partition("=")
+            raise InputError(
+                f"cannot read {word!r}: {first_line(error)}. A value with spaces, brackets, commas, quotes or colons needs "
+                f"quotes that reach this program: '{key}=\"{value}\"'"
+            ) from error
+        if override.is_sweep_override():
+            raise InputError(
+                f"{word!r} names several values; one command makes one run. A list is written with brackets, "
+                f"'{override.key_or_group}=[...]'; for a sweep, loop in the shell"
+            )
+        if override.key_or_group.split(".")[0] == "hydra":
+            raise InputError(f"{word!r}: Hydra's own settings are not used here; the run's folder is run_dir=<folder>")
+        parsed.append(override)
+    return literal, parsed
+
+
+def _load(door_name: str, lines: Sequence[str]) -> tuple[DictConfig, dict[str, Any]]:
+    """Hydra's own composition. Returns the config without Hydra's node, and the choice made in each group."""
+    try:
+        config = hydra_compose(door_name, overrides=list(lines), return_hydra_config=True)
+    except MissingConfigException as error:
+        if error.missing_cfg_file == door_name:
+            raise InputError(f"there is no {door_name}.yaml in {conf_dir()}; it has {join(_stems(conf_dir()))}") from error
+        group, _, name = (error.missing_cfg_file or "").rpartition("/")
+        options = list(error.options or [])
+        if options:
+            raise InputError(unknown_choice(f"{group}={name}", group, name, options)) from error
+        raise InputError(first_line(error)) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise InputError(first_line(error)) from error
+    choices = OmegaConf.to_container(config.hydra.runtime.choices)
+    assert isinstance(choices, dict)
+    OmegaConf.set_struct(config, False)
+    del config["hydra"]
+    OmegaConf.set_struct(config, True)
+    return config, {str(k): v for k, v in choices.items() if not str(k).startswith("hydra/")}
+
+
+def _line(override: Override, *, group: bool = False) -> str:
+    """An override as Hydra reads it; no choice in a group (`group=null`) is what Hydra writes as a deletion."""
+    assert override.input_line is not None
+    if group and not override.is_delete() and override.value() is None:
+        return f"~{override.get_key_element().lstrip('+')}"
+    return override.input_line
+
+
+def group_options(group: str, search: Sequence[str]) -> list[str]:
+    """The choices of a group, those of a further configuration folder included. Needs an initialised Hydra."""
+    loader = GlobalHydra.instance().config_loader()
+    name = group.partition("@")[0]
+    return sorted(loader.get_group_options(name, results_filter=ObjectType.CONFIG, overrides=list(search)))
+
+
+def _is_group(override: Override, search: Sequence[str]) -> bool:
+    group = override.key_or_group
+    exists = bool(group_options(group, search)) if "." not in group else False
+    return exists and (override.is_delete() or isinstance(override.value(), str | list) or override.value() is None)
+
+
+def _check_group(
+    override: Override, choices: dict[str, Any], base: DictConfig, door_name: str, search: Sequence[str]
+) -> None:
+    group = override.key_or_group + (f"@{override.package}" if override.package else "")
+    given = override.input_line
+    if not override.is_add() and group not in choices:
+        usable = sorted(choices)
+        near = nearest(group, [*usable, *dotted_keys(base)])
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise InputError(f"{given}: {door_name} has no choice of {group}.{hint} Its choices are of: {join(usable)}")
+    value = None if override.is_delete() else override.value()
+    options = group_options(group, search)
+    for name in value if isinstance(value, list) else [value]:
+        if name is not None and str(name) not in options:
+            raise InputError(unknown_choice(str(given), group, str(name), options))
+
+
+def _check_key(override: Override, config: DictConfig, choices: dict[str, Any]) -> None:
+    if override.is_add() or override.is_force_add():
+        return
+    if not has_key(config, override.key_or_group):
+        raise InputError(unknown_key(str(override.input_line), override.key_or_group, config, choices))
+
+
+def _check_experiment(door_name: str, search: Sequence[str], config: DictConfig, choices: dict[str, Any]) -> None:
+    """An experiment overrides settings; a key that only the experiment has is a misspelling, found here and not after the run."""
+    name = choices.get("experiment")
+    if not name:
+        return
+    _, plain_choices = _load(door_name, search)
+    lines = [
+        f"~{group}" if choice is None else f"{'' if group in plain_choices else '+'}{group}={_quote(choice)}"
+        for group, choice in {**choices, "experiment": None}.items()
+        if choice != plain_choices.get(group)
+    ]
+    plain, _ = _load(door_name, [*search, *lines])
+    added = _added(OmegaConf.to_container(config), OmegaConf.to_container(plain))  # type: ignore[arg-type]
+    if added:
+        raise InputError(unknown_key(f"experiment={name} sets {added[0]}", added[0], plain, {}))
+
+
+def _added(config: dict[Any, Any], plain: dict[Any, Any], prefix: str = "") -> list[str]:
+    """Keys of config that plain lacks. An empty mapping in plain is open: anything may be put in it."""
+    if config.get("_target_") != plain.get("_target_") or (prefix and not plain):
+        return []
+    found: list[str] = []
+    for key, value in config.items():
+        if key not in plain:
+            found.append(f"{prefix}{key}")
+        elif isinstance(value, dict) and isinstance(plain[key], dict):
+            found += _added(value, plain[key], f"{prefix}{key}.")
+    return found
+
+
+def _quote(choice: Any) -> str:
+    if isinstance(choice, list):
+        return "[" + ",".join(map(str, choice)) + "]"
+    return str(choice)
+
+
+def _escape(value: str) -> str:
+    """Text as OmegaConf must hold it to give the same text back: interpolation marks are data here."""
+    return re.sub(r"(\\*)\$\{", lambda match: match.group(1) * 2 + r"\${", value)
+
+
+def _stems(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.yaml"))
