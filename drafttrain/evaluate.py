@@ -18,15 +18,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from drafttrain.data.conversations import MANIFEST, ConversationSet, check_vocabulary, read_set, write_json
 from drafttrain.data.datamodule import BUILTIN, set_folder
-from drafttrain.data.prompts import PromptFile, Prompts, Skipped, nothing_left
+from drafttrain.data.prompts import PromptFile, Prompts, Skipped, by_reason, nothing_left, some
 from drafttrain.data.template import ChatPieces
 from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.measure import Measurement
-from drafttrain.decoding.speculator import Speculator
+from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Tally
-from drafttrain.nn.sampling import Policy
+from drafttrain.nn.sampling import Policy, check_seed
 from drafttrain.packaging.decoding import fit, read_plan, tree_of
 from drafttrain.packaging.manifest import DECODING, check_target, read_config
 from drafttrain.packaging.reading import load_drafter
@@ -79,6 +79,8 @@ def check_settings(cfg: DictConfig) -> None:
         value = cfg[key]
         if not (key == "limit" and value is None) and (type(value) is not int or value < least):
             raise InputError(f"{key}={value}: needs a whole number of at least {least}")
+    check_seed(cfg.seed)
+    check_dtype(cfg.dtype)
     for key in ("temperatures", "chains", "trees"):
         if not OmegaConf.is_list(cfg[key]):
             raise InputError(f"{key}={cfg[key]}: needs a list, such as '{key}=[{1 if key != 'trees' else 'package'}]'")
@@ -102,7 +104,8 @@ def policy_of(cfg: DictConfig, temperature: Any) -> Policy:
     for key, value in (("temperatures", temperature), ("top_k", cfg.top_k), ("top_p", cfg.top_p)):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InputError(f"{key}: {value!r} is not a number")
-    return Policy(float(temperature), cfg.top_k, cfg.top_p) if temperature else Policy()
+    policy = Policy(float(temperature), cfg.top_k, cfg.top_p)
+    return Policy() if policy.greedy else policy
 
 
 @dataclass
@@ -159,7 +162,7 @@ class Source:
             self.prompts.skipped = refused
             raise nothing_left(self.label, self.prompts)
         if refused:
-            self.left_out.append(f"{len(refused)} rows, the first is {refused[0].row}: {refused[0].reason}")
+            self.left_out += [f"rows {some(rows)}: {reason}" for reason, rows in by_reason(refused).items()]
         return found
 
 
@@ -392,7 +395,10 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
             )
             continue
         low = (best["speedup_interval"] or [None])[0]
-        sure = "" if low is None or low > 1 else ", not clearly faster than plain decoding"
+        if low is None:
+            sure = ", on one prompt: not certain"
+        else:
+            sure = "" if low > 1 else ", not clearly faster than plain decoding"
         lines.append(f"fastest is {best['label']}, {best['speedup']:.2f}x plain decoding{sure}")
         if slower:
             lines.append(f"slower than plain decoding: {', '.join(slower)}")

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ from omegaconf import DictConfig
 
 from drafttrain.data.conversations import HELD_OUT
 from drafttrain.data.datamodule import ConversationData
+from drafttrain.decoding.loop import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.vocabulary import always_proposable, coverage, most_frequent
 from drafttrain.errors import InputError
+from drafttrain.packaging.decoding import check_size, fit
 from drafttrain.packaging.writing import save_package
-from drafttrain.processes import rank
+from drafttrain.processes import peak_memory, rank
 from drafttrain.reporting.console import clock, console, table, track
 from drafttrain.reporting.figures import acceptance_curve
 from drafttrain.reporting.loggers import close, log_config, log_picture, log_rows
@@ -38,20 +40,25 @@ from drafttrain.training.final import Worth, measure
 from drafttrain.training.prepare import Settings, Training, prepare
 from drafttrain.training.run import Run, open_run
 from drafttrain.training.trainer import quiet_lightning, trainer_of
+from drafttrain.tree.topology import Tree
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
 
+WHOLE = {"limit_tokens": None, "limit_rows": None, "temperatures": None, "labels": "answers"}
+"""Held-out rows are answers of all temperatures, whatever part of the set is trained on."""
 STOPPED_BY_SIGNAL = 143
 """Exit code of a run that a signal stopped: it is not done, and can be resumed."""
 
 
 @door("fit")
 def main(cfg: DictConfig) -> None:
+    began = time.monotonic()
     settings = read_settings(cfg)
     data, held_out = read_data(cfg)
     with open_run(cfg, say) as run, logged(cfg, run):
         target = load_target(cfg, data, held_out)
         drafter = make_drafter(cfg, target, data, held_out)
+        check_trees(settings, drafter)
         source = functools.partial(build, cfg.features)
         training = prepare(plain(cfg), settings, run, target, drafter, data, held_out, make_source=source, say=say)
         say(outline(training.module.course, settings, data))
@@ -64,6 +71,7 @@ def main(cfg: DictConfig) -> None:
             worth = evaluate(training)
             package = pack(cfg, training, worth)
             say(f"the package is in {package}")
+            say(f"took {clock(time.monotonic() - began)} in all, {peak_memory()} of memory at most")
 
 
 # --- before long work starts -----------------------------------------------------------------------------------------
@@ -100,7 +108,7 @@ def read_data(cfg: DictConfig) -> tuple[ConversationData, ConversationData | Non
     held_out = None
     if data.set.indices(HELD_OUT):
         with contextlib.suppress(InputError):  # Rows without a supervised token within max_length.
-            held_out = build(cfg.data, split="held_out", limit_tokens=None, limit_rows=None, temperatures=None)
+            held_out = build(cfg.data, split="held_out", **WHOLE)
     say(data.summary())
     say("held_out: no rows, so nothing is measured by decoding" if held_out is None else held_out.summary())
     return data, held_out
@@ -160,6 +168,21 @@ def make_drafter(
     drafter: Drafter = build(cfg.drafter, **objects)
     say("; ".join(f"{name}: {value}" for name, value in {"drafter": type(drafter).__name__, **drafter.describe()}.items()))
     return drafter
+
+
+def check_trees(settings: Settings, drafter: Drafter) -> None:
+    """Raise InputError for a tree that would only turn out too wide or too long after training."""
+    final = settings.final
+    groups: dict[str, Mapping[str, Tree | None]] = {"final.acceptance": final.acceptance, "final.speed": final.speed}
+    named = {"tree": settings.tree} | {f"{group}.{name}": tree for group, trees in groups.items() for name, tree in trees.items()}
+    for name, tree in named.items():
+        if tree is None:
+            continue
+        try:
+            check_size(tree.size)
+            fit(Plan(tree), drafter, name)
+        except InputError as error:
+            raise InputError(f"{name}: {error}; give another tree, or null to leave one of final's out") from error
 
 
 # --- the run -----------------------------------------------------------------------------------------------------------

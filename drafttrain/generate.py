@@ -20,10 +20,10 @@ from rich.text import Text
 
 from drafttrain.data.template import ChatPieces
 from drafttrain.decoding.loop import Listener, Output, Plan
-from drafttrain.decoding.speculator import Speculator
+from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.errors import InputError
 from drafttrain.flow import Tally
-from drafttrain.nn.sampling import Policy
+from drafttrain.nn.sampling import Policy, check_seed
 from drafttrain.packaging.decoding import fit, read_plan, tree_of
 from drafttrain.packaging.manifest import DECODING, check_target, read_config
 from drafttrain.packaging.reading import load_drafter
@@ -90,19 +90,30 @@ def check_settings(cfg: DictConfig) -> Policy:
         raise InputError('prompt is empty: give prompt="...", or leave it out to be asked')
     if cfg.system is not None and not cfg.chat:
         raise InputError("system has no place without a chat template: leave it out, or set chat=true")
-    return Policy(float(cfg.temperature), cfg.top_k, cfg.top_p) if cfg.temperature else Policy()
+    check_seed(cfg.seed)
+    check_dtype(cfg.dtype)
+    policy = Policy(float(cfg.temperature), cfg.top_k, cfg.top_p)
+    return Policy() if policy.greedy else policy
 
 
 def prompt_of(cfg: DictConfig) -> str | None:
     """The prompt given, or standard input's; None if a person sits there to be asked."""
     if cfg.prompt is not None:
-        return str(cfg.prompt)
+        return readable(str(cfg.prompt))
     if sys.stdin is not None and sys.stdin.isatty():
         return None
     text = "" if sys.stdin is None else sys.stdin.read()
     if not text.strip():
         raise InputError('nothing to answer: give prompt="...", or text on standard input')
-    return text.strip("\n")
+    return readable(text.strip("\n"))
+
+
+def readable(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(f"the prompt is not UTF-8 (character {error.start + 1}): save or type it as UTF-8") from error
+    return text
 
 
 def need_tokenizer(cfg: DictConfig) -> None:

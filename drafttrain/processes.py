@@ -40,6 +40,16 @@ def world_size() -> int:
     return int(value) if value.isdigit() else 1
 
 
+def peak_memory() -> str:
+    """The most memory that this process ever held, such as "2.1 GB"; the accelerator's own is not in it."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such count.
+        return "an unknown amount"
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return f"{size / 1e9:.1f} GB"
+
+
 def on_another_machine() -> bool:
     """True on a machine that does not hold rank 0 (torchrun's variables): files in the temporary folder are not shared with it."""
     return os.environ.get("GROUP_RANK", "0") != "0"

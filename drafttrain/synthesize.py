@@ -29,7 +29,7 @@ from drafttrain.runs import differences, provenance
 from drafttrain.target import fingerprint
 from drafttrain.target.load import resolve_device, resolve_dtype, tokenizer_alone
 from drafttrain.target.model import Target
-from drafttrain.target.synthesis import SynthesisConfig, synthesize
+from drafttrain.target.synthesis import SynthesisConfig, check, synthesize
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
 
@@ -198,6 +198,7 @@ def write_missing(
         refuse_other_tokenizer(there, tokenizer, folder)
         return tokenizer, None
     target: Target = build(cfg.target, work="throughput")
+    check(target, writing)
     if there is None and rank() == 0:
         folder.record({"target": {"name": target.name, "fingerprint": target.fingerprint}, **settings})
     there = folder.await_settings(say)
@@ -206,7 +207,7 @@ def write_missing(
     where = f"{target.name}, {target.dtype}, {target.device}".replace("torch.", "")
     say(f"writes {len(mine)} of {len(prompts.rows)} rows with {where}", first_only=True)
     progress = Progress(len(mine))
-    synthesize(target, iter(mine), writing, journal, slots=cfg.slots, report=progress)
+    synthesize(target, iter(mine), writing, journal, slots=min(cfg.slots, len(mine)), report=progress)
     return target.tokenizer, progress.speed
 
 

@@ -186,6 +186,9 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "no batch": (lambda p, t: ["batch=0"], "at least 1"),
     "half a limit": (lambda p, t: ["limit=1.5"], "whole number"),
     "misspelt": (lambda p, t: ["max_new_token=3"], "max_new_tokens"),
+    "a seed of words": (lambda p, t: ["seed=x"], "seed=x: needs a whole number"),
+    "an unknown dtype": (lambda p, t: ["dtype=foo"], "dtype=foo: give one of auto"),
+    "no top_p": (lambda p, t: ["top_p=nan"], "top_p is nan"),
     "folder in use": (lambda p, t: [f"run_dir={p}"], "already holds"),
     "prompt too long": (
         lambda p, t: [f"prompts={made(t, json.dumps({'prompt': 'x' * 600}))}"],

@@ -133,6 +133,18 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
         (["resume=no.ckpt"], "path of a checkpoint"),
         (["drafter.divergence=l2"], "loss l2 is not known"),
         (["features.keep_dtype=int4"], "features.keep_dtype=int4"),
+        (["draft_vocab=2"], "final.acceptance.static_25: a node has 4 children, this drafter proposes from"),
+        (["tree=chain", "tree.k=2000"], "tree: a tree of 2000 nodes is asked for"),
+        (["tree=chain", "tree.k=1.5"], "chain length is 1.5"),
+        (["final.acceptance=null"], "final.acceptance=None: needs trees by name"),
+        (["final.speed.chain_4=5"], "final.speed.chain_4=5: needs a tree"),
+        (["optim.warmup=nan"], "optim.warmup=nan"),
+        (["optim.betas=0.9"], "optim.betas=0.9"),
+        (["data.limit_rows=x"], "limit_rows=x: needs a whole number"),
+        (["data.temperatures=[a]"], "temperatures=['a']: needs a list of numbers"),
+        (["data.labels=questions"], "labels=questions: give one of answers, all"),
+        (["drafter.noise=nan"], "weights and noise of at least 0"),
+        (["eval.max_new_tokens=10000"], "none of the 4 held-out prompts"),
     ],
 )
 def test_wrong_settings(
@@ -157,6 +169,18 @@ def test_data_that_cannot_be_learned_from(target: Target, tmp_path: Path, capsys
     path = damaged / "conversations.safetensors"
     path.write_bytes(path.read_bytes()[:-40])
     assert "cannot be read" in refusal(capsys, words(damaged, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_crash_before_the_first_checkpoint_leaves_the_folder_free(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_given: Any, **_more: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(fit, "train", broken)
+    with pytest.raises(ZeroDivisionError):
+        fit.main(words(folder, tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 

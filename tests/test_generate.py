@@ -124,6 +124,12 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no tokenizer": (lambda p: ["prompt=a", "target=tiny", "~target.path"], "without a tokenizer|there is no setting"),
     "prompt too long": (lambda p: [f"prompt={'x' * 600}"], "context holds 512"),
     "misspelt": (lambda p: ["promt=a"], "prompt"),
+    "a seed of words": (lambda p: ["prompt=a", "seed=abc"], "seed=abc: needs a whole number"),
+    "a seed below 0": (lambda p: ["prompt=a", "seed=-1"], "seed=-1: needs"),
+    "half a seed": (lambda p: ["prompt=a", "seed=1.5"], "seed=1.5: needs"),
+    "a dtype of whole numbers": (lambda p: ["prompt=a", "dtype=int8"], "dtype=int8: give one of auto"),
+    "half a character": (lambda p: ["prompt=\udcff"], "not UTF-8"),
+    "top_k of a greedy policy": (lambda p: ["prompt=a", "top_k=-3"], "top_k is -3"),
 }
 
 

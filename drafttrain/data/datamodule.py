@@ -99,8 +99,13 @@ class ConversationData:
             ("limit_tokens", limit_tokens, 1),
             ("limit_rows", limit_rows, 1),
         ):
-            if value is not None and value < least:
-                raise InputError(f"{name}={value}: needs at least {least}, or null for no limit")
+            if value is not None and not (type(value) is int and value >= least):
+                raise InputError(f"{name}={value}: needs a whole number of at least {least}, or null for no limit")
+        numbers = temperatures is None or (
+            not isinstance(temperatures, str) and all(isinstance(value, int | float) for value in temperatures)
+        )
+        if not numbers or (temperatures is not None and not len(temperatures)):
+            raise InputError(f"temperatures={temperatures}: needs a list of numbers such as [0.0], or null for all")
         self.name = str(path) if not isinstance(path, ConversationSet) else "the set"
         self.set = path if isinstance(path, ConversationSet) else read_set(set_folder(path))
         self.split, self.max_length, self.labels = split, max_length, labels

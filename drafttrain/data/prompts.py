@@ -436,8 +436,22 @@ def _json_rows(path: Path, *, packed: bool) -> Iterator[tuple[int, Any]]:
 
 def _json_row(line: bytes) -> Any:
     try:
-        return json.loads(line.decode("utf-8"))
+        return json.loads(line.decode("utf-8"), object_pairs_hook=_once)
     except UnicodeDecodeError:
-        return _Unusable("not UTF-8")
+        return _Unusable("not UTF-8: save the file as UTF-8")
+    except _Twice as error:
+        return _Unusable(f"key {error} is given twice")
     except (ValueError, RecursionError):
-        return _Unusable("not JSON")
+        return _Unusable("not JSON: one object or string a line")
+
+
+class _Twice(ValueError):
+    pass
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _Twice(next(key for key in keys if keys.count(key) > 1))
+    return found

@@ -3,7 +3,7 @@
 tau: tokens emitted per target pass, bonus included; the prefill and its own first token are not counted.
 speedup: seconds per token of plain decoding over seconds per token of speculative decoding; same loop, same prompts,
 interleaved, prefill included on both sides.
-Intervals are 95 % bootstrap intervals over prompts.
+Intervals are 95 % bootstrap intervals over prompts; one prompt has none.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Measurement:
 
     @property
     def speedup_interval(self) -> Interval | None:
-        if self.speedup is None:
+        if self.speedup is None or len(self.seconds) < 2:
             return None
         columns = np.array([self.plain_seconds, self.plain_tokens, self.seconds, self.tokens], dtype=float)
         drawn = columns[:, _resampled(columns.shape[1])].sum(-1)
@@ -212,7 +212,7 @@ def _resampled(prompts: int) -> np.ndarray:
 
 def _bootstrap(above: Sequence[float], below: Sequence[float]) -> Interval | None:
     """Interval of sum(above) / sum(below) over resampled prompts."""
-    if not sum(below):
+    if not sum(below) or len(below) < 2:
         return None
     index = _resampled(len(below))
     denominators = np.asarray(below, dtype=float)[index].sum(1)

@@ -18,6 +18,14 @@ from drafttrain.errors import InputError
 from drafttrain.flow import Tally
 from drafttrain.target.model import Target
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def check_dtype(name: object) -> None:
+    """Raises: InputError for a dtype that no drafter decodes in."""
+    if name not in DTYPES:
+        raise InputError(f"dtype={name}: give one of {', '.join(DTYPES)}")
+
 
 class Speculator:
     """Decodes with drafts; the text keeps the guarantee of its plan.
@@ -34,6 +42,7 @@ class Speculator:
                 f"the tree is {plan.tree.max_depth} deep, this drafter fills {drafter.max_depth}: give a shallower tree"
             )
         self.target, self.plan = target, plan
+        check_dtype(dtype)
         self.drafter = _fastest(drafter, target) if dtype == "auto" else drafter.at(getattr(torch, dtype))
 
     def refresh(self, drafter: Drafter) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -67,7 +68,8 @@ class Eagle1(Autoregressive):
         chunk: int = 1024,
     ) -> None:
         super().__init__(target)
-        if min(regression, classification, noise) < 0 or regression + classification == 0 or chunk < 1:
+        weights = (regression, classification, noise)
+        if not all(0 <= weight < math.inf for weight in weights) or regression + classification == 0 or chunk < 1:
             raise InputError("eagle1 needs weights and noise of at least 0, one weight above 0, and chunk >= 1")
         self.bias, self.regression, self.classification = bias, regression, classification
         self.divergence, self.noise, self.noise_scaled, self.balance_input = divergence, noise, noise_scaled, balance_input

@@ -20,6 +20,13 @@ _HEAD = 512
 """Largest probabilities looked at first by top-p; a full sort follows only where they hold too little."""
 
 
+def check_seed(seed: object) -> int:
+    """Raises: InputError for what is not a whole number from 0 to 2^63 - 1."""
+    if type(seed) is not int or not 0 <= seed < 1 << 63:
+        raise InputError(f"seed={seed}: needs a whole number of at least 0 and below 2^63")
+    return seed
+
+
 @dataclass(frozen=True)
 class Policy:
     """How a law is made from logits: temperature, then top-k, then top-p. The defaults mean greedy decoding."""

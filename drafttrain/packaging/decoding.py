@@ -95,7 +95,7 @@ def _plan(found: Any) -> Plan:
     sampled, rule = found["sampled"], found["rule"]
     if sampled != _AUTO and not isinstance(sampled, bool):
         raise InputError(f"sampled is {sampled!r}: give auto, true or false")
-    if rule != _AUTO and rule not in rules.RULES:
+    if rule != _AUTO and (not isinstance(rule, str) or rule not in rules.RULES):
         raise InputError(f"rule is {rule!r}: give auto or one of {', '.join(rules.RULES)}")
     plan = Plan(tree, Policy(**policy), None if sampled == _AUTO else sampled, None if rule == _AUTO else rule)
     _ = plan.rule_name  # refuses what contradicts itself
@@ -124,7 +124,7 @@ def tree_of(value: Any) -> Tree:
             for width in widths:
                 level *= int(width)
                 nodes += level
-                _check_size(nodes - 1)
+                check_size(nodes - 1)
             return Tree.expansion([int(width) for width in widths])
         if value.strip().isdecimal():
             return tree_of(int(value))
@@ -136,11 +136,11 @@ def tree_of(value: Any) -> Tree:
                     f"tree {value[:80]!r} is not a list of paths such as [[0],[1],[0,0]]: {error}"
                 ) from error
     elif _whole(value):
-        _check_size(value)
+        check_size(value)
         return Tree.chain(value)
     elif isinstance(value, Iterable) and not isinstance(value, dict):
         paths = list(value)
-        _check_size(len(paths))
+        check_size(len(paths))
         for path in paths:
             if not isinstance(path, list | tuple) or len(path) > MOST_NODES or not all(map(_whole, path)):
                 raise InputError(
@@ -180,6 +180,7 @@ def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _check_size(nodes: int) -> None:
+def check_size(nodes: int) -> None:
+    """Raise InputError if a tree has more nodes than one pass can check."""
     if nodes > MOST_NODES:
         raise InputError(f"a tree of {nodes} nodes is asked for, at most {MOST_NODES} can be checked in one pass")

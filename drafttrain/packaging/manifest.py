@@ -95,7 +95,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     for name in ("drafter", "training"):
         if not isinstance(config[name], dict):
             raise InputError(f"{path}: {name} is not a mapping")
-    if config["shape"]["dtype"] not in DTYPES:
+    if not isinstance(config["shape"]["dtype"], str) or config["shape"]["dtype"] not in DTYPES:
         raise InputError(
             f"{path}: shape.dtype is {str(config['shape']['dtype'])[:40]}: one of {', '.join(DTYPES)} is read"
         )

@@ -54,6 +54,13 @@ class SynthesisConfig:
             Policy(temperature, self.top_k, self.top_p)
 
 
+def check(target: Target, config: SynthesisConfig) -> ChatPieces:
+    """Raise InputError if this target cannot write conversations of these settings."""
+    if config.max_length > target.context:
+        raise InputError(f"max_length {config.max_length} is beyond the target's context of {target.context}")
+    return ChatPieces(target.tokenizer, target.stop_ids)
+
+
 def synthesize(
     target: Target,
     prompts: Iterator[tuple[int, Prompt | None]],
@@ -69,9 +76,7 @@ def synthesize(
         slots: rows side by side.
         report: called after every pass with rows finished and ids written so far.
     """
-    if config.max_length > target.context:
-        raise InputError(f"max_length {config.max_length} is beyond the target's context of {target.context}")
-    pieces = ChatPieces(target.tokenizer, target.stop_ids)
+    pieces = check(target, config)
     writer = _Writer(target, pieces, config, journal)
     scripts = ((writer.script(row, prompt), writer.chance(row, "words")) for row, prompt in prompts)
     written = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,12 @@ class FinalConfig:
     """Held-out prompts for acceptance."""
     max_new_tokens: int
     batch: int
-    acceptance: dict[str, Tree | None]
+    acceptance: Mapping[str, Tree | None]
     """Trees by name; None leaves one out."""
     speed_prompts: int
     """Held-out prompts for speed, decoded one by one, plainly and by each tree in turn."""
     speed_new_tokens: int
-    speed: dict[str, Tree | None]
+    speed: Mapping[str, Tree | None]
 
     def __post_init__(self) -> None:
         least = {"prompts": 0, "max_new_tokens": 1, "batch": 1, "speed_prompts": 0, "speed_new_tokens": 1}
@@ -34,6 +34,13 @@ class FinalConfig:
             value = getattr(self, name)
             if not (type(value) is int and value >= low):
                 raise InputError(f"final.{name}={value}: needs a whole number of at least {low}")
+        for name in ("acceptance", "speed"):
+            trees = getattr(self, name)
+            if not isinstance(trees, Mapping):
+                raise InputError(f"final.{name}={trees}: needs trees by name, {{}} for none")
+            for label, tree in trees.items():
+                if not (tree is None or (isinstance(tree, Tree) and tree.size)):
+                    raise InputError(f"final.{name}.{label}={tree}: needs a tree that drafts something, or null to leave it out")
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,12 @@ class AdamW:
             raise InputError(f"optim.schedule={self.schedule}: give one of {', '.join(SCHEDULES)}")
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise InputError(f"optim.lr={self.lr}: needs a number above 0")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise InputError(f"optim.betas={list(self.betas)}: needs two numbers from 0 to below 1")
-        if self.weight_decay < 0 or self.eps <= 0 or not 0 <= self.end_factor <= 1:
+        pair = isinstance(self.betas, Sequence) and len(self.betas) == 2
+        if not pair or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"optim.betas={self.betas}: needs two numbers from 0 to below 1")
+        if not self.weight_decay >= 0 or not self.eps > 0 or not 0 <= self.end_factor <= 1:
             raise InputError("optim needs weight_decay >= 0, eps > 0 and end_factor from 0 to 1")
-        if self.warmup < 0 or (self.warmup >= 1 and self.warmup != int(self.warmup)):
+        if not 0 <= self.warmup < math.inf or (self.warmup >= 1 and self.warmup != int(self.warmup)):
             raise InputError(f"optim.warmup={self.warmup}: needs a whole number of updates, or a share of the run below 1")
         if self.horizon is not None and self.horizon < 1:
             raise InputError(f"optim.horizon={self.horizon}: needs at least 1, or null for the run's last update")

@@ -11,6 +11,7 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
+from drafttrain.errors import InputError
 from drafttrain.processes import rank, world_size
 from drafttrain.target.features import OnlineFeatures
 from drafttrain.target.model import Target
@@ -133,6 +134,11 @@ def usable_prompts(
     room = max(settings.eval.max_new_tokens, settings.final.max_new_tokens, settings.final.speed_new_tokens)
     prompts = [prompt for prompt in data.set.prompts() if prompt]
     usable = [prompt for prompt in prompts if len(prompt) + room <= target.context]
+    if prompts and not usable and (settings.eval.prompts or settings.final.prompts or settings.final.speed_prompts):
+        raise InputError(
+            f"none of the {len(prompts)} held-out prompts leaves {room} of the target's {target.context} tokens of context: "
+            "lower eval.max_new_tokens, final.max_new_tokens and final.speed_new_tokens"
+        )
     if len(usable) < len(prompts):
         say(f"{len(prompts) - len(usable)} held-out prompts leave less than {room} tokens of the context and are not decoded")
     return usable

@@ -60,7 +60,8 @@ def open_run(cfg: DictConfig, say: Callable[[str], None]) -> Iterator[Run]:
             run.resumed = read_resumed(cfg, run, say)
         settle_dtype(cfg, run)
         yield run
-    except InputError:
+    except BaseException:
+        # The corrected command must find its folder free.
         if rank() == 0 and not run.checkpoints.exists() and cfg.resume is None:
             (folder / "config.yaml").unlink(missing_ok=True)
         raise

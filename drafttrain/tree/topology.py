@@ -35,8 +35,8 @@ class Tree:
     @classmethod
     def chain(cls, k: int) -> Tree:
         """k nodes, each the only child of the one before; k = 0 is the empty proposal of plain decoding."""
-        if k < 0:
-            raise InputError(f"chain length is {k}, needs at least 0")
+        if type(k) is not int or k < 0:
+            raise InputError(f"chain length is {k}, needs a whole number of at least 0")
         return cls(tuple(range(-1, k - 1)))
 
     @classmethod

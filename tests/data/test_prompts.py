@@ -23,6 +23,7 @@ from drafttrain.data.prompts import (
 from drafttrain.errors import InputError
 
 ASK = "Why is the sky blue?"
+NOT_JSON, NOT_UTF8 = "not JSON: one object or string a line", "not UTF-8: save the file as UTF-8"
 SHAPES: list[dict[str, Any]] = [
     {"conversations": [{"from": "human", "value": ASK}, {"from": "gpt", "value": "Scattering."}]},
     {"conversations": [{"from": "user", "value": ASK}]},
@@ -134,12 +135,13 @@ def test_unusable_rows_are_counted_with_their_numbers(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "bad.jsonl", [good, *(row for row, _ in BAD), good])
     with path.open("ab") as file:
         file.write(b'{"prompt": \n\n{"prompt": "\xff"}\n' + b'{"a":' * 5000 + b"\n")
-        file.write(json.dumps(good).encode())
+        file.write(json.dumps(good).encode() + b'\n{"prompt": "a", "prompt": "b"}\n')
     found = PromptFile(path=str(path)).read(None)
     last = len(BAD) + 2
     assert [row for row, _ in found.rows] == [1, last, last + 5]  # An empty line counts as a line.
     expected = [(number, reason) for number, (_, reason) in enumerate(BAD, start=2)]
-    expected += [(last + 1, "not JSON"), (last + 3, "not UTF-8"), (last + 4, "not JSON")]
+    expected += [(last + 1, NOT_JSON), (last + 3, NOT_UTF8), (last + 4, NOT_JSON)]
+    expected += [(last + 6, "key prompt is given twice")]
     assert [(item.row, item.reason) for item in found.skipped] == expected
     assert by_reason(found.skipped)["no user turn"] == [4, 5]
 

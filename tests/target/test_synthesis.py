@@ -278,6 +278,14 @@ def one_prompt(folder: Path) -> Path:
     return path
 
 
+def test_a_refused_target_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as caught:
+        door.main(["target=tiny", f"out={out}", "rows=2", "held_out=0"])
+    assert caught.value.code == 2 and "without a tokenizer" in capsys.readouterr().err
+    assert not [path for path in out.glob("*") if path.stat().st_size]
+
+
 def test_bad_rows_are_listed_and_strict_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save_target(tiny_chat_target(ALTERNATING), tmp_path / "target")
     lines: list[Any] = [{"messages": [{"role": "user", "content": f"the {i}"}]} for i in range(5)]
