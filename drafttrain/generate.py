@@ -24,7 +24,7 @@ from drafttrain.decoding.speculator import Speculator
 from drafttrain.errors import InputError
 from drafttrain.flow import Tally
 from drafttrain.nn.sampling import Policy
-from drafttrain.packaging.decoding import fit, tree_of
+from drafttrain.packaging.decoding import fit, rule_of, tree_of
 from drafttrain.packaging.package import DECODING, check_target, load_drafter, read_config, read_plan
 from drafttrain.target.load import tokenizer_alone
 from drafttrain.target.model import Target
@@ -40,7 +40,7 @@ _CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in 
 """Control characters as pictures: a text cannot move the cursor or set colours."""
 
 
-@door("generate", text=("prompt", "system", "package", "tree"))
+@door("generate", text=("prompt", "system", "package", "tree", "rule"))
 def main(cfg: DictConfig) -> None:
     policy = check_settings(cfg)
     package = Path(cfg.package).expanduser()
@@ -82,13 +82,15 @@ def check_settings(cfg: DictConfig) -> Policy:
     for key in ("temperature", "top_k", "top_p"):
         if isinstance(cfg[key], bool) or not isinstance(cfg[key], int | float):
             raise InputError(f"{key}={cfg[key]}: needs a number")
-    if cfg.tree != "package":
-        tree_of(cfg.tree)
+    policy = Policy(float(cfg.temperature), cfg.top_k, cfg.top_p) if cfg.temperature else Policy()
+    # The package's own tree is not known yet; a rule that fits any tree fits a chain.
+    tree = Tree.chain(1) if cfg.tree == "package" else tree_of(cfg.tree)
+    _ = Plan(tree, policy, rule=rule_of(cfg.rule)).rule_name  # refuses what does not fit
     if cfg.prompt is not None and not str(cfg.prompt).strip():
         raise InputError('prompt is empty: give prompt="...", or leave it out to be asked')
     if cfg.system is not None and not cfg.chat:
         raise InputError("system has no place without a chat template: leave it out, or set chat=true")
-    return Policy(float(cfg.temperature), cfg.top_k, cfg.top_p) if cfg.temperature else Policy()
+    return policy
 
 
 def prompt_of(cfg: DictConfig) -> str | None:
@@ -110,10 +112,12 @@ def need_tokenizer(cfg: DictConfig) -> None:
 
 
 def plan_of(cfg: DictConfig, speculator: Speculator, policy: Policy) -> Plan:
-    own = speculator.plan
+    own, rule = speculator.plan, rule_of(cfg.rule)
     if cfg.tree != "package":
-        return fit(Plan(tree_of(cfg.tree), policy), speculator.drafter, f"tree={cfg.tree}")
-    return replace(own, policy=policy) if own.policy.greedy == policy.greedy else Plan(own.tree, policy)
+        return fit(Plan(tree_of(cfg.tree), policy, rule=rule), speculator.drafter, f"tree={cfg.tree}")
+    if rule is None and own.policy.greedy == policy.greedy:
+        return replace(own, policy=policy)
+    return Plan(own.tree, policy, rule=rule)
 
 
 def turns() -> Iterator[str]:

@@ -63,7 +63,7 @@ def perfect(target, drafter, prompt, limit):
     ids = decode(target, None, [prompt], PLAIN, max_new_tokens=limit + 8, stop_ids=())[0][0].ids
 
     class Perfect(Eagle1):
-        def propose(self, state, fresh, tree, policy, u):
+        def propose(self, state, fresh, tree, policy, u, law):
             self.seen = getattr(self, "seen", 0) + int(fresh.counts[0])
             start = self.seen - len(prompt) + 1
             tokens = torch.tensor([(ids[start:] + [0] * tree.size)[: tree.size]])
