@@ -27,7 +27,7 @@ from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Tally
 from drafttrain.nn.sampling import Policy, check_seed
-from drafttrain.packaging.decoding import fit, read_plan, tree_of
+from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
 from drafttrain.packaging.manifest import DECODING, check_target, read_config
 from drafttrain.packaging.reading import load_drafter
 from drafttrain.reporting.console import table, track
@@ -56,6 +56,7 @@ def main(cfg: DictConfig) -> None:
     prompts = source.ids(target, cfg.limit)
     warn_of_length(config, prompts, cfg.max_new_tokens)
     growths = trees_of(cfg, speculator, drafter)
+    check_rules(cfg, growths)
     folder = run_dir(cfg, resume=False)
     rows = measure(speculator, prompts, growths, cfg)
     result = {
@@ -93,6 +94,34 @@ def check_settings(cfg: DictConfig) -> None:
     for value in named_trees(cfg):
         if value != "package" and not tree_of(value).size:
             raise InputError(f"{value} drafts nothing; plain decoding is measured anyway: leave it out")
+    # The package's own tree is not known yet; a rule that fits any tree fits a chain.
+    check_rules(cfg, [Tree.chain(1) if value == "package" else tree_of(value) for value in named_trees(cfg)])
+
+
+def named_rules(cfg: DictConfig) -> list[str | None]:
+    """Rules as the settings name them, each once; None is the one that fits."""
+    values = OmegaConf.to_container(cfg.rule) if OmegaConf.is_list(cfg.rule) else [cfg.rule]
+    if not values:
+        raise InputError("rule is an empty list: give auto, or the rules to compare")
+    return list(dict.fromkeys(rule_of(value) for value in values))  # type: ignore[union-attr]
+
+
+def check_rules(cfg: DictConfig, growths: Sequence[Tree]) -> None:
+    """Refuse a rule that fits no temperature and tree of the comparison, with the reason."""
+    policies = [policy_of(cfg, temperature) for temperature in cfg.temperatures]
+    for rule in named_rules(cfg):
+        reasons = [unfit(Plan(tree, policy, rule=rule)) for policy in policies for tree in growths]
+        if all(reasons):
+            raise InputError(str(reasons[-1]))
+
+
+def unfit(plan: Plan) -> str | None:
+    """Why a plan's rule cannot serve its temperature or tree; None where it can."""
+    try:
+        _ = plan.rule_name
+    except InputError as error:
+        return str(error)
+    return None
 
 
 def named_trees(cfg: DictConfig) -> list[Any]:
@@ -208,12 +237,21 @@ def trees_of(cfg: DictConfig, speculator: Speculator, drafter: Drafter) -> list[
 def measure(
     speculator: Speculator, prompts: list[list[int]], growths: Sequence[Tree], cfg: DictConfig
 ) -> list[dict[str, Any]]:
-    """A row for each temperature and growth, plain decoding first."""
+    """A row for each temperature, growth and rule that fits them, plain decoding first."""
     rows = []
     timed = prompts[: cfg.speed_prompts]
     common = {"max_new_tokens": cfg.max_new_tokens, "seed": cfg.seed}
     for temperature in cfg.temperatures:
-        plans = [Plan(tree, policy_of(cfg, temperature)) for tree in (Tree.chain(0), *growths)]
+        policy = policy_of(cfg, temperature)
+        plans = [Plan(Tree.chain(0), policy)]
+        for plan in (Plan(tree, policy, rule=rule) for tree in growths for rule in named_rules(cfg)):
+            reason = unfit(plan)
+            if reason is None:
+                plans.append(plan)
+            else:
+                say(f"{label_of(plan)} is not measured: {reason}")
+        if len(plans) == 1:
+            continue
         speeds: list[Measurement | None] = [None] * len(plans)
         if timed:
             say(
@@ -245,7 +283,7 @@ def row_of(plan: Plan, accepted: Measurement | None, speed: Measurement | None) 
 def label_of(plan: Plan) -> str:
     tree = plan.tree
     shape = "plain" if not tree.size else f"chain {tree.size}" if tree.is_chain else f"tree {tree.size}"
-    return f"T={plan.policy.temperature:g} {shape}"
+    return f"T={plan.policy.temperature:g} {shape}" + (f" {plan.rule}" if plan.rule else "")
 
 
 @torch.inference_mode()
@@ -311,6 +349,7 @@ def settings_of(
         "batch": cfg.batch,
         "top_k": cfg.top_k,
         "top_p": cfg.top_p,
+        "rule": OmegaConf.to_container(cfg.rule) if OmegaConf.is_list(cfg.rule) else cfg.rule,
         "seed": cfg.seed,
         "target_dtype": str(target.dtype).removeprefix("torch."),
         "drafter_dtype": str(next(speculator.drafter.parameters()).dtype).removeprefix("torch."),

@@ -79,6 +79,7 @@ class Law(str, enum.Enum):
     ONE_HOT = "one_hot"
     """A deterministic function of the committed prefix (argmax, top-k, n-gram)."""
     UNKNOWN = "unknown"
+    """Nobody knows; only a rule that compares with the target's own draws can judge it."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,11 @@ class Proposal:
     """(b n) int64 index of the parent node, -1 = anchor; a parent's index is below its children's."""
     law: Law
     q: Tensor | None = None
-    """(b r v) float32 draft probabilities; one row for each node (or the anchor) that has children. None under ONE_HOT, UNKNOWN."""
+    """(b r v) float32 draft probabilities; for each node (or the anchor) that has children, one row per drafter that drew
+    some of them. None under ONE_HOT, UNKNOWN."""
     q_rows: Tensor | None = None
-    """(b n) int64: the row of q that node's token was drawn from, i.e. its parent's law."""
+    """(b n) int64: the row of q that node's token was drawn from, its parent's law. Under WOR siblings of one row were drawn
+    together, those of different rows apart; a row that is a point mass makes a deterministic child."""
 
     @property
     def size(self) -> int:

@@ -279,7 +279,6 @@ def test_killed_and_stopped_runs_go_on_to_the_same_weights(
 
 
 @pytest.mark.processes
-@pytest.mark.slow
 def test_two_processes_give_the_weights_of_one(folder: Path, tmp_path: Path) -> None:
     """An epoch is one update here: three batches alone, and four over two processes, one of which has no label."""
     one, two = tmp_path / "one", tmp_path / "two"

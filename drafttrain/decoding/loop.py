@@ -47,34 +47,48 @@ class Plan:
     """Tree.chain(0) is plain decoding."""
     policy: Policy = Policy()
     sampled: bool | None = None
-    """Draw drafts from q (True) or take the top-k (False); None draws them whenever the temperature is above 0."""
+    """Draw drafts from q (True) or take the top-k (False); None does what suits the rule, and without a rule draws them
+    whenever the temperature is above 0."""
     rule: str | None = None
     """Name of an acceptance rule; None is the exact one that fits the proposal."""
 
     @property
     def draws(self) -> bool:
+        return self.law is not Law.ONE_HOT
+
+    @property
+    def law(self) -> Law:
+        """How drafts are made. A drawn chain counts as independent draws: each node has one child."""
         if self.policy.greedy:
             if self.sampled:
                 raise InputError("sampled=true needs a temperature above 0: at temperature 0 there is nothing to draw from")
-            return False
-        return True if self.sampled is None else self.sampled
+            return Law.ONE_HOT
+        drawn = (Law.IID,) if self.tree.is_chain else (Law.WOR, Law.IID)
+        possible = {None: (*drawn, Law.ONE_HOT), True: drawn, False: (Law.ONE_HOT,)}[self.sampled]
+        if self.rule is None:
+            return possible[0]
+        for law in rules.scope_of(self.rule).laws:
+            if law in possible:
+                return law
+        raise InputError(
+            f"rule {self.rule} does not fit sampled={str(self.sampled).lower()}, which makes drafts of law "
+            f"{possible[0].value}: leave one of the two out"
+        )
 
     @property
     def rule_name(self) -> str:
-        law = (Law.IID if self.tree.is_chain else Law.WOR) if self.draws else Law.ONE_HOT
-        fitting = rules.rule_for(law, self.policy.greedy, self.tree.is_chain)
-        if self.rule is None or self.rule == fitting:
-            return fitting
-        if self.rule not in rules.RULES:
-            raise InputError(f"rule {self.rule} is not known: give one of {', '.join(rules.RULES)}")
+        law = self.law
+        if self.rule is None:
+            return rules.rule_for(law, self.policy.greedy, self.tree.is_chain)
+        rules.check_fit(self.rule, greedy=self.policy.greedy, is_chain=self.tree.is_chain)
         return self.rule
 
     @property
     def guarantee(self) -> str:
-        """Relative to the target used: "greedy" (same tokens) or "distribution" (same law)."""
+        """Relative to the target used: "greedy" (same tokens), "distribution" (same law) or "approximate" (neither)."""
         if not self.tree.size:
             return "greedy" if self.policy.greedy else "distribution"
-        return rules.GUARANTEES[self.rule_name]
+        return rules.guarantee_of(self.rule_name)
 
 
 def decode(
@@ -211,7 +225,7 @@ class _Decoding:
         u = None if policy.greedy else self.chance.uniform(2 * self.plan.tree.size + 1).to(device)
         if self.drafter and n:
             number = u[:, :n] if u is not None and self.plan.draws else None
-            proposal = self.drafter.propose(self.state, self.fresh, tree, policy, number)
+            proposal = self.drafter.propose(self.state, self.fresh, tree, policy, number, self.plan.law)
         else:
             empty = torch.empty(b, 0, dtype=torch.int64, device=device)
             proposal = Proposal(empty, empty, Law.ONE_HOT)
@@ -250,7 +264,7 @@ class _Decoding:
         if not proposal.size:
             nothing = proposal.tokens
             return Acceptance(nothing, torch.zeros(len(p), dtype=torch.int64, device=p.device), draw(p[:, 0], u[:, -1]))
-        return rules.RULES[self.rule](p, proposal, u[:, -(proposal.size + 1) :])
+        return rules.named(self.rule)(p, proposal, u[:, -(proposal.size + 1) :])
 
     def _emit(self, tokens: list[list[int]], counts: list[int], tree: Tree | None = None) -> list[int]:
         """Cut at a stop token and at the limit, record, and return the places of the rows that go on.

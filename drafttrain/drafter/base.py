@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from drafttrain.flow import Batch, Features, Loss, Needs, Proposal
+from drafttrain.flow import Batch, Features, Law, Loss, Needs, Proposal
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.sampling import Policy
 from drafttrain.target.model import Target
@@ -57,11 +57,14 @@ class Drafter(nn.Module, abc.ABC):
         """A decoding state for some rows: what the drafter remembers between rounds."""
 
     @abc.abstractmethod
-    def propose(self, state: Any, fresh: Fresh, tree: Tree, policy: Policy, u: Tensor | None) -> Proposal:
+    def propose(
+        self, state: Any, fresh: Fresh, tree: Tree, policy: Policy, u: Tensor | None, law: Law = Law.WOR
+    ) -> Proposal:
         """Take in what became true, then fill a tree with drafts behind the anchor.
 
         Args:
             u: (b n) uniform numbers to draw the tokens with; None asks for a deterministic proposal.
+            law: how siblings are drawn, where tokens are drawn at all: Law.WOR or Law.IID.
         """
 
     @abc.abstractmethod
@@ -122,11 +125,17 @@ class Autoregressive(Drafter):
         state.cache.select(rows)
 
     def propose(
-        self, state: AutoregressiveState, fresh: Fresh, tree: Tree, policy: Policy, u: Tensor | None
+        self,
+        state: AutoregressiveState,
+        fresh: Fresh,
+        tree: Tree,
+        policy: Policy,
+        u: Tensor | None,
+        law: Law = Law.WOR,
     ) -> Proposal:
         hidden, logits = self.extend(state, fresh)
         true_rows = state.cache.lengths
-        proposal = grow(self, state, hidden, logits, tree, policy, u)
+        proposal = grow(self, state, hidden, logits, tree, policy, u, law)
         # Only rows made from the target's own features stay.
         state.cache.set_lengths(true_rows)
         return proposal

@@ -37,7 +37,8 @@ tree:{tree}
 budget: {{nodes: {nodes}, depth: {depth}}}
 # temperature 0 is greedy; top_k 0 and top_p 1.0 keep every token.
 policy: {{temperature: {temperature!r}, top_k: {top_k}, top_p: {top_p!r}}}
-# auto: drafts are drawn whenever the temperature is above 0, and the rule is the exact one that fits them.
+# auto: drafts are made as suits the rule, drawn whenever the temperature is above 0 if that is auto too; the rule is
+# the exact one that fits them. Another rule is given by its name: ratio, block, multi_step, one_hot, k_seq, ...
 sampled: {sampled}
 rule: {rule}
 """
@@ -95,11 +96,22 @@ def _plan(found: Any) -> Plan:
     sampled, rule = found["sampled"], found["rule"]
     if sampled != _AUTO and not isinstance(sampled, bool):
         raise InputError(f"sampled is {sampled!r}: give auto, true or false")
-    if rule != _AUTO and (not isinstance(rule, str) or rule not in rules.RULES):
-        raise InputError(f"rule is {rule!r}: give auto or one of {', '.join(rules.RULES)}")
-    plan = Plan(tree, Policy(**policy), None if sampled == _AUTO else sampled, None if rule == _AUTO else rule)
+    plan = Plan(tree, Policy(**policy), None if sampled == _AUTO else sampled, rule_of(rule))
     _ = plan.rule_name  # refuses what contradicts itself
     return plan
+
+
+def rule_of(value: Any) -> str | None:
+    """A rule as settings name it: `auto` is None, the exact one that fits the drafts; see `decoding.rules` for the others.
+
+    Raises: InputError for anything else.
+    """
+    if value == _AUTO:
+        return None
+    if not isinstance(value, str):
+        raise InputError(f"rule {str(value)[:80]!r} is not known: give auto or one of {', '.join(rules.RULES)}")
+    rules.named(value)
+    return value
 
 
 def tree_of(value: Any) -> Tree:

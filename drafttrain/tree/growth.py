@@ -101,14 +101,16 @@ def grow(
     tree: Tree,
     policy: Policy,
     u: Tensor | None,
+    law: Law = Law.WOR,
 ) -> Proposal:
     """Fill a tree.
 
     Args:
         hidden: (b d) the drafter's output at the anchor; logits: (b w) of the anchor's children.
         policy: makes q from the draft's logits when tokens are drawn.
-        u: (b n) in [0, 1), one number per node: children are drawn (without replacement; a chain's are independent
-            draws). None: children are the top-k, a deterministic function of the prefix.
+        u: (b n) in [0, 1), one number per node: children are drawn. None: children are the top-k, a deterministic
+            function of the prefix.
+        law: how siblings are drawn: Law.WOR without replacement, Law.IID independently, repeats kept. A chain has none.
     """
     b, device = hidden.shape[0], hidden.device
     tokens = torch.empty(b, tree.size, dtype=torch.int64, device=device)
@@ -119,17 +121,25 @@ def grow(
     for depth, level in enumerate(levels, start=1):
         asked = logits[:, list(level.asked)]  # b p w
         if u is None:
-            chosen = asked.topk(level.most, dim=-1).indices if level.most > 1 else asked.argmax(-1, keepdim=True)
+            best = asked.topk(level.most, dim=-1).indices if level.most > 1 else asked.argmax(-1, keepdim=True)
+            chosen = speaker.to_target_ids(best)  # b p most
         else:
             probs = policy.probs(asked)
             flat = probs.flatten(0, 1)
             numbers = u[:, level.numbers.to(device)].flatten(0, 1)  # (b p) most
-            drawn = draw(flat, numbers[:, 0])[:, None] if level.most == 1 else draw_without_replacement(flat, numbers)
-            chosen = drawn.reshape(b, -1, level.most)
             q_rows[list(level.nodes)] = level.pick[0] + sum(law.shape[1] for law in laws)
             laws.append(speaker.to_target_law(probs))
+            if level.most == 1 or law is Law.IID:
+                drawn = speaker.to_target_ids(torch.stack([draw(flat, number) for number in numbers.unbind(-1)], -1))
+            elif bool(((flat > 0).sum(-1) < level.most).any()):
+                # Once a law is used up, the next child is uniform over all tokens not tried, as the rule counts them:
+                # the target's, of which the draft vocabulary may be a part.
+                drawn = draw_without_replacement(laws[-1].flatten(0, 1), numbers)
+            else:
+                drawn = speaker.to_target_ids(draw_without_replacement(flat, numbers))
+            chosen = drawn.reshape(b, -1, level.most)
         parent, rank = (index.to(device) for index in level.pick)
-        tokens[:, list(level.nodes)] = speaker.to_target_ids(chosen[:, parent, rank])
+        tokens[:, list(level.nodes)] = chosen[:, parent, rank]
         if level.grown:
             hidden, logits = speaker.expand(
                 state,
@@ -141,5 +151,4 @@ def grow(
     parents = torch.tensor(tree.parents, dtype=torch.int64, device=device).expand(b, -1)
     if u is None:
         return Proposal(tokens, parents, Law.ONE_HOT)
-    law = Law.IID if tree.is_chain else Law.WOR
-    return Proposal(tokens, parents, law, torch.cat(laws, 1), q_rows.to(device).expand(b, -1))
+    return Proposal(tokens, parents, Law.IID if tree.is_chain else law, torch.cat(laws, 1), q_rows.to(device).expand(b, -1))

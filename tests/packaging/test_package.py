@@ -111,8 +111,10 @@ def test_loaded_package_decodes_like_the_live_drafter(package: Path, target: Tar
         Plan(Tree.chain(0)),
         Plan(Tree.eagle1_static(), Policy(0.7, 20, 0.9), sampled=False, rule="one_hot"),
         Plan(Tree.chain(3), Policy(1.0), sampled=True),
+        Plan(Tree.chain(3), Policy(1.0), rule="block"),
+        Plan(Tree.eagle1_static(), Policy(1.0), rule="typical:0.05:0.2"),
     ],
-    ids=["plain", "tree", "chain"],
+    ids=["plain", "tree", "chain", "block", "typical"],
 )
 def test_plan_round_trip(plan: Plan, tmp_path: Path) -> None:
     (tmp_path / DECODING).write_text(decoding.write_plan(plan))
@@ -266,7 +268,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "pickled weights": (lambda p: (p / "drafter.bin").write_bytes(b""), r"drafter\.bin.*only safetensors"),
     "plan: unknown key": (lambda p: edit_plan(p, "rule: auto", "rule: auto\nbeams: 3"), "unknown key 'beams'"),
-    "plan: unknown rule": (lambda p: edit_plan(p, "rule: auto", "rule: typical"), "rule is 'typical'"),
+    "plan: unknown rule": (lambda p: edit_plan(p, "rule: auto", "rule: magic"), "rule magic is not known"),
+    "plan: a rule that is a list": (lambda p: edit_plan(p, "rule: auto", "rule: [block]"), "not known: give auto or one"),
+    "plan: a rule for sampled text": (lambda p: edit_plan(p, "rule: auto", "rule: one_hot"), "at temperature 0"),
     "plan: a rule that does not fit": (lambda p: edit_plan(p, "sampled: auto", "sampled: true"), "temperature above 0"),
     "plan: repeated path": (lambda p: edit_plan(p, "  - [0, 0]\n", "  - [0]\n"), "given twice"),
     "plan: orphan": (lambda p: edit_plan(p, "  - [0, 0]\n", "  - [1, 0]\n"), "has no parent"),
