@@ -49,7 +49,7 @@ from drafttrain.training.decode_callback import DecodeCallback, EvalConfig
 from drafttrain.training.final import FinalConfig, Worth, measure
 from drafttrain.training.module import DraftModule
 from drafttrain.training.optim import AdamW
-from drafttrain.tree.topology import Tree
+from drafttrain.tree.topology import Growth
 from drafttrain.wiring import build, door
 
 STOPPED_BY_SIGNAL = 143
@@ -87,7 +87,7 @@ class Settings:
     eval: EvalConfig
     checkpoint: CheckpointConfig
     final: FinalConfig
-    tree: Tree
+    tree: Growth
 
 
 def read_settings(cfg: DictConfig) -> Settings:
@@ -296,6 +296,8 @@ def prepare(
     held_out: ConversationData | None,
 ) -> Training:
     """Put the parts together, and take over what is resumed."""
+    drafter.check(settings.tree)
+    settings.final.check(drafter)
     world = world_size()
     sampler = settings.trainer.sampler(data, seed=cfg.seed, rank=rank(), world=world)
     course = settings.trainer.course(sampler)

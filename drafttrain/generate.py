@@ -28,7 +28,7 @@ from drafttrain.packaging.decoding import fit, tree_of
 from drafttrain.packaging.package import DECODING, check_target, load_drafter, read_config, read_plan
 from drafttrain.target.load import tokenizer_alone
 from drafttrain.target.model import Target
-from drafttrain.tree.topology import Tree
+from drafttrain.tree.topology import Growth, Tree
 from drafttrain.wiring import build, door
 
 MARKS = ("auto", "colour", "brackets", "none")
@@ -83,7 +83,7 @@ def check_settings(cfg: DictConfig) -> Policy:
         if isinstance(cfg[key], bool) or not isinstance(cfg[key], int | float):
             raise InputError(f"{key}={cfg[key]}: needs a number")
     if cfg.tree != "package":
-        tree_of(cfg.tree)
+        chosen_tree(cfg)
     if cfg.prompt is not None and not str(cfg.prompt).strip():
         raise InputError('prompt is empty: give prompt="...", or leave it out to be asked')
     if cfg.system is not None and not cfg.chat:
@@ -112,8 +112,14 @@ def need_tokenizer(cfg: DictConfig) -> None:
 def plan_of(cfg: DictConfig, speculator: Speculator, policy: Policy) -> Plan:
     own = speculator.plan
     if cfg.tree != "package":
-        return fit(Plan(tree_of(cfg.tree), policy), speculator.drafter, f"tree={cfg.tree}")
+        tree = chosen_tree(cfg)
+        return fit(Plan(tree, policy), speculator.drafter, tree.title)
     return replace(own, policy=policy) if own.policy.greedy == policy.greedy else Plan(own.tree, policy)
+
+
+def chosen_tree(cfg: DictConfig) -> Growth:
+    """A tree by name, or as a choice of the configuration describes it."""
+    return build(cfg.tree) if OmegaConf.is_dict(cfg.tree) else tree_of(cfg.tree)
 
 
 def turns() -> Iterator[str]:

@@ -110,7 +110,8 @@ def multi_step(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
 
     With R = p at first: keep child c with probability min(1, R(c) / d(c)), else R = norm(max(0, R - d)) and go on;
     where no child stays, draw from R. Under Law.IID d is q, also for a repeated token (which is refused again and
-    still changes R), and siblings may have different rows of q, as from several drafters. Under Law.WOR d is q without
+    still changes R), and siblings may have different rows of q, as from several drafters; one that repeats another's path
+    leads on to that one's children (`Proposal.lands`). Under Law.WOR d is q without
     the earlier siblings, renormalised; once they hold all of q, d is uniform over the tokens not tried.
 
     Exact for the target's distribution: Miao et al. 2023 (arXiv:2305.09781), Algorithm 2, VerifyStochastic; without
@@ -223,8 +224,9 @@ def _walk(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
             # An accepted child brings its own law; a residual emptied by rounding gives way to the law of its node.
             empty = empty & ~keep
             fallbacks += int(empty.sum())
-            node[live[keep]] = child[keep]
-            path[live[keep], step] = child[keep]
+            landed = child if proposal.lands is None else proposal.lands[live, child]
+            node[live[keep]] = landed[keep]
+            path[live[keep], step] = landed[keep]
             fresh = live[keep | empty]
             residual[fresh] = p[fresh, node[fresh] + 1].double()
             moved.append(live[keep])

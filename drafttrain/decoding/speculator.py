@@ -14,7 +14,6 @@ from torch import Tensor
 from drafttrain.decoding.loop import Listener, Output, Plan, decode
 from drafttrain.decoding.measure import Measurement, Prompts, measure_acceptance, measure_speed
 from drafttrain.drafter.base import Drafter
-from drafttrain.errors import InputError
 from drafttrain.flow import Tally
 from drafttrain.target.model import Target
 
@@ -29,10 +28,7 @@ class Speculator:
     """
 
     def __init__(self, target: Target, drafter: Drafter, plan: Plan, *, dtype: str = "auto") -> None:
-        if drafter.max_depth is not None and plan.tree.max_depth > drafter.max_depth:
-            raise InputError(
-                f"the tree is {plan.tree.max_depth} deep, this drafter fills {drafter.max_depth}: give a shallower tree"
-            )
+        drafter.check(plan.tree)
         self.target, self.plan = target, plan
         self.drafter = _fastest(drafter, target) if dtype == "auto" else drafter.at(getattr(torch, dtype))
 

@@ -32,7 +32,7 @@ from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.packaging.card import GENERATE, REQUIREMENTS, card
 from drafttrain.packaging.checking import check_keys, some
-from drafttrain.packaging.decoding import draft_vocabulary, fit, read_plan, write_plan
+from drafttrain.packaging.decoding import fit, read_plan, write_plan
 from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
 from drafttrain.version import version
@@ -111,7 +111,7 @@ def save_package(
         "shape": {
             "width": target.width,
             "vocab_size": target.vocab_size,
-            "draft_vocab": draft_vocabulary(drafter),
+            "draft_vocab": drafter.choices,
             "parameters": sum(t.numel() for t in tensors.values() if t.is_floating_point()),
             "dtype": dtype,
         },
