@@ -35,7 +35,7 @@ from drafttrain.reporting.figures import acceptance_curve
 from drafttrain.runs import provenance, run_dir
 from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
-from drafttrain.tree.topology import Tree
+from drafttrain.tree.topology import Growth, Tree
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
 
@@ -87,15 +87,15 @@ def check_settings(cfg: DictConfig) -> None:
             raise InputError(f"{key}={cfg[key]}: needs a list, such as '{key}=[{1 if key != 'trees' else 'package'}]'")
     if not cfg.temperatures:
         raise InputError("temperatures is empty: give at least one, 0 is greedy")
-    if not cfg.chains and not cfg.trees:
+    if not named_trees(cfg):
         raise InputError("chains and trees are both empty: give at least one of them, such as 'chains=[4]'")
     for temperature in cfg.temperatures:
         policy_of(cfg, temperature)
     for value in named_trees(cfg):
-        if value != "package" and not tree_of(value).size:
+        if value != "package" and not chosen_tree(value).size:
             raise InputError(f"{value} drafts nothing; plain decoding is measured anyway: leave it out")
     # The package's own tree is not known yet; a rule that fits any tree fits a chain.
-    check_rules(cfg, [Tree.chain(1) if value == "package" else tree_of(value) for value in named_trees(cfg)])
+    check_rules(cfg, [Tree.chain(1) if value == "package" else chosen_tree(value) for value in named_trees(cfg)])
 
 
 def named_rules(cfg: DictConfig) -> list[str | None]:
@@ -106,7 +106,7 @@ def named_rules(cfg: DictConfig) -> list[str | None]:
     return list(dict.fromkeys(rule_of(value) for value in values))  # type: ignore[union-attr]
 
 
-def check_rules(cfg: DictConfig, growths: Sequence[Tree]) -> None:
+def check_rules(cfg: DictConfig, growths: Sequence[Growth]) -> None:
     """Refuse a rule that fits no temperature and tree of the comparison, with the reason."""
     policies = [policy_of(cfg, temperature) for temperature in cfg.temperatures]
     for rule in named_rules(cfg):
@@ -125,8 +125,14 @@ def unfit(plan: Plan) -> str | None:
 
 
 def named_trees(cfg: DictConfig) -> list[Any]:
-    """Chains and trees as the settings name them."""
-    return [*OmegaConf.to_container(cfg.chains), *OmegaConf.to_container(cfg.trees)]  # type: ignore[misc]
+    """Chains and trees as the settings name them, and the one chosen beside them."""
+    named = [*OmegaConf.to_container(cfg.chains), *OmegaConf.to_container(cfg.trees)]  # type: ignore[misc]
+    return named if cfg.tree is None else [*named, cfg.tree]
+
+
+def chosen_tree(value: Any) -> Growth:
+    """A tree by name, or as a choice of the configuration describes it."""
+    return build(value) if OmegaConf.is_dict(value) else tree_of(value)
 
 
 def policy_of(cfg: DictConfig, temperature: Any) -> Policy:
@@ -224,10 +230,10 @@ def warn_of_length(config: dict[str, Any], prompts: Sequence[Sequence[int]], lim
         )
 
 
-def trees_of(cfg: DictConfig, speculator: Speculator, drafter: Drafter) -> list[Tree]:
+def trees_of(cfg: DictConfig, speculator: Speculator, drafter: Drafter) -> list[Growth]:
     """The trees to compare, as this drafter can fill them, each once."""
-    found = [speculator.plan.tree if value == "package" else tree_of(value) for value in named_trees(cfg)]
-    trees = [fit(Plan(tree), drafter, f"tree of {tree.size}").tree for tree in found if tree.size]
+    found = [speculator.plan.tree if value == "package" else chosen_tree(value) for value in named_trees(cfg)]
+    trees = [fit(Plan(tree), drafter, tree.title).tree for tree in found if tree.size]
     return list(dict.fromkeys(trees))
 
 
@@ -235,7 +241,7 @@ def trees_of(cfg: DictConfig, speculator: Speculator, drafter: Drafter) -> list[
 
 
 def measure(
-    speculator: Speculator, prompts: list[list[int]], growths: Sequence[Tree], cfg: DictConfig
+    speculator: Speculator, prompts: list[list[int]], growths: Sequence[Growth], cfg: DictConfig
 ) -> list[dict[str, Any]]:
     """A row for each temperature, growth and rule that fits them, plain decoding first."""
     rows = []
@@ -281,9 +287,7 @@ def row_of(plan: Plan, accepted: Measurement | None, speed: Measurement | None) 
 
 
 def label_of(plan: Plan) -> str:
-    tree = plan.tree
-    shape = "plain" if not tree.size else f"chain {tree.size}" if tree.is_chain else f"tree {tree.size}"
-    return f"T={plan.policy.temperature:g} {shape}" + (f" {plan.rule}" if plan.rule else "")
+    return f"T={plan.policy.temperature:g} {plan.tree.title}" + (f" {plan.rule}" if plan.rule else "")
 
 
 @torch.inference_mode()

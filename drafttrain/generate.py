@@ -29,7 +29,7 @@ from drafttrain.packaging.manifest import DECODING, check_target, read_config
 from drafttrain.packaging.reading import load_drafter
 from drafttrain.target.load import tokenizer_alone
 from drafttrain.target.model import Target
-from drafttrain.tree.topology import Tree
+from drafttrain.tree.topology import Growth, Tree
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
 
@@ -87,7 +87,7 @@ def check_settings(cfg: DictConfig) -> Policy:
     policy = Policy(float(cfg.temperature), cfg.top_k, cfg.top_p)
     policy = Policy() if policy.greedy else policy
     # The package's own tree is not known yet; a rule that fits any tree fits a chain.
-    tree = Tree.chain(1) if cfg.tree == "package" else tree_of(cfg.tree)
+    tree = Tree.chain(1) if cfg.tree == "package" else chosen_tree(cfg)
     _ = Plan(tree, policy, rule=rule_of(cfg.rule)).rule_name  # refuses what does not fit
     if cfg.prompt is not None and not str(cfg.prompt).strip():
         raise InputError('prompt is empty: give prompt="...", or leave it out to be asked')
@@ -127,10 +127,16 @@ def need_tokenizer(cfg: DictConfig) -> None:
 def plan_of(cfg: DictConfig, speculator: Speculator, policy: Policy) -> Plan:
     own, rule = speculator.plan, rule_of(cfg.rule)
     if cfg.tree != "package":
-        return fit(Plan(tree_of(cfg.tree), policy, rule=rule), speculator.drafter, f"tree={cfg.tree}")
+        tree = chosen_tree(cfg)
+        return fit(Plan(tree, policy, rule=rule), speculator.drafter, tree.title)
     if rule is None and own.policy.greedy == policy.greedy:
         return replace(own, policy=policy)
     return Plan(own.tree, policy, rule=rule)
+
+
+def chosen_tree(cfg: DictConfig) -> Growth:
+    """A tree by name, or as a choice of the configuration describes it."""
+    return build(cfg.tree) if OmegaConf.is_dict(cfg.tree) else tree_of(cfg.tree)
 
 
 def turns() -> Iterator[str]:

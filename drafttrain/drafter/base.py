@@ -9,12 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Law, Loss, Needs, Proposal
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.sampling import Policy
 from drafttrain.target.model import Target
+from drafttrain.tree.confident import Confident
+from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.growth import grow
-from drafttrain.tree.topology import Tree
+from drafttrain.tree.topology import Growth, Tree, check_size
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Drafter(nn.Module, abc.ABC):
     """A trainable guesser. Frozen parts of the target (embedding, head) are borrowed, never owned or saved."""
 
     needs: ClassVar[Needs]
+    growths: ClassVar[tuple[type[Growth], ...]] = (Tree,)
+    """Kinds of trees that it can fill."""
     target: Target
 
     def __init__(self, target: Target) -> None:
@@ -58,9 +63,9 @@ class Drafter(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def propose(
-        self, state: Any, fresh: Fresh, tree: Tree, policy: Policy, u: Tensor | None, law: Law = Law.WOR
+        self, state: Any, fresh: Fresh, tree: Growth, policy: Policy, u: Tensor | None, law: Law = Law.WOR
     ) -> Proposal:
-        """Take in what became true, then fill a tree with drafts behind the anchor.
+        """Take in what became true, then grow a tree of drafts behind the anchor.
 
         Args:
             u: (b n) uniform numbers to draw the tokens with; None asks for a deterministic proposal.
@@ -75,6 +80,28 @@ class Drafter(nn.Module, abc.ABC):
     def max_depth(self) -> int | None:
         """Deepest tree this drafter can fill; None is no limit of its own."""
         return None
+
+    @property
+    def choices(self) -> int:
+        """How many different tokens this drafter can propose."""
+        ids = getattr(self, "draft_ids", None)
+        return self.target.vocab_size if ids is None else len(ids)
+
+    def check(self, tree: Growth, where: str = "the tree") -> None:
+        """Raise InputError if this drafter cannot fill a tree, or the target not check it in one pass."""
+        check_size(max(tree.size, tree.reads), where)
+        if tree.size and not isinstance(tree, self.growths):
+            kinds = ", ".join(kind.__name__ for kind in self.growths)
+            raise InputError(f"{where} is a {type(tree).__name__}, {type(self).__name__} can fill: {kinds}")
+        if self.max_depth is not None and tree.max_depth > self.max_depth:
+            raise InputError(
+                f"{where} is {tree.max_depth} deep, this drafter fills {self.max_depth}: give a shallower tree"
+            )
+        if tree.max_children > self.choices:
+            raise InputError(
+                f"{where}: a node has {tree.max_children} children, this drafter proposes from {self.choices} tokens: give "
+                "a narrower tree, or train with a larger draft_vocab"
+            )
 
     def at(self, dtype: torch.dtype) -> Drafter:
         """A copy of this drafter in another dtype, in evaluation mode, for decoding."""
@@ -102,6 +129,8 @@ class AutoregressiveState:
 class Autoregressive(Drafter):
     """One call gives the logits of the children of given nodes, growing a draft cache."""
 
+    growths = (Tree, Dynamic, Confident)
+
     @abc.abstractmethod
     def extend(self, state: AutoregressiveState, fresh: Fresh) -> tuple[Tensor, Tensor]:
         """Read true features and commit them. Returns (b d) the output at the anchor, (b w) logits of its children."""
@@ -128,7 +157,7 @@ class Autoregressive(Drafter):
         self,
         state: AutoregressiveState,
         fresh: Fresh,
-        tree: Tree,
+        tree: Growth,
         policy: Policy,
         u: Tensor | None,
         law: Law = Law.WOR,

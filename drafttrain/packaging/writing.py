@@ -18,7 +18,7 @@ from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.packaging.card import GENERATE, REQUIREMENTS, card
 from drafttrain.packaging.checking import some
-from drafttrain.packaging.decoding import draft_vocabulary, fit, write_plan
+from drafttrain.packaging.decoding import fit, write_plan
 from drafttrain.packaging.manifest import (
     CARD,
     CONFIG,
@@ -86,7 +86,7 @@ def save_package(
         "shape": {
             "width": target.width,
             "vocab_size": target.vocab_size,
-            "draft_vocab": draft_vocabulary(drafter),
+            "draft_vocab": drafter.choices,
             "parameters": sum(t.numel() for t in tensors.values() if t.is_floating_point()),
             "dtype": dtype,
         },

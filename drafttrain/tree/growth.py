@@ -1,7 +1,8 @@
-"""How a tree of fixed shape is filled by an autoregressive drafter, level by level.
+"""How a tree is filled by an autoregressive drafter, level by level: one pass of the drafter a level, all rows together.
 
-Which child is checked first, and which children exist, is fixed by the shape before any token is drawn: a condition for
-exact sampling (SpecInfer, Miao et al. 2023, arXiv:2305.09781, section 4.3).
+In a tree of fixed shape, which children exist and which is checked first is fixed before any token is drawn: a condition
+for exact sampling (SpecInfer, Miao et al. 2023, arXiv:2305.09781, section 4.3). How growths of changing shape keep to it
+stands in their files.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from drafttrain.errors import InputError
 from drafttrain.flow import Law, Proposal
 from drafttrain.nn.sampling import Policy, draw, draw_without_replacement
-from drafttrain.tree.topology import Tree
+from drafttrain.tree.confident import Confident, grow_confident
+from drafttrain.tree.dynamic import Dynamic, grow_dynamic
+from drafttrain.tree.topology import Growth, Tree
 
 
 class Speaker(Protocol):
@@ -28,7 +32,7 @@ class Speaker(Protocol):
             tokens: (b m) int64 target ids of the nodes.
             hidden: (b m d) the drafter's output at each node's parent.
             depth: 1 for the anchor's children.
-            among: (1 m t) bool, which of the nodes read so far this round, these included, each node sees.
+            among: (b|1 m t) bool, which of the nodes read so far this round, these included, each node sees.
         Returns: (b m d) outputs, (b m w) logits of each node's children.
         """
         ...
@@ -98,12 +102,12 @@ def grow(
     state: Any,
     hidden: Tensor,
     logits: Tensor,
-    tree: Tree,
+    tree: Growth,
     policy: Policy,
     u: Tensor | None,
     law: Law = Law.WOR,
 ) -> Proposal:
-    """Fill a tree.
+    """Grow a tree of any kind.
 
     Args:
         hidden: (b d) the drafter's output at the anchor; logits: (b w) of the anchor's children.
@@ -111,7 +115,29 @@ def grow(
         u: (b n) in [0, 1), one number per node: children are drawn. None: children are the top-k, a deterministic
             function of the prefix.
         law: how siblings are drawn: Law.WOR without replacement, Law.IID independently, repeats kept. A chain has none.
+    Raises: InputError if tokens are to be drawn where the growth looks at their values.
     """
+    if isinstance(tree, Tree):
+        return _fill(speaker, state, hidden, logits, tree, policy, u, law)
+    if isinstance(tree, Confident):
+        return grow_confident(speaker, state, hidden, logits, tree, policy, u)
+    if not isinstance(tree, Dynamic):
+        raise TypeError(f"no way to grow a {type(tree).__name__} is known")
+    if u is not None:
+        raise InputError("a dynamic tree takes the likeliest tokens and draws none: leave sampled at auto, or use another tree")
+    return grow_dynamic(speaker, state, hidden, logits, tree)
+
+
+def _fill(
+    speaker: Speaker,
+    state: Any,
+    hidden: Tensor,
+    logits: Tensor,
+    tree: Tree,
+    policy: Policy,
+    u: Tensor | None,
+    law: Law,
+) -> Proposal:
     b, device = hidden.shape[0], hidden.device
     tokens = torch.empty(b, tree.size, dtype=torch.int64, device=device)
     laws: list[Tensor] = []

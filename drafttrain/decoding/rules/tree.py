@@ -20,7 +20,8 @@ def multi_step(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
     hold all of q, d is uniform over the tokens not tried.
 
     Several drafters: each child names its own drafter's row of q, and children of different rows count as drawn apart
-    from each other, even if their tokens are equal. Which drafter's child comes first must not depend on the tokens.
+    from each other, even if their tokens are equal; one that repeats another's path leads on to that one's children
+    (`Proposal.lands`). Which drafter's child comes first must not depend on the tokens.
 
     Exact for the target's distribution: Miao et al. 2023 (arXiv:2305.09781), Algorithm 2, VerifyStochastic; without
     replacement: Chen et al. 2024 (arXiv:2402.12374), Algorithm 2. Departs from the first: siblings are judged in index
@@ -99,8 +100,9 @@ def _walk(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
             # An accepted child brings its own law; a residual emptied by rounding gives way to the law of its node.
             empty = empty & ~keep
             fallbacks += int(empty.sum())
-            node[live[keep]] = child[keep]
-            path[live[keep], step] = child[keep]
+            landed = child if proposal.lands is None else proposal.lands[live, child]
+            node[live[keep]] = landed[keep]
+            path[live[keep], step] = landed[keep]
             fresh = live[keep | empty]
             residual[fresh] = p[fresh, node[fresh] + 1].double()
             moved.append(live[keep])
