@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from drafttrain.data.conversations import MANIFEST, ConversationSet, check_vocabulary, read_set, write_json
-from drafttrain.data.datamodule import BUILTIN, set_folder
-from drafttrain.data.prompts import PromptFile, Prompts, Skipped, by_reason, nothing_left, some
-from drafttrain.data.template import ChatPieces
+from drafttrain.data.conversations import write_json
 from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.measure import Measurement
 from drafttrain.decoding.speculator import Speculator, check_dtype
@@ -33,8 +29,8 @@ from drafttrain.packaging.reading import load_drafter
 from drafttrain.reporting.console import table, track
 from drafttrain.reporting.figures import acceptance_curve
 from drafttrain.runs import provenance, run_dir
-from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
+from drafttrain.target.prompts import Source, open_prompts
 from drafttrain.tree.topology import Growth, Tree
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
@@ -48,12 +44,12 @@ def main(cfg: DictConfig) -> None:
     check_settings(cfg)
     package = Path(cfg.package).expanduser()
     config = read_config(package)
-    source = open_prompts(cfg)
+    source = open_prompts(cfg.prompts, columns_of(cfg))
     target: Target = build(cfg.target, work="decode")
     check_target(config, target, package)
     drafter = load_drafter(package, target)
     speculator = Speculator(target, drafter, read_plan(package / DECODING, drafter), dtype=cfg.dtype)
-    prompts = source.ids(target, cfg.limit)
+    prompts = source.ids(target, cfg.limit, say)
     warn_of_length(config, prompts, cfg.max_new_tokens)
     growths = trees_of(cfg, speculator, drafter)
     check_rules(cfg, growths)
@@ -143,81 +139,8 @@ def policy_of(cfg: DictConfig, temperature: Any) -> Policy:
     return Policy() if policy.greedy else policy
 
 
-@dataclass
-class Source:
-    """Where prompts come from: a set of conversations, or a file."""
-
-    label: str
-    data: ConversationSet | None = None
-    prompts: Prompts | None = None
-    left_out: list[str] = field(default_factory=list)
-
-    def ids(self, target: Target, limit: int | None) -> list[list[int]]:
-        """Prompts as token ids, those that leave no room in the target's context left out and counted.
-
-        Raises: InputError if the set was written by another target, or if no prompt is left.
-        """
-        if self.data is not None:
-            fingerprint.refuse_other(self.data.manifest["target"]["fingerprint"], target.fingerprint, self.label)
-            check_vocabulary(self.data, target.vocab_size, self.label)
-            found = list(enumerate(self.data.prompts(limit), start=1))
-            if not found:
-                raise InputError(f"{self.label} has no held-out conversations to decode from: give a file of prompts")
-        else:
-            assert self.prompts is not None
-            found = self._encoded(target, limit)
-        kept = [ids for _, ids in found if len(ids) < target.context]
-        if len(kept) < len(found):
-            rows = [str(number) for number, ids in found if len(ids) >= target.context]
-            self.left_out.append(
-                f"{len(rows)} prompts as long as the target's context of {target.context}: {', '.join(rows[:8])}"
-            )
-        if not kept:
-            raise InputError(f"{self.label}: nothing to evaluate; {'; '.join(self.left_out)}")
-        for reason in self.left_out:
-            say(f"left out {reason}")
-        return kept
-
-    def _encoded(self, target: Target, limit: int | None) -> list[tuple[int, list[int]]]:
-        """The first turn of every row of a file."""
-        assert self.prompts is not None
-        pieces = ChatPieces(target.tokenizer, target.stop_ids)
-        found: list[tuple[int, list[int]]] = []
-        refused = list(self.prompts.skipped)
-        for number, prompt in self.prompts.rows:
-            if prompt is None or (limit is not None and len(found) == limit):
-                continue
-            try:
-                found.append(
-                    (number, pieces.first_prompt([*prompt.lead(), {"role": "user", "content": prompt.users[0]}]))
-                )
-            except InputError as error:
-                refused.append(Skipped(number, str(error)))
-        if not found:
-            self.prompts.skipped = refused
-            raise nothing_left(self.label, self.prompts)
-        if refused:
-            self.left_out += [f"rows {some(rows)}: {reason}" for reason, rows in by_reason(refused).items()]
-        return found
-
-
-def open_prompts(cfg: DictConfig) -> Source:
-    """Read the prompts' file or set; needs no target. Raises InputError if it cannot be used."""
-    if not isinstance(cfg.prompts, str) or not cfg.prompts.strip():
-        raise InputError(f"prompts={cfg.prompts}: give {BUILTIN}smollm2, the folder of a conversation set, or a file")
-    path = Path(cfg.prompts).expanduser()
-    if cfg.prompts.startswith(BUILTIN) or path.is_dir():
-        folder = set_folder(cfg.prompts)
-        if path.is_dir() and not (path / MANIFEST).is_file():
-            raise InputError(f"prompts={cfg.prompts} is a folder without {MANIFEST}: give a conversation set or a file")
-        return Source(cfg.prompts, data=read_set(folder))
-    if not path.is_file():
-        raise InputError(f"prompts={cfg.prompts} does not exist: give {BUILTIN}smollm2, a conversation set or a file")
-    columns = OmegaConf.to_container(cfg.columns)
-    found = PromptFile(path=str(path), columns=columns).read(None)  # type: ignore[arg-type]
-    if not found.rows:
-        raise nothing_left(cfg.prompts, found)
-    return Source(cfg.prompts, prompts=found)
+def columns_of(cfg: DictConfig) -> dict[str, str | None]:
+    return OmegaConf.to_container(cfg.columns)  # type: ignore[return-value]
 
 
 def warn_of_length(config: dict[str, Any], prompts: Sequence[Sequence[int]], limit: int) -> None:
@@ -346,7 +269,7 @@ def settings_of(
     return {
         "package": Path(cfg.package).name,
         "target": Path(target.name).name,
-        "prompts": source.label if source.label.startswith(BUILTIN) else Path(source.label).name,
+        "prompts": source.name,
         "prompt_count": len(prompts),
         "speed_prompts": min(cfg.speed_prompts, len(prompts)),
         "max_new_tokens": cfg.max_new_tokens,
