@@ -17,13 +17,13 @@ from drafttrain.nn.sampling import draw, draw_without_replacement
 from drafttrain.tree.topology import Tree
 
 TARGET = torch.tensor([[0.2, 0.3, 0.4, 0.1], [0.5, 0.1, 0.2, 0.2], [0.1, 0.6, 0.1, 0.2], [0.25, 0.25, 0.2, 0.3]])
-DRAFT = torch.tensor([[0.3, 0.2, 0.2, 0.3], [0.2, 0.4, 0.3, 0.1], [0.3, 0.3, 0.3, 0.1], [0.1, 0.2, 0.3, 0.4]])
+DRAFT = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.2, 0.4, 0.3, 0.1], [0.3, 0.3, 0.3, 0.1], [0.1, 0.2, 0.3, 0.4]])
 OTHER_DRAFT = torch.tensor([[0.1, 0.1, 0.5, 0.3], [0.4, 0.1, 0.1, 0.4], [0.1, 0.3, 0.4, 0.2], [0.25, 0.25, 0.25, 0.25]])
-"""Laws of the next token by the last one."""
+CLOSE_DRAFT = torch.cat((torch.tensor([[0.3, 0.2, 0.2, 0.3]]), DRAFT[1:]))
+"""Laws of the next token by the last one. Under the close one a block's weights shrink a residual without emptying it."""
 TEXTS = (TARGET[0][:, None, None] * TARGET[:, :, None] * TARGET[None]).flatten().double()
 """(64) the target's law of the three tokens behind token 0."""
 TEXTS = TEXTS / TEXTS.sum()
-ROWS = 50_000
 
 Uniform = Callable[[int], Tensor]
 """k -> (rows k) uniform numbers."""
@@ -32,14 +32,14 @@ Round = Callable[[Tensor, Uniform], tuple[Tensor, Acceptance]]
 Rule = Callable[[Tensor, Proposal, Tensor], Acceptance]
 
 
-def grow(tree: Tree, law: Law, last: Tensor, uniform: Uniform) -> Proposal:
-    """Fill a tree from the draft table for rows whose last tokens are `last`."""
+def grow(tree: Tree, law: Law, last: Tensor, uniform: Uniform, draft: Tensor = DRAFT) -> Proposal:
+    """Fill a tree from a draft table for rows whose last tokens are `last`."""
     text = torch.cat((last[:, None], last.new_zeros(len(last), tree.size)), 1)
     for node in range(-1, tree.size):
         children = tree.children(node)
         if not children:
             continue
-        q = DRAFT[text[:, node + 1]]
+        q = draft[text[:, node + 1]]
         u = uniform(len(children))
         if law is Law.ONE_HOT:
             drawn = q.argsort(dim=-1, descending=True, stable=True)[:, : len(children)]
@@ -49,7 +49,7 @@ def grow(tree: Tree, law: Law, last: Tensor, uniform: Uniform) -> Proposal:
             drawn = torch.stack([draw(q, u[:, j]) for j in range(len(children))], 1)
         text[:, [child + 1 for child in children]] = drawn
     parents = torch.tensor(tree.parents).expand(len(last), -1)
-    return Proposal(text[:, 1:], parents, law, DRAFT[text], parents + 1)
+    return Proposal(text[:, 1:], parents, law, draft[text], parents + 1)
 
 
 def grow_by_two(law: Law, last: Tensor, uniform: Uniform) -> Proposal:
@@ -70,8 +70,14 @@ def judged(rule: Rule, proposal: Proposal, last: Tensor, uniform: Uniform) -> tu
     return proposal.tokens, rule(p, proposal, uniform(proposal.size + 1))
 
 
-def rounds(rule: Rule, tree: Tree, law: Law, change: Callable[[Proposal], Proposal] = lambda found: found) -> Round:
-    return lambda last, uniform: judged(rule, change(grow(tree, law, last, uniform)), last, uniform)
+def rounds(
+    rule: Rule,
+    tree: Tree,
+    law: Law,
+    change: Callable[[Proposal], Proposal] = lambda found: found,
+    draft: Tensor = DRAFT,
+) -> Round:
+    return lambda last, uniform: judged(rule, change(grow(tree, law, last, uniform, draft)), last, uniform)
 
 
 def rounds_by_two(rule: Rule, law: Law, change: Callable[[Proposal], Proposal] = lambda found: found) -> Round:
@@ -109,8 +115,8 @@ def p_values(counts: Tensor) -> np.ndarray:
     return stats.chisquare(counts.numpy(), expected, axis=1).pvalue
 
 
-def p_value(one_round: Round, seed: int = 0) -> float:
-    return float(p_values(three_tokens(one_round, [seed], ROWS))[0])
+def p_value(one_round: Round, rows: int, seed: int = 0) -> float:
+    return float(p_values(three_tokens(one_round, [seed], rows))[0])
 
 
 def total_variation(counts: Tensor) -> float:
