@@ -133,7 +133,7 @@ def sparse(accuracies: Rates, nodes: int) -> Tree:
         if path[-1] < len(head):
             heapq.heappush(waiting, (-parent * head[path[-1]], len(path), path))
 
-    worth = {(): 1.0}
+    worth: dict[Path, float] = {(): 1.0}
     offer(1.0, (0,))
     while len(chosen) < nodes:
         value, _, path = heapq.heappop(waiting)
