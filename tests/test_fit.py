@@ -154,7 +154,7 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
         (["tree=file", "tree.path=/nowhere.json"], "/nowhere.json does not exist"),
         (["tree=sequoia", "tree.rates=[0.8,0.7]"], "add up to 1.5"),
         (["tree=dynamic", "tree.topk=3"], "Did you mean tree.top_k"),
-        (["final.speed.chain_1={_target_:drafttrain.tree.topology.Tree.expansion,widths:[80]}"], "chain_1: a node has 80"),
+        (["+final.speed.wide={_target_:drafttrain.tree.topology.Tree.expansion,widths:[80]}"], "wide: a node has 80"),
         (["data.max_length=3"], "no supervised token"),
         (["target.seed=1"], "another target"),
         (["target=hf", "target.path=/nowhere/at/all"], "target.path=/nowhere/at/all does not exist"),
