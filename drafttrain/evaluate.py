@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from drafttrain.data.conversations import MANIFEST, ConversationSet, check_vocabulary, read_set, write_json
-from drafttrain.data.datamodule import BUILTIN, set_folder
-from drafttrain.data.prompts import PromptFile, Prompts, Skipped, by_reason, nothing_left, some
-from drafttrain.data.template import ChatPieces
+from drafttrain.data.conversations import write_json
 from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.measure import Measurement
 from drafttrain.decoding.speculator import Speculator, check_dtype
@@ -27,15 +23,15 @@ from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Tally
 from drafttrain.nn.sampling import Policy, check_seed
-from drafttrain.packaging.decoding import fit, read_plan, tree_of
+from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
 from drafttrain.packaging.manifest import DECODING, check_target, read_config
 from drafttrain.packaging.reading import load_drafter
 from drafttrain.reporting.console import table, track
 from drafttrain.reporting.figures import acceptance_curve
 from drafttrain.runs import provenance, run_dir
-from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
-from drafttrain.tree.topology import Tree
+from drafttrain.target.prompts import Source, open_prompts
+from drafttrain.tree.topology import Growth, Tree
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
 
@@ -48,14 +44,15 @@ def main(cfg: DictConfig) -> None:
     check_settings(cfg)
     package = Path(cfg.package).expanduser()
     config = read_config(package)
-    source = open_prompts(cfg)
+    source = open_prompts(cfg.prompts, columns_of(cfg))
     target: Target = build(cfg.target, work="decode")
     check_target(config, target, package)
     drafter = load_drafter(package, target)
     speculator = Speculator(target, drafter, read_plan(package / DECODING, drafter), dtype=cfg.dtype)
-    prompts = source.ids(target, cfg.limit)
+    prompts = source.ids(target, cfg.limit, say)
     warn_of_length(config, prompts, cfg.max_new_tokens)
     growths = trees_of(cfg, speculator, drafter)
+    check_rules(cfg, growths)
     folder = run_dir(cfg, resume=False)
     rows = measure(speculator, prompts, growths, cfg)
     result = {
@@ -86,18 +83,52 @@ def check_settings(cfg: DictConfig) -> None:
             raise InputError(f"{key}={cfg[key]}: needs a list, such as '{key}=[{1 if key != 'trees' else 'package'}]'")
     if not cfg.temperatures:
         raise InputError("temperatures is empty: give at least one, 0 is greedy")
-    if not cfg.chains and not cfg.trees:
+    if not named_trees(cfg):
         raise InputError("chains and trees are both empty: give at least one of them, such as 'chains=[4]'")
     for temperature in cfg.temperatures:
         policy_of(cfg, temperature)
     for value in named_trees(cfg):
-        if value != "package" and not tree_of(value).size:
+        if value != "package" and not chosen_tree(value).size:
             raise InputError(f"{value} drafts nothing; plain decoding is measured anyway: leave it out")
+    # The package's own tree is not known yet; a rule that fits any tree fits a chain.
+    check_rules(cfg, [Tree.chain(1) if value == "package" else chosen_tree(value) for value in named_trees(cfg)])
+
+
+def named_rules(cfg: DictConfig) -> list[str | None]:
+    """Rules as the settings name them, each once; None is the one that fits."""
+    values = OmegaConf.to_container(cfg.rule) if OmegaConf.is_list(cfg.rule) else [cfg.rule]
+    if not values:
+        raise InputError("rule is an empty list: give auto, or the rules to compare")
+    return list(dict.fromkeys(rule_of(value) for value in values))  # type: ignore[union-attr]
+
+
+def check_rules(cfg: DictConfig, growths: Sequence[Growth]) -> None:
+    """Refuse a rule that fits no temperature and tree of the comparison, with the reason."""
+    policies = [policy_of(cfg, temperature) for temperature in cfg.temperatures]
+    for rule in named_rules(cfg):
+        reasons = [unfit(Plan(tree, policy, rule=rule)) for policy in policies for tree in growths]
+        if all(reasons):
+            raise InputError(str(reasons[-1]))
+
+
+def unfit(plan: Plan) -> str | None:
+    """Why a plan's rule cannot serve its temperature or tree; None where it can."""
+    try:
+        _ = plan.rule_name
+    except InputError as error:
+        return str(error)
+    return None
 
 
 def named_trees(cfg: DictConfig) -> list[Any]:
-    """Chains and trees as the settings name them."""
-    return [*OmegaConf.to_container(cfg.chains), *OmegaConf.to_container(cfg.trees)]  # type: ignore[misc]
+    """Chains and trees as the settings name them, and the one chosen beside them."""
+    named = [*OmegaConf.to_container(cfg.chains), *OmegaConf.to_container(cfg.trees)]  # type: ignore[misc]
+    return named if cfg.tree is None else [*named, cfg.tree]
+
+
+def chosen_tree(value: Any) -> Growth:
+    """A tree by name, or as a choice of the configuration describes it."""
+    return build(value) if OmegaConf.is_dict(value) else tree_of(value)
 
 
 def policy_of(cfg: DictConfig, temperature: Any) -> Policy:
@@ -108,81 +139,8 @@ def policy_of(cfg: DictConfig, temperature: Any) -> Policy:
     return Policy() if policy.greedy else policy
 
 
-@dataclass
-class Source:
-    """Where prompts come from: a set of conversations, or a file."""
-
-    label: str
-    data: ConversationSet | None = None
-    prompts: Prompts | None = None
-    left_out: list[str] = field(default_factory=list)
-
-    def ids(self, target: Target, limit: int | None) -> list[list[int]]:
-        """Prompts as token ids, those that leave no room in the target's context left out and counted.
-
-        Raises: InputError if the set was written by another target, or if no prompt is left.
-        """
-        if self.data is not None:
-            fingerprint.refuse_other(self.data.manifest["target"]["fingerprint"], target.fingerprint, self.label)
-            check_vocabulary(self.data, target.vocab_size, self.label)
-            found = list(enumerate(self.data.prompts(limit), start=1))
-            if not found:
-                raise InputError(f"{self.label} has no held-out conversations to decode from: give a file of prompts")
-        else:
-            assert self.prompts is not None
-            found = self._encoded(target, limit)
-        kept = [ids for _, ids in found if len(ids) < target.context]
-        if len(kept) < len(found):
-            rows = [str(number) for number, ids in found if len(ids) >= target.context]
-            self.left_out.append(
-                f"{len(rows)} prompts as long as the target's context of {target.context}: {', '.join(rows[:8])}"
-            )
-        if not kept:
-            raise InputError(f"{self.label}: nothing to evaluate; {'; '.join(self.left_out)}")
-        for reason in self.left_out:
-            say(f"left out {reason}")
-        return kept
-
-    def _encoded(self, target: Target, limit: int | None) -> list[tuple[int, list[int]]]:
-        """The first turn of every row of a file."""
-        assert self.prompts is not None
-        pieces = ChatPieces(target.tokenizer, target.stop_ids)
-        found: list[tuple[int, list[int]]] = []
-        refused = list(self.prompts.skipped)
-        for number, prompt in self.prompts.rows:
-            if prompt is None or (limit is not None and len(found) == limit):
-                continue
-            try:
-                found.append(
-                    (number, pieces.first_prompt([*prompt.lead(), {"role": "user", "content": prompt.users[0]}]))
-                )
-            except InputError as error:
-                refused.append(Skipped(number, str(error)))
-        if not found:
-            self.prompts.skipped = refused
-            raise nothing_left(self.label, self.prompts)
-        if refused:
-            self.left_out += [f"rows {some(rows)}: {reason}" for reason, rows in by_reason(refused).items()]
-        return found
-
-
-def open_prompts(cfg: DictConfig) -> Source:
-    """Read the prompts' file or set; needs no target. Raises InputError if it cannot be used."""
-    if not isinstance(cfg.prompts, str) or not cfg.prompts.strip():
-        raise InputError(f"prompts={cfg.prompts}: give {BUILTIN}smollm2, the folder of a conversation set, or a file")
-    path = Path(cfg.prompts).expanduser()
-    if cfg.prompts.startswith(BUILTIN) or path.is_dir():
-        folder = set_folder(cfg.prompts)
-        if path.is_dir() and not (path / MANIFEST).is_file():
-            raise InputError(f"prompts={cfg.prompts} is a folder without {MANIFEST}: give a conversation set or a file")
-        return Source(cfg.prompts, data=read_set(folder))
-    if not path.is_file():
-        raise InputError(f"prompts={cfg.prompts} does not exist: give {BUILTIN}smollm2, a conversation set or a file")
-    columns = OmegaConf.to_container(cfg.columns)
-    found = PromptFile(path=str(path), columns=columns).read(None)  # type: ignore[arg-type]
-    if not found.rows:
-        raise nothing_left(cfg.prompts, found)
-    return Source(cfg.prompts, prompts=found)
+def columns_of(cfg: DictConfig) -> dict[str, str | None]:
+    return OmegaConf.to_container(cfg.columns)  # type: ignore[return-value]
 
 
 def warn_of_length(config: dict[str, Any], prompts: Sequence[Sequence[int]], limit: int) -> None:
@@ -195,10 +153,10 @@ def warn_of_length(config: dict[str, Any], prompts: Sequence[Sequence[int]], lim
         )
 
 
-def trees_of(cfg: DictConfig, speculator: Speculator, drafter: Drafter) -> list[Tree]:
+def trees_of(cfg: DictConfig, speculator: Speculator, drafter: Drafter) -> list[Growth]:
     """The trees to compare, as this drafter can fill them, each once."""
-    found = [speculator.plan.tree if value == "package" else tree_of(value) for value in named_trees(cfg)]
-    trees = [fit(Plan(tree), drafter, f"tree of {tree.size}").tree for tree in found if tree.size]
+    found = [speculator.plan.tree if value == "package" else chosen_tree(value) for value in named_trees(cfg)]
+    trees = [fit(Plan(tree), drafter, tree.title).tree for tree in found if tree.size]
     return list(dict.fromkeys(trees))
 
 
@@ -206,14 +164,23 @@ def trees_of(cfg: DictConfig, speculator: Speculator, drafter: Drafter) -> list[
 
 
 def measure(
-    speculator: Speculator, prompts: list[list[int]], growths: Sequence[Tree], cfg: DictConfig
+    speculator: Speculator, prompts: list[list[int]], growths: Sequence[Growth], cfg: DictConfig
 ) -> list[dict[str, Any]]:
-    """A row for each temperature and growth, plain decoding first."""
+    """A row for each temperature, growth and rule that fits them, plain decoding first."""
     rows = []
     timed = prompts[: cfg.speed_prompts]
     common = {"max_new_tokens": cfg.max_new_tokens, "seed": cfg.seed}
     for temperature in cfg.temperatures:
-        plans = [Plan(tree, policy_of(cfg, temperature)) for tree in (Tree.chain(0), *growths)]
+        policy = policy_of(cfg, temperature)
+        plans = [Plan(Tree.chain(0), policy)]
+        for plan in (Plan(tree, policy, rule=rule) for tree in growths for rule in named_rules(cfg)):
+            reason = unfit(plan)
+            if reason is None:
+                plans.append(plan)
+            else:
+                say(f"{label_of(plan)} is not measured: {reason}")
+        if len(plans) == 1:
+            continue
         speeds: list[Measurement | None] = [None] * len(plans)
         if timed:
             say(
@@ -243,9 +210,7 @@ def row_of(plan: Plan, accepted: Measurement | None, speed: Measurement | None) 
 
 
 def label_of(plan: Plan) -> str:
-    tree = plan.tree
-    shape = "plain" if not tree.size else f"chain {tree.size}" if tree.is_chain else f"tree {tree.size}"
-    return f"T={plan.policy.temperature:g} {shape}"
+    return f"T={plan.policy.temperature:g} {plan.tree.title}" + (f" {plan.rule}" if plan.rule else "")
 
 
 @torch.inference_mode()
@@ -304,13 +269,14 @@ def settings_of(
     return {
         "package": Path(cfg.package).name,
         "target": Path(target.name).name,
-        "prompts": source.label if source.label.startswith(BUILTIN) else Path(source.label).name,
+        "prompts": source.name,
         "prompt_count": len(prompts),
         "speed_prompts": min(cfg.speed_prompts, len(prompts)),
         "max_new_tokens": cfg.max_new_tokens,
         "batch": cfg.batch,
         "top_k": cfg.top_k,
         "top_p": cfg.top_p,
+        "rule": OmegaConf.to_container(cfg.rule) if OmegaConf.is_list(cfg.rule) else cfg.rule,
         "seed": cfg.seed,
         "target_dtype": str(target.dtype).removeprefix("torch."),
         "drafter_dtype": str(next(speculator.drafter.parameters()).dtype).removeprefix("torch."),

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,9 @@ from omegaconf import DictConfig
 
 from drafttrain.data.conversations import HELD_OUT
 from drafttrain.data.datamodule import ConversationData
-from drafttrain.decoding.loop import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.vocabulary import always_proposable, coverage, most_frequent
 from drafttrain.errors import InputError
-from drafttrain.packaging.decoding import check_size, fit
 from drafttrain.packaging.writing import save_package
 from drafttrain.processes import peak_memory, rank
 from drafttrain.reporting.console import clock, console, table, track
@@ -40,7 +38,6 @@ from drafttrain.training.final import Worth, measure
 from drafttrain.training.prepare import Settings, Training, prepare
 from drafttrain.training.run import Run, open_run
 from drafttrain.training.trainer import quiet_lightning, trainer_of
-from drafttrain.tree.topology import Tree
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
 
@@ -58,7 +55,6 @@ def main(cfg: DictConfig) -> None:
     with open_run(cfg, say) as run, logged(cfg, run):
         target = load_target(cfg, data, held_out)
         drafter = make_drafter(cfg, target, data, held_out)
-        check_trees(settings, drafter)
         source = functools.partial(build, cfg.features)
         training = prepare(plain(cfg), settings, run, target, drafter, data, held_out, make_source=source, say=say)
         say(outline(training.module.course, settings, data))
@@ -168,21 +164,6 @@ def make_drafter(
     drafter: Drafter = build(cfg.drafter, **objects)
     say("; ".join(f"{name}: {value}" for name, value in {"drafter": type(drafter).__name__, **drafter.describe()}.items()))
     return drafter
-
-
-def check_trees(settings: Settings, drafter: Drafter) -> None:
-    """Raise InputError for a tree that would only turn out too wide or too long after training."""
-    final = settings.final
-    groups: dict[str, Mapping[str, Tree | None]] = {"final.acceptance": final.acceptance, "final.speed": final.speed}
-    named = {"tree": settings.tree} | {f"{group}.{name}": tree for group, trees in groups.items() for name, tree in trees.items()}
-    for name, tree in named.items():
-        if tree is None:
-            continue
-        try:
-            check_size(tree.size)
-            fit(Plan(tree), drafter, name)
-        except InputError as error:
-            raise InputError(f"{name}: {error}; give another tree, or null to leave one of final's out") from error
 
 
 # --- the run -----------------------------------------------------------------------------------------------------------

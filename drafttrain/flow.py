@@ -79,6 +79,7 @@ class Law(str, enum.Enum):
     ONE_HOT = "one_hot"
     """A deterministic function of the committed prefix (argmax, top-k, n-gram)."""
     UNKNOWN = "unknown"
+    """Nobody knows; only a rule that compares with the target's own draws can judge it."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +92,33 @@ class Proposal:
     """(b n) int64 index of the parent node, -1 = anchor; a parent's index is below its children's."""
     law: Law
     q: Tensor | None = None
-    """(b r v) float32 draft probabilities; one row for each node (or the anchor) that has children. None under ONE_HOT, UNKNOWN."""
+    """(b r v) float32 draft probabilities; for each node (or the anchor) that has children, one row per drafter that drew
+    some of them. None under ONE_HOT, UNKNOWN."""
     q_rows: Tensor | None = None
-    """(b n) int64: the row of q that node's token was drawn from, i.e. its parent's law."""
+    """(b n) int64: the row of q that node's token was drawn from, its parent's law. Under WOR siblings of one row were drawn
+    together, those of different rows apart; a row that is a point mass makes a deterministic child."""
+    counts: Tensor | None = None
+    """(b) int64 nodes of each row that are real; those behind them are padding, never to be accepted. None: all are."""
+    lands: Tensor | None = None
+    """(b n) int64: the node whose children are judged once this one is accepted, the first of those with the same path.
+    Only it has children; the others are further proposals of its token. None: no path is proposed twice."""
 
     @property
     def size(self) -> int:
+        """Nodes of a row, padding included."""
         return self.tokens.shape[1]
+
+    def part(self, rows: Tensor, size: int) -> Proposal:
+        """Some rows of this proposal, and of each the first `size` nodes."""
+        return Proposal(
+            self.tokens[rows, :size],
+            self.parents[rows, :size],
+            self.law,
+            None if self.q is None else self.q[rows],
+            None if self.q_rows is None else self.q_rows[rows, :size],
+            None,
+            None if self.lands is None else self.lands[rows, :size],
+        )
 
 
 @dataclass(frozen=True)
@@ -126,7 +147,7 @@ class Tally:
     emitted: int = 0
     """Tokens emitted by rounds; the prefill's own first token is not counted."""
     offered: list[int] = field(default_factory=list)
-    """offered[k]: rounds in which depth k+1 was drafted and depths 1..k were accepted."""
+    """offered[k]: rounds in which depths 1..k were accepted and a node of depth k+1 was drafted behind the last of them."""
     kept: list[int] = field(default_factory=list)
     """kept[k]: rounds in which depth k+1 was accepted."""
     seconds: dict[str, float] = field(default_factory=dict)

@@ -24,12 +24,12 @@ from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.errors import InputError
 from drafttrain.flow import Tally
 from drafttrain.nn.sampling import Policy, check_seed
-from drafttrain.packaging.decoding import fit, read_plan, tree_of
+from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
 from drafttrain.packaging.manifest import DECODING, check_target, read_config
 from drafttrain.packaging.reading import load_drafter
 from drafttrain.target.load import tokenizer_alone
 from drafttrain.target.model import Target
-from drafttrain.tree.topology import Tree
+from drafttrain.tree.topology import Growth, Tree
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
 
@@ -42,7 +42,7 @@ _CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in 
 """Control characters as pictures: a text cannot move the cursor or set colours."""
 
 
-@door("generate", text=("prompt", "system", "package", "tree"))
+@door("generate", text=("prompt", "system", "package", "tree", "rule"))
 def main(cfg: DictConfig) -> None:
     policy = check_settings(cfg)
     package = Path(cfg.package).expanduser()
@@ -84,16 +84,18 @@ def check_settings(cfg: DictConfig) -> Policy:
     for key in ("temperature", "top_k", "top_p"):
         if isinstance(cfg[key], bool) or not isinstance(cfg[key], int | float):
             raise InputError(f"{key}={cfg[key]}: needs a number")
-    if cfg.tree != "package":
-        tree_of(cfg.tree)
+    policy = Policy(float(cfg.temperature), cfg.top_k, cfg.top_p)
+    policy = Policy() if policy.greedy else policy
+    # The package's own tree is not known yet; a rule that fits any tree fits a chain.
+    tree = Tree.chain(1) if cfg.tree == "package" else chosen_tree(cfg)
+    _ = Plan(tree, policy, rule=rule_of(cfg.rule)).rule_name  # refuses what does not fit
     if cfg.prompt is not None and not str(cfg.prompt).strip():
         raise InputError('prompt is empty: give prompt="...", or leave it out to be asked')
     if cfg.system is not None and not cfg.chat:
         raise InputError("system has no place without a chat template: leave it out, or set chat=true")
     check_seed(cfg.seed)
     check_dtype(cfg.dtype)
-    policy = Policy(float(cfg.temperature), cfg.top_k, cfg.top_p)
-    return Policy() if policy.greedy else policy
+    return policy
 
 
 def prompt_of(cfg: DictConfig) -> str | None:
@@ -123,10 +125,18 @@ def need_tokenizer(cfg: DictConfig) -> None:
 
 
 def plan_of(cfg: DictConfig, speculator: Speculator, policy: Policy) -> Plan:
-    own = speculator.plan
+    own, rule = speculator.plan, rule_of(cfg.rule)
     if cfg.tree != "package":
-        return fit(Plan(tree_of(cfg.tree), policy), speculator.drafter, f"tree={cfg.tree}")
-    return replace(own, policy=policy) if own.policy.greedy == policy.greedy else Plan(own.tree, policy)
+        tree = chosen_tree(cfg)
+        return fit(Plan(tree, policy, rule=rule), speculator.drafter, tree.title)
+    if rule is None and own.policy.greedy == policy.greedy:
+        return replace(own, policy=policy)
+    return Plan(own.tree, policy, rule=rule)
+
+
+def chosen_tree(cfg: DictConfig) -> Growth:
+    """A tree by name, or as a choice of the configuration describes it."""
+    return build(cfg.tree) if OmegaConf.is_dict(cfg.tree) else tree_of(cfg.tree)
 
 
 def turns() -> Iterator[str]:

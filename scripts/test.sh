@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Every check of the repository: ruff, mypy, pytest. Starts from nothing but Python; further words go to pytest:
-#   scripts/test.sh                       everything
-#   scripts/test.sh -m "not slow" tests/nn
+#   scripts/test.sh                       everything but what takes minutes
+#   scripts/test.sh -m slow               what takes minutes
+#   scripts/test.sh tests/nn
 # All three run even if one fails; the exit code is that of the first that failed.
 set -u
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"

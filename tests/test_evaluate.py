@@ -101,6 +101,43 @@ def test_speed_is_taken_from_what_acceptance_is_taken_from_when_prompts_are_few(
     assert [row["prompts"] for row in result["rows"]] == [1, 1] and result["parity"] is None
 
 
+def test_rules_are_compared_where_they_fit(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("chains=[2]", "trees=[expand:2x1]", "speed_prompts=0", "parity_prompts=0", "limit=1", "max_new_tokens=6")
+    evaluate.main(words(place, tmp_path / "run", *more, "rule=[auto,block,typical:0.05:0.2]"))
+    result = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())
+    assert [(row["temperature"], row["nodes"], row["rule"], row["guarantee"]) for row in result["rows"]] == [
+        (0.0, 2, "greedy", "greedy"),
+        (0.0, 4, "greedy", "greedy"),
+        (1.0, 2, "ratio", "distribution"),
+        (1.0, 2, "block", "distribution"),
+        (1.0, 2, "typical:0.05:0.2", "approximate"),
+        (1.0, 4, "multi_step", "distribution"),
+        (1.0, 4, "typical:0.05:0.2", "approximate"),
+    ]
+    assert result["settings"]["rule"] == ["auto", "block", "typical:0.05:0.2"]
+    said = capsys.readouterr()
+    assert "T=1 chain 2 block" in said.out
+    assert "T=1 static 4 block is not measured: rule block judges a chain" in said.err
+    evaluate.main(words(place, tmp_path / "one", *more, "rule=block"))
+    rows = json.loads((tmp_path / "one" / evaluate.RESULT).read_text())["rows"]
+    assert [(row["temperature"], row["rule"]) for row in rows] == [(1.0, "block")]
+
+
+def test_a_tree_chosen_with_its_settings(place: Path, tmp_path: Path) -> None:
+    few = ("chains=[]", "trees=[medusa]", "speed_prompts=0", "parity_prompts=0", "batch=8", "limit=2", "max_new_tokens=6")
+    chosen = ("tree=dynamic", "tree.depth=3", "tree.top_k=2", "tree.total=5")
+    evaluate.main(words(place, tmp_path / "run", *few, *chosen))
+    rows = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())["rows"]
+    assert [(row["label"], row["nodes"], row["depth"], row["rule"]) for row in rows] == [
+        ("T=0 static 63", 63, 4, "greedy"),
+        ("T=0 dynamic 3x2x5", 5, 3, "greedy"),
+        ("T=1 static 63", 63, 4, "multi_step"),
+        ("T=1 dynamic 3x2x5", 5, 3, "one_hot"),
+    ]
+
+
 def test_no_speed_on_demand(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ("chains=[2]", "trees=[]", "temperatures=[0.0]", "speed_prompts=0", "parity_prompts=0", "batch=8", "limit=1")
     evaluate.main(words(place, tmp_path / "run", *more))
@@ -178,6 +215,12 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "a chain of none": (lambda p, t: ["chains=[0]"], "0 drafts nothing"),
     "unknown tree": (lambda p, t: ["trees=[octopus]"], "'octopus' is not known"),
     "malformed tree": (lambda p, t: ["trees=[[[0],[1,0]]]"], "has no parent"),
+    "unknown rule": (lambda p, t: ["rule=magic"], "rule magic is not known"),
+    "no rule": (lambda p, t: ["rule=[]"], "rule is an empty list"),
+    "a rule that fits nothing": (lambda p, t: ["rule=block", "temperatures=[0.0]"], "at temperature 0 the rule is greedy"),
+    "a rule that fits no tree": (lambda p, t: ["rule=[auto,block]", "chains=[]", "trees=[static]"], "judges a chain"),
+    "a tree too small": (lambda p, t: ["tree=dynamic", "tree.total=3"], "below tree.depth 5"),
+    "a tree that is no choice": (lambda p, t: ["tree=octopus"], "there is no tree octopus"),
     "no temperature": (lambda p, t: ["temperatures=[]"], "temperatures is empty"),
     "a cold temperature": (lambda p, t: ["temperatures=[-1]"], "temperature is -1"),
     "a wordy temperature": (lambda p, t: ["temperatures=[hot]"], "'hot' is not a number"),

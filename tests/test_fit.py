@@ -25,6 +25,7 @@ from drafttrain.reporting.progress import ConsoleProgress
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import read_checkpoint
+from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
 from drafttrain.wiring.conf import conf_dir
 from tests.training.parts import same, write_tiny_set
@@ -98,6 +99,26 @@ def test_every_experiment_fits_and_packages(target: Target, folder: Path, tmp_pa
     )
 
 
+def test_a_dynamic_tree_is_measured_while_training_and_packaged(target: Target, folder: Path, tmp_path: Path) -> None:
+    """`drafter=eagle1 tree=dynamic` is EAGLE-2. A tree that the final measurement does not name is measured all the same."""
+    tree = Dynamic(depth=3, top_k=2, total=5)
+    chosen = ["tree=dynamic", *(f"tree.{name}={getattr(tree, name)}" for name in ("depth", "top_k", "total"))]
+    others = [f"final.speed.{name}=null" for name in ("chain_5", "tree_2x2x1", "tree_3x1x1", *(f"chain_{k}" for k in range(1, 5)))]
+    others += ["final.acceptance.chain_4=null", "final.acceptance.static_25=null"]
+    fit.main(words(folder, tmp_path / "run", *chosen, "trainer.max_steps=2", "eval.every=1", *others, *QUICK))
+    rows = json.loads((tmp_path / "run" / "package" / "metrics.json").read_text())["rows"]
+    assert [(row["label"], row["growth"], row["nodes"], row["depth"]) for row in rows] == [
+        ("dynamic_3x2x5", "dynamic", 5, 3),
+        ("dynamic_3x2x5 alone", "dynamic", 5, 3),
+    ]
+    assert all("val/accept@3_count" in row or row["val/tau"] >= 1 for row in read_metrics(tmp_path / "run" / "metrics.csv"))
+    speculator = load_package(tmp_path / "run" / "package", target)
+    assert speculator.plan == Plan(tree)
+    drafted, tally = speculator.generate([[5, 6, 7], [9, 8, 7, 6]], max_new_tokens=10)
+    plain, _ = speculator.generate([[5, 6, 7], [9, 8, 7, 6]], max_new_tokens=10, plan=Plan(Tree.chain(0)))
+    assert [output.ids for output in drafted] == [output.ids for output in plain] and tally.drafted
+
+
 def test_without_held_out_rows_the_last_weights_are_packaged(
     target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +146,15 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
         (["trainer.precison=32-true"], "Did you mean trainer.precision"),
         (["experiment=smok"], "Did you mean smoke"),
         (["tree=chain", "tree.k=0"], "the tree is empty"),
+        (["tree=dynamic", "tree.depth=5", "tree.total=4"], "tree.total is 4, below tree.depth 5"),
+        (["tree=dynamic", "tree.top_k=65", "tree.total=70"], "65 children, this drafter proposes from 64 tokens"),
+        (["tree=chain", "tree.stop_below=1.5"], "tree.stop_below is 1.5"),
+        (["tree=medusa", "tree.name=octopus"], "no Medusa tree 'octopus'"),
+        (["tree=file"], "needs tree.path=..."),
+        (["tree=file", "tree.path=/nowhere.json"], "/nowhere.json does not exist"),
+        (["tree=sequoia", "tree.rates=[0.8,0.7]"], "add up to 1.5"),
+        (["tree=dynamic", "tree.topk=3"], "Did you mean tree.top_k"),
+        (["+final.speed.wide={_target_:drafttrain.tree.topology.Tree.expansion,widths:[80]}"], "wide: a node has 80"),
         (["data.max_length=3"], "no supervised token"),
         (["target.seed=1"], "another target"),
         (["target=hf", "target.path=/nowhere/at/all"], "target.path=/nowhere/at/all does not exist"),
@@ -134,7 +164,7 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
         (["drafter.divergence=l2"], "loss l2 is not known"),
         (["features.keep_dtype=int4"], "features.keep_dtype=int4"),
         (["draft_vocab=2"], "final.acceptance.static_25: a node has 4 children, this drafter proposes from"),
-        (["tree=chain", "tree.k=2000"], "tree: a tree of 2000 nodes is asked for"),
+        (["tree=chain", "tree.k=2000"], "the tree: 2000 nodes are asked for"),
         (["tree=chain", "tree.k=1.5"], "chain length is 1.5"),
         (["final.acceptance=null"], "final.acceptance=None: needs trees by name"),
         (["final.speed.chain_4=5"], "final.speed.chain_4=5: needs a tree"),
@@ -279,7 +309,6 @@ def test_killed_and_stopped_runs_go_on_to_the_same_weights(
 
 
 @pytest.mark.processes
-@pytest.mark.slow
 def test_two_processes_give_the_weights_of_one(folder: Path, tmp_path: Path) -> None:
     """An epoch is one update here: three batches alone, and four over two processes, one of which has no label."""
     one, two = tmp_path / "one", tmp_path / "two"

@@ -72,6 +72,42 @@ def test_other_settings(place: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.parametrize(
+    ("more", "guarantee"),
+    [
+        (["rule=block"], "distribution"),
+        (["rule=one_hot", "tree=static"], "distribution"),
+        (["rule=k_seq", "tree=expand:2x2"], "distribution"),
+        (["rule=sample_and_match", "tree=static"], "distribution"),
+        (["rule=typical:0.05:0.2"], "approximate"),
+        (["rule=auto", "tree=static"], "distribution"),
+    ],
+)
+def test_rules_are_chosen_by_name(
+    more: list[str], guarantee: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate.main(place_words(place, "prompt=a", "temperature=1.0", "max_new_tokens=8", *more))
+    assert f"guarantee: {guarantee}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        ("tree=dynamic", "tree.depth=3", "tree.top_k=2", "tree.total=5"),
+        ("tree=dynamic:3x2x5",),
+        ("tree=chain", "tree.k=4", "tree.stop_below=0.1"),
+        ("tree=medusa",),
+        ("tree=expansion", "tree.widths=[2,2]"),
+        ("tree=sequoia", "tree.rates=[0.6,0.2]", "tree.nodes=6"),
+    ],
+    ids=" ".join,
+)
+def test_any_tree_writes_the_same_text(place: Path, tree: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    generate.main(place_words(place, f"prompt={PROMPT}", "compare=true", "mark=none", *tree))
+    out = capsys.readouterr().out
+    assert "the same text" in out and "guarantee: greedy" in out
+
+
 def test_plain_decoding_has_no_tau_above_one(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     generate.main(place_words(place, f"prompt={PROMPT}", "tree=plain", "max_new_tokens=1"))
     assert "tau not available" in capsys.readouterr().out
@@ -120,6 +156,15 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no temperature": (lambda p: ["prompt=a", "temperature=warm"], "temperature=warm: needs a number"),
     "unknown tree": (lambda p: ["prompt=a", "tree=octopus"], "'octopus' is not known"),
     "malformed tree": (lambda p: ["prompt=a", "tree=[[1]]"], "skips a rank"),
+    "unknown rule": (lambda p: ["prompt=a", "rule=magic"], "rule magic is not known: give auto or one of greedy, ratio"),
+    "a rule for sampled text": (lambda p: ["prompt=a", "rule=block"], "at temperature 0 the rule is greedy"),
+    "a rule for greedy text": (lambda p: ["prompt=a", "rule=greedy", "temperature=1"], "give temperature 0"),
+    "a rule for chains": (
+        lambda p: ["prompt=a", "rule=block", "temperature=1", "tree=static"],
+        "rule block judges a chain, this tree has nodes with several children",
+    ),
+    "a tree too small for its depth": (lambda p: ["prompt=a", "tree=dynamic", "tree.total=2"], "below tree.depth 5"),
+    "a tree's setting misspelt": (lambda p: ["prompt=a", "tree=dynamic", "tree.nodes=2"], "no setting tree.nodes"),
     "a system without a chat": (lambda p: ["prompt=a", "system=b", "chat=false"], "system has no place"),
     "no tokenizer": (lambda p: ["prompt=a", "target=tiny", "~target.path"], "without a tokenizer|there is no setting"),
     "prompt too long": (lambda p: [f"prompt={'x' * 600}"], "context holds 512"),

@@ -18,7 +18,7 @@ from drafttrain.errors import InputError
 from drafttrain.flow import Acceptance, Features, Law, Proposal, Tally
 from drafttrain.nn.sampling import Chance, Policy, draw
 from drafttrain.target.model import Target
-from drafttrain.tree.topology import Tree, ancestor_mask, depths_of
+from drafttrain.tree.topology import Growth, ancestor_mask, depths_of
 
 
 @dataclass
@@ -29,6 +29,8 @@ class Output:
     """Generated ids, a stop token included."""
     runs: list[tuple[int, int]] = field(default_factory=list)
     """(emitted, of these accepted drafts) of every target pass, the prefill first."""
+    nodes: list[tuple[int, ...]] = field(default_factory=list)
+    """For every pass but the prefill, the nodes of its tree that those drafts were."""
     finish: str = "length"
     """"stop", "length" (the limit asked for) or "context" (the target's own)."""
     tally: Tally = field(default_factory=Tally)
@@ -43,38 +45,64 @@ Listener = Callable[[int, list[int], int], None]
 class Plan:
     """How to decode: proposal shape, law and rule."""
 
-    tree: Tree
-    """Tree.chain(0) is plain decoding."""
+    tree: Growth
+    """How the tree of drafts grows, and its budget; Tree.chain(0) is plain decoding."""
     policy: Policy = Policy()
     sampled: bool | None = None
-    """Draw drafts from q (True) or take the top-k (False); None draws them whenever the temperature is above 0."""
+    """Draw drafts from q (True) or take the top-k (False); None does what suits the rule, and without a rule draws them
+    whenever the temperature is above 0."""
     rule: str | None = None
     """Name of an acceptance rule; None is the exact one that fits the proposal."""
 
     @property
     def draws(self) -> bool:
+        return self.law is not Law.ONE_HOT
+
+    @property
+    def law(self) -> Law:
+        """How drafts are made. A drawn chain counts as independent draws: each node has one child."""
         if self.policy.greedy:
             if self.sampled:
                 raise InputError("sampled=true needs a temperature above 0: at temperature 0 there is nothing to draw from")
-            return False
-        return True if self.sampled is None else self.sampled
+            return Law.ONE_HOT
+        if self.sampled and not self.tree.can_draw:
+            raise InputError(
+                f"sampled=true does not go with a {self.tree.kind} tree: which of its nodes stay depends on their "
+                "tokens, so drawn ones would change the law of the text; leave it out, or give a static tree"
+            )
+        drawn: tuple[Law, ...] = ()
+        if self.tree.can_draw:
+            drawn = (Law.IID,) if self.tree.is_chain else (Law.WOR, Law.IID)
+        possible = {None: (*drawn, Law.ONE_HOT), True: drawn, False: (Law.ONE_HOT,)}[self.sampled]
+        if self.rule is None:
+            return possible[0]
+        for law in rules.scope_of(self.rule).laws:
+            if law in possible:
+                return law
+        if not self.tree.can_draw:
+            raise InputError(
+                f"rule {self.rule} judges drawn drafts, a {self.tree.kind} tree takes the likeliest ones: give rule=auto, or a "
+                "static tree"
+            )
+        raise InputError(
+            f"rule {self.rule} does not fit sampled={str(self.sampled).lower()}, which makes drafts of law "
+            f"{possible[0].value}: leave one of the two out"
+        )
 
     @property
     def rule_name(self) -> str:
-        law = (Law.IID if self.tree.is_chain else Law.WOR) if self.draws else Law.ONE_HOT
-        fitting = rules.rule_for(law, self.policy.greedy, self.tree.is_chain)
-        if self.rule is None or self.rule == fitting:
-            return fitting
-        if self.rule not in rules.RULES:
-            raise InputError(f"rule {self.rule} is not known: give one of {', '.join(rules.RULES)}")
+        law = self.law
+        if self.rule is None:
+            return rules.rule_for(law, self.policy.greedy, self.tree.is_chain)
+        rules.check_fit(self.rule, greedy=self.policy.greedy, is_chain=self.tree.is_chain)
         return self.rule
 
     @property
     def guarantee(self) -> str:
-        """Relative to the target used: "greedy" (same tokens) or "distribution" (same law)."""
+        """Relative to the target used: "greedy" (same tokens), "distribution" (same law) or "approximate" (neither)."""
         if not self.tree.size:
             return "greedy" if self.policy.greedy else "distribution"
-        return rules.GUARANTEES[self.rule_name]
+        return rules.guarantee_of(self.rule_name)
 
 
 def decode(
@@ -119,6 +147,17 @@ class _Clock:
         self._last = now
 
 
+@dataclass(frozen=True)
+class _Drafts:
+    """What one round drafted for one row, down to the depth that the row can use."""
+
+    size: int
+    behind: bool
+    """Whether the last accepted node, or the anchor, has children among them."""
+    nodes: tuple[int, ...]
+    """The accepted ones, also those that a stop token or the limit cuts off."""
+
+
 class _Decoding:
     """One call of `decode`. Rows that finish leave the batch; the rest go on."""
 
@@ -149,6 +188,8 @@ class _Decoding:
         self.drafter = drafter if plan.tree.size else None
         if drafter is None and plan.tree.size:
             raise InputError("a tree of drafts needs a drafter: give one, or Tree.chain(0) for plain decoding")
+        if self.drafter:
+            self.drafter.check(plan.tree)
         self.rule = plan.rule_name
         self.prompts = [list(prompt) for prompt in prompts]
         self.stop = frozenset(target.stop_ids if stop_ids is None else stop_ids)
@@ -178,7 +219,8 @@ class _Decoding:
         prompts = [self.prompts[row] for row in self.rows]
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         s = int(lengths.max())
-        capacity = max(len(self.prompts[row]) + self.limits[row] for row in self.rows) + self.plan.tree.size + 1
+        longest = max(len(self.prompts[row]) + self.limits[row] for row in self.rows)
+        capacity = longest + self.plan.tree.size + 1
         ids = torch.tensor([prompt + [0] * (s - len(prompt)) for prompt in prompts], device=device)
         self.cache = self.target.new_cache(len(prompts), capacity)
         needs = self.drafter.needs if self.drafter else None
@@ -191,7 +233,8 @@ class _Decoding:
         else:
             self.anchor = draw(self.plan.policy.probs(logits), self.chance.uniform(1)[:, 0].to(device))
         if self.drafter:
-            self.state = self.drafter.open(len(prompts), capacity)
+            room = max(self.plan.tree.size, self.plan.tree.reads)
+            self.state = self.drafter.open(len(prompts), longest + room + 1)
             tokens = torch.cat((ids[:, 1:], ids[:, :1]), 1)
             tokens[places, lengths - 1] = self.anchor
             self.fresh = Fresh(Features(out.hidden, dict(out.layers)), tokens, lengths)
@@ -201,41 +244,44 @@ class _Decoding:
 
     def _round(self) -> None:
         device, b = self.target.device, len(self.rows)
-        left = max(self.limits[row] - len(self.outputs[row].ids) for row in self.rows)
+        # A round emits one token more than it accepts: drafts deeper than a row's use could only be thrown away.
+        use = [self.limits[row] - len(self.outputs[row].ids) - 1 for row in self.rows]
         policy, tree = self.plan.policy, self.plan.tree
-        if policy.greedy and left - 1 < tree.max_depth:
-            # A round emits one token more than it accepts: deeper drafts could only be thrown away. A sampled row keeps
-            # its whole tree, or its text would depend on how far its neighbours have come.
-            tree = tree.capped(left - 1)
-        n = tree.size
+        if policy.greedy and max(use) < tree.max_depth:
+            # A sampled row keeps its whole tree, or its text would depend on how far its neighbours have come.
+            tree = tree.within(max(use))
         u = None if policy.greedy else self.chance.uniform(2 * self.plan.tree.size + 1).to(device)
-        if self.drafter and n:
-            number = u[:, :n] if u is not None and self.plan.draws else None
-            proposal = self.drafter.propose(self.state, self.fresh, tree, policy, number)
+        if self.drafter and tree.size:
+            number = u[:, : tree.size] if u is not None and self.plan.draws else None
+            proposal = self.drafter.propose(self.state, self.fresh, tree, policy, number, self.plan.law)
         else:
             empty = torch.empty(b, 0, dtype=torch.int64, device=device)
             proposal = Proposal(empty, empty, Law.ONE_HOT)
         self.clock.mark("draft")
 
         ids = torch.cat((self.anchor[:, None], proposal.tokens), 1)  # b n+1
-        depths = torch.nn.functional.pad(depths_of(proposal.parents), (1, 0))
+        depths = depths_of(proposal.parents, tree.max_depth)
         needs = self.drafter.needs if self.drafter else None
         out = self.target.step(
             ids,
             self.cache,
-            among=ancestor_mask(proposal.parents),
-            depths=depths,
+            among=ancestor_mask(proposal.parents, tree.max_depth),
+            depths=torch.nn.functional.pad(depths, (1, 0)),
             layers=needs.layers if needs else (),
         )
         logits = self.target.head(out.hidden)  # b n+1 v
         self.clock.mark("verify")
 
-        accepted = self._accept(logits, proposal, u)
-        counts = accepted.count.tolist()
-        path_tokens = proposal.tokens.gather(1, accepted.path.clamp_min(0)) if n else proposal.tokens
-        chosen, correction = path_tokens.tolist(), accepted.next_token.tolist()
-        emitted = [chosen[i][: counts[i]] + [correction[i]] for i in range(b)]
-        stays = self._emit(emitted, counts, tree)
+        accepted = self._judge(logits, proposal, u)
+        path_tokens = proposal.tokens.gather(1, accepted.path.clamp_min(0)) if proposal.size else proposal.tokens
+        drafted, behind = _drafted(proposal, depths, accepted, torch.tensor(use, device=device))
+        # One answer of the device for all that the host wants to know.
+        k = path_tokens.shape[1]
+        head = torch.stack((accepted.count, accepted.next_token, drafted, behind.long()), 1)
+        answer = torch.cat((head, path_tokens, accepted.path), 1).tolist()
+        emitted = [[*row[4 : 4 + row[0]], row[1]] for row in answer]
+        drafts = [_Drafts(row[2], bool(row[3]), tuple(row[4 + k : 4 + k + row[0]])) for row in answer]
+        stays = self._emit(emitted, [row[0] for row in answer], drafts)
         if stays:
             self._commit(out.hidden, out.layers, accepted, path_tokens, stays)
         else:
@@ -250,13 +296,31 @@ class _Decoding:
         if not proposal.size:
             nothing = proposal.tokens
             return Acceptance(nothing, torch.zeros(len(p), dtype=torch.int64, device=p.device), draw(p[:, 0], u[:, -1]))
-        return rules.RULES[self.rule](p, proposal, u[:, -(proposal.size + 1) :])
+        return rules.named(self.rule)(p, proposal, u[:, -(proposal.size + 1) :])
 
-    def _emit(self, tokens: list[list[int]], counts: list[int], tree: Tree | None = None) -> list[int]:
+    def _judge(self, logits: Tensor, proposal: Proposal, u: Tensor | None) -> Acceptance:
+        """Accept, rows of one size at a time: a rule never sees padding, and a row's numbers depend on its own size alone."""
+        sizes = [proposal.size] if proposal.counts is None else proposal.counts.unique().tolist()
+        if proposal.counts is None or sizes == [proposal.size]:
+            return self._accept(logits, proposal, u)
+        path = proposal.tokens.new_full(proposal.tokens.shape, -1)
+        count, following = torch.zeros_like(proposal.counts), torch.zeros_like(proposal.counts)
+        fallbacks = 0
+        for size in sizes:
+            rows = (proposal.counts == size).nonzero()[:, 0]
+            some = self._accept(logits[rows, : size + 1], proposal.part(rows, size), None if u is None else u[rows])
+            path[rows, : some.path.shape[1]] = some.path
+            count[rows], following[rows] = some.count, some.next_token
+            fallbacks += some.fallbacks
+        return Acceptance(path, count, following, fallbacks)
+
+    def _emit(
+        self, tokens: list[list[int]], counts: list[int], drafts: list[_Drafts] | None = None
+    ) -> list[int]:
         """Cut at a stop token and at the limit, record, and return the places of the rows that go on.
 
         Args:
-            tree: what was drafted; None for the prefill, which is no round.
+            drafts: None for the prefill, which is no round.
         """
         stays = []
         for place, row in enumerate(self.rows):
@@ -273,14 +337,17 @@ class _Decoding:
             kept = min(accepted, len(new), room - 1)
             output.ids += new
             output.runs.append((len(new), kept))
-            if tree is not None:
-                own = tree if tree.max_depth < room else tree.capped(room - 1)
-                _count(output.tally, own, kept, len(new), stopped)
+            if drafts is not None:
+                own = drafts[place]
+                output.nodes.append(own.nodes[:kept])
+                # A draft that was accepted and cut off leaves nothing to refuse, nor does a stop token that was drafted.
+                behind = own.behind and kept == accepted and not (stopped and len(new) == kept)
+                _count(output.tally, min(self.plan.tree.max_depth, room - 1), own.size, kept, len(new), behind)
             if self.listener:
                 self.listener(row, new, kept)
             if not (stopped or full):
                 stays.append(place)
-        if tree is None and len(stays) < len(self.rows):
+        if drafts is None and len(stays) < len(self.rows):
             self._keep(stays)
         return stays
 
@@ -325,11 +392,31 @@ def _gather(hidden: Tensor, layers: dict[int, Tensor], kept: Tensor) -> Features
     return Features(pick(hidden), {layer: pick(value) for layer, value in layers.items()})
 
 
-def _count(tally: Tally, tree: Tree, accepted: int, emitted: int, stopped: bool) -> None:
-    """Count one round of one row. A stop token that is itself an accepted draft leaves the depth behind it unoffered."""
-    depth = tree.max_depth
+def _drafted(proposal: Proposal, depths: Tensor, accepted: Acceptance, use: Tensor) -> tuple[Tensor, Tensor]:
+    """What every row's own tree holds down to the depth that the row can use.
+
+    Args:
+        depths: (b n) of the nodes.
+        use: (b) deepest draft that could still be emitted.
+    Returns: (b) int64 nodes; (b) bool, whether the last accepted one, or the anchor, has children among them.
+    """
+    usable = depths <= use[:, None]  # b n
+    if proposal.counts is not None:
+        usable &= torch.arange(proposal.size, device=depths.device) < proposal.counts[:, None]
+    path = torch.nn.functional.pad(accepted.path, (1, 0), value=-1)  # b 1+k, behind the anchor
+    last = path.gather(1, accepted.count[:, None])  # b 1
+    return usable.sum(1), (usable & (proposal.parents == last)).any(1)
+
+
+def _count(tally: Tally, depth: int, drafted: int, accepted: int, emitted: int, behind: bool) -> None:
+    """Count one round of one row.
+
+    Args:
+        depth: deepest place that this row's plan and limit allow.
+        behind: whether a node behind the accepted ones was drafted and refused.
+    """
     tally.rounds += 1
-    tally.drafted += tree.size
+    tally.drafted += drafted
     tally.accepted += accepted
     tally.emitted += emitted
     for counts in (tally.offered, tally.kept):
@@ -338,6 +425,5 @@ def _count(tally: Tally, tree: Tree, accepted: int, emitted: int, stopped: bool)
         if k < accepted:
             tally.offered[k] += 1
             tally.kept[k] += 1
-        elif k == accepted and not (stopped and emitted == accepted):
-            # Depth k+1 was drafted behind an accepted prefix and refused.
+        elif k == accepted and behind:
             tally.offered[k] += 1

@@ -49,6 +49,9 @@ class Measurement:
     plain_tokens: list[int] = field(default_factory=list)
     same_as_plain: int | None = None
     """Prompts whose ids equal plain decoding's; None where that was not looked at."""
+    rates: list[list[float | None]] | None = None
+    """By depth and rank, how often a child was the accepted one, given that its parent was: what Sequoia's search reads.
+    None where the tree has no fixed shape, or where that was not looked at."""
 
     @property
     def tau_interval(self) -> Interval | None:
@@ -84,7 +87,8 @@ class Measurement:
             "temperature": plan.policy.temperature,
             "top_k": plan.policy.top_k,
             "top_p": plan.policy.top_p,
-            "growth": "plain" if not plan.tree.size else "chain" if plan.tree.is_chain else "static",
+            "growth": plan.tree.kind,
+            "tree": plan.tree.title,
             "nodes": plan.tree.size,
             "depth": plan.tree.max_depth,
             "rule": plan.rule_name,
@@ -103,6 +107,7 @@ class Measurement:
             "rounds": tally.rounds,
             "same_as_plain": self.same_as_plain,
             "guarantee": plan.guarantee,
+            "rank_rates": self.rates,
         }
 
 
@@ -134,7 +139,27 @@ def measure_acceptance(
         )
         outputs += some
         total += tally
-    return Measurement(plan, [o.tally for o in outputs], total, [len(o.ids) for o in outputs])
+    rates = rank_rates(plan.tree, outputs) if isinstance(plan.tree, Tree) and plan.tree.size else None
+    return Measurement(plan, [o.tally for o in outputs], total, [len(o.ids) for o in outputs], rates=rates)
+
+
+def rank_rates(tree: Tree, outputs: Sequence[Output]) -> list[list[float | None]]:
+    """By depth and rank, the share of rounds in which that child was the accepted one, of those whose parent was.
+
+    An output's last round is left out, since a stop token or the limit may have cut it. None where there was no such round.
+    """
+    widths = [max(tree.ranks[node] for node in level) + 1 for level in tree.levels()]
+    taken, offered = ([[0] * width for width in widths] for _ in range(2))
+    children = {node: tree.children(node) for node in (-1, *range(tree.size))}
+    for output in outputs:
+        for nodes in output.nodes[:-1]:
+            for depth, parent in enumerate((-1, *nodes)):
+                for child in children[parent]:
+                    offered[depth][tree.ranks[child]] += 1
+                    taken[depth][tree.ranks[child]] += child in nodes[depth : depth + 1]
+    return [
+        [hit / of if of else None for hit, of in zip(*row, strict=True)] for row in zip(taken, offered, strict=True)
+    ]
 
 
 def measure_speed(

@@ -37,10 +37,7 @@ class Speculator:
     """
 
     def __init__(self, target: Target, drafter: Drafter, plan: Plan, *, dtype: str = "auto") -> None:
-        if drafter.max_depth is not None and plan.tree.max_depth > drafter.max_depth:
-            raise InputError(
-                f"the tree is {plan.tree.max_depth} deep, this drafter fills {drafter.max_depth}: give a shallower tree"
-            )
+        drafter.check(plan.tree)
         self.target, self.plan = target, plan
         check_dtype(dtype)
         self.drafter = _fastest(drafter, target) if dtype == "auto" else drafter.at(getattr(torch, dtype))

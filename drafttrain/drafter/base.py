@@ -9,12 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from drafttrain.flow import Batch, Features, Loss, Needs, Proposal
+from drafttrain.errors import InputError
+from drafttrain.flow import Batch, Features, Law, Loss, Needs, Proposal
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.sampling import Policy
 from drafttrain.target.model import Target
+from drafttrain.tree.confident import Confident
+from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.growth import grow
-from drafttrain.tree.topology import Tree
+from drafttrain.tree.topology import Growth, Tree, check_size
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Drafter(nn.Module, abc.ABC):
     """A trainable guesser. Frozen parts of the target (embedding, head) are borrowed, never owned or saved."""
 
     needs: ClassVar[Needs]
+    growths: ClassVar[tuple[type[Growth], ...]] = (Tree,)
+    """Kinds of trees that it can fill."""
     target: Target
 
     def __init__(self, target: Target) -> None:
@@ -57,11 +62,14 @@ class Drafter(nn.Module, abc.ABC):
         """A decoding state for some rows: what the drafter remembers between rounds."""
 
     @abc.abstractmethod
-    def propose(self, state: Any, fresh: Fresh, tree: Tree, policy: Policy, u: Tensor | None) -> Proposal:
-        """Take in what became true, then fill a tree with drafts behind the anchor.
+    def propose(
+        self, state: Any, fresh: Fresh, tree: Growth, policy: Policy, u: Tensor | None, law: Law = Law.WOR
+    ) -> Proposal:
+        """Take in what became true, then grow a tree of drafts behind the anchor.
 
         Args:
             u: (b n) uniform numbers to draw the tokens with; None asks for a deterministic proposal.
+            law: how siblings are drawn, where tokens are drawn at all: Law.WOR or Law.IID.
         """
 
     @abc.abstractmethod
@@ -72,6 +80,28 @@ class Drafter(nn.Module, abc.ABC):
     def max_depth(self) -> int | None:
         """Deepest tree this drafter can fill; None is no limit of its own."""
         return None
+
+    @property
+    def choices(self) -> int:
+        """How many different tokens this drafter can propose."""
+        ids = getattr(self, "draft_ids", None)
+        return self.target.vocab_size if ids is None else len(ids)
+
+    def check(self, tree: Growth, where: str = "the tree") -> None:
+        """Raise InputError if this drafter cannot fill a tree, or the target not check it in one pass."""
+        check_size(max(tree.size, tree.reads), where)
+        if tree.size and not isinstance(tree, self.growths):
+            kinds = ", ".join(kind.__name__ for kind in self.growths)
+            raise InputError(f"{where} is a {type(tree).__name__}, {type(self).__name__} can fill: {kinds}")
+        if self.max_depth is not None and tree.max_depth > self.max_depth:
+            raise InputError(
+                f"{where} is {tree.max_depth} deep, this drafter fills {self.max_depth}: give a shallower tree"
+            )
+        if tree.max_children > self.choices:
+            raise InputError(
+                f"{where}: a node has {tree.max_children} children, this drafter proposes from {self.choices} tokens: give "
+                "a narrower tree, or train with a larger draft_vocab"
+            )
 
     def at(self, dtype: torch.dtype) -> Drafter:
         """A copy of this drafter in another dtype, in evaluation mode, for decoding."""
@@ -99,6 +129,8 @@ class AutoregressiveState:
 class Autoregressive(Drafter):
     """One call gives the logits of the children of given nodes, growing a draft cache."""
 
+    growths = (Tree, Dynamic, Confident)
+
     @abc.abstractmethod
     def extend(self, state: AutoregressiveState, fresh: Fresh) -> tuple[Tensor, Tensor]:
         """Read true features and commit them. Returns (b d) the output at the anchor, (b w) logits of its children."""
@@ -122,11 +154,17 @@ class Autoregressive(Drafter):
         state.cache.select(rows)
 
     def propose(
-        self, state: AutoregressiveState, fresh: Fresh, tree: Tree, policy: Policy, u: Tensor | None
+        self,
+        state: AutoregressiveState,
+        fresh: Fresh,
+        tree: Growth,
+        policy: Policy,
+        u: Tensor | None,
+        law: Law = Law.WOR,
     ) -> Proposal:
         hidden, logits = self.extend(state, fresh)
         true_rows = state.cache.lengths
-        proposal = grow(self, state, hidden, logits, tree, policy, u)
+        proposal = grow(self, state, hidden, logits, tree, policy, u, law)
         # Only rows made from the target's own features stay.
         state.cache.set_lengths(true_rows)
         return proposal

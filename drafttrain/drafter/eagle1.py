@@ -220,7 +220,7 @@ class Eagle1(Autoregressive):
         true_rows = cache.lengths - (among.shape[-1] - m)
         positions = (true_rows + depth - 1)[:, None].expand(-1, m)
         out = self(hidden, tokens, positions, cache.mask(among), cache)
-        cache.set_lengths(cache.lengths + m)
+        cache.advance(m)
         return out, self.head(out)
 
     # Inside -----------------------------------------------------------------------------------------------------

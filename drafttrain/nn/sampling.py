@@ -133,16 +133,19 @@ def untried(probs: Tensor, tried: Tensor) -> Tensor:
 
     Args:
         probs: (b v), not changed.
-        tried: (b j) int64 tokens drawn before; j may be 0, then `probs` is returned as it stands, in float64.
+        tried: (b j) int64 tokens drawn before, -1 for none; j may be 0, then `probs` is returned as it stands, in
+            float64.
     Returns: (b v) float64.
     """
     probs = probs.double()
     if tried.shape[-1] == 0:
         return probs
-    probs = probs.scatter(-1, tried, 0.0)
+    place, left = tried.clamp(min=0), (tried < 0).double()
+    # A product, so that a token both tried and named as the place of "none" ends at 0.
+    probs = probs.scatter_reduce(-1, place, left, "prod")
     empty = probs.sum(-1) <= 0
     if bool(empty.any()):
-        probs[empty] = torch.ones_like(probs[empty]).scatter(-1, tried[empty], 0.0)
+        probs[empty] = torch.ones_like(probs[empty]).scatter_reduce(-1, place[empty], left[empty], "prod")
     return probs / probs.sum(-1, keepdim=True)
 
 

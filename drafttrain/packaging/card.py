@@ -7,6 +7,8 @@ import re
 from typing import Any
 
 from drafttrain.decoding.loop import Plan
+from drafttrain.tree.confident import Confident
+from drafttrain.tree.dynamic import Dynamic
 
 GENERATE = '''\
 """Speculative decoding with this package, called by transformers:
@@ -136,8 +138,12 @@ def describe(plan: Plan) -> str:
     tree = plan.tree
     if not tree.size:
         shape = "no drafts (plain decoding)"
+    elif isinstance(tree, Confident):
+        shape = f"a chain of at most {tree.size}, ended where the drafter's likeliest token has less than {tree.stop_below:g}"
     elif tree.is_chain:
         shape = f"a chain of {tree.size}"
+    elif isinstance(tree, Dynamic):
+        shape = f"a dynamic tree of {tree.size} drafts, at most {tree.max_depth} deep (top_k {tree.top_k})"
     else:
         shape = f"a tree of {tree.size} drafts, {tree.max_depth} deep"
     policy = plan.policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +17,31 @@ from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.checking import check_keys
-from drafttrain.tree.topology import Tree
+from drafttrain.tree.confident import Confident
+from drafttrain.tree.dynamic import Dynamic
+from drafttrain.tree.topology import MOST_NODES, Growth, Tree, check_size
 
 log = logging.getLogger(__name__)
 
-MOST_NODES = 1024
-"""Nodes that a stored tree may have: a target pass checks all of them at once."""
 _LARGEST_FILE = 1 << 20
 _AUTO = "auto"
 _KEYS = ("tree", "budget", "policy", "sampled", "rule")
 _BUDGET = ("nodes", "depth")
 _POLICY = ("temperature", "top_k", "top_p")
+_GROWTHS: dict[str, type[Dynamic] | type[Confident]] = {"dynamic": Dynamic, "chain": Confident}
+"""Growths that are no fixed shape, as `Growth.spec` names them."""
 
 _TEXT = """\
 # How this drafter decodes unless told otherwise.
-# tree: one entry for each drafted token, the ranks on the way to it from the last chosen token. [] decodes plainly.
+# tree: one entry for each drafted token, the ranks on the way to it from the last chosen token ([] decodes plainly); or how
+# it grows, such as {{growth: dynamic, depth: 5, top_k: 8, total: 24}} or {{growth: chain, k: 6, stop_below: 0.3}}.
 tree:{tree}
 # What the tree above costs at most: drafted tokens that the target checks in one pass, and their depth.
 budget: {{nodes: {nodes}, depth: {depth}}}
 # temperature 0 is greedy; top_k 0 and top_p 1.0 keep every token.
 policy: {{temperature: {temperature!r}, top_k: {top_k}, top_p: {top_p!r}}}
-# auto: drafts are drawn whenever the temperature is above 0, and the rule is the exact one that fits them.
+# auto: drafts are made as suits the rule, drawn whenever the temperature is above 0 if that is auto too; the rule is
+# the exact one that fits them. Another rule is given by its name: ratio, block, multi_step, one_hot, k_seq, ...
 sampled: {sampled}
 rule: {rule}
 """
@@ -45,9 +49,14 @@ rule: {rule}
 
 def write_plan(plan: Plan) -> str:
     """The text of `decoding.yaml`."""
-    paths = [list(path) for path in plan.tree.paths]
+    found = plan.tree.spec()
+    if isinstance(found, dict):
+        tree = " {" + ", ".join(f"{name}: {value}" for name, value in found.items()) + "}"
+    else:
+        assert isinstance(found, list)
+        tree = "".join(f"\n  - {path}" for path in found) or " []"
     return _TEXT.format(
-        tree="".join(f"\n  - {path}" for path in paths) if paths else " []",
+        tree=tree,
         nodes=plan.tree.size,
         depth=plan.tree.max_depth,
         temperature=float(plan.policy.temperature),
@@ -95,18 +104,30 @@ def _plan(found: Any) -> Plan:
     sampled, rule = found["sampled"], found["rule"]
     if sampled != _AUTO and not isinstance(sampled, bool):
         raise InputError(f"sampled is {sampled!r}: give auto, true or false")
-    if rule != _AUTO and (not isinstance(rule, str) or rule not in rules.RULES):
-        raise InputError(f"rule is {rule!r}: give auto or one of {', '.join(rules.RULES)}")
-    plan = Plan(tree, Policy(**policy), None if sampled == _AUTO else sampled, None if rule == _AUTO else rule)
+    plan = Plan(tree, Policy(**policy), None if sampled == _AUTO else sampled, rule_of(rule))
     _ = plan.rule_name  # refuses what contradicts itself
     return plan
 
 
-def tree_of(value: Any) -> Tree:
+def rule_of(value: Any) -> str | None:
+    """A rule as settings name it: `auto` is None, the exact one that fits the drafts; see `decoding.rules` for the others.
+
+    Raises: InputError for anything else.
+    """
+    if value == _AUTO:
+        return None
+    if not isinstance(value, str):
+        raise InputError(f"rule {str(value)[:80]!r} is not known: give auto or one of {', '.join(rules.RULES)}")
+    rules.named(value)
+    return value
+
+
+def tree_of(value: Any) -> Growth:
     """A tree as settings name it.
 
-    `static` or `eagle1_static` (the 25 nodes of EAGLE-1), `plain` or 0 (no drafts), a chain's length or `chain:<length>`,
-    `expand:4x2x1` (that many children per node, depth by depth), or a list of paths of ranks, also as text.
+    `static` or `eagle1_static` (the 25 nodes of EAGLE-1), `medusa` (the 63 of Medusa), `plain` or 0 (no drafts), a chain's
+    length or `chain:<length>`, `expand:4x2x1` (that many children per node, depth by depth), `dynamic:5x8x24` (EAGLE-2:
+    depth, top_k, total), a list of paths of ranks, also as text, or a mapping as `Growth.spec` gives it.
 
     Raises: InputError for anything else, and for a malformed tree.
     """
@@ -114,11 +135,16 @@ def tree_of(value: Any) -> Tree:
         name, _, rest = value.strip().partition(":")
         if value.strip() in ("static", "eagle1_static"):
             return Tree.eagle1_static()
+        if value.strip() == "medusa":
+            return Tree.medusa()
         if value.strip() == "plain":
             return Tree.chain(0)
         if name == "chain" and rest.isdecimal():
             return tree_of(int(rest))
         widths = rest.split("x")
+        if name == "dynamic" and len(widths) == 3 and all(width.isdecimal() for width in widths):
+            depth, top_k, total = map(int, widths)
+            return _checked(Dynamic(depth=depth, top_k=top_k, total=total))
         if name == "expand" and all(width.isdecimal() and int(width) > 0 for width in widths):
             nodes = level = 1
             for width in widths:
@@ -138,6 +164,10 @@ def tree_of(value: Any) -> Tree:
     elif _whole(value):
         check_size(value)
         return Tree.chain(value)
+    elif isinstance(value, dict) and str(value.get("growth")) in _GROWTHS:
+        kind = _GROWTHS[str(value["growth"])]
+        check_keys(value, ("growth", *(field.name for field in fields(kind))), "tree")
+        return _checked(kind(**{name: setting for name, setting in value.items() if name != "growth"}))
     elif isinstance(value, Iterable) and not isinstance(value, dict):
         paths = list(value)
         check_size(len(paths))
@@ -148,15 +178,15 @@ def tree_of(value: Any) -> Tree:
                 )
         return Tree.from_paths(paths) if paths else Tree.chain(0)
     raise InputError(
-        f"tree {str(value)[:80]!r} is not known: give static, plain, a chain's length such as 4, expand:4x2x1, "
-        "or a list of paths such as [[0],[1],[0,0]]"
+        f"tree {str(value)[:80]!r} is not known: give static, medusa, plain, a chain's length such as 4, expand:4x2x1, "
+        "dynamic:5x8x24, or a list of paths such as [[0],[1],[0,0]]"
     )
 
 
 def fit(plan: Plan, drafter: Drafter, where: str = "the plan") -> Plan:
     """The plan as this drafter can fill it: what is deeper is cut off, with a message.
 
-    Raises: InputError if a node has more children than there are tokens to propose.
+    Raises: InputError if it cannot fill such a tree, or a node has more children than there are tokens to propose.
     """
     deepest = drafter.max_depth
     if deepest is not None and plan.tree.max_depth > deepest:
@@ -164,23 +194,14 @@ def fit(plan: Plan, drafter: Drafter, where: str = "the plan") -> Plan:
             "%s: the tree is %d deep, this drafter fills %d: the rest is cut off", where, plan.tree.max_depth, deepest
         )
         plan = replace(plan, tree=plan.tree.capped(deepest))
-    tokens = draft_vocabulary(drafter)
-    if plan.tree.max_children > tokens:
-        raise InputError(f"a node has {plan.tree.max_children} children, this drafter proposes from {tokens} tokens")
+    drafter.check(plan.tree, where)
     return plan
-
-
-def draft_vocabulary(drafter: Drafter) -> int:
-    """How many different tokens a drafter can propose."""
-    ids = getattr(drafter, "draft_ids", None)
-    return drafter.target.vocab_size if ids is None else len(ids)
 
 
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def check_size(nodes: int) -> None:
-    """Raise InputError if a tree has more nodes than one pass can check."""
-    if nodes > MOST_NODES:
-        raise InputError(f"a tree of {nodes} nodes is asked for, at most {MOST_NODES} can be checked in one pass")
+def _checked(tree: Growth) -> Growth:
+    check_size(max(tree.size, tree.reads))
+    return tree

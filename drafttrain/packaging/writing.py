@@ -18,7 +18,7 @@ from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.packaging.card import GENERATE, REQUIREMENTS, card
 from drafttrain.packaging.checking import some
-from drafttrain.packaging.decoding import draft_vocabulary, fit, write_plan
+from drafttrain.packaging.decoding import fit, write_plan
 from drafttrain.packaging.manifest import (
     CARD,
     CONFIG,
@@ -32,6 +32,8 @@ from drafttrain.packaging.manifest import (
     class_of,
     is_package,
     needs_of,
+    read_config,
+    read_metrics,
 )
 from drafttrain.target.model import Target
 from drafttrain.version import version
@@ -86,7 +88,7 @@ def save_package(
         "shape": {
             "width": target.width,
             "vocab_size": target.vocab_size,
-            "draft_vocab": draft_vocabulary(drafter),
+            "draft_vocab": drafter.choices,
             "parameters": sum(t.numel() for t in tensors.values() if t.is_floating_point()),
             "dtype": dtype,
         },
@@ -128,6 +130,25 @@ def save_package(
         weights, whole = ((folder / TENSORS).stat().st_size, size_of(folder))
         say(f"package {folder}: {whole / 1e6:.2f} MB, of it {weights / 1e6:.2f} MB {dtype} weights")
     return folder
+
+
+def change_plan(folder: str | os.PathLike[str], plan: Plan) -> None:
+    """Put another plan into a package: `decoding.yaml`, and the card that describes it. Each file is replaced whole.
+
+    Raises: InputError if it is not a package or cannot be written to; what lay there is then still whole.
+    """
+    folder = Path(folder).expanduser()
+    texts = {DECODING: write_plan(plan), CARD: card(read_config(folder), read_metrics(folder), plan)}
+    for name, text in texts.items():
+        scratch = folder / f".{name}.new"
+        try:
+            scratch.write_text(text, encoding="utf-8")
+            scratch.chmod(0o644)
+            scratch.replace(folder / name)
+        except OSError as error:
+            raise InputError(f"{folder / name} cannot be written: {error.strerror}") from error
+        finally:
+            scratch.unlink(missing_ok=True)
 
 
 def check_place(folder: str | os.PathLike[str]) -> None:

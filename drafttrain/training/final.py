@@ -9,8 +9,9 @@ from typing import Any
 from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.measure import Watch, unwatched
 from drafttrain.decoding.speculator import Speculator
+from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
-from drafttrain.tree.topology import Tree
+from drafttrain.tree.topology import Growth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +22,12 @@ class FinalConfig:
     """Held-out prompts for acceptance."""
     max_new_tokens: int
     batch: int
-    acceptance: Mapping[str, Tree | None]
+    acceptance: Mapping[str, Growth | None]
     """Trees by name; None leaves one out."""
     speed_prompts: int
     """Held-out prompts for speed, decoded one by one, plainly and by each tree in turn."""
     speed_new_tokens: int
-    speed: Mapping[str, Tree | None]
+    speed: Mapping[str, Growth | None]
 
     def __post_init__(self) -> None:
         least = {"prompts": 0, "max_new_tokens": 1, "batch": 1, "speed_prompts": 0, "speed_new_tokens": 1}
@@ -39,8 +40,15 @@ class FinalConfig:
             if not isinstance(trees, Mapping):
                 raise InputError(f"final.{name}={trees}: needs trees by name, {{}} for none")
             for label, tree in trees.items():
-                if not (tree is None or (isinstance(tree, Tree) and tree.size)):
+                if not (tree is None or (isinstance(tree, Growth) and tree.size)):
                     raise InputError(f"final.{name}.{label}={tree}: needs a tree that drafts something, or null to leave it out")
+
+    def check(self, drafter: Drafter) -> None:
+        """Refuse before training what could not be measured after it."""
+        for table in ("acceptance", "speed"):
+            for name, tree in getattr(self, table).items():
+                if tree is not None:
+                    drafter.check(tree, f"final.{table}.{name}")
 
 
 @dataclass(frozen=True)
@@ -66,11 +74,16 @@ def measure(
     seed: int = 0,
     watch: Watch = unwatched,
 ) -> Worth:
-    """Decode with every tree of the configuration. With no prompts nothing is measured, and nothing is made up."""
+    """Decode with every tree of the configuration, and with the speculator's own where that is none of them.
+
+    With no prompts nothing is measured, and nothing is made up.
+    """
     rows: list[dict[str, Any]] = []
     best: tuple[float, Plan] | None = None
+    own = speculator.plan.tree
+    more = {} if own in (*config.acceptance.values(), *config.speed.values()) else {own.title.replace(" ", "_"): own}
     accepting = list(prompts[: config.prompts])
-    for name, tree in config.acceptance.items():
+    for name, tree in {**config.acceptance, **more}.items():
         if tree is None or not accepting:
             continue
         found = speculator.measure_acceptance(
@@ -85,7 +98,7 @@ def measure(
         rows.append(row)
         if row["tau"] is not None and (best is None or row["tau"] > best[0]):
             best = (row["tau"], found.plan)
-    named = [(name, Plan(tree)) for name, tree in config.speed.items() if tree is not None]
+    named = [(name, Plan(tree)) for name, tree in {**config.speed, **more}.items() if tree is not None]
     racing = list(prompts[: config.speed_prompts])
     if named and racing:
         raced = speculator.measure_speed(

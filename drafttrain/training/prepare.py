@@ -23,7 +23,7 @@ from drafttrain.training.module import DraftModule
 from drafttrain.training.optim import AdamW
 from drafttrain.training.resume import facts_of, refuse_other_run
 from drafttrain.training.run import Run
-from drafttrain.tree.topology import Tree
+from drafttrain.tree.topology import Growth
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Settings:
     eval: EvalConfig
     checkpoint: CheckpointConfig
     final: FinalConfig
-    tree: Tree
+    tree: Growth
 
 
 @dataclass
@@ -74,6 +74,8 @@ def prepare(
         config: the run's whole configuration.
         make_source: builds the source of features from what only the run knows.
     """
+    drafter.check(settings.tree)
+    settings.final.check(drafter)
     world, seed = world_size(), config["seed"]
     sampler = settings.trainer.sampler(data, seed=seed, rank=rank(), world=world)
     course = settings.trainer.course(sampler)

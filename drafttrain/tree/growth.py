@@ -1,7 +1,8 @@
-"""How a tree of fixed shape is filled by an autoregressive drafter, level by level.
+"""How a tree is filled by an autoregressive drafter, level by level: one pass of the drafter a level, all rows together.
 
-Which child is checked first, and which children exist, is fixed by the shape before any token is drawn: a condition for
-exact sampling (SpecInfer, Miao et al. 2023, arXiv:2305.09781, section 4.3).
+In a tree of fixed shape, which children exist and which is checked first is fixed before any token is drawn: a condition
+for exact sampling (SpecInfer, Miao et al. 2023, arXiv:2305.09781, section 4.3). How growths of changing shape keep to it
+stands in their files.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from drafttrain.errors import InputError
 from drafttrain.flow import Law, Proposal
 from drafttrain.nn.sampling import Policy, draw, draw_without_replacement
-from drafttrain.tree.topology import Tree
+from drafttrain.tree.confident import Confident, grow_confident
+from drafttrain.tree.dynamic import Dynamic, grow_dynamic
+from drafttrain.tree.topology import Growth, Tree
 
 
 class Speaker(Protocol):
@@ -28,7 +32,7 @@ class Speaker(Protocol):
             tokens: (b m) int64 target ids of the nodes.
             hidden: (b m d) the drafter's output at each node's parent.
             depth: 1 for the anchor's children.
-            among: (1 m t) bool, which of the nodes read so far this round, these included, each node sees.
+            among: (b|1 m t) bool, which of the nodes read so far this round, these included, each node sees.
         Returns: (b m d) outputs, (b m w) logits of each node's children.
         """
         ...
@@ -98,18 +102,42 @@ def grow(
     state: Any,
     hidden: Tensor,
     logits: Tensor,
-    tree: Tree,
+    tree: Growth,
     policy: Policy,
     u: Tensor | None,
+    law: Law = Law.WOR,
 ) -> Proposal:
-    """Fill a tree.
+    """Grow a tree of any kind.
 
     Args:
         hidden: (b d) the drafter's output at the anchor; logits: (b w) of the anchor's children.
         policy: makes q from the draft's logits when tokens are drawn.
-        u: (b n) in [0, 1), one number per node: children are drawn (without replacement; a chain's are independent
-            draws). None: children are the top-k, a deterministic function of the prefix.
+        u: (b n) in [0, 1), one number per node: children are drawn. None: children are the top-k, a deterministic
+            function of the prefix.
+        law: how siblings are drawn: Law.WOR without replacement, Law.IID independently, repeats kept. A chain has none.
+    Raises: InputError if tokens are to be drawn where the growth looks at their values.
     """
+    if isinstance(tree, Tree):
+        return _fill(speaker, state, hidden, logits, tree, policy, u, law)
+    if isinstance(tree, Confident):
+        return grow_confident(speaker, state, hidden, logits, tree, policy, u)
+    if not isinstance(tree, Dynamic):
+        raise TypeError(f"no way to grow a {type(tree).__name__} is known")
+    if u is not None:
+        raise InputError("a dynamic tree takes the likeliest tokens and draws none: leave sampled at auto, or use another tree")
+    return grow_dynamic(speaker, state, hidden, logits, tree)
+
+
+def _fill(
+    speaker: Speaker,
+    state: Any,
+    hidden: Tensor,
+    logits: Tensor,
+    tree: Tree,
+    policy: Policy,
+    u: Tensor | None,
+    law: Law,
+) -> Proposal:
     b, device = hidden.shape[0], hidden.device
     tokens = torch.empty(b, tree.size, dtype=torch.int64, device=device)
     laws: list[Tensor] = []
@@ -119,17 +147,25 @@ def grow(
     for depth, level in enumerate(levels, start=1):
         asked = logits[:, list(level.asked)]  # b p w
         if u is None:
-            chosen = asked.topk(level.most, dim=-1).indices if level.most > 1 else asked.argmax(-1, keepdim=True)
+            best = asked.topk(level.most, dim=-1).indices if level.most > 1 else asked.argmax(-1, keepdim=True)
+            chosen = speaker.to_target_ids(best)  # b p most
         else:
             probs = policy.probs(asked)
             flat = probs.flatten(0, 1)
             numbers = u[:, level.numbers.to(device)].flatten(0, 1)  # (b p) most
-            drawn = draw(flat, numbers[:, 0])[:, None] if level.most == 1 else draw_without_replacement(flat, numbers)
-            chosen = drawn.reshape(b, -1, level.most)
             q_rows[list(level.nodes)] = level.pick[0] + sum(law.shape[1] for law in laws)
             laws.append(speaker.to_target_law(probs))
+            if level.most == 1 or law is Law.IID:
+                drawn = speaker.to_target_ids(torch.stack([draw(flat, number) for number in numbers.unbind(-1)], -1))
+            elif bool(((flat > 0).sum(-1) < level.most).any()):
+                # Once a law is used up, the next child is uniform over all tokens not tried, as the rule counts them:
+                # the target's, of which the draft vocabulary may be a part.
+                drawn = draw_without_replacement(laws[-1].flatten(0, 1), numbers)
+            else:
+                drawn = speaker.to_target_ids(draw_without_replacement(flat, numbers))
+            chosen = drawn.reshape(b, -1, level.most)
         parent, rank = (index.to(device) for index in level.pick)
-        tokens[:, list(level.nodes)] = speaker.to_target_ids(chosen[:, parent, rank])
+        tokens[:, list(level.nodes)] = chosen[:, parent, rank]
         if level.grown:
             hidden, logits = speaker.expand(
                 state,
@@ -141,5 +177,4 @@ def grow(
     parents = torch.tensor(tree.parents, dtype=torch.int64, device=device).expand(b, -1)
     if u is None:
         return Proposal(tokens, parents, Law.ONE_HOT)
-    law = Law.IID if tree.is_chain else Law.WOR
-    return Proposal(tokens, parents, law, torch.cat(laws, 1), q_rows.to(device).expand(b, -1))
+    return Proposal(tokens, parents, Law.IID if tree.is_chain else law, torch.cat(laws, 1), q_rows.to(device).expand(b, -1))

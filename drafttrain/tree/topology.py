@@ -6,7 +6,8 @@ it gets a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import abc
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,9 +16,81 @@ from torch import Tensor
 
 from drafttrain.errors import InputError
 
+MOST_NODES = 1024
+"""Nodes of the largest tree: a target pass checks all of them at once."""
+
+
+def check_size(nodes: int, where: str = "the tree") -> None:
+    """Raise InputError if a tree has more nodes than one pass can check."""
+    if nodes > MOST_NODES:
+        raise InputError(f"{where}: {nodes} nodes are asked for, at most {MOST_NODES} can be checked in one pass")
+
+
+class Growth(abc.ABC):
+    """What a plan knows of its trees before a token is drafted: their budget, and whether their tokens may be drawn.
+
+    A `Tree` is the growth whose shape is always the same. Other growths look at the drafter's laws to decide which nodes
+    exist, so their trees differ by row and by round. What none of them may look at is a token that was *drawn*: which
+    children exist, in which order they are checked and which are cut must be settled before, or the text no longer
+    follows the target's law (what SpecInfer, section 4.3, takes for granted).
+    """
+
+    can_draw: bool = True
+    """Whether tokens may be drawn from the draft's law. False: they are its likeliest, a function of the prefix alone."""
+
+    @property
+    @abc.abstractmethod
+    def size(self) -> int:
+        """Most drafted nodes of a round, the anchor not counted: what the target checks in one pass."""
+
+    @property
+    @abc.abstractmethod
+    def max_depth(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def max_children(self) -> int:
+        """Most children of one node, the anchor included."""
+
+    @property
+    def reads(self) -> int:
+        """Most drafted nodes that a drafter reads while growing: room in its cache."""
+        return self.size
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no node has a second child."""
+        return self.max_children <= 1
+
+    @property
+    @abc.abstractmethod
+    def kind(self) -> str:
+        """"plain" (no drafts), "chain", "static" or "dynamic"."""
+
+    @property
+    def title(self) -> str:
+        """A short name for tables, with the budget."""
+        return f"{self.kind} {self.size}" if self.size else self.kind
+
+    @abc.abstractmethod
+    def capped(self, depth: int) -> Growth:
+        """The same growth with no node deeper than `depth`. Depth 0 leaves none."""
+
+    def within(self, depth: int) -> Growth:
+        """What to grow where no row of a batch can use a node deeper than `depth`.
+
+        A row's nodes down to its own depth must not depend on it, since `depth` is that of the row with the most room.
+        A growth that cannot stop early without becoming another one stays whole.
+        """
+        return self if depth > 0 else Tree(())
+
+    @abc.abstractmethod
+    def spec(self) -> object:
+        """Plain JSON values that say all of it, as a package's plan stores them."""
+
 
 @dataclass(frozen=True)
-class Tree:
+class Tree(Growth):
     """A fixed tree shape, numbered breadth first: by depth, then parent, then rank among siblings."""
 
     parents: tuple[int, ...]
@@ -82,19 +155,27 @@ class Tree:
         return cls(tuple(index.get(path[:-1], -1) for path in order))
 
     @classmethod
+    def from_counts(cls, counts: Mapping[tuple[int, ...], int]) -> Tree:
+        """Read a tree from the number of children of every node that has some: {path of ranks: children}."""
+        return cls.from_paths([(*path, rank) for path, count in counts.items() for rank in range(count)])
+
+    @classmethod
     def eagle1_static(cls) -> Tree:
         """The 25 nodes that EAGLE-1 drafts by default.
 
         Li et al. 2024 (arXiv:2401.15077); child counts as in its public code, v1 branch, model/choices.py.
         """
-        counts = {
-            (): 4,
-            (0,): 3, (1,): 2, (2,): 2, (3,): 1,
-            (0, 0): 3, (0, 1): 2, (0, 2): 2, (1, 0): 1,
-            (0, 0, 0): 3,
-            (0, 0, 0, 0): 2,
-        }  # fmt: skip
-        return cls.from_paths([(*path, rank) for path, count in counts.items() for rank in range(count)])
+        return cls.from_counts(_EAGLE1)
+
+    @classmethod
+    def medusa(cls, name: str = "mc_sim_7b_63") -> Tree:
+        """The 63 nodes of a published Medusa tree; `mc_sim_7b_63` is the one it drafts unless told otherwise.
+
+        Cai et al. 2024 (arXiv:2401.10774); child counts as in its public code, medusa/model/medusa_choices.py.
+        """
+        if name not in _MEDUSA:
+            raise InputError(f"there is no Medusa tree {str(name)[:80]!r}: give one of {', '.join(_MEDUSA)}")
+        return cls.from_counts(_MEDUSA[name])
 
     @property
     def size(self) -> int:
@@ -129,8 +210,8 @@ class Tree:
         return max(self.ranks) + 1 if self.parents else 0
 
     @property
-    def is_chain(self) -> bool:
-        return self.max_children <= 1
+    def kind(self) -> str:
+        return "plain" if not self.size else "chain" if self.is_chain else "static"
 
     @property
     def leaves(self) -> tuple[int, ...]:
@@ -163,6 +244,12 @@ class Tree:
             raise InputError(f"depth cap is {depth}, needs at least 0")
         return Tree(tuple(parent for parent, own in zip(self.parents, self.depths, strict=True) if own <= depth))
 
+    def within(self, depth: int) -> Tree:
+        return self if depth >= self.max_depth else self.capped(depth)
+
+    def spec(self) -> list[list[int]]:
+        return [list(path) for path in self.paths]
+
     def ancestor_mask(self) -> Tensor:
         """(n+1 n+1) bool: row i+1, node i, sees the anchor (column 0), its ancestors and itself; row 0 sees itself."""
         return ancestor_mask(torch.tensor([self.parents], dtype=torch.int64).reshape(1, self.size))[0]
@@ -173,27 +260,31 @@ def _with_anchor(parents: Tensor) -> Tensor:
     return torch.nn.functional.pad(parents + 1, (1, 0), value=0)
 
 
-def depths_of(parents: Tensor) -> Tensor:
+def depths_of(parents: Tensor, deepest: int | None = None) -> Tensor:
     """Depth of each node of each row's tree.
 
     Args:
         parents: (b n) int64, -1 = anchor, a parent's index below its children's.
+        deepest: no node is deeper; who knows it spares a device the question after every level.
     Returns: (b n) int64; the anchor's children are at 1.
     """
     above = _with_anchor(parents)  # b n+1
     at = above[:, 1:]
     depths = torch.ones_like(parents)
-    while bool((at > 0).any()):
+    level = 1
+    while level < deepest if deepest is not None else bool((at > 0).any()):
         depths += at > 0
         at = above.gather(1, at)
+        level += 1
     return depths
 
 
-def ancestor_mask(parents: Tensor) -> Tensor:
+def ancestor_mask(parents: Tensor, deepest: int | None = None) -> Tensor:
     """Who sees whom in each row's tree: a node sees the anchor, its ancestors and itself (SpecInfer, Definition 4.1).
 
     Args:
         parents: (b n) int64, -1 = anchor, a parent's index below its children's.
+        deepest: as in `depths_of`.
     Returns: (b n+1 n+1) bool, the anchor at row and column 0.
     """
     above = _with_anchor(parents)  # b n+1
@@ -201,7 +292,9 @@ def ancestor_mask(parents: Tensor) -> Tensor:
     at = torch.arange(size, device=parents.device).expand(b, size)
     mask = torch.zeros((b, size, size), dtype=torch.bool, device=parents.device)
     mask[:, :, 0] = True
-    while bool((at > 0).any()):
+    if deepest is None:
+        deepest = int(depths_of(parents).max()) if parents.numel() else 0
+    for _ in range(deepest):
         mask.scatter_(2, at[:, :, None], True)
         at = above.gather(1, at)
     return mask
@@ -220,3 +313,27 @@ def children_of(parents: Tensor) -> Tensor:
     table = parents.new_full((b, (n + 1) * k), -1)
     nodes = torch.arange(n, device=parents.device).expand(b, n)
     return table.scatter_(1, (parents + 1) * k + ranks, nodes).reshape(b, n + 1, k)
+
+
+_EAGLE1 = {
+    (): 4,
+    (0,): 3, (1,): 2, (2,): 2, (3,): 1,
+    (0, 0): 3, (0, 1): 2, (0, 2): 2, (1, 0): 1,
+    (0, 0, 0): 3,
+    (0, 0, 0, 0): 2,
+}  # fmt: skip
+
+_MEDUSA = {
+    "mc_sim_7b_63": {
+        (): 10,
+        (0,): 10, (1,): 7, (2,): 3, (3,): 2, (4,): 1, (5,): 1, (6,): 1, (7,): 1, (8,): 1, (9,): 1,
+        (0, 0): 10, (0, 1): 3, (0, 2): 2, (0, 3): 1, (0, 4): 1, (0, 5): 1, (0, 6): 1, (0, 7): 1, (1, 0): 2, (2, 0): 1,
+        (0, 0, 0): 2,
+    },
+    "vicuna_7b_stage2": {
+        (): 10,
+        (0,): 10, (1,): 5, (2,): 2, (3,): 2, (4,): 1, (5,): 1, (6,): 1, (7,): 1,
+        (0, 0): 9, (0, 1): 4, (0, 2): 2, (0, 3): 1, (0, 4): 1, (0, 5): 1, (1, 0): 3, (1, 1): 1, (2, 0): 1,
+        (0, 0, 0): 4, (0, 0, 1): 1, (0, 0, 2): 1, (0, 1, 0): 1,
+    },
+}  # fmt: skip

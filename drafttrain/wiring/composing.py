@@ -57,10 +57,14 @@ def invocation_of(
     check_missing: bool = True,
 ) -> Invocation:
     """As `compose`, with what was asked and chosen beside the configuration."""
-    literal, parsed = _parse(overrides, text)
     search = search_path(config_dir)
     with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name=door_name):
         base, choices = _load(door_name, search)
+        # A key that is text and a choice too is a choice where its value names one.
+        options = {key: group_options(key, search) for key in text if key in choices}
+        picked = [word for word in overrides if word.partition("=")[2] in options.get(word.partition("=")[0], ())]
+        literal, parsed = _parse([word for word in overrides if word not in picked], text)
+        parsed += _parse(picked, ())[1]
         groups = [o for o in parsed if _is_group(o, search)]
         values = [o for o in parsed if o not in groups]
         for override in groups:

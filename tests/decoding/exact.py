@@ -21,6 +21,7 @@ from drafttrain.flow import Acceptance, Law, Proposal
 from drafttrain.tree.topology import Tree
 
 Vector = tuple[Fraction, ...]
+Sizes = Callable[["Case", "Table"], Sequence[int]]
 Table = Callable[[tuple[int, ...]], Vector]
 Text = tuple[int, ...]
 Rule = Callable[[Tensor, Proposal, Tensor], Acceptance]
@@ -35,6 +36,14 @@ def vector(*entries: str) -> Vector:
 def markov(first: Vector, *rows: Vector) -> Table:
     """A table keyed by the last token; `first` where there is none."""
     return lambda prefix: rows[prefix[-1]] if prefix else first
+
+
+def floats(vectors: Sequence[Vector]) -> Tensor:
+    return torch.tensor([[[float(x) for x in vector] for vector in vectors]])
+
+
+def constant(law: Vector) -> Table:
+    return lambda prefix: law
 
 
 def norm(weights: Sequence[Fraction]) -> Vector:
@@ -76,6 +85,37 @@ class Case:
     def prefix(self, node: int) -> Text:
         return () if node < 0 else (*self.prefix(self.tree.parents[node]), self.tokens[node])
 
+    @property
+    def q_rows(self) -> list[int]:
+        """Siblings that name the same law share a row: they were drawn together."""
+        return [
+            next(other for other in self.tree.children(self.tree.parents[node]) if self.q[other] == self.q[node])
+            for node in range(self.tree.size)
+        ]
+
+    def drawn_from(self, child: int) -> Vector:
+        """The law of one child, given the siblings before it."""
+        if self.law is Law.ONE_HOT:
+            return tuple(Fraction(self.tokens[child] == token) for token in range(len(self.q[child])))
+        if self.law is not Law.WOR:
+            return self.q[child]
+        before = [node for node in range(child) if self.q_rows[node] == self.q_rows[child]]
+        return without(self.q[child], [self.tokens[node] for node in before])
+
+    def proposal(self, rows: int) -> Proposal:
+        n = self.tree.size
+        return Proposal(
+            torch.tensor([self.tokens]).expand(rows, n),
+            torch.tensor([self.tree.parents]).expand(rows, n),
+            self.law,
+            floats(self.q).expand(rows, n, -1),
+            torch.tensor([self.q_rows]).expand(rows, n),
+        )
+
+    def laws(self, p: Table) -> Tensor:
+        """(1 n+1 v) what the target says behind the anchor and behind each node."""
+        return floats([p(self.prefix(node)) for node in range(-1, self.tree.size)])
+
 
 def siblings(chance: Fraction, tokens: Text, q: Vector | Sequence[Vector], law: Law) -> Case:
     """A one-level case; q is one law for all children or one for each."""
@@ -105,13 +145,8 @@ def grid(case: Case, p: Table) -> list[int]:
 
     def visit(node: int) -> None:
         left = p(case.prefix(node))
-        tried: list[int] = []
         for child in case.tree.children(node):
-            token = case.tokens[child]
-            if case.law is Law.ONE_HOT:
-                drawn_from = tuple(Fraction(token == other) for other in range(len(left)))
-            else:
-                drawn_from = without(case.q[child], tried) if case.law is Law.WOR else case.q[child]
+            token, drawn_from = case.tokens[child], case.drawn_from(child)
             keep = min(Fraction(1), left[token] / drawn_from[token])
             sizes[child] = keep.denominator
             if keep > 0:
@@ -119,41 +154,104 @@ def grid(case: Case, p: Table) -> list[int]:
             if keep == 1:
                 return
             left = norm([max(Fraction(0), a - b) for a, b in zip(left, drawn_from, strict=True)])
-            tried.append(token)
-        sizes[-1] = math.lcm(sizes[-1], *(edge.denominator for edge in itertools.accumulate(left)))
+        sizes[-1] = math.lcm(sizes[-1], *edges_of(left))
 
     visit(-1)
     return sizes
 
 
-def measure(rule: Rule, drafts: Iterator[Case] | Sequence[Case], p: Table, sizes: Sequence[int] | None = None) -> tuple:
+def edges_of(law: Sequence[Fraction]) -> list[int]:
+    """Grid sizes that hold the edges between the tokens of a law."""
+    return [edge.denominator for edge in itertools.accumulate(law)]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Block verification of one draft, in rationals and straight from the recursion of the paper."""
+
+    b: tuple[Fraction, ...]
+    h: tuple[Fraction, ...]
+    following: tuple[Vector, ...]
+    """The law of the next token behind i kept tokens; any law where h is 0."""
+
+    @property
+    def chances(self) -> list[Fraction]:
+        """Probability of keeping exactly i tokens: the largest i whose trial succeeds."""
+        return [h * math.prod([1 - later for later in self.h[i + 1 :]], start=Fraction(1)) for i, h in enumerate(self.h)]
+
+
+def in_blocks(case: Case, p: Table) -> Block:
+    n = case.tree.size
+    b, h, following = [Fraction(1)], [], []
+    for i in range(n):
+        b.append(min(Fraction(1), b[i] * p(case.prefix(i - 1))[case.tokens[i]] / case.q[i][case.tokens[i]]))
+    for i in range(n):
+        here = p(case.prefix(i - 1))
+        left = [max(Fraction(0), b[i] * x - y) for x, y in zip(here, case.q[i], strict=True)]
+        h.append(sum(left) / (sum(left) + 1 - b[i]) if sum(left) + 1 - b[i] else Fraction(1))
+        following.append(norm(left) if any(left) else here)
+    return Block(tuple(b), (*h, b[n]), (*following, p(case.prefix(n - 1))))
+
+
+def block_grid(case: Case, p: Table) -> list[int]:
+    """`grid` for block verification."""
+    found = in_blocks(case, p)
+    ends = [law for law, chance in zip(found.following, found.chances, strict=True) if chance]
+    return [*(h.denominator for h in found.h[1:]), math.lcm(*(size for law in ends for size in edges_of(law)))]
+
+
+def pinned(
+    rule: Rule, case: Case, p: Table, breaks: Sequence[Sequence[Fraction | float]], *, sharp: bool = True
+) -> tuple[dict[Text, float], float]:
+    """`measure` for one draft of a rule whose thresholds fit no grid: {text: probability}, expected accepted tokens.
+
+    Args:
+        breaks: for each uniform the thresholds it may meet.
+        sharp: try each interval between two of them close to both its ends, so that a threshold off by more than 1e-6
+            changes the outcome; otherwise in its middle, which costs less.
+    """
+    axes, weights = [], []
+    for found in breaks:
+        ends = sorted({0.0, 1.0, *(float(one) for one in found if 0 < one < 1)})
+        pairs = [(low, high) for low, high in itertools.pairwise(ends) if high - low > 4e-6]
+        points = [(low + 1e-6, high - 1e-6) if sharp else ((low + high) / 2,) for low, high in pairs]
+        axes.append(torch.tensor([x for some in points for x in some], dtype=torch.float64))
+        shares = [(high - low) / len(some) for (low, high), some in zip(pairs, points, strict=True) for _ in some]
+        weights.append(torch.tensor(shares, dtype=torch.float64))
+    u = torch.cartesian_prod(*axes).reshape(-1, len(axes))
+    weight = torch.cartesian_prod(*weights).reshape(-1, len(axes)).prod(1)
+    kept = rule(case.laws(p).expand(len(u), -1, -1), case.proposal(len(u)), u)
+    assert kept.fallbacks == 0
+    found, place = torch.cat((kept.path, kept.next_token[:, None]), 1).unique(dim=0, return_inverse=True)
+    sums = torch.zeros(len(found), dtype=torch.float64).index_add_(0, place, weight)
+    law: dict[Text, float] = defaultdict(float)
+    for (*path, following), share in zip(found.tolist(), sums.tolist(), strict=True):
+        law[(*(case.tokens[node] for node in path if node >= 0), following)] += share
+    return dict(law), float((kept.count * weight).sum())
+
+
+def measure(
+    rule: Rule, drafts: Iterator[Case] | Sequence[Case], p: Table, sizes: Sizes | Sequence[int] = grid
+) -> tuple:
     """({emitted text: probability}, expected accepted tokens) of one round.
 
     Nodes of equal depth and rank share a uniform: only one of them is ever judged, since only one parent is accepted.
-    `sizes` replaces the grids found by replaying, for rules with other thresholds.
+    `sizes` gives the grids; the default replays the judgement of the multi-step residual, of which a chain is a case.
     """
     law: dict[Text, Fraction] = defaultdict(Fraction)
     accepted = Fraction(0)
     for case in drafts:
-        tree, n = case.tree, case.tree.size
+        tree = case.tree
         places = [*zip(tree.depths, tree.ranks, strict=True), (0, 0)]
         shared: dict[tuple[int, int], int] = {}
-        for place, size in zip(places, sizes or grid(case, p), strict=True):
+        for place, size in zip(places, sizes(case, p) if callable(sizes) else sizes, strict=True):
             shared[place] = math.lcm(shared.get(place, 1), size)
         axes = [(torch.arange(size, dtype=torch.float64) + 0.5) / size for size in shared.values()]
         points = torch.cartesian_prod(*axes).reshape(-1, len(axes))
         columns = list(shared)
         u = points[:, [columns.index(place) for place in places]]
         rows = len(u)
-        laws = torch.tensor([[float(x) for x in p(case.prefix(node))] for node in range(-1, n)])
-        proposal = Proposal(
-            torch.tensor([case.tokens]).expand(rows, n),
-            torch.tensor([tree.parents]).expand(rows, n),
-            case.law,
-            torch.tensor([[float(x) for x in q] for q in case.q]).expand(rows, n, -1),
-            torch.arange(n).expand(rows, n),
-        )
-        kept = rule(laws.expand(rows, n + 1, -1), proposal, u)
+        kept = rule(case.laws(p).expand(rows, -1, -1), case.proposal(rows), u)
         assert kept.fallbacks == 0
         found, times = torch.cat((kept.path, kept.next_token[:, None]), 1).unique(dim=0, return_counts=True)
         for (*path, following), count in zip(found.tolist(), times.tolist(), strict=True):

@@ -10,7 +10,7 @@ from drafttrain.decoding import rules
 from drafttrain.decoding.loop import Plan, decode
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError
-from drafttrain.flow import Acceptance
+from drafttrain.flow import Acceptance, Law, Proposal
 from drafttrain.nn.sampling import Policy, draw
 from drafttrain.target import load
 from drafttrain.tree.topology import Tree
@@ -63,12 +63,10 @@ def perfect(target, drafter, prompt, limit):
     ids = decode(target, None, [prompt], PLAIN, max_new_tokens=limit + 8, stop_ids=())[0][0].ids
 
     class Perfect(Eagle1):
-        def propose(self, state, fresh, tree, policy, u):
+        def propose(self, state, fresh, tree, policy, u, law):
             self.seen = getattr(self, "seen", 0) + int(fresh.counts[0])
             start = self.seen - len(prompt) + 1
             tokens = torch.tensor([(ids[start:] + [0] * tree.size)[: tree.size]])
-            from drafttrain.flow import Law, Proposal
-
             return Proposal(tokens, torch.tensor([tree.parents]), Law.ONE_HOT)
 
     drafter = Perfect(target)
@@ -128,11 +126,46 @@ def test_plans_that_do_not_fit_are_refused():
         _ = Plan(Tree.chain(2), Policy(), sampled=True).draws
     with pytest.raises(InputError, match="not known"):
         _ = Plan(Tree.chain(2), Policy(1.0), rule="magic").rule_name
+    for rule in rules.RULES:
+        with pytest.raises(InputError, match="temperature 0"):
+            _ = Plan(Tree.chain(2), Policy(1.0 if rule == "greedy" else 0.0), rule=rule).rule_name
+    for rule in ("ratio", "block"):
+        with pytest.raises(InputError, match="judges a chain"):
+            _ = Plan(Tree.expansion([2]), Policy(1.0), rule=rule).rule_name
+        with pytest.raises(InputError, match="sampled=false, which makes drafts of law one_hot"):
+            _ = Plan(Tree.chain(2), Policy(1.0), False, rule).rule_name
+    with pytest.raises(InputError, match="sampled=true, which makes drafts of law wor"):
+        _ = Plan(Tree.expansion([2]), Policy(1.0), True, "one_hot").rule_name
     target, drafter = make()
     with pytest.raises(InputError):
         decode(target, drafter, [[3]], Plan(Tree.eagle1_static(), Policy(1.0), rule="ratio"), max_new_tokens=4)
     with pytest.raises(InputError, match="needs a drafter"):
         decode(target, None, [[3]], Plan(Tree.chain(2)), max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("rule", "tree", "law", "guarantee"),
+    [
+        (None, "chain", Law.IID, "distribution"),
+        (None, "tree", Law.WOR, "distribution"),
+        ("ratio", "chain", Law.IID, "distribution"),
+        ("block", "chain", Law.IID, "distribution"),
+        ("multi_step", "chain", Law.IID, "distribution"),
+        ("multi_step", "tree", Law.WOR, "distribution"),
+        ("one_hot", "tree", Law.ONE_HOT, "distribution"),
+        ("k_seq", "tree", Law.IID, "distribution"),
+        ("sample_and_match", "tree", Law.ONE_HOT, "distribution"),
+        ("typical", "tree", Law.ONE_HOT, "approximate"),
+        ("typical:0.02:0.1", "chain", Law.ONE_HOT, "approximate"),
+    ],
+)
+def test_drafts_are_made_as_suits_the_rule(rule, tree, law, guarantee):
+    plan = Plan(TREES[tree], Policy(1.0), rule=rule)
+    assert (plan.law, plan.guarantee, plan.draws) == (law, guarantee, law is not Law.ONE_HOT)
+    assert Plan(TREES[tree], Policy(1.0), sampled=law is not Law.ONE_HOT, rule=rule).law is law
+    target, drafter = make()
+    outputs, tally = decode(target, drafter, PROMPTS, plan, max_new_tokens=6, stop_ids=())
+    assert all(len(output.ids) == 6 for output in outputs) and tally.rounds
 
 
 @pytest.mark.parametrize("policy", [Policy(1.0), Policy(0.7, 20, 0.9)])
@@ -201,6 +234,9 @@ LAWS = {
     "tree filtered": Plan(Tree.expansion([2, 2]), Policy(1.0, 6, 0.95)),
     "tree one-hot": Plan(Tree.expansion([2, 2]), Policy(1.0), sampled=False),
     "chain one-hot": Plan(Tree.chain(3), Policy(1.0), sampled=False),
+    "chain block": Plan(Tree.chain(3), Policy(1.0), rule="block"),
+    "tree k-seq": Plan(Tree.expansion([3, 2]), Policy(1.0), rule="k_seq"),
+    "tree matched": Plan(Tree.expansion([2, 2]), Policy(1.0), rule="sample_and_match"),
 }
 
 
@@ -224,8 +260,6 @@ def sharpened(p, proposal, u):
 
 def as_independent(p, proposal, u):
     """Mistake: children drawn without replacement are judged as if they were independent draws."""
-    from drafttrain.flow import Law
-
     return rules.multi_step(p, type(proposal)(**(vars(proposal) | {"law": Law.IID})), u)
 
 

@@ -173,6 +173,16 @@ def test_rows_reach_the_end_of_their_support_apart() -> None:
     assert probs[0].tolist() == [1, 0, 0]
 
 
+def test_none_may_stand_among_what_was_tried() -> None:
+    """A row that tried less than its neighbours, token 0 among what others tried."""
+    probs = torch.tensor([[0.5, 0.3, 0.2]] * 4)
+    left = untried(probs, torch.tensor([[0, -1], [-1, 2], [-1, -1], [1, 0]]))
+    expected = [[0, 0.6, 0.4], [0.625, 0.375, 0], [0.5, 0.3, 0.2], [0, 0, 1]]
+    torch.testing.assert_close(left, torch.tensor(expected, dtype=torch.float64))
+    used_up = untried(torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[-1, 0]]))
+    assert used_up.tolist() == [[0, 0.5, 0.5]]
+
+
 def test_chance_of_a_row_is_its_own() -> None:
     together = Chance.seeded(3, 4)
     apart = [Chance.seeded(3, [row]) for row in range(4)]

@@ -28,6 +28,8 @@ from drafttrain.packaging.reading import load_drafter
 from drafttrain.packaging.writing import save_package
 from drafttrain.target import load
 from drafttrain.target.model import Target
+from drafttrain.tree.confident import Confident
+from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
 from tests.helpers import save_target, tiny_chat_target
 from tests.packaging.made import packed
@@ -111,8 +113,12 @@ def test_loaded_package_decodes_like_the_live_drafter(package: Path, target: Tar
         Plan(Tree.chain(0)),
         Plan(Tree.eagle1_static(), Policy(0.7, 20, 0.9), sampled=False, rule="one_hot"),
         Plan(Tree.chain(3), Policy(1.0), sampled=True),
+        Plan(Tree.chain(3), Policy(1.0), rule="block"),
+        Plan(Tree.eagle1_static(), Policy(1.0), rule="typical:0.05:0.2"),
+        Plan(Dynamic(depth=5, top_k=8, total=24), Policy(1.0)),
+        Plan(Confident(k=6, stop_below=0.3), Policy(1.0)),
     ],
-    ids=["plain", "tree", "chain"],
+    ids=["plain", "tree", "chain", "block", "typical", "dynamic", "confident"],
 )
 def test_plan_round_trip(plan: Plan, tmp_path: Path) -> None:
     (tmp_path / DECODING).write_text(decoding.write_plan(plan))
@@ -266,7 +272,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "pickled weights": (lambda p: (p / "drafter.bin").write_bytes(b""), r"drafter\.bin.*only safetensors"),
     "plan: unknown key": (lambda p: edit_plan(p, "rule: auto", "rule: auto\nbeams: 3"), "unknown key 'beams'"),
-    "plan: unknown rule": (lambda p: edit_plan(p, "rule: auto", "rule: typical"), "rule is 'typical'"),
+    "plan: unknown rule": (lambda p: edit_plan(p, "rule: auto", "rule: magic"), "rule magic is not known"),
+    "plan: a rule that is a list": (lambda p: edit_plan(p, "rule: auto", "rule: [block]"), "not known: give auto or one"),
+    "plan: a rule for sampled text": (lambda p: edit_plan(p, "rule: auto", "rule: one_hot"), "at temperature 0"),
     "plan: a rule that does not fit": (lambda p: edit_plan(p, "sampled: auto", "sampled: true"), "temperature above 0"),
     "plan: repeated path": (lambda p: edit_plan(p, "  - [0, 0]\n", "  - [0]\n"), "given twice"),
     "plan: orphan": (lambda p: edit_plan(p, "  - [0, 0]\n", "  - [1, 0]\n"), "has no parent"),
@@ -426,7 +434,9 @@ def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target: Target, tmp_p
 
 @pytest.mark.parametrize(
     "value, size", [("static", 25), ("eagle1_static", 25), ("plain", 0), (0, 0), (3, 3), ("chain:3", 3), ("5", 5),
-                    ("expand:2x2x1", 10), ([[0], [1], [0, 0]], 3), ("[[0],[1],[0,0]]", 3), ([], 0)],
+                    ("expand:2x2x1", 10), ([[0], [1], [0, 0]], 3), ("[[0],[1],[0,0]]", 3), ([], 0), ("medusa", 63),
+                    ("dynamic:5x8x24", 24), ({"growth": "dynamic", "depth": 5, "top_k": 8, "total": 24}, 24),
+                    ({"growth": "chain", "k": 6, "stop_below": 0.3}, 6)],
 )  # fmt: skip
 def test_trees_by_name(value: Any, size: int) -> None:
     assert decoding.tree_of(value).size == size
@@ -434,7 +444,10 @@ def test_trees_by_name(value: Any, size: int) -> None:
 
 @pytest.mark.parametrize(
     "value", ["eagle", "chain", "chain:x", "expand:", "expand:0", "expand:9x9x9x9", 10**9, -1, True, 1.5, None, {}, "[[0]",
-              [[0], "x"], [[0.5]], [[1]], [[0], [0]], [[]], [[0, 0]]],
+              [[0], "x"], [[0.5]], [[1]], [[0], [0]], [[]], [[0, 0]], "dynamic", "dynamic:5x8", "dynamic:5x8x2",
+              "dynamic:99x99x2000", {"growth": "dynamic"}, {"growth": "octopus"}, {"growth": []},
+              {"growth": "dynamic", "depth": 2, "top_k": 2, "total": 4, "more": 1},
+              {"growth": "dynamic", "depth": "2", "top_k": 2, "total": 4}, {"growth": "chain", "k": 6, "stop_below": "x"}],
 )  # fmt: skip
 def test_trees_that_are_none(value: Any) -> None:
     with pytest.raises(InputError):

@@ -101,7 +101,6 @@ def test_tensorboard_shows_metrics_config_and_picture(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.csv")[-1]["final/T=0_chain_4_greedy/tau"] == 1.8
 
 
-@pytest.mark.slow
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = OmegaConf.load(CONF / "wandb.yaml")
     assert node.mode == "offline"  # from the environment that the tests set

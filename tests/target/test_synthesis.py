@@ -371,7 +371,6 @@ def test_journals_made_elsewhere_are_taken_over(folder: Path, whole: Path, tmp_p
     assert contents(out) == contents(whole)
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 def test_a_kill_loses_doubles_and_recomputes_nothing(folder: Path, tmp_path: Path) -> None:
     more = ["rows=300", "keep_journal=true", "slots=3"]
@@ -399,7 +398,6 @@ def test_a_kill_loses_doubles_and_recomputes_nothing(folder: Path, tmp_path: Pat
     assert contents(out) == contents(undisturbed)
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 def test_two_processes_write_the_rows_of_one(folder: Path, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "set"

@@ -111,6 +111,33 @@ def test_eagle1_has_its_published_shape() -> None:
     assert tree.paths[-2:] == ((0, 0, 0, 0, 0), (0, 0, 0, 0, 1))
 
 
+@pytest.mark.parametrize(
+    ("name", "levels", "leaves", "ranks"),
+    [
+        ("mc_sim_7b_63", [10, 28, 23, 2], 42, [10, 10, 10, 2]),
+        ("vicuna_7b_stage2", [10, 23, 23, 7], 42, [10, 10, 9, 4]),
+    ],
+)
+def test_medusas_trees_have_their_published_shapes(name: str, levels: list[int], leaves: int, ranks: list[int]) -> None:
+    tree = Tree.medusa(name)
+    assert tree.size == 63 and len(tree.leaves) == leaves
+    assert [len(level) for level in tree.levels()] == levels
+    assert [max(tree.ranks[node] for node in level) + 1 for level in tree.levels()] == ranks
+    assert Tree.medusa() == Tree.medusa("mc_sim_7b_63")
+    with pytest.raises(InputError, match="give one of mc_sim_7b_63"):
+        Tree.medusa("octopus")
+
+
+def test_a_tree_says_what_it_is() -> None:
+    titles = {tree: (tree.kind, tree.title) for tree in SHAPES}
+    assert titles[Tree.chain(0)] == ("plain", "plain") and titles[Tree.chain(5)] == ("chain", "chain 5")
+    assert titles[Tree.eagle1_static()] == ("static", "static 25")
+    for tree in SHAPES:
+        assert tree.can_draw and tree.reads == tree.size
+        assert tree.within(2) == tree.capped(2) and tree.within(9) is tree
+        assert Tree.from_paths(tree.spec()) == tree if tree.size else tree.spec() == []
+
+
 @pytest.mark.parametrize("tree", SHAPES)
 def test_capped_keeps_the_shallow_nodes_and_their_numbers(tree: Tree) -> None:
     for depth in range(7):
@@ -135,6 +162,9 @@ def test_mask_of_a_tree(tree: Tree) -> None:
 def test_per_row_helpers_equal_their_brute_force_twins() -> None:
     parents = random_parents(40, 9)
     mask, depths, children = ancestor_mask(parents), depths_of(parents), children_of(parents)
+    for deepest in (int(depths.max()), 9):
+        assert torch.equal(depths_of(parents, deepest), depths)
+        assert torch.equal(ancestor_mask(parents, deepest), mask)
     assert mask.shape == (40, 10, 10)
     for row, tree in enumerate(parents.tolist()):
         for node in range(9):

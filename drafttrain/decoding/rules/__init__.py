@@ -1,0 +1,151 @@
+"""Acceptance rules: which drafted tokens stay, and which token follows them.
+
+Pure functions of the target's laws, the proposal and uniform numbers: the same input gives the same answer, and a
+row's answer does not depend on the other rows. A rule is exact only for the law by which the proposal was drawn, so
+each checks that first.
+
+    rule              judges                                   file
+    greedy            any proposal, at temperature 0           match
+    sample_and_match  any proposal                             match
+    ratio             a chain drawn from q                     chain
+    block             a chain drawn from q                     chain
+    multi_step        a tree drawn from q, or from several     tree
+    one_hot           a tree or chain of likeliest tokens      tree
+    k_seq             a tree of independent siblings           spectr
+    typical           any proposal; not exact                  approximate
+
+What all rules share, but for greedy, which reads argmaxes alone:
+    p: (b n+1 v) target probabilities after the sampling policy; row 0 follows the anchor, row i+1 follows node i.
+    u: (b n+1) uniform numbers in [0, 1). u[:, n] draws the token that follows the accepted ones; which of the others
+        serves what is said at each rule. A row reads its own numbers only, in places that do not depend on the tokens.
+    A token stays if u < ratio, strictly: at u = 0 a token of target probability 0 is still refused.
+    Siblings are judged in index order; the order must not depend on the drawn tokens.
+    `path` of the answer is as wide as the deepest node of the batch (a chain's length), padded with -1.
+    Arithmetic is float64 on one (b v) residual; p and q are read row by row and never copied whole.
+    Raises InputError if the rule does not fit the proposal or shapes disagree, ValueError if a drafted token has q = 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from drafttrain.decoding.rules.approximate import DELTA, EPSILON, check_thresholds, typical
+from drafttrain.decoding.rules.chain import block, ratio
+from drafttrain.decoding.rules.match import greedy, sample_and_match
+from drafttrain.decoding.rules.spectr import k_seq
+from drafttrain.decoding.rules.tree import multi_step, one_hot
+from drafttrain.errors import InputError
+from drafttrain.flow import Acceptance, Law
+
+RULES: dict[str, Callable[..., Acceptance]] = {
+    "greedy": greedy,
+    "ratio": ratio,
+    "block": block,
+    "multi_step": multi_step,
+    "one_hot": one_hot,
+    "k_seq": k_seq,
+    "sample_and_match": sample_and_match,
+    "typical": typical,
+}
+
+GUARANTEES: dict[str, str] = {
+    "greedy": "greedy",
+    "ratio": "distribution",
+    "block": "distribution",
+    "multi_step": "distribution",
+    "one_hot": "distribution",
+    "k_seq": "distribution",
+    "sample_and_match": "distribution",
+    "typical": "approximate",
+}
+"""What each rule keeps of the target used: "greedy" the ids of greedy decoding, "distribution" the law of sampling,
+"approximate" neither."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a rule can judge."""
+
+    laws: tuple[Law, ...]
+    """The one it accepts most drafts of comes first: drafts are made so unless told otherwise."""
+    chain: bool = False
+    """Each node must be the only child of the one before."""
+
+
+_ANY = (Law.ONE_HOT, Law.WOR, Law.IID, Law.UNKNOWN)
+SCOPES: dict[str, Scope] = {
+    "greedy": Scope(_ANY),
+    "ratio": Scope((Law.IID,), chain=True),
+    "block": Scope((Law.IID,), chain=True),
+    "multi_step": Scope((Law.WOR, Law.IID)),
+    "one_hot": Scope((Law.ONE_HOT,)),
+    "k_seq": Scope((Law.IID,)),
+    "sample_and_match": Scope(_ANY),
+    "typical": Scope(_ANY),
+}
+
+
+def named(name: str) -> Callable[..., Acceptance]:
+    """The rule of a name; `typical:0.2:0.5` is typical with its epsilon and delta.
+
+    Raises: InputError for any other name.
+    """
+    base, *numbers = name.split(":")
+    if base not in RULES:
+        raise InputError(f"rule {name[:80]} is not known: give auto or one of {', '.join(RULES)}")
+    if not numbers:
+        return RULES[base]
+    try:
+        epsilon, delta = map(float, numbers)
+    except ValueError:
+        base = ""
+    if base != "typical":
+        raise InputError(
+            f"rule {name[:80]} is not known: only typical takes numbers, its epsilon and delta, as in "
+            f"typical:{EPSILON}:{DELTA}"
+        )
+    check_thresholds(epsilon, delta)
+    return partial(RULES[base], epsilon=epsilon, delta=delta)
+
+
+def scope_of(name: str) -> Scope:
+    named(name)
+    return SCOPES[name.partition(":")[0]]
+
+
+def guarantee_of(name: str) -> str:
+    named(name)
+    return GUARANTEES[name.partition(":")[0]]
+
+
+def rule_for(law: Law, greedy: bool, is_chain: bool) -> str:
+    """Name of the exact rule that fits a proposal: its law, whether decoding is greedy, whether each node has one child."""
+    if greedy:
+        return "greedy"
+    if law is Law.IID and is_chain:
+        return "ratio"
+    if law in (Law.IID, Law.WOR):
+        return "multi_step"
+    return "one_hot" if law is Law.ONE_HOT else "sample_and_match"
+
+
+def check_fit(name: str, *, greedy: bool, is_chain: bool) -> None:
+    """Refuse a rule that cannot serve this temperature or shape, whatever the drafts' law.
+
+    Raises: InputError saying why, and what to give instead.
+    """
+    scope = scope_of(name)
+    if greedy and name != "greedy":
+        raise InputError(
+            f"rule {name} judges sampled text, at temperature 0 the rule is greedy: give a temperature above 0, or "
+            "rule=auto"
+        )
+    if name == "greedy" and not greedy:
+        raise InputError("rule greedy follows the target's argmax: give temperature 0, or rule=auto")
+    if scope.chain and not is_chain:
+        raise InputError(
+            f"rule {name} judges a chain, this tree has nodes with several children: give a chain such as tree=4, or "
+            "rule=auto"
+        )

@@ -1,0 +1,115 @@
+"""A chain that ends where the drafter is no longer sure.
+
+Whether a k-th token is drafted is settled before it is drawn, by the largest probability of the law it would be drawn
+from: a function of the prefix and of the drafts before it. The text therefore keeps the target's law. Dropping a token
+that was drawn because *its* probability is low, as some engines do, changes the law: for p = (.7, .3) and q = (.5, .5), a
+scheduler that keeps the first token only when it was the first emits (.85, .15).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.errors import InputError
+from drafttrain.flow import Law, Proposal
+from drafttrain.nn.sampling import Policy, draw
+from drafttrain.tree.topology import Growth, Tree
+
+if TYPE_CHECKING:
+    from drafttrain.tree.growth import Speaker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confident(Growth):
+    """At most k drafts one behind the other, ended before the first whose law is unsure."""
+
+    k: int
+    stop_below: float
+    """Least probability that the likeliest next token must have, at temperature 1, for the draft to go on."""
+
+    def __post_init__(self) -> None:
+        if type(self.k) is not int or self.k < 1:
+            raise InputError(f"tree.k is {self.k!r}, a chain that ends by confidence needs a whole number of at least 1")
+        if type(self.stop_below) not in (int, float) or not 0 < self.stop_below < 1:
+            raise InputError(
+                f"tree.stop_below is {self.stop_below!r}, needs a probability above 0 and below 1; 0 is a chain of fixed length"
+            )
+
+    @property
+    def size(self) -> int:
+        return self.k
+
+    @property
+    def max_depth(self) -> int:
+        return self.k
+
+    @property
+    def max_children(self) -> int:
+        return 1
+
+    @property
+    def kind(self) -> str:
+        return "chain"
+
+    @property
+    def title(self) -> str:
+        return f"chain {self.k} above {self.stop_below:g}"
+
+    def capped(self, depth: int) -> Growth:
+        return replace(self, k=min(self.k, depth)) if depth > 0 else Tree(()).capped(depth)
+
+    def within(self, depth: int) -> Growth:
+        return self.capped(depth)
+
+    def spec(self) -> dict[str, Any]:
+        return {"growth": "chain", "k": self.k, "stop_below": self.stop_below}
+
+
+def chain(k: int, stop_below: float = 0.0) -> Growth:
+    """A chain as settings name it: of k drafts, or of at most k where a threshold is given."""
+    return Confident(k=k, stop_below=stop_below) if stop_below and k else Tree.chain(k)
+
+
+def goes_on(logits: Tensor, stop_below: float) -> Tensor:
+    """(b w) logits of the next draft -> (b) bool: is the drafter sure enough to make it? It sees no drawn token."""
+    return logits.float().softmax(-1).amax(-1) >= stop_below
+
+
+def grow_confident(
+    speaker: Speaker, state: Any, hidden: Tensor, logits: Tensor, tree: Confident, policy: Policy, u: Tensor | None
+) -> Proposal:
+    """Draft until no row is sure enough. Arguments as in `grow`.
+
+    Returns: as many nodes as the longest row has, with `counts`.
+    """
+    b, device = len(hidden), hidden.device
+    going = goes_on(logits, tree.stop_below)
+    counts = torch.zeros(b, dtype=torch.int64, device=device)
+    tokens: list[Tensor] = []
+    laws: list[Tensor] = []
+    while bool(going.any()):
+        counts += going
+        if u is None:
+            chosen = logits.argmax(-1)
+        else:
+            law = policy.probs(logits)
+            chosen = draw(law, u[:, len(tokens)])
+            laws.append(speaker.to_target_law(law))
+        tokens.append(speaker.to_target_ids(chosen))
+        depth = len(tokens)
+        if depth == tree.k:
+            break
+        among = torch.ones(1, 1, depth, dtype=torch.bool, device=device)
+        out, more = speaker.expand(state, tokens[-1][:, None], hidden[:, None], depth, among)
+        hidden, logits = out[:, 0], more[:, 0]
+        going = going & goes_on(logits, tree.stop_below)
+    n = len(tokens)
+    nodes = torch.arange(n, device=device).expand(b, n)
+    drafted = torch.stack(tokens, 1) if tokens else counts.new_empty(b, 0)
+    if u is None or not laws:
+        return Proposal(drafted, nodes - 1, Law.ONE_HOT if u is None else Law.IID, counts=counts)
+    return Proposal(drafted, nodes - 1, Law.IID, torch.stack(laws, 1), nodes, counts)

@@ -1,0 +1,276 @@
+"""Choose how a package decodes on this device, and keep the choice in its decoding.yaml.
+
+Calibrate: decode prompts with a wide tree and count how often the child of each rank is accepted at each depth. Measure what
+drafting and verifying cost here. Predict tokens a second for the best tree of every size and depth. Race the most promising ones
+against plain decoding on further prompts; the fastest wins, plain decoding among them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from drafttrain.data.conversations import write_json
+from drafttrain.decoding.costs import Costs
+from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.measure import Measurement
+from drafttrain.decoding.speculator import Speculator, check_dtype
+from drafttrain.errors import InputError
+from drafttrain.nn.sampling import Policy, check_seed
+from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
+from drafttrain.packaging.manifest import DECODING, check_target, read_config
+from drafttrain.packaging.reading import load_drafter
+from drafttrain.packaging.writing import change_plan
+from drafttrain.reporting.console import table, track
+from drafttrain.runs import provenance, run_dir
+from drafttrain.target.model import Target
+from drafttrain.target.prompts import open_prompts
+from drafttrain.tree.choice import CALIBRATION, candidates, known
+from drafttrain.tree.search import expected_tokens
+from drafttrain.tree.topology import Growth, Tree
+from drafttrain.wiring.building import build
+from drafttrain.wiring.doors import door
+
+RESULT = "tuning.json"
+SHOWN = 12
+
+
+@door("tune", text=("package", "prompts"))
+def main(cfg: DictConfig) -> None:
+    policy = check_settings(cfg)
+    package = Path(cfg.package).expanduser()
+    config = read_config(package)
+    source = open_prompts(cfg.prompts, OmegaConf.to_container(cfg.columns))  # type: ignore[arg-type]
+    target: Target = build(cfg.target, work="decode")
+    check_target(config, target, package)
+    drafter = load_drafter(package, target)
+    speculator = Speculator(target, drafter, read_plan(package / DECODING, drafter), dtype=cfg.dtype)
+    prompts = source.ids(target, cfg.calibration_prompts + cfg.race_prompts, say)
+    more = [fit(Plan(tree_of(value)), drafter, f"trees: {value}").tree for value in cfg.trees]
+    folder = run_dir(cfg, resume=False)
+    calibration = calibrate(speculator, prompts[: cfg.calibration_prompts], policy, cfg)
+    guesses = predict(speculator, calibration, prompts, policy, cfg)
+    show_guesses(guesses)
+    plans = racing(guesses, [speculator.plan.tree, *more], policy, cfg)
+    # Prompts that were not calibrated on, where there are enough.
+    unseen = prompts[cfg.calibration_prompts :] or prompts
+    raced = race(speculator, unseen[: cfg.race_prompts], plans, cfg)
+    winner = choose(raced, policy)
+    show_race(raced, guesses)
+    result = {
+        "settings": {key: plain_value(cfg[key]) for key in ("temperature", "top_k", "top_p", "max_new_tokens", "seed")},
+        "prompts": source.name,
+        "rates": calibration.rates,
+        "predicted": [guess.row() for guess in guesses],
+        "raced": [found.row() for found in raced],
+        "chosen": {"tree": winner.tree.title, "rule": winner.rule_name, "nodes": winner.tree.size},
+        "provenance": provenance(cfg),
+    }
+    write_json(folder / RESULT, result)
+    say(verdict(winner, raced))
+    if cfg.write:
+        change_plan(package, winner)
+        say(f"{package / DECODING} now says so")
+    say(f"wrote {folder / RESULT}")
+
+
+# --- before long work starts -----------------------------------------------------------------------------------------------
+
+
+def check_settings(cfg: DictConfig) -> Policy:
+    whole = {"max_new_tokens": 2, "batch": 1, "calibration_prompts": 1, "race": 1, "race_prompts": 1}
+    for key, least in whole.items():
+        if type(cfg[key]) is not int or cfg[key] < least:
+            raise InputError(f"{key}={cfg[key]}: needs a whole number of at least {least}")
+    if not isinstance(cfg.write, bool):
+        raise InputError(f"write={cfg.write}: needs true or false")
+    for key in ("sizes", "trees", "rules"):
+        if not OmegaConf.is_list(cfg[key]):
+            raise InputError(f"{key}={cfg[key]}: needs a list, such as '{key}=[]'")
+    for size in cfg.sizes:
+        if type(size) is not int or size < 1:
+            raise InputError(f"sizes: {size!r} is not a whole number of at least 1")
+    for key in ("temperature", "top_k", "top_p"):
+        if isinstance(cfg[key], bool) or not isinstance(cfg[key], int | float):
+            raise InputError(f"{key}={cfg[key]}: needs a number")
+    check_seed(cfg.seed)
+    check_dtype(cfg.dtype)
+    policy = Policy(float(cfg.temperature), cfg.top_k, cfg.top_p)
+    policy = Policy() if policy.greedy else policy
+    for value in cfg.trees:
+        if not tree_of(value).size:
+            raise InputError(f"trees: {value} drafts nothing; plain decoding races anyway: leave it out")
+    for rule in cfg.rules:
+        rule_of(rule)
+    return policy
+
+
+def plain_value(value: Any) -> Any:
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+# --- the work --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What a tree promises here."""
+
+    tree: Tree
+    tokens: float
+    """Expected tokens a round."""
+    seconds: float
+    """Of drafting and verifying one."""
+    speedup: float
+    """Against plain decoding, whose round is one token and one target pass."""
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "tree": self.tree.title,
+            "nodes": self.tree.size,
+            "depth": self.tree.max_depth,
+            "paths": [list(path) for path in self.tree.paths],
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "speedup": self.speedup,
+        }
+
+
+def calibrate(
+    speculator: Speculator, prompts: Sequence[Sequence[int]], policy: Policy, cfg: DictConfig
+) -> Measurement:
+    """Decode with a wide tree, as wide and deep as this drafter can fill."""
+    drafter = speculator.drafter
+    wide = CALIBRATION if drafter.max_depth is None else CALIBRATION.capped(drafter.max_depth)
+    wide = Tree.from_paths([path for path in wide.paths if max(path) < drafter.choices])
+    say(f"calibrates: {len(prompts)} prompts with a tree of {wide.size}")
+    found = speculator.measure_acceptance(
+        prompts,
+        Plan(wide, policy),
+        max_new_tokens=cfg.max_new_tokens,
+        batch=cfg.batch,
+        seed=cfg.seed,
+        watch=lambda items, what: track(items, description=what),
+    )
+    if not found.tally.rounds:
+        raise InputError("no prompt had a round of drafts (answers end at once): give other prompts, or raise max_new_tokens")
+    return found
+
+
+def predict(
+    speculator: Speculator, calibration: Measurement, prompts: Sequence[Sequence[int]], policy: Policy, cfg: DictConfig
+) -> list[Guess]:
+    """The best trees of all sizes and depths with what they promise, the most promising first."""
+    assert calibration.rates is not None
+    rates = known(calibration.rates)
+    if not rates:
+        return []
+    target, drafter = speculator.target, speculator.drafter
+    context = round(statistics.median(map(len, prompts))) + cfg.max_new_tokens // 2
+    room = target.context - max(*cfg.sizes, len(rates), 1) - 2
+    costs = Costs(target, drafter, policy, max(1, min(context, room)), emitted=max(1, round(calibration.tally.tau or 1)))
+    plain = costs.verify(0)
+    guesses = []
+    for tree in track(candidates(rates, cfg.sizes), description="measures costs", unit="trees"):
+        tokens, seconds = expected_tokens(tree, rates), costs.round(tree)
+        guesses.append(Guess(tree, tokens, seconds, tokens * plain / seconds))
+    return sorted(guesses, key=lambda guess: -guess.speedup)
+
+
+def racing(guesses: Sequence[Guess], more: Sequence[Growth], policy: Policy, cfg: DictConfig) -> list[Plan]:
+    """The most promising trees, those that race in any case, and further rules where they fit."""
+    trees: list[Growth] = [guess.tree for guess in guesses[: cfg.race]]
+    trees += [tree for tree in more if tree.size]
+    plans = [Plan(tree, policy) for tree in dict.fromkeys(trees)]
+    if not policy.greedy:
+        for plan in list(plans):
+            for rule in cfg.rules:
+                other = Plan(plan.tree, policy, rule=rule_of(rule))
+                if fits(other) and other.rule_name != plan.rule_name:
+                    plans.append(other)
+    return list(dict.fromkeys(plans))
+
+
+def fits(plan: Plan) -> bool:
+    try:
+        return bool(plan.rule_name)
+    except InputError:
+        return False
+
+
+def race(
+    speculator: Speculator, prompts: Sequence[Sequence[int]], plans: Sequence[Plan], cfg: DictConfig
+) -> list[Measurement]:
+    if not plans:
+        return []
+    say(f"races {len(plans)} plans against plain decoding on {len(prompts)} prompts")
+    return speculator.measure_speed(
+        prompts,
+        plans,
+        max_new_tokens=cfg.max_new_tokens,
+        seed=cfg.seed,
+        watch=lambda items, what: track(items, description=what),
+    )
+
+
+def choose(raced: Sequence[Measurement], policy: Policy) -> Plan:
+    """The fastest; plain decoding where nothing is faster."""
+    timed = [found for found in raced if found.speedup is not None]
+    best = max(timed, key=lambda found: found.speedup or 0.0, default=None)
+    if best is None or (best.speedup or 0.0) < 1:
+        return Plan(Tree.chain(0), policy)
+    return best.plan
+
+
+# --- what people see -------------------------------------------------------------------------------------------------------
+
+
+def show_guesses(guesses: Sequence[Guess]) -> None:
+    columns = ("tree", "depth", "tokens a round", "ms a round", "predicted speed-up")
+    rows = [
+        [guess.tree.title, guess.tree.max_depth, guess.tokens, 1e3 * guess.seconds, guess.speedup]
+        for guess in guesses[:SHOWN]
+    ]
+    table(f"predicted, the best {len(rows)} of {len(guesses)} trees", columns, rows)
+
+
+def show_race(raced: Sequence[Measurement], guesses: Sequence[Guess]) -> None:
+    predicted: dict[Growth, float] = {guess.tree: guess.speedup for guess in guesses}
+    columns = ("tree", "depth", "rule", "tau", "speed-up", "interval", "predicted", "guarantee")
+    rows = [
+        [
+            found.plan.tree.title,
+            found.plan.tree.max_depth,
+            found.plan.rule_name,
+            found.tally.tau,
+            found.speedup,
+            found.speedup_interval,
+            predicted.get(found.plan.tree),
+            found.plan.guarantee,
+        ]
+        for found in raced
+    ]
+    table("raced against plain decoding", columns, rows)
+
+
+def verdict(winner: Plan, raced: Sequence[Measurement]) -> str:
+    if not winner.tree.size:
+        found = [found.speedup for found in raced if found.speedup is not None]
+        best = f", the best of {len(found)} reached {max(found):.2f}x" if found else ""
+        return f"plain decoding is fastest on this device{best}"
+    speedup = next(found.speedup for found in raced if found.plan == winner)
+    return f"fastest on this device is {winner.tree.title} with rule {winner.rule_name}, {speedup:.2f}x plain decoding"
+
+
+def say(text: str) -> None:
+    print(f"tune: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Tuning: what is chosen is the fastest that was raced, and the package says so afterwards."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from drafttrain import tune
+from drafttrain.data.template import ChatPieces
+from drafttrain.decoding.loop import Plan
+from drafttrain.packaging.decoding import read_plan
+from drafttrain.target.model import Target
+from drafttrain.tree.topology import Tree
+from tests.helpers import packed_place, place_words, tiny_chat_target
+from tests.packaging.made import overfitted
+
+TEXTS = ["hello", "the thin man", "why?", "one", "two", "three"]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_chat_target()
+
+
+@pytest.fixture(scope="module")
+def place(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pieces = ChatPieces(target.tokenizer, target.stop_ids)
+    prompts = [pieces.first_prompt([{"role": "user", "content": text}]) for text in TEXTS]
+    drafter = overfitted(target, prompts, steps=40, tokens=16)
+    folder = packed_place(tmp_path_factory.mktemp("tune"), target, drafter, plan=Plan(Tree.chain(2)))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    return folder
+
+
+def words(place: Path, out: Path, *more: str) -> list[str]:
+    few = ("sizes=[2,4]", "race=2", "race_prompts=2", "calibration_prompts=4")
+    return place_words(place, *few, *more, prompts=place / "prompts.jsonl", run_dir=out)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_fastest_of_the_race_is_kept(
+    place: Path, target: Target, tmp_path: Path, temperature: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path.name: path.read_bytes() for path in (place / "package").iterdir() if path.is_file()}
+    tune.main(words(place, tmp_path / "run", f"temperature={temperature}", "trees=[static]"))
+    result = json.loads((tmp_path / "run" / tune.RESULT).read_text())
+    raced = result["raced"]
+    assert {row["nodes"] for row in raced} >= {2, 25} and len(result["predicted"]) >= len(raced) - 2
+    assert result["predicted"] == sorted(result["predicted"], key=lambda row: -row["speedup"])
+    assert all(row["guarantee"] == ("distribution" if temperature else "greedy") for row in raced)
+    if temperature:
+        assert {"ratio", "block"} <= {row["rule"] for row in raced}
+    else:
+        assert all(row["same_as_plain"] == row["prompts"] for row in raced)
+    best = max(raced, key=lambda row: row["speedup"])
+    plan = read_plan(place / "package" / "decoding.yaml")
+    assert plan.policy.temperature == temperature
+    if best["speedup"] < 1:
+        assert not plan.tree.size and "plain decoding is fastest" in capsys.readouterr().err
+    else:
+        assert (plan.tree.size, plan.rule_name) == (best["nodes"], best["rule"])
+    after = {path.name: path.read_bytes() for path in (place / "package").iterdir() if path.is_file()}
+    assert after.keys() == before.keys()
+    assert {name for name in after if after[name] != before[name]} <= {"decoding.yaml", "README.md"}
+
+
+def test_the_package_stays_as_it_is_on_demand(place: Path, tmp_path: Path) -> None:
+    before = (place / "package" / "decoding.yaml").read_bytes()
+    tune.main(words(place, tmp_path / "run", "write=false", "temperature=0.5"))
+    assert (place / "package" / "decoding.yaml").read_bytes() == before
+    assert json.loads((tmp_path / "run" / tune.RESULT).read_text())["settings"]["temperature"] == 0.5
+
+
+BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
+    "package missing": (lambda p: ["package=nowhere"], "does not exist"),
+    "prompts missing": (lambda p: ["prompts=nowhere.jsonl"], "does not exist"),
+    "no sizes": (lambda p: ["sizes=4"], "needs a list"),
+    "a size of nothing": (lambda p: ["sizes=[0]"], "whole number of at least 1"),
+    "a tree of nothing": (lambda p: ["trees=[plain]"], "drafts nothing"),
+    "unknown tree": (lambda p: ["trees=[octopus]"], "'octopus' is not known"),
+    "unknown rule": (lambda p: ["rules=[magic]"], "rule magic is not known"),
+    "no race": (lambda p: ["race=0"], "race=0"),
+    "write is a word": (lambda p: ["write=perhaps"], "needs true or false"),
+    "a seed of words": (lambda p: ["seed=x"], "seed=x"),
+    "a cold temperature": (lambda p: ["temperature=-1"], "temperature is -1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(name: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change, message = BAD[name]
+    with pytest.raises(SystemExit) as caught:
+        tune.main(words(place, tmp_path / "run", *change(place)))
+    assert caught.value.code == 2
+    *_, last = capsys.readouterr().err.strip().splitlines()
+    assert last.startswith("drafttrain.tune: ") and re.search(message, last), last
+    assert not (tmp_path / "run").exists()

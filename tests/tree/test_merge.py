@@ -1,0 +1,155 @@
+"""Merging by path: every origin is kept, and the text keeps the target's law."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafttrain.decoding.rules import greedy, multi_step
+from drafttrain.errors import InputError
+from drafttrain.flow import Law, Proposal
+from drafttrain.nn.sampling import untried
+from drafttrain.tree.merge import merge
+from drafttrain.tree.topology import Tree
+from tests.decoding.rounds import DRAFT, TARGET, Round, Uniform, judged, p_value
+from tests.decoding.rounds import grow as drafted
+
+OTHER = DRAFT.flip(1)
+FORK = Tree.from_paths([[0], [1], [0, 0], [1, 0]])
+
+
+def proposal(tokens: list[list[int]], tree: Tree, law: Law, v: int = 8) -> Proposal:
+    ids = torch.tensor(tokens)
+    parents = torch.tensor(tree.parents).expand_as(ids)
+    if law is Law.ONE_HOT:
+        return Proposal(ids, parents, law)
+    q = torch.rand(len(ids), tree.size + 1, v, generator=torch.Generator().manual_seed(tree.size))
+    return Proposal(ids, parents, law, q / q.sum(-1, keepdim=True), parents + 1)
+
+
+def test_every_origin_and_multiplicity_is_kept() -> None:
+    one = proposal([[5, 6, 1, 2], [5, 5, 1, 1]], FORK, Law.IID)  # in row 1 it drew 5 twice, and 1 behind both
+    two = proposal([[6, 2, 3], [5, 1, 7]], Tree.chain(3), Law.IID)
+    merged = merge([one, two])
+    assert merged.origins(0) == {
+        (5,): [(0, 0)],
+        (6,): [(0, 1), (1, 0)],
+        (5, 1): [(0, 2)],
+        (6, 2): [(0, 3), (1, 1)],
+        (6, 2, 3): [(1, 2)],
+    }
+    assert merged.origins(1) == {
+        (5,): [(0, 0), (0, 1), (1, 0)],
+        (5, 1): [(0, 2), (0, 3), (1, 1)],
+        (5, 1, 7): [(1, 2)],
+    }
+    found = merged.proposal
+    assert found.law is Law.IID and found.counts is None and found.size == 7
+    assert found.lands is not None and found.q is not None and found.q_rows is not None
+    assert found.lands.tolist() == [[0, 1, 2, 3, 1, 3, 6], [0, 0, 2, 2, 0, 2, 6]]
+    assert found.parents.tolist() == [[-1, -1, 0, 1, -1, 1, 3], [-1, -1, 0, 0, -1, 0, 2]]
+    for row in range(2):
+        for place in range(7):
+            source = (one, two)[merged.drafter[row, place]]
+            node = merged.node[row, place]
+            assert source.tokens[row, node] == found.tokens[row, place]
+            assert torch.equal(found.q[row, found.q_rows[row, place]], source.q[row, source.q_rows[row, node]])
+
+
+def test_equal_tokens_under_other_parents_stay_apart() -> None:
+    one = proposal([[1, 2]], Tree.chain(2), Law.ONE_HOT)
+    two = proposal([[3, 2]], Tree.chain(2), Law.ONE_HOT)
+    merged = merge([one, two])
+    assert merged.proposal.law is Law.ONE_HOT and merged.proposal.q is None
+    assert len(merged.origins(0)) == 4
+
+
+def test_padding_goes_to_the_end() -> None:
+    one = proposal([[5, 6, 7], [5, 6, 7], [1, 0, 0]], Tree.chain(3), Law.IID)
+    one = Proposal(one.tokens, one.parents, one.law, one.q, one.q_rows, torch.tensor([1, 3, 0]))
+    two = proposal([[5, 4], [5, 6], [1, 2]], Tree.chain(2), Law.IID)
+    merged = merge([one, two])
+    assert merged.proposal.counts.tolist() == [3, 5, 2]
+    assert merged.origins(0) == {(5,): [(0, 0), (1, 0)], (5, 4): [(1, 1)]}
+    assert merged.origins(1) == {(5,): [(0, 0), (1, 0)], (5, 6): [(0, 1), (1, 1)], (5, 6, 7): [(0, 2)]}
+    assert merged.origins(2) == {(1,): [(1, 0)], (1, 2): [(1, 1)]}
+    found = merged.proposal
+    assert (found.parents < torch.arange(5)).all()
+    assert torch.equal(found.q[0, found.q_rows[0, 2]], two.q[0, two.q_rows[0, 1]])
+
+
+def test_laws_of_draws_without_replacement_and_of_single_tokens() -> None:
+    wor = proposal([[3, 1, 2]], Tree.expansion([3]), Law.WOR)
+    merged = merge([wor, proposal([[1]], Tree.chain(1), Law.ONE_HOT)]).proposal
+    laws = merged.q[0, merged.q_rows[0]]
+    base = wor.q[0, :1]
+    for j in range(3):
+        torch.testing.assert_close(laws[j : j + 1], untried(base, wor.tokens[:, :j]).float())
+    assert laws[3].tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
+
+
+def test_greedy_descends_into_either_drafters_branch() -> None:
+    one, two = proposal([[5, 6]], Tree.chain(2), Law.ONE_HOT), proposal([[5, 7, 4]], Tree.chain(3), Law.ONE_HOT)
+    found = merge([one, two]).proposal
+    argmax = torch.tensor([[5, 7, 0, 0, 4, 2]])  # after the anchor 5, after 5 7, after 7 4, after 4 2
+    kept = greedy(argmax, found)
+    assert found.tokens[0, kept.path[0]].tolist() == [5, 7, 4] and kept.next_token.item() == 2
+
+
+def test_what_cannot_be_merged() -> None:
+    one = proposal([[5, 6]], Tree.chain(2), Law.IID)
+    with pytest.raises(InputError, match="nothing to merge"):
+        merge([])
+    with pytest.raises(InputError, match="proposal 1 is merged already"):
+        merge([one, merge([one]).proposal])
+    with pytest.raises(InputError, match="does not say how"):
+        merge([Proposal(one.tokens, one.parents, Law.UNKNOWN)])
+    with pytest.raises(InputError, match="without q"):
+        merge([one, Proposal(one.tokens, one.parents, Law.IID)])
+
+
+# --- the law of text -------------------------------------------------------------------------------------------------------
+
+
+def by(table: Tensor, tree: Tree, law: Law, last: Tensor, uniform: Uniform) -> Proposal:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.decoding.rounds.DRAFT", table)
+        return drafted(tree, law, last, uniform)
+
+
+def two_drafters(first: tuple[Tree, Law], second: tuple[Tree, Law], *, joined: bool = False) -> Round:
+    def one_round(last: Tensor, uniform: Uniform):
+        # Two drafters that are alike often propose the same token.
+        tables = (DRAFT, DRAFT if joined else OTHER)
+        drafts = [by(table, *how, last, uniform) for table, how in zip(tables, (first, second), strict=True)]
+        found = merge(drafts).proposal
+        if not joined:
+            return judged(multi_step, found, last, uniform)
+        # A mistake: a token that the second drafter repeats is not judged again.
+        twice = found.lands != torch.arange(found.size)
+        table = found.q.gather(1, found.q_rows[:, :, None].expand(-1, -1, 4))
+        table[twice] = 1e-30
+        p_row = Proposal(found.tokens, found.parents, Law.IID, table, torch.arange(found.size).expand_as(found.tokens))
+        u = uniform(found.size + 1)
+        u[:, :-1] = torch.where(twice, 2.0, u[:, :-1])
+        return found.tokens, multi_step(TARGET[torch.cat((last[:, None], found.tokens), 1)], p_row, u)
+
+    return one_round
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((Tree.chain(2), Law.IID), (Tree.chain(2), Law.IID)),
+        ((Tree.expansion([2, 1]), Law.WOR), (Tree.chain(2), Law.ONE_HOT)),
+    ],
+    ids=["two chains", "a tree and a deterministic chain"],
+)
+def test_merged_trees_write_the_targets_law(first: tuple[Tree, Law], second: tuple[Tree, Law]) -> None:
+    assert p_value(two_drafters(first, second), 50_000) > 1e-3
+
+
+def test_joining_equal_proposals_does_not() -> None:
+    chain = (Tree.chain(2), Law.IID)
+    assert p_value(two_drafters(chain, chain, joined=True), 150_000) < 1e-6
