@@ -23,7 +23,7 @@ class TrainerConfig:
     rounds small updates away."""
     batch_tokens: int | None
     """Tokens of an update, padding counted, over all processes and accumulated micro-batches: how a batch is split does not
-    change the recipe."""
+    change the recipe, as long as each micro-batch's share holds the longest row. A smaller share is raised to that."""
     batch_rows: int | None
     """Rows of an update, likewise. At least one of the two limits is needed."""
     accumulate: int
@@ -51,20 +51,20 @@ class TrainerConfig:
             raise InputError(f"trainer.max_minutes={self.max_minutes}: needs a number above 0, or null")
 
     def sampler(self, data: ConversationData, *, seed: int, rank: int, world: int) -> EpochSampler:
-        """This process's micro-batches. Raises InputError if a micro-batch would not hold the longest row."""
+        """This process's micro-batches. Raises InputError if an update would not hold the longest row."""
         parts = self.accumulate * world
         if self.batch_rows is not None and self.batch_rows % parts:
             raise InputError(
                 f"trainer.batch_rows={self.batch_rows} does not divide by accumulate x processes = {self.accumulate} x {world}"
             )
-        tokens = None if self.batch_tokens is None else self.batch_tokens // parts
         longest = max(data.lengths)
-        if tokens is not None and tokens < longest:
+        if self.batch_tokens is not None and self.batch_tokens < longest:
             raise InputError(
-                f"trainer.batch_tokens={self.batch_tokens} over accumulate x processes = {self.accumulate} x {world} leaves "
-                f"{tokens} tokens a batch, the longest row has {longest}: raise batch_tokens, or lower data.max_length or "
-                "accumulate"
+                f"trainer.batch_tokens={self.batch_tokens} is less than the longest row, which has {longest} tokens: raise it, or "
+                "lower data.max_length"
             )
+        # A row is never split: where a process's share is smaller than one, it takes one row.
+        tokens = None if self.batch_tokens is None else max(self.batch_tokens // parts, longest)
         rows = None if self.batch_rows is None else self.batch_rows // parts
         return EpochSampler(data.lengths, batch_tokens=tokens, batch_rows=rows, seed=seed, rank=rank, world=world)
 

@@ -79,6 +79,12 @@ def prepare(
     world, seed = world_size(), config["seed"]
     sampler = settings.trainer.sampler(data, seed=seed, rank=rank(), world=world)
     course = settings.trainer.course(sampler)
+    parts = settings.trainer.accumulate * world
+    if settings.trainer.batch_tokens is not None and settings.trainer.batch_tokens // parts < max(data.lengths):
+        say(
+            f"{parts} micro-batches share trainer.batch_tokens={settings.trainer.batch_tokens}, each less than the longest row of "
+            f"{max(data.lengths)} tokens: updates are larger than that"
+        )
     first = [settings.trainer.sampler(data, seed=seed, rank=r, world=world).batches(0) for r in range(world)]
     groups = [group for batches in first for group in batches if group[0] >= 0]
     shared = world > 1 and int(os.environ.get("LOCAL_WORLD_SIZE", world)) == world

@@ -141,7 +141,16 @@ def test_batches_are_of_the_update_and_split_over_accumulation(data: Conversatio
     updates = [c.course(c.sampler(data, seed=0, rank=0, world=1)).updates_per_epoch for c in (whole, parts)]
     assert abs(updates[0] - updates[1]) <= 1
     with pytest.raises(InputError, match="longest row"):
-        TrainerConfig(**TRAINER | {"accumulate": 40}).sampler(data, seed=0, rank=0, world=1)
+        TrainerConfig(**TRAINER | {"batch_tokens": max(data.lengths) - 1}).sampler(data, seed=0, rank=0, world=1)
+
+
+def test_a_micro_batch_holds_at_least_one_row(data: ConversationData) -> None:
+    """However many processes share an update: what runs on one runs on all of them."""
+    config = TrainerConfig(**TRAINER | {"batch_tokens": max(data.lengths)})
+    samplers = [config.sampler(data, seed=0, rank=r, world=4) for r in range(4)]
+    rows = [place for sampler in samplers for batch in sampler.batches(0) for place in batch if place >= 0]
+    assert sorted(rows) == list(range(len(data)))
+    assert len({len(sampler) for sampler in samplers}) == 1
 
 
 def test_the_clock_ends_a_run_without_a_length(target: Target, data: ConversationData) -> None:
