@@ -26,6 +26,7 @@ from drafttrain.flow import Batch, Features, Loss, Needs
 from drafttrain.nn import losses
 from drafttrain.nn.attention import as_attention
 from drafttrain.nn.cache import KVCache
+from drafttrain.nn.packed import FrozenProduct
 from drafttrain.target.model import Target
 
 
@@ -83,6 +84,7 @@ class Eagle1(Autoregressive):
         ids = None if draft_ids is None else torch.as_tensor(draft_ids, dtype=torch.int64)
         self.register_buffer("draft_ids", ids)
         self.register_buffer("head_rows", None, persistent=False)
+        self._product: FrozenProduct | None = None
         self.to(target.device)
         self._probe()
         if balance_input:
@@ -105,10 +107,12 @@ class Eagle1(Autoregressive):
             weight = self.target.output.weight
             rows = weight if self.draft_ids is None else weight[self.draft_ids.to(weight.device)]
             self.head_rows = rows.detach().to(device=hidden.device, dtype=self.dtype)
+        if self._product is None or self._product.weight is not self.head_rows:
+            self._product = FrozenProduct(self.head_rows)
         bias = getattr(self.target.output, "bias", None)
         if bias is not None:
             bias = (bias if self.draft_ids is None else bias[self.draft_ids]).to(hidden)
-        return self.target.finish_logits(nn.functional.linear(hidden.to(self.dtype), self.head_rows, bias))
+        return self.target.finish_logits(self._product(hidden.to(self.dtype), bias))
 
     def to_target_ids(self, ids: Tensor) -> Tensor:
         return ids if self.draft_ids is None else self.draft_ids[ids]

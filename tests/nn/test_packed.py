@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from drafttrain.errors import InputError
-from drafttrain.nn.packed import PackedLinear, pack, wanted
+from drafttrain.nn.packed import FrozenProduct, PackedLinear, pack, wanted
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -20,6 +20,25 @@ def test_same_products(bias, shape):
     y = x.clone().requires_grad_()
     packed(y).sum().backward()
     torch.testing.assert_close(y.grad, plain.weight.sum(0).expand(shape).detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (3, 5, 7), (0, 7)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_frozen_product_and_its_gradient(shape, bias):
+    generator = torch.Generator().manual_seed(0)
+    weight, extra = torch.randn(11, 7, generator=generator), torch.randn(11, generator=generator) if bias else None
+    product = FrozenProduct(weight)
+    x, slope = torch.randn(shape, generator=generator), torch.randn(*shape[:-1], 11, generator=generator)
+    found = []
+    for work in (lambda x: product(x, extra), lambda x: nn.functional.linear(x, weight, extra)):
+        y = x.clone().requires_grad_()
+        out = work(y)
+        out.backward(slope)
+        found.append((out.detach(), y.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    half = FrozenProduct(weight.bfloat16())
+    torch.testing.assert_close(half(x.bfloat16()), nn.functional.linear(x.bfloat16(), weight.bfloat16()))
 
 
 def test_layers_are_replaced_and_tied_weights_stay_tied():
