@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, first_line
 from drafttrain.nn import packed
 from drafttrain.nn.attention import check_backend
 from drafttrain.target.model import Target
@@ -181,7 +181,7 @@ def hf(
                 **common,
             )
     except Exception as error:
-        raise InputError(f"target {path} cannot be loaded: {_first_line(error)}") from error
+        raise InputError(f"target {path} cannot be loaded: {first_line(error)}") from error
     lost = sorted(report.get("missing_keys", ()))
     if lost:
         raise InputError(f"target {path}: its files lack {len(lost)} tensors, the first is {lost[0]}")
@@ -191,7 +191,7 @@ def hf(
         try:
             tokenizer = AutoTokenizer.from_pretrained(where, **common)
         except Exception as error:
-            raise InputError(f"target {path}: its tokenizer cannot be read: {_first_line(error)}") from error
+            raise InputError(f"target {path}: its tokenizer cannot be read: {first_line(error)}") from error
     if device_map is None:
         model = model.to(where_to)
         if where_to.type == "cpu" and kind == torch.float32:
@@ -223,7 +223,7 @@ def _read_config(path: str, *, revision: str | None, trust_remote_code: bool) ->
                 f"target {path} brings its own Python code, which is not run unless you set "
                 "target.trust_remote_code=true (read the code first)"
             ) from error
-        raise InputError(f"target {path} cannot be read: {_first_line(error)}") from error
+        raise InputError(f"target {path} cannot be read: {first_line(error)}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(f"target {path} is an encoder-decoder ({config.model_type}): give a decoder-only causal LM")
     if not trust_remote_code and not _is_causal(config):
@@ -241,11 +241,6 @@ def _is_causal(config: Any) -> bool:
     from transformers import AutoModelForCausalLM
 
     return type(config) in AutoModelForCausalLM._model_mapping
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0]
 
 
 TINY = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_neox")
