@@ -29,6 +29,7 @@ _READ = {"attention_mask", "position_ids", "use_cache", "cache", "past_key_value
 _SAMPLING = (
     "SequenceBiasLogitsProcessor",
     "RepetitionPenaltyLogitsProcessor",
+    "MinLengthLogitsProcessor",
     "MinNewTokensLengthLogitsProcessor",
     "TemperatureLogitsWarper",
     "TopKLogitsWarper",
@@ -173,8 +174,8 @@ def _policy(settings: Any, processors: Any, width: int, lengths: list[int]) -> P
     if odd:
         raise InputError(
             f"{', '.join(odd)} would change the text and cannot be honoured while decoding with a drafttrain package: "
-            "temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens and sequence_bias of single tokens can; leave "
-            "the rest out (it may come from model.generation_config)"
+            "temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, min_length and sequence_bias of single tokens "
+            "can; leave the rest out (it may come from model.generation_config)"
         )
     if names != sorted(set(names), key=_SAMPLING.index):
         raise InputError(
@@ -191,8 +192,9 @@ def _policy(settings: Any, processors: Any, width: int, lengths: list[int]) -> P
             found["logit_bias"] = _single_tokens(one.sequence_bias)
         elif name == "RepetitionPenaltyLogitsProcessor":
             found["repetition_penalty"] = _penalty(one, width, lengths)
-        elif name == "MinNewTokensLengthLogitsProcessor":
-            found["min_new_tokens"] = _least(one, width, settings._eos_token_tensor)
+        elif name.startswith("Min") and name != "MinPLogitsWarper":
+            least = _least(one, width, settings._eos_token_tensor)
+            found["min_new_tokens"] = max(least, found.get("min_new_tokens", 0))
     if not settings.do_sample:
         return Policy(**found)
     found["temperature"] = 1.0
@@ -224,13 +226,14 @@ def _penalty(one: Any, width: int, lengths: list[int]) -> float:
 
 
 def _least(one: Any, width: int, end: Any) -> int:
+    """New tokens that a least length comes to; a length of the whole text counts padding, as transformers does."""
     same = end is not None and sorted(one.eos_token_id.tolist()) == sorted(end.tolist())
-    if one.prompt_length_to_skip != width or not same:
+    if getattr(one, "prompt_length_to_skip", width) != width or not same:
         raise InputError(
-            "MinNewTokensLengthLogitsProcessor with another prompt length or other stop tokens than this call's cannot be "
-            "honoured: give min_new_tokens=... instead"
+            f"{type(one).__name__} with another prompt length or other stop tokens than this call's cannot be honoured: "
+            "give min_new_tokens=... instead"
         )
-    return int(one.min_new_tokens)
+    return int(one.min_new_tokens) if hasattr(one, "min_new_tokens") else max(0, one.min_length - width)
 
 
 def _plan(own: Plan, policy: Policy) -> Plan:

@@ -13,6 +13,7 @@ import transformers
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
+    MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
@@ -144,6 +145,7 @@ def test_policies_that_read_the_text_equal_plain_greedy_in_a_batch_with_padding(
     for settings in (
         {"repetition_penalty": 1.3},
         {"min_new_tokens": 12},
+        {"min_length": 17},
         {"sequence_bias": [[[int(free[2, 7])], -3.0]]},
         {"repetition_penalty": 0.9, "min_new_tokens": 5, "sequence_bias": [[[eos[0]], -4.0], [[4], 1.0]]},
     ):
@@ -219,7 +221,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "NoRepeatNGram": {"no_repeat_ngram_size": 2},
     "NoBadWords": {"bad_words_ids": [[5]]},
-    "MinLength": {"min_length": 9},
+    "other stop tokens": {
+        "logits_processor": transformers.LogitsProcessorList([MinLengthLogitsProcessor(9, [EOS + 1])])
+    },
     "Typical": {"do_sample": True, "typical_p": 0.5},
     "ForcedEOS": {"forced_eos_token_id": 1},
     "SuppressTokens": {"suppress_tokens": [4]},
