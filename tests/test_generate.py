@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from drafttrain import generate
 from drafttrain.decoding.loop import Output, Plan
 from drafttrain.errors import InputError
 from drafttrain.generate import Conversation, Screen, Unfolding
+from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
@@ -70,6 +72,23 @@ def test_other_settings(place: Path, capsys: pytest.CaptureFixture[str], monkeyp
         generate.main(place_words(place, *more))
         texts.append(capsys.readouterr().out.rpartition("\n\ntau ")[0])
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_policies_that_read_the_text(
+    place: Path, target: Target, ids: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def written(*more: str) -> str:
+        generate.main(place_words(place, f"prompt={PROMPT}", "mark=none", *more))
+        return capsys.readouterr().out.rpartition("\n\ntau ")[0]
+
+    speculator = drafttrain.load(place / "package", target)
+    first = speculator.generate([ids], max_new_tokens=1)[0][0].ids[0]
+    policy = Policy(repetition_penalty=1.4, min_new_tokens=9, logit_bias={first: -math.inf, 7: 2.0})
+    (plain,), _ = speculator.generate([ids], max_new_tokens=16, plan=Plan(Tree.chain(0), policy))
+    settings = ("repetition_penalty=1.4", "min_new_tokens=9", f"logit_bias={{{first}:-inf,7:2}}")
+    expected = shown(target.tokenizer.decode(plain.ids, skip_special_tokens=True))  # type: ignore[union-attr]
+    assert written(*settings) == expected != written()
+    assert written(*settings, "temperature=1.0", "min_p=1.0") == expected
 
 
 @pytest.mark.parametrize(
@@ -175,6 +194,13 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a dtype of whole numbers": (lambda p: ["prompt=a", "dtype=int8"], "dtype=int8: give one of auto"),
     "half a character": (lambda p: ["prompt=\udcff"], "not UTF-8"),
     "top_k of a greedy policy": (lambda p: ["prompt=a", "top_k=-3"], "top_k is -3"),
+    "min_p above 1": (lambda p: ["prompt=a", "min_p=2"], "min_p is 2, needs"),
+    "a penalty of words": (lambda p: ["prompt=a", "repetition_penalty=much"], "repetition_penalty=much: needs a number"),
+    "no penalty": (lambda p: ["prompt=a", "repetition_penalty=0"], "repetition_penalty is 0, needs"),
+    "half a token": (lambda p: ["prompt=a", "min_new_tokens=1.5"], "min_new_tokens is 1.5, needs"),
+    "a bias of words": (lambda p: ["prompt=a", "logit_bias={a:1}"], "logit_bias names token 'a'"),
+    "a bias without a token": (lambda p: ["prompt=a", "logit_bias=4"], "logit_bias is 4, needs"),
+    "a bias beyond the vocabulary": (lambda p: ["prompt=a", "logit_bias={99999:1.0}"], "logit_bias names token 99999"),
 }
 
 

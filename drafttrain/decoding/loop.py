@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,8 +16,10 @@ from drafttrain.decoding import rules
 from drafttrain.drafter.base import Drafter, Fresh
 from drafttrain.errors import InputError
 from drafttrain.flow import Acceptance, Features, Law, Proposal, Tally
+from drafttrain.nn.processing import Text
 from drafttrain.nn.sampling import Chance, Policy, draw
 from drafttrain.target.model import Target
+from drafttrain.tree.laws import ways
 from drafttrain.tree.topology import Growth, ancestor_mask, depths_of
 
 
@@ -228,6 +230,12 @@ class _Decoding:
         self.cache.commit(lengths)
         places = torch.arange(len(prompts), device=device)
         logits = self.target.head(out.hidden[places, lengths - 1])  # b v
+        if self.plan.policy.processes:
+            behind = ids.new_empty(len(prompts), 1, 0)
+            made, nothing = self.plan.policy.processed(logits[:, None], self._text(), behind)
+            if bool(nothing.any()):
+                raise self._nothing_left(int(nothing.any(1).nonzero()[0]))
+            logits = made[:, 0]
         if self.plan.policy.greedy:
             self.anchor = logits.argmax(-1)
         else:
@@ -251,9 +259,11 @@ class _Decoding:
             # A sampled row keeps its whole tree, or its text would depend on how far its neighbours have come.
             tree = tree.within(max(use))
         u = None if policy.greedy else self.chance.uniform(2 * self.plan.tree.size + 1).to(device)
+        text = self._text() if policy.processes else None
         if self.drafter and tree.size:
+            fresh = self.fresh if text is None else replace(self.fresh, text=text)
             number = u[:, : tree.size] if u is not None and self.plan.draws else None
-            proposal = self.drafter.propose(self.state, self.fresh, tree, policy, number, self.plan.law)
+            proposal = self.drafter.propose(self.state, fresh, tree, policy, number, self.plan.law)
         else:
             empty = torch.empty(b, 0, dtype=torch.int64, device=device)
             proposal = Proposal(empty, empty, Law.ONE_HOT)
@@ -261,15 +271,19 @@ class _Decoding:
 
         ids = torch.cat((self.anchor[:, None], proposal.tokens), 1)  # b n+1
         depths = depths_of(proposal.parents, tree.max_depth)
+        among = ancestor_mask(proposal.parents, tree.max_depth)
         needs = self.drafter.needs if self.drafter else None
         out = self.target.step(
             ids,
             self.cache,
-            among=ancestor_mask(proposal.parents, tree.max_depth),
+            among=among,
             depths=torch.nn.functional.pad(depths, (1, 0)),
             layers=needs.layers if needs else (),
         )
         logits = self.target.head(out.hidden)  # b n+1 v
+        nothing = None
+        if text is not None:
+            logits, nothing = policy.processed(logits, text, ways(proposal.tokens, among, depths, tree.max_depth))
         self.clock.mark("verify")
 
         accepted = self._judge(logits, proposal, u)
@@ -280,6 +294,8 @@ class _Decoding:
         head = torch.stack((accepted.count, accepted.next_token, drafted, behind.long()), 1)
         answer = torch.cat((head, path_tokens, accepted.path), 1).tolist()
         emitted = [[*row[4 : 4 + row[0]], row[1]] for row in answer]
+        if nothing is not None and bool(nothing.any()):
+            self._check_choices(nothing, accepted, emitted)
         drafts = [_Drafts(row[2], bool(row[3]), tuple(row[4 + k : 4 + k + row[0]])) for row in answer]
         stays = self._emit(emitted, [row[0] for row in answer], drafts)
         if stays:
@@ -287,6 +303,31 @@ class _Decoding:
         else:
             self.rows = []
         self.clock.mark("host")
+
+    def _text(self) -> Text:
+        rows = self.rows
+        answers = [self.outputs[row].ids for row in rows]
+        return Text.of([self.prompts[row] for row in rows], answers, sorted(self.stop), self.target.device)
+
+    def _check_choices(self, nothing: Tensor, accepted: Acceptance, emitted: list[list[int]]) -> None:
+        """Raise InputError if a token that counts was chosen where the policy leaves nothing to choose.
+
+        Args:
+            nothing: (b n+1) bool, where that is so; nodes that cannot be reached, and those behind a stop token, are
+                allowed it.
+        """
+        path = torch.nn.functional.pad(accepted.path + 1, (1, 0)).clamp_min(0)  # b 1+k
+        for place, empty in enumerate(nothing.gather(1, path).tolist()):
+            new, row = emitted[place], self.rows[place]
+            end = next((i + 1 for i, token in enumerate(new) if token in self.stop), len(new))
+            if any(empty[: min(end, self.limits[row] - len(self.outputs[row].ids), len(new))]):
+                raise self._nothing_left(place)
+
+    def _nothing_left(self, place: int) -> InputError:
+        return InputError(
+            f"the policy leaves no token to choose in row {self.rows[place]}: logit_bias, min_new_tokens and the processors "
+            "together rule all out, or a processor gives what is no number; loosen one of them"
+        )
 
     def _accept(self, logits: Tensor, proposal: Proposal, u: Tensor | None) -> Acceptance:
         if self.plan.policy.greedy:

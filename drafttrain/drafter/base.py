@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Law, Loss, Needs, Proposal
 from drafttrain.nn.cache import KVCache
+from drafttrain.nn.processing import Text
 from drafttrain.nn.sampling import Policy
 from drafttrain.target.model import Target
 from drafttrain.tree.confident import Confident
@@ -30,6 +31,8 @@ class Fresh:
     """(b s) int64, the committed token behind each position; a row's last one is the anchor."""
     counts: Tensor
     """(b) int64 positions that are real; the rest is padding."""
+    text: Text | None = None
+    """All that is committed, the anchor included, where the policy reads it."""
 
 
 class Drafter(nn.Module, abc.ABC):
@@ -164,7 +167,7 @@ class Autoregressive(Drafter):
     ) -> Proposal:
         hidden, logits = self.extend(state, fresh)
         true_rows = state.cache.lengths
-        proposal = grow(self, state, hidden, logits, tree, policy, u, law)
+        proposal = grow(self, state, hidden, logits, tree, policy, u, law, fresh.text)
         # Only rows made from the target's own features stay.
         state.cache.set_lengths(true_rows)
         return proposal

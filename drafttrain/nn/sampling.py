@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from drafttrain.errors import InputError
+from drafttrain.nn.processing import Processor, Text, biased, penalised, processed, unfinished
 
 _HEAD = 512
 """Largest probabilities looked at first by top-p; a full sort follows only where they hold too little."""
@@ -29,7 +30,9 @@ def check_seed(seed: object) -> int:
 
 @dataclass(frozen=True)
 class Policy:
-    """How a law is made from logits: temperature, then top-k, then top-p. The defaults mean greedy decoding."""
+    """How a law is made from logits, in the order of transformers: bias, penalty, least length, processors; then
+    temperature, top-k, top-p, min-p. The defaults mean greedy decoding.
+    """
 
     temperature: float = 0.0
     """0 is greedy: the argmax is compared, nothing is drawn."""
@@ -37,6 +40,17 @@ class Policy:
     """Keep this many of the likeliest tokens; 0 keeps all."""
     top_p: float = 1.0
     """Keep the fewest likeliest tokens whose probabilities reach this sum; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this many times as likely as the likeliest (arXiv:2407.01082); 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Makes tokens that the text holds, prompt included, less likely (above 1) or likelier (below 1)."""
+    min_new_tokens: int = 0
+    """No stop token is chosen before an answer has so many tokens."""
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these tokens; -inf rules one out. Kept as pairs (token, bias) by rising token."""
+    processors: tuple[Processor, ...] = ()
+    """transformers' LogitsProcessors, or functions like them. Each is called with several texts of one length, unpadded,
+    of any rows and nodes, and must make of a text's logits what that text alone says: it may keep no state."""
 
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
@@ -45,16 +59,59 @@ class Policy:
             raise InputError(f"top_k is {self.top_k}, needs a whole number of at least 0 (0 keeps every token)")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p is {self.top_p}, needs a number above 0 and at most 1 (1 keeps every token)")
+        if not (_number(self.min_p) and 0 <= self.min_p <= 1):
+            raise InputError(f"min_p is {self.min_p}, needs a number from 0 to 1 (0 keeps every token)")
+        if not (_number(self.repetition_penalty) and 0 < self.repetition_penalty < math.inf):
+            raise InputError(
+                f"repetition_penalty is {self.repetition_penalty}, needs a finite number above 0 (1 changes nothing)"
+            )
+        if type(self.min_new_tokens) is not int or self.min_new_tokens < 0:
+            raise InputError(f"min_new_tokens is {self.min_new_tokens}, needs a whole number of at least 0")
+        object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
+        if not isinstance(self.processors, list | tuple) or not all(map(callable, self.processors)):
+            raise InputError(f"processors is {self.processors!r}, needs a tuple of transformers' LogitsProcessors")
+        object.__setattr__(self, "processors", tuple(self.processors))
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def processes(self) -> bool:
+        """Whether logits are to be `processed` before `probs` or an argmax; a text is needed for it."""
+        return bool(self.repetition_penalty != 1 or self.min_new_tokens or self.logit_bias or self.processors)
+
+    @property
+    def only_cuts(self) -> bool:
+        """Whether temperature, top-k and top-p are all there is."""
+        return not (self.min_p or self.processes)
+
+    def processed(self, logits: Tensor, text: Text, drafted: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits behind given texts, before temperature.
+
+        Args:
+            logits: (b m v) behind m continuations of each row's text, any float type.
+            drafted: (b m k) int64 the tokens of these continuations, -1 behind their ends; k may be 0.
+        Returns: (b m v) float32; (b m) bool, where nothing is left to choose: no largest logit that is a finite number.
+            There the logits are given back unprocessed, since no text leads there but by a choice of probability 0.
+        Raises: InputError for a bias of a token that is none, or a processor that changes shapes.
+        """
+        raw = logits.float()
+        made = biased(raw, self.logit_bias) if self.logit_bias else raw  # type: ignore[arg-type]
+        if self.repetition_penalty != 1:
+            made = penalised(made, text, drafted, self.repetition_penalty)
+        if self.min_new_tokens:
+            made = unfinished(made, text, drafted, self.min_new_tokens)
+        if self.processors:
+            made = processed(made, text, drafted, self.processors)
+        nothing = ~made.amax(-1).isfinite()
+        return torch.where(nothing[..., None], raw, made), nothing
+
     def probs(self, logits: Tensor) -> Tensor:
         """The law that this policy draws from.
 
         Exactly top_k tokens stay, and top-p keeps the token that crosses the threshold; among equal values the lower
-        ids stay. Logits of -inf get probability 0 whatever the policy.
+        ids stay. Logits of -inf get probability 0 whatever the policy. What `processes` is done before, by `processed`.
 
         Args:
             logits: (... v), any float type.
@@ -72,7 +129,32 @@ class Policy:
             last = scaled.topk(int(self.top_k), dim=-1).values[..., -1:]
             scaled = scaled.masked_fill(~_largest(scaled, last, int(self.top_k)), -math.inf)
         probs = scaled.softmax(-1)
-        return _nucleus(probs, self.top_p) if self.top_p < 1 else probs
+        if self.top_p < 1:
+            probs = _nucleus(probs, self.top_p)
+        if self.min_p:
+            probs = torch.where(probs < self.min_p * probs.amax(-1, keepdim=True), 0, probs)
+            probs = probs / probs.sum(-1, keepdim=True)
+        return probs
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
+    """Raises: InputError for what is no mapping of token ids to numbers."""
+    try:
+        pairs = list(bias.items()) if isinstance(bias, Mapping) else [(token, value) for token, value in bias]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise InputError(f"logit_bias is {bias!r}, needs token ids with numbers, such as {{5: -2.0}}") from None
+    for token, value in pairs:
+        if type(token) is not int or token < 0:
+            raise InputError(f"logit_bias names token {token!r}, needs ids: whole numbers of at least 0")
+        if not _number(value) or math.isnan(value) or value == math.inf:
+            raise InputError(f"logit_bias of token {token} is {value!r}, needs a finite number, or -inf to rule it out")
+    if len(dict(pairs)) < len(pairs):
+        raise InputError(f"logit_bias is {bias!r}, names a token twice")
+    return tuple(sorted((token, float(value)) for token, value in pairs))
 
 
 def _largest(values: Tensor, last: Tensor, count: Tensor | int) -> Tensor:

@@ -147,12 +147,17 @@ def describe(plan: Plan) -> str:
     else:
         shape = f"a tree of {tree.size} drafts, {tree.max_depth} deep"
     policy = plan.policy
+    reading = (f", repetition_penalty {policy.repetition_penalty:g}" if policy.repetition_penalty != 1 else "") + (
+        f", min_new_tokens {policy.min_new_tokens}" if policy.min_new_tokens else ""
+    )
+    reading += ", some logits biased" if policy.logit_bias else ""
     if policy.greedy:
-        return f"{shape}, greedily"
+        return f"{shape}, greedily{reading}"
     more = (f", top_k {policy.top_k}" if policy.top_k else "") + (
         f", top_p {policy.top_p:g}" if policy.top_p < 1 else ""
     )
-    return f"{shape}, at temperature {policy.temperature:g}{more}"
+    more += f", min_p {policy.min_p:g}" if policy.min_p else ""
+    return f"{shape}, at temperature {policy.temperature:g}{more}{reading}"
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

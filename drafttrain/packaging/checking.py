@@ -9,9 +9,10 @@ from typing import Any
 from drafttrain.errors import InputError
 
 
-def check_keys(found: Any, known: Iterable[str], what: str) -> None:
-    """Raise InputError unless `found` is a mapping with exactly the known keys."""
-    names = list(known)
+def check_keys(found: Any, known: Iterable[str], what: str, optional: Iterable[str] = ()) -> None:
+    """Raise InputError unless `found` is a mapping with exactly the known keys, and any of the optional ones."""
+    needed = list(known)
+    names = [*needed, *optional]
     if not isinstance(found, dict):
         raise InputError(f"{what} is {type(found).__name__}, needs a mapping with {', '.join(names)}")
     odd = [str(key) for key in found if key not in names]
@@ -19,7 +20,7 @@ def check_keys(found: Any, known: Iterable[str], what: str) -> None:
         near = difflib.get_close_matches(odd[0], names, 1, 0.6)
         hint = f", did you mean {near[0]}?" if near else ""
         raise InputError(f"{what} has an unknown key {odd[0][:80]!r}{hint} It takes: {', '.join(names) or 'none'}")
-    lacking = [name for name in names if name not in found]
+    lacking = [name for name in needed if name not in found]
     if lacking:
         raise InputError(f"{what} lacks {', '.join(lacking)}; nothing is guessed in its place")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -28,6 +29,8 @@ _AUTO = "auto"
 _KEYS = ("tree", "budget", "policy", "sampled", "rule")
 _BUDGET = ("nodes", "depth")
 _POLICY = ("temperature", "top_k", "top_p")
+_MORE_POLICY = ("min_p", "repetition_penalty", "min_new_tokens", "logit_bias")
+"""Written only where they differ from their defaults, so that packages without them stay as they were."""
 _GROWTHS: dict[str, type[Dynamic] | type[Confident]] = {"dynamic": Dynamic, "chain": Confident}
 """Growths that are no fixed shape, as `Growth.spec` names them."""
 
@@ -39,7 +42,7 @@ tree:{tree}
 # What the tree above costs at most: drafted tokens that the target checks in one pass, and their depth.
 budget: {{nodes: {nodes}, depth: {depth}}}
 # temperature 0 is greedy; top_k 0 and top_p 1.0 keep every token.
-policy: {{temperature: {temperature!r}, top_k: {top_k}, top_p: {top_p!r}}}
+policy: {{temperature: {temperature!r}, top_k: {top_k}, top_p: {top_p!r}{more}}}
 # auto: drafts are made as suits the rule, drawn whenever the temperature is above 0 if that is auto too; the rule is
 # the exact one that fits them. Another rule is given by its name: ratio, block, multi_step, one_hot, k_seq, ...
 sampled: {sampled}
@@ -48,7 +51,12 @@ rule: {rule}
 
 
 def write_plan(plan: Plan) -> str:
-    """The text of `decoding.yaml`."""
+    """The text of `decoding.yaml`.
+
+    Raises: InputError for a policy with processors, which no file can hold.
+    """
+    if plan.policy.processors:
+        raise InputError("a package cannot hold the policy's processors: give them at generation, and a policy without them here")
     found = plan.tree.spec()
     if isinstance(found, dict):
         tree = " {" + ", ".join(f"{name}: {value}" for name, value in found.items()) + "}"
@@ -62,9 +70,18 @@ def write_plan(plan: Plan) -> str:
         temperature=float(plan.policy.temperature),
         top_k=int(plan.policy.top_k),
         top_p=float(plan.policy.top_p),
+        more=_more(plan.policy),
         sampled=_AUTO if plan.sampled is None else str(plan.sampled).lower(),
         rule=plan.rule or _AUTO,
     )
+
+
+def _more(policy: Policy) -> str:
+    changed = {name: getattr(policy, name) for name in _MORE_POLICY if getattr(policy, name) != getattr(Policy(), name)}
+    if "logit_bias" in changed:
+        changed["logit_bias"] = dict(changed["logit_bias"])
+    text = yaml.safe_dump(changed, default_flow_style=True, sort_keys=False, width=math.inf).strip()
+    return f", {text[1:-1]}" if changed else ""
 
 
 def read_plan(path: Path, drafter: Drafter | None = None) -> Plan:
@@ -92,7 +109,7 @@ def read_plan(path: Path, drafter: Drafter | None = None) -> Plan:
 def _plan(found: Any) -> Plan:
     check_keys(found, _KEYS, "the plan")
     check_keys(found["budget"], _BUDGET, "budget")
-    check_keys(found["policy"], _POLICY, "policy")
+    check_keys(found["policy"], _POLICY, "policy", optional=_MORE_POLICY)
     tree = tree_of(found["tree"])
     for name, own in (("nodes", tree.size), ("depth", tree.max_depth)):
         if not _whole(found["budget"][name]) or found["budget"][name] < own:

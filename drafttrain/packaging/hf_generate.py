@@ -26,7 +26,18 @@ from drafttrain.target.model import Target
 
 _READ = {"attention_mask", "position_ids", "use_cache", "cache", "past_key_values", "logits_to_keep"}
 """What transformers prepares for a model's forward pass and this runtime replaces by its own."""
-_SAMPLING = {"TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "LogitNormalization"}
+_SAMPLING = (
+    "SequenceBiasLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "MinPLogitsWarper",
+    "LogitNormalization",
+)
+"""What a policy can do, in the order in which it does it."""
 _STOPPING = {"MaxLengthCriteria", "EosTokenCriteria"}
 _MEMORY = "_drafttrain_speculators"
 
@@ -63,8 +74,8 @@ def generate(model: Any, *, package: str | os.PathLike[str] | None = None, **arg
         **prepared: Any,
     ) -> Any:
         limit = _limit(stopping_criteria, input_ids)
-        policy = _policy(generation_config, logits_processor)
         prompts = _prompts(input_ids, prepared)
+        policy = _policy(generation_config, logits_processor, input_ids.shape[1], list(map(len, prompts)))
         if streamer is not None and len(prompts) > 1:
             raise InputError(f"a streamer shows one text, {len(prompts)} are decoded: give one prompt, or no streamer")
         with _as_it_was(model):
@@ -146,33 +157,83 @@ def _limit(criteria: Any, input_ids: Tensor) -> int:
     return min(one.max_length for one in criteria if hasattr(one, "max_length")) - input_ids.shape[1]
 
 
-def _policy(settings: Any, processors: Any) -> Policy:
-    """The sampling that the prepared processors amount to."""
+def _policy(settings: Any, processors: Any, width: int, lengths: list[int]) -> Policy:
+    """The sampling that the prepared processors amount to.
+
+    Args:
+        width: length of the padded prompts; lengths: of each without its padding.
+    """
     mode = str(getattr(settings.get_generation_mode(), "value", ""))
     if mode not in ("greedy_search", "sample"):
         raise InputError(
             f"{mode.replace('_', ' ')} cannot be honoured while decoding with a drafttrain package: greedy decoding and "
             "sampling can (num_beams=1)"
         )
-    odd = sorted({type(one).__name__ for one in processors} - _SAMPLING)
+    names = [type(one).__name__ for one in processors]
+    odd = sorted(set(names) - set(_SAMPLING))
     if odd:
         raise InputError(
             f"{', '.join(odd)} would change the text and cannot be honoured while decoding with a drafttrain package: "
-            "temperature, top_k and top_p can; leave the rest out (it may come from model.generation_config)"
+            "temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, min_length and sequence_bias of single tokens "
+            "can; leave the rest out (it may come from model.generation_config)"
+        )
+    if names != sorted(set(names), key=_SAMPLING.index):
+        raise InputError(
+            f"logits processors {', '.join(names)}: can be honoured once each and in the order {', '.join(_SAMPLING)} only"
         )
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(settings, name, None):
             raise InputError(f"{name} cannot be given while decoding with a drafttrain package: leave it out")
     if getattr(settings, "cache_implementation", None) == "quantized" or getattr(settings, "token_healing", None):
         raise InputError("a quantized cache or token healing changes the text: leave it out")
+    found: dict[str, Any] = {}
+    for name, one in zip(names, processors, strict=True):
+        if name == "SequenceBiasLogitsProcessor":
+            found["logit_bias"] = _single_tokens(one.sequence_bias)
+        elif name == "RepetitionPenaltyLogitsProcessor":
+            found["repetition_penalty"] = _penalty(one, width, lengths)
+        elif name.startswith("Min") and name != "MinPLogitsWarper":
+            least = _least(one, width, settings._eos_token_tensor)
+            found["min_new_tokens"] = max(least, found.get("min_new_tokens", 0))
     if not settings.do_sample:
-        return Policy()
-    found: dict[str, Any] = {"temperature": 1.0}
+        return Policy(**found)
+    found["temperature"] = 1.0
     for one in processors:
-        for name in ("temperature", "top_k", "top_p"):
+        for name in ("temperature", "top_k", "top_p", "min_p"):
             if hasattr(one, name):
                 found[name] = getattr(one, name)
     return Policy(**found)
+
+
+def _single_tokens(bias: dict[tuple[int, ...], float]) -> dict[int, float]:
+    for ids in bias:
+        if len(ids) > 1:
+            raise InputError(f"sequence_bias of {ids} cannot be honoured: give single tokens, such as [[[5], 2.0]]")
+    return {int(ids[0]): float(value) for ids, value in bias.items()}
+
+
+def _penalty(one: Any, width: int, lengths: list[int]) -> float:
+    """The penalty on the whole text without its padding; one that leaves a prompt out is refused."""
+    left_out = 0 if one.prompt_ignore_length is None else one.prompt_ignore_length
+    padding = [width - length for length in lengths]
+    told = [left_out] * len(padding) if isinstance(left_out, int) else left_out.tolist()
+    if told != padding:
+        raise InputError(
+            f"RepetitionPenaltyLogitsProcessor with prompt_ignore_length {told} cannot be honoured, the prompts' padding is "
+            f"{padding}: give repetition_penalty=... instead"
+        )
+    return float(one.penalty)
+
+
+def _least(one: Any, width: int, end: Any) -> int:
+    """New tokens that a least length comes to; a length of the whole text counts padding, as transformers does."""
+    same = end is not None and sorted(one.eos_token_id.tolist()) == sorted(end.tolist())
+    if getattr(one, "prompt_length_to_skip", width) != width or not same:
+        raise InputError(
+            f"{type(one).__name__} with another prompt length or other stop tokens than this call's cannot be honoured: "
+            "give min_new_tokens=... instead"
+        )
+    return int(one.min_new_tokens) if hasattr(one, "min_new_tokens") else max(0, one.min_length - width)
 
 
 def _plan(own: Plan, policy: Policy) -> Plan:

@@ -42,6 +42,8 @@ class SynthesisConfig:
     def __post_init__(self) -> None:
         if isinstance(self.user, dict):
             object.__setattr__(self, "user", Policy(**self.user))
+        if not self.user.only_cuts:
+            raise InputError(f"writing.user is {self.user}: synthesis takes temperature, top_k and top_p")
         for name in ("temperatures", "turns"):
             values = getattr(self, name)
             if not isinstance(values, list) or not values or not all(type(v) in (int, float) for v in values):

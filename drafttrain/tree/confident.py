@@ -16,7 +16,9 @@ from torch import Tensor
 
 from drafttrain.errors import InputError
 from drafttrain.flow import Law, Proposal
+from drafttrain.nn.processing import Text
 from drafttrain.nn.sampling import Policy, draw
+from drafttrain.tree.laws import draft_logits
 from drafttrain.tree.topology import Growth, Tree
 
 if TYPE_CHECKING:
@@ -80,9 +82,16 @@ def goes_on(logits: Tensor, stop_below: float) -> Tensor:
 
 
 def grow_confident(
-    speaker: Speaker, state: Any, hidden: Tensor, logits: Tensor, tree: Confident, policy: Policy, u: Tensor | None
+    speaker: Speaker,
+    state: Any,
+    hidden: Tensor,
+    logits: Tensor,
+    tree: Confident,
+    policy: Policy,
+    u: Tensor | None,
+    text: Text | None = None,
 ) -> Proposal:
-    """Draft until no row is sure enough. Arguments as in `grow`.
+    """Draft until no row is sure enough, by its own logits. Arguments as in `grow`.
 
     Returns: as many nodes as the longest row has, with `counts`.
     """
@@ -93,13 +102,16 @@ def grow_confident(
     laws: list[Tensor] = []
     while bool(going.any()):
         counts += going
+        if text is not None:
+            before = torch.stack(tokens, 1) if tokens else counts.new_empty(b, 0)
+            logits = draft_logits(speaker, logits[:, None], policy, text, before[:, None])[:, 0]  # b v
         if u is None:
             chosen = logits.argmax(-1)
         else:
             law = policy.probs(logits)
             chosen = draw(law, u[:, len(tokens)])
-            laws.append(speaker.to_target_law(law))
-        tokens.append(speaker.to_target_ids(chosen))
+            laws.append(law if text is not None else speaker.to_target_law(law))
+        tokens.append(chosen if text is not None else speaker.to_target_ids(chosen))
         depth = len(tokens)
         if depth == tree.k:
             break

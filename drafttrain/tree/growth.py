@@ -16,9 +16,11 @@ from torch import Tensor
 
 from drafttrain.errors import InputError
 from drafttrain.flow import Law, Proposal
+from drafttrain.nn.processing import Text
 from drafttrain.nn.sampling import Policy, draw, draw_without_replacement
 from drafttrain.tree.confident import Confident, grow_confident
 from drafttrain.tree.dynamic import Dynamic, grow_dynamic
+from drafttrain.tree.laws import draft_logits
 from drafttrain.tree.topology import Growth, Tree
 
 
@@ -49,6 +51,8 @@ class _Level:
     nodes: tuple[int, ...]
     asked: tuple[int, ...]
     """Places in the frontier of the parents that have children here."""
+    ways: Tensor
+    """(asked depth-1) nodes on the way to each of them, itself last."""
     most: int
     """Most children of any of them."""
     pick: tuple[Tensor, Tensor]
@@ -61,6 +65,10 @@ class _Level:
     """Their parents' places in the frontier."""
     among: Tensor
     """(1 m t) bool."""
+
+
+def _way(tree: Tree, node: int) -> list[int]:
+    return [] if node < 0 else [*_way(tree, tree.parents[node]), node]
 
 
 @lru_cache(maxsize=256)
@@ -82,6 +90,7 @@ def _plan(tree: Tree) -> tuple[_Level, ...]:
             _Level(
                 nodes=nodes,
                 asked=tuple(frontier.index(parent) for parent in parents),
+                ways=torch.tensor([_way(tree, parent) for parent in parents], dtype=torch.int64),
                 most=most,
                 pick=(
                     torch.tensor([place[tree.parents[node]] for node in nodes]),
@@ -106,6 +115,7 @@ def grow(
     policy: Policy,
     u: Tensor | None,
     law: Law = Law.WOR,
+    text: Text | None = None,
 ) -> Proposal:
     """Grow a tree of any kind.
 
@@ -115,17 +125,23 @@ def grow(
         u: (b n) in [0, 1), one number per node: children are drawn. None: children are the top-k, a deterministic
             function of the prefix.
         law: how siblings are drawn: Law.WOR without replacement, Law.IID independently, repeats kept. A chain has none.
+        text: what a policy that processes logits reads, on the draft's as on the target's. Without it, and in a dynamic tree,
+            drafts are made from the drafter's own logits; the text keeps its law, fewer are accepted.
     Raises: InputError if tokens are to be drawn where the growth looks at their values.
     """
     if isinstance(tree, Tree):
-        return _fill(speaker, state, hidden, logits, tree, policy, u, law)
+        return _fill(speaker, state, hidden, logits, tree, policy, u, law, text if policy.processes else None)
     if isinstance(tree, Confident):
-        return grow_confident(speaker, state, hidden, logits, tree, policy, u)
+        return grow_confident(speaker, state, hidden, logits, tree, policy, u, text if policy.processes else None)
     if not isinstance(tree, Dynamic):
         raise TypeError(f"no way to grow a {type(tree).__name__} is known")
     if u is not None:
         raise InputError("a dynamic tree takes the likeliest tokens and draws none: leave sampled at auto, or use another tree")
     return grow_dynamic(speaker, state, hidden, logits, tree)
+
+
+def _as_it_is(value: Tensor) -> Tensor:
+    return value
 
 
 def _fill(
@@ -137,6 +153,7 @@ def _fill(
     policy: Policy,
     u: Tensor | None,
     law: Law,
+    text: Text | None,
 ) -> Proposal:
     b, device = hidden.shape[0], hidden.device
     tokens = torch.empty(b, tree.size, dtype=torch.int64, device=device)
@@ -144,25 +161,30 @@ def _fill(
     q_rows = torch.empty(tree.size, dtype=torch.int64)
     hidden, logits = hidden[:, None], logits[:, None]  # b p ..
     levels = _plan(tree)
+    # Processed logits are over the target's vocabulary, so that ids and laws made of them need no translation.
+    to_ids = speaker.to_target_ids if text is None else _as_it_is
+    to_law = speaker.to_target_law if text is None else _as_it_is
     for depth, level in enumerate(levels, start=1):
         asked = logits[:, list(level.asked)]  # b p w
+        if text is not None:
+            asked = draft_logits(speaker, asked, policy, text, tokens[:, level.ways.to(device)])  # b p v
         if u is None:
             best = asked.topk(level.most, dim=-1).indices if level.most > 1 else asked.argmax(-1, keepdim=True)
-            chosen = speaker.to_target_ids(best)  # b p most
+            chosen = to_ids(best)  # b p most
         else:
             probs = policy.probs(asked)
             flat = probs.flatten(0, 1)
             numbers = u[:, level.numbers.to(device)].flatten(0, 1)  # (b p) most
             q_rows[list(level.nodes)] = level.pick[0] + sum(law.shape[1] for law in laws)
-            laws.append(speaker.to_target_law(probs))
+            laws.append(to_law(probs))
             if level.most == 1 or law is Law.IID:
-                drawn = speaker.to_target_ids(torch.stack([draw(flat, number) for number in numbers.unbind(-1)], -1))
+                drawn = to_ids(torch.stack([draw(flat, number) for number in numbers.unbind(-1)], -1))
             elif bool(((flat > 0).sum(-1) < level.most).any()):
                 # Once a law is used up, the next child is uniform over all tokens not tried, as the rule counts them:
                 # the target's, of which the draft vocabulary may be a part.
                 drawn = draw_without_replacement(laws[-1].flatten(0, 1), numbers)
             else:
-                drawn = speaker.to_target_ids(draw_without_replacement(flat, numbers))
+                drawn = to_ids(draw_without_replacement(flat, numbers))
             chosen = drawn.reshape(b, -1, level.most)
         parent, rank = (index.to(device) for index in level.pick)
         tokens[:, list(level.nodes)] = chosen[:, parent, rank]

@@ -10,16 +10,24 @@ import torch
 from drafttrain.decoding.loop import Plan, decode
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.flow import Batch
+from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.writing import save_package
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 
 
 def overfitted(
-    target: Target, prompts: list[list[int]], *, steps: int = 120, tokens: int = 40, **settings: Any
+    target: Target,
+    prompts: list[list[int]],
+    *,
+    steps: int = 120,
+    tokens: int = 40,
+    policy: Policy | None = None,
+    stop_ids: tuple[int, ...] = (),
+    **settings: Any,
 ) -> Eagle1:
     """Trained on the target's own greedy answers to these prompts, until it has learned most of them."""
-    outputs, _ = decode(target, None, prompts, Plan(Tree.chain(0)), max_new_tokens=tokens, stop_ids=())
+    outputs, _ = decode(target, None, prompts, Plan(Tree.chain(0), policy or Policy()), max_new_tokens=tokens, stop_ids=stop_ids)
     rows = [prompt + output.ids for prompt, output in zip(prompts, outputs, strict=True)]
     longest = max(map(len, rows))
     batch = Batch(

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteriaList
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import drafttrain
@@ -124,8 +132,34 @@ def test_settings_of_the_model_are_honoured(model: Any, package: Path) -> None:
     model.generation_config.max_new_tokens = 8
     assert with_package(model, package, PROMPTS[:1]).shape[1] == len(PROMPTS[0]) + 8
     model.generation_config.repetition_penalty = 1.3
-    with pytest.raises(InputError, match="RepetitionPenaltyLogitsProcessor"):
+    assert torch.equal(with_package(model, package, PROMPTS[:1]), model.generate(torch.tensor(PROMPTS[:1])))
+    model.generation_config.no_repeat_ngram_size = 2
+    with pytest.raises(InputError, match="NoRepeatNGramLogitsProcessor"):
         with_package(model, package, PROMPTS[:1])
+
+
+def test_policies_that_read_the_text_equal_plain_greedy_in_a_batch_with_padding(model: Any, package: Path) -> None:
+    inputs = padded(PROMPTS)
+    free = model.generate(**inputs, max_new_tokens=20)
+    eos = [int(free[0, 8]), int(free[1, 9])]
+    for settings in (
+        {"repetition_penalty": 1.3},
+        {"min_new_tokens": 12},
+        {"min_length": 17},
+        {"sequence_bias": [[[int(free[2, 7])], -3.0]]},
+        {"repetition_penalty": 0.9, "min_new_tokens": 5, "sequence_bias": [[[eos[0]], -4.0], [[4], 1.0]]},
+    ):
+        more: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": eos, "pad_token_id": 3, **settings}
+        plain = model.generate(**inputs, **more)
+        ours = model.generate(**inputs, **more, custom_generate=str(package), trust_remote_code=True)
+        assert torch.equal(ours, plain), settings
+    torch.manual_seed(0)
+    drawn = model.generate(
+        **inputs, do_sample=True, num_return_sequences=2, max_new_tokens=8, min_p=1.0, repetition_penalty=1.3, top_k=None,
+        custom_generate=str(package), trust_remote_code=True,
+    )  # fmt: skip
+    assert torch.equal(drawn[::2], drawn[1::2])
+    assert torch.equal(drawn[::2], model.generate(**inputs, max_new_tokens=8, repetition_penalty=1.3))
 
 
 def test_sampling_follows_the_seed_and_the_policy(model: Any, package: Path) -> None:
@@ -174,16 +208,26 @@ class Louder(transformers.LogitsProcessor):
 
 REFUSED: dict[str, dict[str, Any]] = {
     "beam search": {"num_beams": 3},
-    "RepetitionPenalty": {"repetition_penalty": 1.2},
+    "prompt_ignore_length": {
+        "logits_processor": transformers.LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=2)])
+    },
+    "another prompt length": {
+        "logits_processor": transformers.LogitsProcessorList([MinNewTokensLengthLogitsProcessor(1, 3, [EOS])])
+    },
+    "in the order": {
+        "logits_processor": transformers.LogitsProcessorList(
+            [RepetitionPenaltyLogitsProcessor(1.2), SequenceBiasLogitsProcessor({(5,): 2.0})]
+        )
+    },
     "NoRepeatNGram": {"no_repeat_ngram_size": 2},
     "NoBadWords": {"bad_words_ids": [[5]]},
-    "MinNewTokens": {"min_new_tokens": 3},
-    "MinLength": {"min_length": 9},
-    "MinP": {"do_sample": True, "min_p": 0.1},
+    "other stop tokens": {
+        "logits_processor": transformers.LogitsProcessorList([MinLengthLogitsProcessor(9, [EOS + 1])])
+    },
     "Typical": {"do_sample": True, "typical_p": 0.5},
     "ForcedEOS": {"forced_eos_token_id": 1},
     "SuppressTokens": {"suppress_tokens": [4]},
-    "SequenceBias": {"sequence_bias": [[[5], 2.0]]},
+    "sequence_bias of": {"sequence_bias": [[[5, 6], 2.0]]},
     "ClassifierFree": {"guidance_scale": 2.0},
     "PrefixConstrained": {"prefix_allowed_tokens_fn": lambda batch, ids: [4]},
     "MaxTime": {"max_time": 5.0},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import re
@@ -117,12 +118,39 @@ def test_loaded_package_decodes_like_the_live_drafter(package: Path, target: Tar
         Plan(Tree.eagle1_static(), Policy(1.0), rule="typical:0.05:0.2"),
         Plan(Dynamic(depth=5, top_k=8, total=24), Policy(1.0)),
         Plan(Confident(k=6, stop_below=0.3), Policy(1.0)),
+        Plan(Tree.chain(3), Policy(0.0, 0, 1.0, 0.0, 1.3, 4, {5: -2.0, 17: -math.inf, 300: 1e-7})),
+        Plan(Tree.chain(3), Policy(1.0, 0, 1.0, 0.05)),
     ],
-    ids=["plain", "tree", "chain", "block", "typical", "dynamic", "confident"],
+    ids=["plain", "tree", "chain", "block", "typical", "dynamic", "confident", "processed", "min_p"],
 )
 def test_plan_round_trip(plan: Plan, tmp_path: Path) -> None:
-    (tmp_path / DECODING).write_text(decoding.write_plan(plan))
+    text = decoding.write_plan(plan)
+    (tmp_path / DECODING).write_text(text)
     assert decoding.read_plan(tmp_path / DECODING) == plan
+    assert ("min_p" in text) == bool(plan.policy.min_p), "what is as usual is not written"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("minp: 0.1", "unknown key 'minp', did you mean min_p"),
+        ("processors: []", "unknown key 'processors'"),
+        ("min_p: x", "min_p is x, needs a number"),
+        ("logit_bias: [1, 2]", "logit_bias is"),
+        ("logit_bias: {a: 2}", "names token 'a'"),
+        ("min_new_tokens: 1.5", "min_new_tokens is 1.5"),
+    ],
+)
+def test_policy_keys_that_are_none_are_refused(more: str, message: str, tmp_path: Path) -> None:
+    text = decoding.write_plan(Plan(Tree.chain(2)))
+    (tmp_path / DECODING).write_text(text.replace("top_p: 1.0}", f"top_p: 1.0, {more}}}"))
+    with pytest.raises(InputError, match=message):
+        decoding.read_plan(tmp_path / DECODING)
+
+
+def test_processors_are_not_written() -> None:
+    with pytest.raises(InputError, match="cannot hold the policy's processors"):
+        decoding.write_plan(Plan(Tree.chain(2), Policy(processors=(lambda ids, scores: scores,))))
 
 
 def test_bfloat16_halves_the_weights(target: Target, drafter: Eagle1, tmp_path: Path) -> None:

@@ -193,6 +193,8 @@ def test_an_interrupted_run_does_not_keep_half_rows(target: Target, tmp_path: Pa
         {"turns": [1.5]},
         {"max_answer": 0},
         {"top_p": 0.0},
+        {"user": {"temperature": 1.0, "min_p": 0.1}},
+        {"user": {"repetition_penalty": 1.2}},
     ],
     ids=str,
 )
