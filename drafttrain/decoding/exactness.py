@@ -234,7 +234,7 @@ class Cells:
                 for token, own in zip(order[:named].tolist(), falling[:named].tolist(), strict=True):
                     if depth + 1 < tokens:
                         table[token] = -1
-                        deeper[(*prefix, token)] = own
+                        deeper[prefix + (token,)] = own
                     else:
                         table[token] = len(masses)
                         masses.append(own)

@@ -1,6 +1,6 @@
 """One verifying pass over a tree against the bare target's forward over as many positions behind the same context.
 
-Usage: python scripts/bench/verify.py [--context 200] [--rounds 15]
+Usage: python scripts/bench/verify.py [--dtypes float32 bfloat16] [--context 200] [--rounds 15]
 
 Verified are 32 nodes, the anchor and 31 drafts in five levels, as the decoding loop does it: tree mask, depths, one pass
 through the row's cache, logits of every node. The bare forward is the decoder of `transformers` over 32 tokens in causal
@@ -37,7 +37,8 @@ def measure(dtype: str, context: int, rounds: int) -> dict[str, float]:
     target.step(before, cache)
     cache.commit(torch.tensor([context], device=device))
     own = DynamicCache()
-    target.base(input_ids=before, past_key_values=own, use_cache=True)
+    word = target._cache_word
+    target.base(input_ids=before, use_cache=True, **{word: own})
 
     @torch.inference_mode()
     def verify() -> None:
@@ -47,7 +48,7 @@ def measure(dtype: str, context: int, rounds: int) -> dict[str, float]:
 
     @torch.inference_mode()
     def bare(head: bool) -> None:
-        out = target.base(input_ids=ids, past_key_values=own, use_cache=True)
+        out = target.base(input_ids=ids, use_cache=True, **{word: own})
         if head:
             target.head(out.last_hidden_state)
         own.crop(-nodes)
@@ -62,10 +63,11 @@ def measure(dtype: str, context: int, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--context", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
-    for dtype in ("float32", "bfloat16"):
+    for dtype in options.dtypes:
         seconds = measure(dtype, options.context, options.rounds)
         print(f"{dtype}, {options.context} tokens before:")
         base, whole, _ = seconds.values()
