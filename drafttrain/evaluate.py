@@ -2,7 +2,8 @@
 
 Every number comes from really decoding. Acceptance is counted over all prompts, decoded in batches; speed over some of
 them, one at a time, interleaved with plain decoding of the same prompts. The table goes to the console, to
-evaluation.json (the form of a package's metrics.json) and, as a picture, to acceptance.png.
+evaluation.json (the form of a package's metrics.json) and, as a picture, to acceptance.png. With exactness=true the
+guarantees are tested on this target and package, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from drafttrain.data.conversations import write_json
+from drafttrain.decoding import exactness
 from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.measure import Measurement
 from drafttrain.decoding.speculator import Speculator, check_dtype
@@ -59,6 +61,7 @@ def main(cfg: DictConfig) -> None:
         "settings": settings_of(cfg, source, prompts, speculator),
         "rows": rows,
         "parity": parity(speculator, drafter, prompts[: cfg.parity_prompts], cfg.max_new_tokens),
+        "exactness": exact(speculator, prompts, growths, cfg) if cfg.exactness else None,
         "provenance": provenance(cfg),
     }
     write_json(folder / RESULT, result)
@@ -76,6 +79,9 @@ def check_settings(cfg: DictConfig) -> None:
         value = cfg[key]
         if not (key == "limit" and value is None) and (type(value) is not int or value < least):
             raise InputError(f"{key}={value}: needs a whole number of at least {least}")
+    if type(cfg.exactness) is not bool:
+        raise InputError(f"exactness={cfg.exactness}: give true or false")
+    exactness.check_draws(cfg.exactness_draws, cfg.exactness_prompts)
     check_seed(cfg.seed)
     check_dtype(cfg.dtype)
     for key in ("temperatures", "chains", "trees"):
@@ -173,7 +179,7 @@ def measure(
     for temperature in cfg.temperatures:
         policy = policy_of(cfg, temperature)
         plans = [Plan(Tree.chain(0), policy)]
-        for plan in (Plan(tree, policy, rule=rule) for tree in growths for rule in named_rules(cfg)):
+        for plan in plans_of(cfg, growths, policy):
             reason = unfit(plan)
             if reason is None:
                 plans.append(plan)
@@ -196,6 +202,30 @@ def measure(
         pairs = zip(plans, accepted, speeds, strict=True)
         rows += [row_of(plan, one, speed) for plan, one, speed in pairs if plan.tree.size or speed is not None]
     return rows
+
+
+def plans_of(cfg: DictConfig, growths: Sequence[Growth], policy: Policy) -> list[Plan]:
+    """Every tree with every rule, also where they do not fit."""
+    return [Plan(tree, policy, rule=rule) for tree in growths for rule in named_rules(cfg)]
+
+
+def exact(
+    speculator: Speculator, prompts: list[list[int]], growths: Sequence[Growth], cfg: DictConfig
+) -> dict[str, Any]:
+    """Whether the plans of the table write the target's own text; see `drafttrain.decoding.exactness`."""
+    policies = [policy_of(cfg, temperature) for temperature in cfg.temperatures]
+    plans = [plan for policy in policies for plan in plans_of(cfg, growths, policy) if unfit(plan) is None]
+    return exactness.check(
+        speculator,
+        prompts,
+        {label_of(plan): plan for plan in plans},
+        draws=cfg.exactness_draws,
+        places=cfg.exactness_prompts,
+        max_new_tokens=cfg.max_new_tokens,
+        batch=cfg.batch,
+        seed=cfg.seed,
+        watch=lambda items, what: track(items, description=what, unit="batches"),
+    )
 
 
 def row_of(plan: Plan, accepted: Measurement | None, speed: Measurement | None) -> dict[str, Any]:
@@ -310,6 +340,8 @@ def show(result: dict[str, Any]) -> None:
         say("speed of plain over plain would be 1 without the noise of timing")
     for line in (*verdicts(rows), *parity_words(result["parity"])):
         say(line)
+    if result["exactness"]:
+        show_exactness(result["exactness"])
 
 
 def acceptance_line(row: dict[str, Any], deepest: int) -> list[Any]:
@@ -392,6 +424,30 @@ def parity_words(found: dict[str, Any] | None) -> list[str]:
     return [
         f"PARITY GAP: {facts}: decoding feeds the drafter something else than training did; tau is lower than it could be"
     ]
+
+
+def show_exactness(found: dict[str, Any]) -> None:
+    if found["greedy"]:
+        columns = ["", "same text", "tokens compared", "verdict"]
+        lines = [
+            [row["label"], f"{row['same']}/{row['prompts']}", row["tokens"], row["verdict"]] for row in found["greedy"]
+        ]
+        table("exactness, greedy: text against plain decoding's", columns, lines)
+    if found["law"]:
+        title = (
+            f"exactness, sampled: first {exactness.TOKENS} tokens against the target's law (chi-square), "
+            f"{exactness.FALSE_ALARM:.0%} false alarms over all"
+        )
+        columns = ["", "draws", "chi-square", "df", "p", "p corrected", "distance seen", "90 % noticed from", "verdict"]
+        names = ("draws", "statistic", "df", "p", "p_corrected", "seen_distance", "noticed_distance", "verdict")
+        table(title, columns, [[row["label"], *(_small(row[name]) for name in names)] for row in found["law"]])
+    for line in exactness.words(found):
+        say(line)
+
+
+def _small(value: Any) -> Any:
+    """Three decimals hide how small a p-value is."""
+    return f"{value:.1g}" if isinstance(value, float) and 0 <= value < 0.001 else value
 
 
 def _pair(interval: Sequence[float] | None) -> tuple[float, float] | None:

@@ -77,6 +77,7 @@ def test_rows_and_their_keys(run: tuple[dict[str, Any], Path]) -> None:
     assert all(row["prompts"] == len(TEXTS) for row in rows if row["nodes"])
     assert all(row["same_as_plain"] == 2 for row in rows if row["temperature"] == 0)
     assert result["settings"]["max_new_tokens"] == 16 and result["settings"]["prompt_count"] == 3
+    assert result["exactness"] is None
     assert (out / evaluate.PICTURE).read_bytes().startswith(b"\x89PNG")
 
 
@@ -145,6 +146,26 @@ def test_no_speed_on_demand(place: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert row["speedup"] is None and row["tau"] is not None
     shown = capsys.readouterr().out
     assert "accept@2" in shown and "tokens/s" not in shown
+
+
+def test_exactness_on_demand(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("speed_prompts=0", "parity_prompts=0", "limit=2", "exactness=true", "exactness_draws=160", "exactness_prompts=2")
+    evaluate.main(words(place, tmp_path / "run", *few, "chains=[2]", "trees=[expand:2x1]", "rule=[auto,block]"))
+    found = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())["exactness"]
+    assert [(row["label"], row["verdict"]) for row in found["greedy"]] == [
+        ("T=0 chain 2", "identical"),
+        ("T=0 static 4", "identical"),
+    ]
+    assert [(row["label"], row["draws"]) for row in found["law"]] == [
+        ("T=1 chain 2", 160),
+        ("T=1 chain 2 block", 160),
+        ("T=1 static 4", 160),
+        ("T=1 control: every draft kept", 160),
+    ]
+    assert all(row["verdict"] == "no difference found" for row in found["law"] if not row["control"])
+    said = capsys.readouterr()
+    assert "exactness, greedy" in said.out and "exactness, sampled" in said.out
+    assert "would have been noticed with 90% probability" in said.err
 
 
 def test_training_and_decoding_agree(run: tuple[dict[str, Any], Path]) -> None:
@@ -231,6 +252,8 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "misspelt": (lambda p, t: ["max_new_token=3"], "max_new_tokens"),
     "a seed of words": (lambda p, t: ["seed=x"], "seed=x: needs a whole number"),
     "an unknown dtype": (lambda p, t: ["dtype=foo"], "dtype=foo: give one of auto"),
+    "half an exactness": (lambda p, t: ["exactness=maybe"], "exactness=maybe: give true or false"),
+    "too few draws": (lambda p, t: ["exactness_draws=100"], "exactness_draws=100: 4 prompts need .* at least 160"),
     "no top_p": (lambda p, t: ["top_p=nan"], "top_p is nan"),
     "folder in use": (lambda p, t: [f"run_dir={p}"], "already holds"),
     "prompt too long": (
