@@ -102,12 +102,13 @@ def test_greedy_text_is_transformers_own(name: str) -> None:
         assert plan.guarantee == "greedy" and tally.accepted_per_round > 0.5, (kind, tally.accepted_per_round)
 
 
-@pytest.mark.parametrize("kind", TREES)
-@pytest.mark.parametrize("sampled", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "sampled"), [("chain", True), ("confident", True), ("static", True), ("static", False), ("dynamic", False)]
+)
 def test_a_sampled_rows_text_is_its_own(kind: str, sampled: bool) -> None:
     target, stops, drafter, _ = trained("all")
     policy = Policy(1.0, 0, 0.95, 0.02, 1.3, 8, {40: 1.0}, (NoRepeatNGramLogitsProcessor(3),))
-    plan = Plan(TREES[kind], policy, sampled and TREES[kind].can_draw)
+    plan = Plan(TREES[kind], policy, sampled)
     together, _ = decode(target, drafter, PROMPTS, plan, max_new_tokens=LIMIT, stop_ids=stops, seed=4)
     assert all(len(output.ids) >= 8 for output in together)
     for row, prompt in enumerate(PROMPTS):
@@ -187,7 +188,7 @@ def test_a_policy_that_rules_all_out_at_once_is_refused() -> None:
 
 # --- the law of sampled text -----------------------------------------------------------------------------------------------
 
-ROWS = 6_000
+ROWS = 4_500
 PENALTY, LIFT = 6.0, 3.0
 """A penalty is felt where logits are large: all are lifted first."""
 
