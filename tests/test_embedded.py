@@ -87,3 +87,8 @@ def test_a_packed_target_is_the_same_target(target):
 
 def _packed(target) -> bool:
     return type(target.output).__name__ == "PackedLinear"
+
+
+def test_half_precision_is_taken_too():
+    other = load.smollm2(dtype="bfloat16", device="cpu", attention="sdpa")
+    assert other.dtype == torch.bfloat16 and other.context == 8192
