@@ -46,7 +46,7 @@ def test_the_fastest_of_the_race_is_kept(
     place: Path, target: Target, tmp_path: Path, temperature: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path.name: path.read_bytes() for path in (place / "package").iterdir() if path.is_file()}
-    tune.main(words(place, tmp_path / "run", f"temperature={temperature}", "trees=[static]"))
+    tune.main(words(place, tmp_path / "run", f"temperature={temperature}", "trees=[static,2]"))
     result = json.loads((tmp_path / "run" / tune.RESULT).read_text())
     raced = result["raced"]
     assert {row["nodes"] for row in raced} >= {2, 25} and len(result["predicted"]) >= len(raced) - 2
