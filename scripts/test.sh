@@ -19,5 +19,6 @@ check() {
 
 check -m ruff check .
 check -m mypy
-check -m pytest -p no:cacheprovider --durations=15 "$@"
+# Two workers of one thread each: small models keep a core busy better than they share two.
+OMP_NUM_THREADS=1 check -m pytest -p no:cacheprovider -n 2 --dist loadfile --durations=15 "$@"
 exit "$code"
