@@ -191,7 +191,7 @@ def test_nothing_left_is_one_message(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.json", b'[{"prompt": "x"}, ', "JSON array but cannot be read"),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n' * 1000)[:40], "cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n' * 1000, mtime=0)[:40], "cannot be read"),
         ("a.parquet", b"PAR1 and nothing behind it", "cannot be read as parquet"),
     ],
 )
