@@ -142,7 +142,7 @@ class Autoregressive(Drafter):
     def expand(
         self, state: AutoregressiveState, tokens: Tensor, hidden: Tensor, depth: int, among: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `drafttrain.tree.growth.Speaker`. What is written here is scratch: `propose` takes it back."""
+        """See `drafttrain.tree.speaker.Speaker`. What is written here is scratch: `propose` takes it back."""
 
     @abc.abstractmethod
     def to_target_ids(self, ids: Tensor) -> Tensor: ...

@@ -9,7 +9,7 @@ scheduler that keeps the first token only when it was the first emits (.85, .15)
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ from drafttrain.flow import Law, Proposal
 from drafttrain.nn.processing import Text
 from drafttrain.nn.sampling import Policy, draw
 from drafttrain.tree.laws import draft_logits
+from drafttrain.tree.speaker import Speaker
 from drafttrain.tree.topology import Growth, Tree
-
-if TYPE_CHECKING:
-    from drafttrain.tree.growth import Speaker
 
 
 @dataclass(frozen=True, kw_only=True)

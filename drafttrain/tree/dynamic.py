@@ -15,17 +15,15 @@ probability alone. Drawing tokens and reranking them by their own probability wo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafttrain.errors import InputError
 from drafttrain.flow import Law, Proposal
+from drafttrain.tree.speaker import Speaker
 from drafttrain.tree.topology import Growth, Tree
-
-if TYPE_CHECKING:
-    from drafttrain.tree.growth import Speaker
 
 
 @dataclass(frozen=True, kw_only=True)

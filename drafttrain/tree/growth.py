@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,29 +21,8 @@ from drafttrain.nn.sampling import Policy, draw, draw_without_replacement
 from drafttrain.tree.confident import Confident, grow_confident
 from drafttrain.tree.dynamic import Dynamic, grow_dynamic
 from drafttrain.tree.laws import draft_logits
+from drafttrain.tree.speaker import Speaker
 from drafttrain.tree.topology import Growth, Tree
-
-
-class Speaker(Protocol):
-    """What growth asks of a drafter."""
-
-    def expand(self, state: Any, tokens: Tensor, hidden: Tensor, depth: int, among: Tensor) -> tuple[Tensor, Tensor]:
-        """Read m drafted nodes of one depth.
-
-        Args:
-            tokens: (b m) int64 target ids of the nodes.
-            hidden: (b m d) the drafter's output at each node's parent.
-            depth: 1 for the anchor's children.
-            among: (b|1 m t) bool, which of the nodes read so far this round, these included, each node sees.
-        Returns: (b m d) outputs, (b m w) logits of each node's children.
-        """
-        ...
-
-    def to_target_ids(self, ids: Tensor) -> Tensor: ...
-
-    def to_target_law(self, probs: Tensor) -> Tensor:
-        """(... w) -> (... v), zero outside the draft vocabulary."""
-        ...
 
 
 @dataclass(frozen=True)

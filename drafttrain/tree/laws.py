@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from drafttrain.nn.processing import Text
 from drafttrain.nn.sampling import Policy
-
-if TYPE_CHECKING:
-    from drafttrain.tree.growth import Speaker
+from drafttrain.tree.speaker import Speaker
 
 
 def ways(tokens: Tensor, among: Tensor, depths: Tensor, deepest: int) -> Tensor:

@@ -8,7 +8,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from drafttrain.flow import Law, Proposal
+from drafttrain.flow import Acceptance, Law, Proposal
+from drafttrain.nn.sampling import draw
 from tests.decoding.exact import Vector, markov, vector
 
 F = Fraction
@@ -63,3 +64,14 @@ def row_of(proposal: Proposal, row: int) -> Proposal:
         proposal,
         **{name: value[only] for name, value in vars(proposal).items() if isinstance(value, Tensor)},
     )
+
+
+def retried(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
+    """On one level: every child is judged by the original p, the last refusal leaves norm(max(0, p - q))."""
+    rows = torch.arange(len(u))
+    assert proposal.q is not None and proposal.q_rows is not None
+    q, here = proposal.q[rows, proposal.q_rows[:, 0]].double(), p[:, 0].double()
+    keep = u[:, :-1] < here.gather(1, proposal.tokens) / q.gather(1, proposal.tokens)
+    child = torch.where(keep.any(1), keep.int().argmax(1), -1)
+    weights = torch.where(keep.any(1)[:, None], p[rows, child + 1].double(), (here - q).clamp(min=0))
+    return Acceptance(child[:, None], (child >= 0).long(), draw(weights, u[:, -1]))

@@ -40,6 +40,7 @@ from tests.decoding.rounds import (
     three_tokens,
     total_variation,
 )
+from tests.decoding.rules.cases import retried
 
 CHAIN, FORK, TWO = Tree.chain(2), Tree.expansion([2, 2]), Tree.expansion([2])
 IRREGULAR = Tree.from_paths([[0], [1], [2], [0, 0], [0, 0, 0], [1, 0], [1, 1]])
@@ -139,17 +140,6 @@ def in_blocks(p: Tensor, proposal: Proposal, u: Tensor, *, clipped=True, weighte
     left = torch.where((left.sum(-1) > 0)[:, None], left, p[rows, count])
     steps = torch.arange(n)
     return Acceptance(torch.where(steps < count[:, None], steps, -1), count, draw(left, u[:, n]))
-
-
-def retried(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
-    """On one level: every child is judged by the original p, the last refusal leaves norm(max(0, p - q))."""
-    rows = rows_of(p)
-    assert proposal.q is not None and proposal.q_rows is not None
-    q, here = proposal.q[rows, proposal.q_rows[:, 0]].double(), p[:, 0].double()
-    keep = u[:, :-1] < here.gather(1, proposal.tokens) / q.gather(1, proposal.tokens)
-    child = torch.where(keep.any(1), keep.int().argmax(1), -1)
-    weights = torch.where(keep.any(1)[:, None], p[rows, child + 1].double(), (here - q).clamp(min=0))
-    return Acceptance(child[:, None], (child >= 0).long(), draw(weights, u[:, -1]))
 
 
 def not_renormalised(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:

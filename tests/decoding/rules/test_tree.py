@@ -8,11 +8,9 @@ from fractions import Fraction
 
 import pytest
 import torch
-from torch import Tensor
 
 from drafttrain.decoding.rules import multi_step, one_hot
-from drafttrain.flow import Acceptance, Law, Proposal
-from drafttrain.nn.sampling import draw
+from drafttrain.flow import Law, Proposal
 from drafttrain.tree.topology import Tree
 from tests.decoding.exact import (
     Case,
@@ -27,7 +25,7 @@ from tests.decoding.exact import (
     text_law,
     vector,
 )
-from tests.decoding.rules.cases import OTHER, TOY_2, F, P, Q, first_token, random_round, row_of
+from tests.decoding.rules.cases import OTHER, TOY_2, F, P, Q, first_token, random_round, retried, row_of
 
 
 def iid(k: int) -> list[Case]:
@@ -190,17 +188,6 @@ def test_a_tree_is_worth_the_sum_of_its_paths_rates(tree: Tree, rates, tokens: f
 
 
 # --- mistakes, exactly ---
-
-
-def retried(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
-    """On one level: every child is judged by the original p, the last refusal leaves norm(max(0, p - q))."""
-    rows = torch.arange(len(u))
-    assert proposal.q is not None and proposal.q_rows is not None
-    q, here = proposal.q[rows, proposal.q_rows[:, 0]].double(), p[:, 0].double()
-    keep = u[:, :-1] < here.gather(1, proposal.tokens) / q.gather(1, proposal.tokens)
-    child = torch.where(keep.any(1), keep.int().argmax(1), -1)
-    weights = torch.where(keep.any(1)[:, None], p[rows, child + 1].double(), (here - q).clamp(min=0))
-    return Acceptance(child[:, None], (child >= 0).long(), draw(weights, u[:, -1]))
 
 
 def joined(found: list[Case]) -> list[Case]:
