@@ -8,7 +8,12 @@ import torch
 from scipy import stats
 
 from drafttrain.decoding import exactness, rules
-from drafttrain.decoding.exactness import Cells, SharedPrompt
+from drafttrain.decoding.exactness.cells import LEAST_CELL, Cells
+from drafttrain.decoding.exactness.chi_square import POWER, critical, fit_of, holm, noticed_distance, power, tail
+from drafttrain.decoding.exactness.greedy import gap_of, same_text
+from drafttrain.decoding.exactness.law import CONTROL, SharedPrompt, same_law
+from drafttrain.decoding.exactness.logits import last_logits
+from drafttrain.decoding.exactness.verdict import judged
 from drafttrain.decoding.loop import Plan, decode
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.eagle1 import Eagle1
@@ -47,7 +52,7 @@ def test_right_rules_pass_and_the_control_is_noticed(found):
     assert [row["verdict"] for row in found["greedy"]] == ["identical"] * 2
     assert all(row["same"] == 2 and row["tokens"] > 4 for row in found["greedy"])
     verdicts = {row["label"]: row["verdict"] for row in found["law"]}
-    control = f"T=1 {exactness.CONTROL}"
+    control = f"T=1 {CONTROL}"
     assert verdicts == {
         **dict.fromkeys(("chain", "block", "tree", "filtered"), "no difference found"),
         "typical": "differs, as is expected of an approximate rule",
@@ -90,7 +95,7 @@ def test_wrong_greedy_text_is_shown_with_its_gap(speculator, monkeypatch):
         return Acceptance(answer.path, answer.count, (answer.next_token + (proposal.size > 0)) % 24)
 
     monkeypatch.setattr(rules, "greedy", next_but_one)
-    (row,) = exactness.same_text(speculator, PROMPTS, {"chain": Plan(Tree.chain(2))}, max_new_tokens=8)
+    (row,) = same_text(speculator, PROMPTS, {"chain": Plan(Tree.chain(2))}, max_new_tokens=8)
     assert row["verdict"] == "DIFFERS" and row["same"] == 0 and row["tokens"] >= 2 * len(PROMPTS)
     for difference in row["differences"]:
         assert difference["place"] >= 1 and difference["drafted"] == (difference["plain"] + 1) % 24
@@ -99,21 +104,21 @@ def test_wrong_greedy_text_is_shown_with_its_gap(speculator, monkeypatch):
 
 def test_rounding_is_told_from_a_difference(speculator):
     target, ids = speculator.target, PROMPTS[0]
-    logits = exactness._last_logits(target, [ids])[0]
+    logits = last_logits(target, [ids])[0]
     best, second = logits.topk(2).indices.tolist()
-    far = exactness._gap(target, ids, best, second)
+    far = gap_of(target, ids, best, second)
     assert not far["near_tie"] and far["gap"] == pytest.approx(float(logits[best] - logits[second]))
     assert far["rounding"] < 1e-4
     weight = target.output.weight
     kept = weight[second].clone()
     weight.data[second] = weight[best]
-    near = exactness._gap(target, ids, best, second)
+    near = gap_of(target, ids, best, second)
     weight.data[second] = kept
     assert near["near_tie"] and abs(near["gap"]) <= 2 * near["rounding"]
     row = {"label": "x", "verdict": "DIFFERS", "tokens": 1, "differences": [{"prompt": 0, "place": 4, **far}]}
     said = exactness.words({"greedy": [row], "law": []})[1]
     assert said.startswith(f"x: DIFFERS: prompt 0, token 5: {best} plainly, {second} with drafts") and "no near-tie" in said
-    assert exactness._gap(target, ids, best, None)["near_tie"] is False
+    assert gap_of(target, ids, best, None)["near_tie"] is False
 
 
 def test_cells_are_the_targets_law(speculator):
@@ -123,7 +128,7 @@ def test_cells_are_the_targets_law(speculator):
         cells = Cells.of(target, prompt, policy, 1000)
         prefixes, law = [()], torch.ones(1, dtype=torch.float64)
         for _ in range(3):
-            probs = policy.probs(exactness._last_logits(target, [[*prompt, *prefix] for prefix in prefixes])).double()
+            probs = policy.probs(last_logits(target, [[*prompt, *prefix] for prefix in prefixes])).double()
             law = (law[:, None] * probs).flatten()
             prefixes = [(*prefix, token) for prefix in prefixes for token in range(24)]
         summed = torch.zeros_like(cells.probs)
@@ -133,8 +138,8 @@ def test_cells_are_the_targets_law(speculator):
             assert not (never and mass)
         torch.testing.assert_close(summed, cells.probs, rtol=0, atol=1e-6)
         assert float(cells.probs.sum()) == pytest.approx(1) and 4 <= len(cells.probs) <= 10
-        first = policy.probs(exactness._last_logits(target, [prompt]))[0].max()
-        assert float(cells.probs[1:].min()) >= max(0.01, exactness.LEAST_CELL * float(first)) - 1e-6
+        first = policy.probs(last_logits(target, [prompt]))[0].max()
+        assert float(cells.probs[1:].min()) >= max(0.01, LEAST_CELL * float(first)) - 1e-6
         assert {prefix[:1] for prefix in cells.tables if prefix} == {(int(law.reshape(24, -1).sum(1).argmax()),)}
 
 
@@ -151,13 +156,13 @@ def test_a_shared_prompt_changes_nothing(speculator):
 
 def test_chi_square_agrees_with_scipy():
     for df, x in ((1, 0.3), (7, 20.0), (40, 90.0)):
-        assert exactness.tail(x, df) == pytest.approx(stats.chi2.sf(x, df), rel=1e-9)
-        assert exactness.critical(df, 0.003) == pytest.approx(stats.chi2.isf(0.003, df), rel=1e-9)
+        assert tail(x, df) == pytest.approx(stats.chi2.sf(x, df), rel=1e-9)
+        assert critical(df, 0.003) == pytest.approx(stats.chi2.isf(0.003, df), rel=1e-9)
         expected = stats.ncx2.sf(stats.chi2.isf(0.003, df), df, x)
-        assert exactness.power(df, x, 0.003) == pytest.approx(expected, rel=1e-6)
-    assert exactness.power(5, 0.0, 0.01) == pytest.approx(0.01)
-    assert exactness.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert exactness.holm([]) == []
+        assert power(df, x, 0.003) == pytest.approx(expected, rel=1e-6)
+    assert power(5, 0.0, 0.01) == pytest.approx(0.01)
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([]) == []
 
 
 def test_power_and_false_alarms_agree_with_simulation():
@@ -165,7 +170,7 @@ def test_power_and_false_alarms_agree_with_simulation():
     n, law = 2000, np.array([0.25, 0.2, 0.15, 0.15, 0.125, 0.125])
     draws = np.random.default_rng(0)
     df, alarm = 5, 0.01
-    distance = exactness.noticed_distance(df, n, alarm)
+    distance = noticed_distance(df, n, alarm)
     sign = np.array([1, -1, 1, 1, -1, -1])
     # Cauchy-Schwarz is tight where |r - p| is in proportion to p; the halves balance as nearly as six cells allow.
     up, down = law[sign > 0].sum(), law[sign < 0].sum()
@@ -174,30 +179,30 @@ def test_power_and_false_alarms_agree_with_simulation():
 
     def noticed(truth):
         counts = draws.multinomial(n, truth, 4000)
-        return (((counts - n * law) ** 2 / (n * law)).sum(1) > exactness.critical(df, alarm)).mean()
+        return (((counts - n * law) ** 2 / (n * law)).sum(1) > critical(df, alarm)).mean()
 
     assert noticed(law) == pytest.approx(alarm, abs=0.006)
-    assert noticed(shifted) == pytest.approx(exactness.POWER, abs=0.04)
+    assert noticed(shifted) == pytest.approx(POWER, abs=0.04)
 
 
 def test_nothing_to_compare_is_said(speculator):
-    row = exactness.fit_of([torch.tensor([100.0])], [torch.tensor([1.0])])
+    row = fit_of([torch.tensor([100.0])], [torch.tensor([1.0])])
     assert row["p"] is None and row["df"] == 0
     more = {"label": "a", "guarantee": "distribution", "control": False, "outside": 0, "temperature": 1.0}
-    found = {"greedy": [], "law": exactness.judged([row | more])}
+    found = {"greedy": [], "law": judged([row | more])}
     assert exactness.words(found) == ["a: not tested: the target leaves no choice behind these prompts"]
-    cold = exactness.same_law(speculator, PROMPTS[:1], {"a": Plan(Tree.chain(1), Policy(1e-4))}, draws=40)
+    cold = same_law(speculator, PROMPTS[:1], {"a": Plan(Tree.chain(1), Policy(1e-4))}, draws=40)
     assert cold[0]["p"] is None
 
 
 def test_a_test_that_misses_a_wrong_decoder_says_so():
     law = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
-    common = {"temperature": 1.0, "outside": 0, **exactness.fit_of([law * 40], [law])}
+    common = {"temperature": 1.0, "outside": 0, **fit_of([law * 40], [law])}
     rows = [
         {"label": "a", "guarantee": "distribution", "control": False, **common},
         {"label": "b", "guarantee": "approximate", "control": True, **common},
     ]
-    found = {"greedy": [], "law": exactness.judged(rows)}
+    found = {"greedy": [], "law": judged(rows)}
     assert [row["verdict"] for row in found["law"]] == ["no difference found", "NOT NOTICED"]
     assert "THE TEST IS WEAK at temperature 1" in exactness.words(found)[-1]
 
