@@ -112,18 +112,9 @@ def check_rules(cfg: DictConfig, growths: Sequence[Growth]) -> None:
     """Refuse a rule that fits no temperature and tree of the comparison, with the reason."""
     policies = [policy_of(cfg, temperature) for temperature in cfg.temperatures]
     for rule in named_rules(cfg):
-        reasons = [unfit(Plan(tree, policy, rule=rule)) for policy in policies for tree in growths]
+        reasons = [Plan(tree, policy, rule=rule).misfit for policy in policies for tree in growths]
         if all(reasons):
             raise InputError(str(reasons[-1]))
-
-
-def unfit(plan: Plan) -> str | None:
-    """Why a plan's rule cannot serve its temperature or tree; None where it can."""
-    try:
-        _ = plan.rule_name
-    except InputError as error:
-        return str(error)
-    return None
 
 
 def named_trees(cfg: DictConfig) -> list[Any]:
@@ -138,11 +129,7 @@ def chosen_tree(value: Any) -> Growth:
 
 
 def policy_of(cfg: DictConfig, temperature: Any) -> Policy:
-    for key, value in (("temperatures", temperature), ("top_k", cfg.top_k), ("top_p", cfg.top_p)):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InputError(f"{key}: {value!r} is not a number")
-    policy = Policy(float(temperature), cfg.top_k, cfg.top_p)
-    return Policy() if policy.greedy else policy
+    return Policy(temperature, cfg.top_k, cfg.top_p).simplest()
 
 
 def columns_of(cfg: DictConfig) -> dict[str, str | None]:
@@ -180,7 +167,7 @@ def measure(
         policy = policy_of(cfg, temperature)
         plans = [Plan(Tree.chain(0), policy)]
         for plan in plans_of(cfg, growths, policy):
-            reason = unfit(plan)
+            reason = plan.misfit
             if reason is None:
                 plans.append(plan)
             else:
@@ -214,7 +201,7 @@ def exact(
 ) -> dict[str, Any]:
     """Whether the plans of the table write the target's own text; see `drafttrain.decoding.exactness`."""
     policies = [policy_of(cfg, temperature) for temperature in cfg.temperatures]
-    plans = [plan for policy in policies for plan in plans_of(cfg, growths, policy) if unfit(plan) is None]
+    plans = [plan for policy in policies for plan in plans_of(cfg, growths, policy) if plan.misfit is None]
     return exactness.check(
         speculator,
         prompts,

@@ -81,19 +81,15 @@ def check_settings(cfg: DictConfig) -> Policy:
     for key in ("chat", "compare"):
         if not isinstance(cfg[key], bool):
             raise InputError(f"{key}={cfg[key]}: needs true or false")
-    for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
-        if isinstance(cfg[key], bool) or not isinstance(cfg[key], int | float):
-            raise InputError(f"{key}={cfg[key]}: needs a number")
     policy = Policy(
-        float(cfg.temperature),
+        cfg.temperature,
         cfg.top_k,
         cfg.top_p,
         cfg.min_p,
         cfg.repetition_penalty,
         cfg.min_new_tokens,
         bias_of(cfg),
-    )
-    policy = replace(policy, top_k=0, top_p=1.0, min_p=0.0) if policy.greedy else policy
+    ).simplest()
     # The package's own tree is not known yet; a rule that fits any tree fits a chain.
     tree = Tree.chain(1) if cfg.tree == "package" else chosen_tree(cfg)
     _ = Plan(tree, policy, rule=rule_of(cfg.rule)).rule_name  # refuses what does not fit

@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from drafttrain.data.conversations import write_json
-from drafttrain.decoding.costs import Costs
+from drafttrain.decoding.costs import measure_costs
 from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.measure import Measurement
 from drafttrain.decoding.speculator import Speculator, check_dtype
@@ -96,13 +96,9 @@ def check_settings(cfg: DictConfig) -> Policy:
     for size in cfg.sizes:
         if type(size) is not int or size < 1:
             raise InputError(f"sizes: {size!r} is not a whole number of at least 1")
-    for key in ("temperature", "top_k", "top_p"):
-        if isinstance(cfg[key], bool) or not isinstance(cfg[key], int | float):
-            raise InputError(f"{key}={cfg[key]}: needs a number")
     check_seed(cfg.seed)
     check_dtype(cfg.dtype)
-    policy = Policy(float(cfg.temperature), cfg.top_k, cfg.top_p)
-    policy = Policy() if policy.greedy else policy
+    policy = Policy(cfg.temperature, cfg.top_k, cfg.top_p).simplest()
     for value in cfg.trees:
         if not tree_of(value).size:
             raise InputError(f"trees: {value} drafts nothing; plain decoding races anyway: leave it out")
@@ -174,12 +170,20 @@ def predict(
     target, drafter = speculator.target, speculator.drafter
     context = round(statistics.median(map(len, prompts))) + cfg.max_new_tokens // 2
     room = target.context - max(*cfg.sizes, len(rates), 1) - 2
-    costs = Costs(target, drafter, policy, max(1, min(context, room)), emitted=max(1, round(calibration.tally.tau or 1)))
-    plain = costs.verify(0)
+    trees = candidates(rates, cfg.sizes)
+    costs = measure_costs(
+        target,
+        drafter,
+        policy,
+        trees,
+        context=max(1, min(context, room)),
+        emitted=max(1, round(calibration.tally.tau or 1)),
+        watch=lambda items, what: track(items, description=what),
+    )
     guesses = []
-    for tree in track(candidates(rates, cfg.sizes), description="measures costs", unit="trees"):
+    for tree in trees:
         tokens, seconds = expected_tokens(tree, rates), costs.round(tree)
-        guesses.append(Guess(tree, tokens, seconds, tokens * plain / seconds))
+        guesses.append(Guess(tree, tokens, seconds, tokens * costs.verified[0] / seconds))
     return sorted(guesses, key=lambda guess: -guess.speedup)
 
 
@@ -192,16 +196,9 @@ def racing(guesses: Sequence[Guess], more: Sequence[Growth], policy: Policy, cfg
         for plan in list(plans):
             for rule in cfg.rules:
                 other = Plan(plan.tree, policy, rule=rule_of(rule))
-                if fits(other) and other.rule_name != plan.rule_name:
+                if other.misfit is None and other.rule_name != plan.rule_name:
                     plans.append(other)
     return list(dict.fromkeys(plans))
-
-
-def fits(plan: Plan) -> bool:
-    try:
-        return bool(plan.rule_name)
-    except InputError:
-        return False
 
 
 def race(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
+from drafttrain.decoding.measure import Watch, unwatched
 from drafttrain.drafter.base import Drafter, Fresh
 from drafttrain.flow import Features
 from drafttrain.nn.sampling import Policy
@@ -18,100 +19,120 @@ from drafttrain.tree.topology import Growth
 
 REPEATS = 7
 """Times of which the median counts; neighbours on a machine make single ones worthless."""
+Name = TypeVar("Name", bound=Hashable)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Costs:
-    """Seconds on this device, for one row behind a context of so many tokens. Measured when first asked for.
+    """Seconds on one device, for one row behind some context."""
+
+    verified: dict[int, float]
+    """{drafts checked: seconds of one target pass over them and the anchor, vocabulary and choice included}."""
+    drafted: dict[Growth, float]
+    """{tree: seconds of growing it once}."""
+
+    def round(self, tree: Growth) -> float:
+        """Seconds of a round: draft and verify. What the host does between them is not in it."""
+        return self.drafted.get(tree, 0.0) + self.verified[tree.size]
+
+
+@torch.inference_mode()
+def measure_costs(
+    target: Target,
+    drafter: Drafter,
+    policy: Policy,
+    trees: Sequence[Growth],
+    *,
+    context: int,
+    emitted: int = 2,
+    repeats: int = REPEATS,
+    watch: Watch = unwatched,
+) -> Costs:
+    """Costs of some trees, and of a plain pass.
 
     Args:
         drafter: its decoding copy.
         context: committed tokens that attention reads; costs grow with it.
         emitted: true features that a drafter takes in at the start of a round, about tau.
+        watch: shown the rounds in which everything is timed once.
     """
+    sizes = sorted({0, *(tree.size for tree in trees)})
+    growing = [tree for tree in dict.fromkeys(trees) if tree.size]
+    verify = _verifier(target, drafter, policy, context, sizes[-1])
+    draft = _grower(target, drafter, policy, context, emitted, growing, repeats)
+    jobs: dict[int | Growth, Callable[[], object]] = {size: lambda size=size: verify(size) for size in sizes}  # type: ignore[misc]
+    jobs |= {tree: lambda tree=tree: draft(tree) for tree in growing}  # type: ignore[misc]
+    seconds = interleaved_seconds(jobs, target.device, repeats, watch)
+    return Costs({size: seconds[size] for size in sizes}, {tree: seconds[tree] for tree in growing})
 
-    target: Target
-    drafter: Drafter
-    policy: Policy
-    context: int
-    emitted: int = 2
-    repeats: int = REPEATS
-    verified: dict[int, float] = field(default_factory=dict)
-    """{positions read, the anchor's among them: seconds}."""
-    drafted: dict[Growth, float] = field(default_factory=dict)
 
-    def verify(self, nodes: int) -> float:
-        """Seconds of one target pass over the anchor and so many drafts, vocabulary and choice included."""
-        positions = nodes + 1
-        if positions not in self.verified:
-            self.verified[positions] = self._verify_seconds(positions)
-        return self.verified[positions]
+def interleaved_seconds(
+    jobs: Mapping[Name, Callable[[], object]], device: torch.device, repeats: int = REPEATS, watch: Watch = unwatched
+) -> dict[Name, float]:
+    """The median of several times of each job, all jobs in turn, the first round, which warms up, left out.
 
-    def draft(self, tree: Growth) -> float:
-        """Seconds of growing a tree once."""
-        if not tree.size:
-            return 0.0
-        if tree not in self.drafted:
-            self.drafted[tree] = self._draft_seconds(tree)
-        return self.drafted[tree]
+    In turn, since a machine's speed swings: what is timed in one stretch is compared with what was timed in another.
+    """
+    found: dict[Name, list[float]] = {name: [] for name in jobs}
+    for _ in watch(range(repeats + 1), "costs timed"):
+        for name, work in jobs.items():
+            start = time.perf_counter()
+            work()
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+            found[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times[1:]) for name, times in found.items()}
 
-    def round(self, tree: Growth) -> float:
-        """Seconds of a round: draft and verify. What the host does between them is not in it."""
-        return self.draft(tree) + self.verify(tree.size)
 
-    @torch.inference_mode()
-    def _verify_seconds(self, positions: int) -> float:
-        target, device = self.target, self.target.device
-        cache = target.new_cache(1, self.context + positions)
-        ids = torch.arange(self.context, device=device)[None] % target.vocab_size
-        target.step(ids, cache)
-        cache.commit(torch.tensor([self.context], device=device))
+def _verifier(target: Target, drafter: Drafter, policy: Policy, context: int, most: int) -> Callable[[int], object]:
+    """A function that checks so many drafts once, behind a context that is read here."""
+    device = target.device
+    cache = target.new_cache(1, context + most + 1)
+    ids = torch.arange(context, device=device)[None] % target.vocab_size
+    target.step(ids, cache)
+    cache.commit(torch.tensor([context], device=device))
+
+    def verify(drafts: int) -> object:
+        positions = drafts + 1
         new = ids[:, :1].expand(1, positions)
         # A star: every draft sees the anchor alone. The shape of a tree does not change the cost of a pass.
         among = torch.eye(positions, dtype=torch.bool, device=device)
         among[:, 0] = True
         depths = torch.ones(1, positions, dtype=torch.int64, device=device)
         depths[0, 0] = 0
-        layers = self.drafter.needs.layers
+        hidden = target.step(new, cache, among=among[None], depths=depths, layers=drafter.needs.layers).hidden
+        logits = target.head(hidden)
+        return logits.argmax(-1).tolist() if policy.greedy else policy.probs(logits).sum().item()
 
-        def once() -> object:
-            hidden = target.step(new, cache, among=among[None], depths=depths, layers=layers).hidden
-            logits = target.head(hidden)
-            return logits.argmax(-1).tolist() if self.policy.greedy else self.policy.probs(logits).sum().item()
+    return verify
 
-        return median_seconds(once, device, self.repeats)
 
-    @torch.inference_mode()
-    def _draft_seconds(self, tree: Growth) -> float:
-        drafter, target, device = self.drafter, self.target, self.target.device
-        rounds = self.repeats + 2
-        room = self.context + rounds * self.emitted + max(tree.size, tree.reads) + 1
-        state: Any = drafter.open(1, room)
-        draws = tree.can_draw and not self.policy.greedy
+def _grower(
+    target: Target,
+    drafter: Drafter,
+    policy: Policy,
+    context: int,
+    emitted: int,
+    trees: Sequence[Growth],
+    repeats: int,
+) -> Callable[[Growth], object]:
+    """A function that grows a tree once, behind a context that is read here and is `emitted` longer each time."""
+    device = target.device
+    most = max((max(tree.size, tree.reads) for tree in trees), default=0)
+    state: Any = drafter.open(1, context + len(trees) * (repeats + 1) * emitted + most + 1)
+
+    def fresh(count: int) -> Fresh:
+        ids = torch.arange(count, device=device)[None] % target.vocab_size
+        value = target.embed(ids)
+        features = Features(value, {layer: value for layer in drafter.needs.layers})
+        return Fresh(features, ids, torch.tensor([count], device=device))
+
+    def draft(tree: Growth, given: Fresh) -> object:
+        draws = tree.can_draw and not policy.greedy
         u = torch.full((1, tree.size), 0.5, dtype=torch.float64, device=device) if draws else None
+        return drafter.propose(state, given, tree, policy, u).tokens.tolist()
 
-        def fresh(count: int) -> Fresh:
-            ids = torch.arange(count, device=device)[None] % target.vocab_size
-            value = target.embed(ids)
-            features = Features(value, {layer: value for layer in drafter.needs.layers})
-            return Fresh(features, ids, torch.tensor([count], device=device))
-
-        drafter.propose(state, fresh(self.context), tree, self.policy, u)
-        step = fresh(self.emitted)
-        return median_seconds(
-            lambda: drafter.propose(state, step, tree, self.policy, u).tokens.tolist(), device, self.repeats
-        )
-
-
-def median_seconds(work: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
-    """The median of several times, the first one, which warms up, left out."""
-
-    def timed() -> float:
-        start = time.perf_counter()
-        work()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        return time.perf_counter() - start
-
-    timed()
-    return statistics.median(timed() for _ in range(repeats))
+    for tree in trees[:1]:
+        draft(tree, fresh(context))
+    step = fresh(emitted)
+    return lambda tree: draft(tree, step)

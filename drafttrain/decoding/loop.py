@@ -100,6 +100,15 @@ class Plan:
         return self.rule
 
     @property
+    def misfit(self) -> str | None:
+        """Why the rule cannot serve this temperature or tree; None where it can."""
+        try:
+            _ = self.rule_name
+        except InputError as error:
+            return str(error)
+        return None
+
+    @property
     def guarantee(self) -> str:
         """Relative to the target used: "greedy" (same tokens), "distribution" (same law) or "approximate" (neither)."""
         if not self.tree.size:

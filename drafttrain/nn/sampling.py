@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,11 +53,11 @@ class Policy:
     of any rows and nodes, and must make of a text's logits what that text alone says: it may keep no state."""
 
     def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+        if not (_number(self.temperature) and 0 <= self.temperature < math.inf):
             raise InputError(f"temperature is {self.temperature}, needs a finite number of at least 0 (0 is greedy)")
-        if self.top_k != int(self.top_k) or self.top_k < 0:
+        if not _number(self.top_k) or not 0 <= self.top_k < math.inf or self.top_k != int(self.top_k):
             raise InputError(f"top_k is {self.top_k}, needs a whole number of at least 0 (0 keeps every token)")
-        if not 0 < self.top_p <= 1:
+        if not (_number(self.top_p) and 0 < self.top_p <= 1):
             raise InputError(f"top_p is {self.top_p}, needs a number above 0 and at most 1 (1 keeps every token)")
         if not (_number(self.min_p) and 0 <= self.min_p <= 1):
             raise InputError(f"min_p is {self.min_p}, needs a number from 0 to 1 (0 keeps every token)")
@@ -75,6 +75,10 @@ class Policy:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    def simplest(self) -> Policy:
+        """The same choices, with what greedy decoding never reads at its default: equal choices are then equal policies."""
+        return replace(self, top_k=0, top_p=1.0, min_p=0.0) if self.greedy else self
 
     @property
     def processes(self) -> bool:

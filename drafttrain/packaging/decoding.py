@@ -114,14 +114,10 @@ def _plan(found: Any) -> Plan:
     for name, own in (("nodes", tree.size), ("depth", tree.max_depth)):
         if not _whole(found["budget"][name]) or found["budget"][name] < own:
             raise InputError(f"budget.{name} is {found['budget'][name]!r}, the tree has {own}: they must fit together")
-    policy = found["policy"]
-    for name in _POLICY:
-        if isinstance(policy[name], bool) or not isinstance(policy[name], int if name == "top_k" else (int, float)):
-            raise InputError(f"policy.{name} is {policy[name]!r}, needs a number")
     sampled, rule = found["sampled"], found["rule"]
     if sampled != _AUTO and not isinstance(sampled, bool):
         raise InputError(f"sampled is {sampled!r}: give auto, true or false")
-    plan = Plan(tree, Policy(**policy), None if sampled == _AUTO else sampled, rule_of(rule))
+    plan = Plan(tree, Policy(**found["policy"]), None if sampled == _AUTO else sampled, rule_of(rule))
     _ = plan.rule_name  # refuses what contradicts itself
     return plan
 
