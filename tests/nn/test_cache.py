@@ -32,6 +32,20 @@ def test_rows_grow_behind_their_own_lengths():
     assert torch.equal(cache.values[0], -cache.keys[0])
 
 
+def test_advancing_commits_what_was_written_in_every_row():
+    one, other = KVCache(2, 8), KVCache(2, 8)
+    for cache in (one, other):
+        write(cache, [[1, 2, 3], [4, 5, 0]])
+        cache.commit(torch.tensor([3, 2]))
+        write(cache, [[10, 11], [20, 21]])
+    one.advance(2)
+    other.commit(torch.tensor([2, 2]))
+    for cache in (one, other):
+        used, _ = write(cache, [[12], [22]])
+        assert used.shape[2] == 6 and (cache.longest, cache.shortest) == (5, 4)
+    assert torch.equal(one.lengths, other.lengths) and torch.equal(one.keys[0], other.keys[0])
+
+
 def test_commit_moves_the_accepted_path_together():
     cache = KVCache(2, 10)
     write(cache, [[1, 2], [3, 0]])
