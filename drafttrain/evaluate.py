@@ -261,10 +261,10 @@ def parity(speculator: Speculator, drafter: Drafter, prompts: Sequence[list[int]
         guesses = drafter.guesses(batch, features)
         if guesses is None:
             return None
-        compared = [(place, was_kept) for place, was_kept in starts if int(guesses[0, place]) >= 0]
+        compared = [(place, was_kept) for place, was_kept in starts if int(guesses[0, place, 0]) >= 0]
         rounds += len(compared)
         kept += sum(was_kept for _, was_kept in compared)
-        right += sum(int(guesses[0, place]) == ids[place] for place, _ in compared)
+        right += sum(int(guesses[0, place, 0]) == ids[place] for place, _ in compared)
     if not rounds:
         return None
     exact = {speculator.target.dtype, next(speculator.drafter.parameters()).dtype} == {torch.float32}

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +26,25 @@ from drafttrain.errors import InputError
 from drafttrain.packaging.writing import save_package
 from drafttrain.processes import peak_memory, rank
 from drafttrain.reporting.console import clock, console, table, track
-from drafttrain.reporting.figures import acceptance_curve
+from drafttrain.reporting.figures import acceptance_curve, head_accuracies
 from drafttrain.reporting.loggers import close, log_config, log_picture, log_rows
 from drafttrain.reporting.progress import ConsoleProgress
 from drafttrain.runs import plain, provenance, seed_everything
 from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
+from drafttrain.training.calibrate import calibrated, head_accuracy
 from drafttrain.training.checkpoint import BEST, LAST, read_checkpoint
 from drafttrain.training.course import Course, TrainerConfig
 from drafttrain.training.final import Worth, measure
-from drafttrain.training.prepare import Settings, Training, prepare
+from drafttrain.training.prepare import Settings, Training, kept_in_memory, prepare
 from drafttrain.training.run import Run, open_run
 from drafttrain.training.trainer import quiet_lightning, trainer_of
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
 
-WHOLE = {"limit_tokens": None, "limit_rows": None, "temperatures": None, "labels": "answers"}
+WHOLE = {"limit_tokens": None, "limit_rows": None, "temperatures": None, "labels": "answers", "set_aside": 0}
 """Held-out rows are answers of all temperatures, whatever part of the set is trained on."""
+ASIDE = {"take_set_aside": True, "limit_tokens": None, "limit_rows": None, "labels": "answers"}
 STOPPED_BY_SIGNAL = 143
 """Exit code of a run that a signal stopped: it is not done, and can be resumed."""
 
@@ -52,11 +54,24 @@ def main(cfg: DictConfig) -> None:
     began = time.monotonic()
     settings = read_settings(cfg)
     data, held_out = read_data(cfg)
+    calibration = read_calibration(cfg, settings)
     with open_run(cfg, say) as run, logged(cfg, run):
         target = load_target(cfg, data, held_out)
         drafter = make_drafter(cfg, target, data, held_out)
         source = functools.partial(build, cfg.features)
-        training = prepare(plain(cfg), settings, run, target, drafter, data, held_out, make_source=source, say=say)
+        training = prepare(
+            plain(cfg),
+            settings,
+            run,
+            target,
+            drafter,
+            data,
+            held_out,
+            calibration=calibration,
+            make_source=source,
+            show=functools.partial(draw_heads, run),
+            say=say,
+        )
         say(outline(training.module.course, settings, data))
         train(training)
         if training.module.stopped == "signal":
@@ -108,6 +123,20 @@ def read_data(cfg: DictConfig) -> tuple[ConversationData, ConversationData | Non
     say(data.summary())
     say("held_out: no rows, so nothing is measured by decoding" if held_out is None else held_out.summary())
     return data, held_out
+
+
+def read_calibration(cfg: DictConfig, settings: Settings) -> ConversationData | None:
+    """Rows set aside, greedy ones where there are some, since a greedy target is what trees are compared with."""
+    if not settings.final.calibrates:
+        return None
+    if not cfg.data.set_aside:
+        raise InputError("final.calibrated needs rows that are not trained on: set data.set_aside, to 64 for instance")
+    try:
+        rows: ConversationData = build(cfg.data, split="train", **ASIDE | {"temperatures": [0.0]})
+    except InputError:
+        rows = build(cfg.data, split="train", **ASIDE | {"temperatures": None})
+    say(f"set aside to calibrate trees: {rows.summary()}")
+    return rows
 
 
 @contextlib.contextmanager
@@ -228,13 +257,21 @@ def use_best(training: Training) -> None:
 def evaluate(training: Training) -> Worth:
     """Measure by decoding, show the table and draw the picture."""
     began = time.monotonic()
+    calibrate = None
+    if training.calibration is not None:
+        source = kept_in_memory(training.target, training.drafter, training.calibration, training.keeper.settings["features"])
+        accuracies = head_accuracy(training.drafter, training.calibration, source)
+        calibrate = functools.partial(calibrated, accuracies)
     worth = measure(
         training.speculator,
         training.prompts,
         training.settings.final,
+        calibrate=calibrate,
         seed=training.seed,
         watch=lambda items, what: track(items, description=what),
     )
+    if calibrate is not None:
+        worth.settings["head_accuracy"] = accuracies
     if not worth.rows:
         say("no held-out prompt to decode: acceptance and speed are not available")
         return worth
@@ -245,6 +282,13 @@ def evaluate(training: Training) -> Worth:
     log_picture(training.run.loggers, "acceptance", picture, training.module.updates)
     log_rows(training.run.loggers, worth.rows, "final", training.module.updates)
     return worth
+
+
+def draw_heads(run: Run, metrics: Mapping[str, float | None], updates: int) -> None:
+    """The picture of head accuracies, for a drafter that has heads."""
+    path = run.folder / "heads.png"
+    if head_accuracies(metrics, path):
+        log_picture(run.loggers, "heads", path, updates)
 
 
 def shown(row: dict[str, Any]) -> list[Any]:

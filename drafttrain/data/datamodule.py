@@ -76,6 +76,8 @@ class ConversationData:
         limit_rows: int | None = None,
         temperatures: Sequence[float] | None = None,
         labels: str = "answers",
+        set_aside: int = 0,
+        take_set_aside: bool = False,
     ) -> None:
         """Read a split.
 
@@ -88,6 +90,8 @@ class ConversationData:
             temperatures: take only rows whose answers were sampled at one of these; None takes all.
             labels: "answers" supervises what the target answered; "all" every token but a row's first. The target's law is
                 known at each of them, and where it wrote the user turns too, they are its own text.
+            set_aside: so many rows at the split's end are left out, to calibrate on.
+            take_set_aside: take these, and no others.
         Raises: InputError for an unreadable set, or when no row is left (with the counts by reason).
         """
         if split not in SPLITS:
@@ -98,6 +102,7 @@ class ConversationData:
             ("max_length", max_length, 2),
             ("limit_tokens", limit_tokens, 1),
             ("limit_rows", limit_rows, 1),
+            ("set_aside", set_aside, 0),
         ):
             if value is not None and not (type(value) is int and value >= least):
                 raise InputError(f"{name}={value}: needs a whole number of at least {least}, or null for no limit")
@@ -121,6 +126,10 @@ class ConversationData:
         """Rows kept that were cut to max_length."""
         self._supervised = 0
         chosen = self.set.indices(SPLITS[split])
+        if set_aside >= len(chosen) > 0 or (take_set_aside and not set_aside):
+            raise InputError(f"set_aside={set_aside}: needs at least 1 and less than the {len(chosen)} rows of split {split}")
+        if set_aside:
+            chosen = chosen[-set_aside:] if take_set_aside else chosen[:-set_aside]
         for place, index in enumerate(chosen):
             if temperatures is not None and not np.isclose(self.set.temperature[index], temperatures).any():
                 self.counts["of another temperature"] = self.counts.get("of another temperature", 0) + 1

@@ -112,35 +112,49 @@ class Drafter(nn.Module, abc.ABC):
         copy.load_state_dict(self.state_dict())
         return copy.to(device=next(self.parameters()).device, dtype=dtype).eval().requires_grad_(False)
 
+    @property
+    def loss_parts(self) -> tuple[str, ...]:
+        """Names of the parts that `loss` reports; every process logs the same ones, whatever rows it has."""
+        return ()
+
     def guesses(self, batch: Batch, features: Features) -> Tensor | None:
-        """(b s) int64 teacher-forced: the token guessed for each position from the true text before it, -1 where none is made.
+        """(b s k) int64 teacher-forced: the token guessed for each position at depths 1..k of a draft, from the target's true
+        features, -1 where none is made. k = 1 where every depth guesses alike.
 
         None for a drafter that has no such guess.
         """
         return None
+
+    @property
+    def has_heads(self) -> bool:
+        """Can `hits` count how often each head is right?"""
+        return False
+
+    def hits(self, batch: Batch, features: Features, ranks: int) -> tuple[Tensor, Tensor]:
+        """How often each head's j-th choice is the text's token, teacher-forced, for a drafter with heads.
+
+        Returns: (k ranks) int64 hits, (k) int64 comparisons really made.
+        """
+        raise InputError(f"{type(self).__name__} has no heads to count hits of")
 
     def describe(self) -> dict[str, Any]:
         """Facts worth printing at the start of a run."""
         return {"trainable parameters": sum(p.numel() for p in self.parameters() if p.requires_grad)}
 
 
-@dataclass
-class AutoregressiveState:
-    cache: KVCache
-
-
-class Autoregressive(Drafter):
-    """One call gives the logits of the children of given nodes, growing a draft cache."""
+class Growing(Drafter):
+    """A drafter that trees are grown with, level by level: it reads what became true, then gives the logits of the children of
+    nodes that were drafted."""
 
     growths = (Tree, Dynamic, Confident)
 
     @abc.abstractmethod
-    def extend(self, state: AutoregressiveState, fresh: Fresh) -> tuple[Tensor, Tensor]:
-        """Read true features and commit them. Returns (b d) the output at the anchor, (b w) logits of its children."""
+    def extend(self, state: Any, fresh: Fresh) -> tuple[Tensor, Tensor]:
+        """Read what became true. Returns (b e) the output at the anchor, (b w) logits of its children."""
 
     @abc.abstractmethod
     def expand(
-        self, state: AutoregressiveState, tokens: Tensor, hidden: Tensor, depth: int, among: Tensor
+        self, state: Any, tokens: Tensor, hidden: Tensor, depth: int, among: Tensor
     ) -> tuple[Tensor, Tensor]:
         """See `drafttrain.tree.speaker.Speaker`. What is written here is scratch: `propose` takes it back."""
 
@@ -149,6 +163,27 @@ class Autoregressive(Drafter):
 
     @abc.abstractmethod
     def to_target_law(self, probs: Tensor) -> Tensor: ...
+
+    def propose(
+        self,
+        state: Any,
+        fresh: Fresh,
+        tree: Growth,
+        policy: Policy,
+        u: Tensor | None,
+        law: Law = Law.WOR,
+    ) -> Proposal:
+        hidden, logits = self.extend(state, fresh)
+        return grow(self, state, hidden, logits, tree, policy, u, law, fresh.text)
+
+
+@dataclass
+class AutoregressiveState:
+    cache: KVCache
+
+
+class Autoregressive(Growing):
+    """One call gives the logits of the children of given nodes, growing a draft cache."""
 
     def open(self, rows: int, capacity: int) -> AutoregressiveState:
         return AutoregressiveState(KVCache(rows, capacity, self.target.device))
@@ -171,3 +206,52 @@ class Autoregressive(Drafter):
         # Only rows made from the target's own features stay.
         state.cache.set_lengths(true_rows)
         return proposal
+
+
+class Heads(Growing):
+    """K heads fill K depths from the features of one position; nothing is remembered between rounds."""
+
+    @property
+    @abc.abstractmethod
+    def count(self) -> int:
+        """K, the number of heads."""
+
+    @property
+    def max_depth(self) -> int:
+        return self.count
+
+    def open(self, rows: int, capacity: int) -> None:
+        return None
+
+    def select(self, state: None, rows: Tensor) -> None:
+        return None
+
+
+class Parallel(Heads):
+    """One call gives the logits of a place to come whatever tokens stand before it: all nodes of a depth share one law."""
+
+    @abc.abstractmethod
+    def place(self, hidden: Tensor, k: int) -> Tensor:
+        """(b d) the last position's features -> (b w) logits of depth k, 1 for the anchor's children."""
+
+    def extend(self, state: None, fresh: Fresh) -> tuple[Tensor, Tensor]:
+        hidden = last_of(fresh)
+        return hidden, self.place(hidden, 1)
+
+    def expand(
+        self, state: None, tokens: Tensor, hidden: Tensor, depth: int, among: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        logits = self.place(hidden[:, 0], depth + 1)  # b w
+        return hidden, logits[:, None].expand(-1, tokens.shape[1], -1)
+
+
+class SemiAutoregressive(Heads):
+    """Heads that read the position's features and the tokens drafted behind it, without a cache: a node's output carries
+    what its children's head will read."""
+
+
+def last_of(fresh: Fresh) -> Tensor:
+    """(b d) features of each row's last position that the target has read."""
+    hidden = fresh.features.last_hidden
+    assert hidden is not None
+    return hidden[torch.arange(len(hidden), device=hidden.device), fresh.counts.to(hidden.device) - 1]

@@ -21,16 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.drafter.base import Autoregressive, AutoregressiveState, Fresh
+from drafttrain.drafter.borrowing import BorrowsHead
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Loss, Needs
 from drafttrain.nn import losses
 from drafttrain.nn.attention import as_attention
 from drafttrain.nn.cache import KVCache
-from drafttrain.nn.packed import FrozenProduct
 from drafttrain.target.model import Target
 
 
-class Eagle1(Autoregressive):
+class Eagle1(BorrowsHead, Autoregressive):
     """The drafter: `fc` (2d -> d), one decoder layer of the target's family, the target's embedding and head borrowed.
 
     The layer has no norm before its attention and none behind it (arXiv:2401.15077, section 3.2 and public code). Its
@@ -51,8 +51,6 @@ class Eagle1(Autoregressive):
     """
 
     needs = Needs(last_hidden=True)
-    draft_ids: Tensor | None
-    head_rows: Tensor | None
 
     def __init__(
         self,
@@ -68,7 +66,7 @@ class Eagle1(Autoregressive):
         balance_input: bool = False,
         chunk: int = 1024,
     ) -> None:
-        super().__init__(target)
+        super().__init__(target, draft_ids)
         weights = (regression, classification, noise)
         if not all(0 <= weight < math.inf for weight in weights) or regression + classification == 0 or chunk < 1:
             raise InputError("eagle1 needs weights and noise of at least 0, one weight above 0, and chunk >= 1")
@@ -81,10 +79,6 @@ class Eagle1(Autoregressive):
         self.layer: Any = _decoder_layer(target)
         words = inspect.signature(type(self.layer).forward).parameters
         self._cache_word = next((word for word in ("cache", "past_key_values", "layer_past") if word in words), "cache")
-        ids = None if draft_ids is None else torch.as_tensor(draft_ids, dtype=torch.int64)
-        self.register_buffer("draft_ids", ids)
-        self.register_buffer("head_rows", None, persistent=False)
-        self._product: FrozenProduct | None = None
         self.to(target.device)
         self._probe()
         if balance_input:
@@ -96,33 +90,6 @@ class Eagle1(Autoregressive):
         return {name: getattr(self, name) for name in names} | {
             "draft_ids": None if self.draft_ids is None else self.draft_ids.tolist()
         }
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """(... d) -> (... w): the rows of the target's frozen head that can be proposed, in this drafter's dtype."""
-        if self.head_rows is None or self.head_rows.dtype != self.dtype or self.head_rows.device != hidden.device:
-            weight = self.target.output.weight
-            rows = weight if self.draft_ids is None else weight[self.draft_ids.to(weight.device)]
-            self.head_rows = rows.detach().to(device=hidden.device, dtype=self.dtype)
-        if self._product is None or self._product.weight is not self.head_rows:
-            self._product = FrozenProduct(self.head_rows)
-        bias = getattr(self.target.output, "bias", None)
-        if bias is not None:
-            bias = (bias if self.draft_ids is None else bias[self.draft_ids]).to(hidden)
-        return self.target.finish_logits(self._product(hidden.to(self.dtype), bias))
-
-    def to_target_ids(self, ids: Tensor) -> Tensor:
-        return ids if self.draft_ids is None else self.draft_ids[ids]
-
-    def to_target_law(self, probs: Tensor) -> Tensor:
-        if self.draft_ids is None:
-            return probs
-        law = probs.new_zeros(*probs.shape[:-1], self.target.vocab_size)
-        law[..., self.draft_ids] = probs
-        return law
 
     def forward(
         self,
@@ -191,6 +158,10 @@ class Eagle1(Autoregressive):
             parts["accuracy"] = ((self.to_target_ids(choices) == labels).sum().float(), count)
         return Loss(total.float(), count, parts)
 
+    @property
+    def loss_parts(self) -> tuple[str, ...]:
+        return ("regression",) * (self.regression > 0) + ("classification", "accuracy") * (self.classification > 0)
+
     @torch.no_grad()
     def guesses(self, batch: Batch, features: Features) -> Tensor:
         assert features.last_hidden is not None
@@ -203,7 +174,7 @@ class Eagle1(Autoregressive):
         parts = [self.head(part).argmax(-1) for part in out[chosen].split(self.chunk)]
         if parts:
             found[:, 2:][chosen] = self.to_target_ids(torch.cat(parts))
-        return found
+        return found[:, :, None]
 
     # Decoding ---------------------------------------------------------------------------------------------------
     def extend(self, state: AutoregressiveState, fresh: Fresh) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,12 @@
 """Losses over a vocabulary, in chunks: peak memory holds one chunk's logits, never those of a whole batch.
 
-All of them compare the draft's law q with the target's law p at supervised positions, in float32.
+All but `cross_entropy` compare the draft's law q with the target's law p at supervised positions, in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,6 +52,11 @@ def divergence(name: str) -> Divergence:
     if name not in DIVERGENCES:
         raise InputError(f"loss {name} is not known: give one of {', '.join(DIVERGENCES)}")
     return DIVERGENCES[name]
+
+
+def cross_entropy(draft: Tensor, labels: Tensor) -> Tensor:
+    """(t w) draft logits, (t) the text's own tokens -> (t) -log q(label)."""
+    return functional.cross_entropy(draft, labels, reduction="none")
 
 
 def smooth_l1(prediction: Tensor, goal: Tensor) -> Tensor:
@@ -131,3 +137,115 @@ def over_vocabulary(
         return _in_chunks(hidden, teacher, head, loss, chunk)
     total, choices = _Chunked.apply(hidden, teacher, head, loss, chunk)
     return total, choices
+
+
+Goal = Callable[[slice], Tensor]
+"""Of some positions: (c w) the target's logits, or (c) int64 labels where the loss is `cross_entropy`."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What several heads made of the same positions."""
+
+    total: Tensor
+    """() float32: the weighted sum over heads and positions, with grad."""
+    sums: Tensor
+    """(k) float32: each head's own sum, unweighted, detached."""
+    ranks: Tensor
+    """(t k) int64: how many tokens a head finds likelier than the label; w where the label is none that it knows."""
+
+
+def heads_over_vocabulary(
+    hidden: Tensor,
+    valid: Tensor,
+    weights: Sequence[float],
+    labels: Tensor,
+    heads: Sequence[Callable[[Tensor], Tensor]],
+    goal: Goal,
+    loss: Divergence,
+    *,
+    trained: Sequence[Tensor] = (),
+    chunk: int = 256,
+) -> Judged:
+    """Losses of k heads that are to guess the same tokens, so that a goal is computed once for all of them.
+
+    Args:
+        hidden: (t k d) with grad, what each head reads for each position.
+        valid: (t k) bool, where a head has something to learn.
+        weights: of each head's loss in the total.
+        labels: (t) int64 places of the text's tokens in the vocabulary, -1 for one outside of it.
+        heads: (c d) -> (c w) logits each.
+        trained: parameters that the heads multiply with, where they are trained.
+        chunk: positions whose logits exist at one time.
+    """
+    wanted = torch.is_grad_enabled() and hidden.requires_grad
+    total, sums, ranks = _Heads.apply(hidden, valid, weights, labels, heads, goal, loss, chunk, wanted, *trained)
+    return Judged(total, sums, ranks)
+
+
+class _Heads(torch.autograd.Function):
+    """As `_Chunked`: gradients are made while a chunk's logits exist."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: Tensor,
+        valid: Tensor,
+        weights: Sequence[float],
+        labels: Tensor,
+        heads: Sequence[Callable[[Tensor], Tensor]],
+        goal: Goal,
+        loss: Divergence,
+        chunk: int,
+        wanted: bool,
+        *trained: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        t, k, _ = hidden.shape
+        sums = hidden.new_zeros(k, dtype=torch.float32)
+        ranks = torch.zeros(t, k, dtype=torch.int64, device=hidden.device)
+        slope = torch.zeros_like(hidden) if wanted else None
+        slopes = [torch.zeros_like(p) for p in trained] if wanted else []
+        for start in range(0, t, chunk):
+            part = slice(start, start + chunk)
+            aim = goal(part)
+            for head in range(k):
+                with torch.set_grad_enabled(wanted):
+                    piece = hidden[part, head].detach().requires_grad_(wanted)
+                    logits = heads[head](piece).float()
+                ranks[part, head] = _rank(logits.detach(), labels[part])
+                value, by_logits = _value_and_slope(logits.detach(), aim, loss, wanted)
+                sums[head] += (value * valid[part, head]).sum()
+                if slope is not None:
+                    by_logits = by_logits * (weights[head] * valid[part, head])[:, None]
+                    found = torch.autograd.grad(logits, (piece, *trained), by_logits, allow_unused=True)
+                    slope[part, head] = found[0]
+                    for mine, more in zip(slopes, found[1:], strict=True):
+                        if more is not None:
+                            mine += more
+        ctx.save_for_backward(*([] if slope is None else [slope]), *slopes)
+        ctx.mark_non_differentiable(sums, ranks)
+        return (sums * sums.new_tensor(list(weights))).sum(), sums, ranks
+
+    @staticmethod
+    def backward(ctx: Any, by_total: Tensor, _sums: Tensor, _ranks: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        slope, *slopes = (saved * by_total.to(saved.dtype) for saved in ctx.saved_tensors)
+        return slope, *(None,) * 8, *slopes
+
+
+def _rank(logits: Tensor, labels: Tensor) -> Tensor:
+    known = labels >= 0
+    own = logits.gather(-1, labels.clamp_min(0)[:, None])
+    return torch.where(known, (logits > own).sum(-1), logits.shape[-1])
+
+
+def _value_and_slope(logits: Tensor, goal: Tensor, loss: Divergence, wanted: bool) -> tuple[Tensor, Tensor]:
+    """(t) loss and (t w) its gradient by the logits, empty where none is wanted."""
+    if not wanted:
+        return loss(logits, goal), logits[:0]
+    if loss is soft_cross_entropy:
+        return _soft_cross_entropy_and_slope(logits, goal)
+    with torch.enable_grad():
+        here = logits.requires_grad_()
+        value = loss(here, goal)
+        (slope,) = torch.autograd.grad(value.sum(), here)
+    return value.detach(), slope

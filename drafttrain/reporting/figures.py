@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f", "#000000")
+_HEAD = re.compile(r"sim/head_(\d+)_top(\d+)")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
@@ -57,11 +59,44 @@ def acceptance_curve(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[
     _draw_tau(bars, rows)
     if title:
         figure.suptitle(title)
+    _write(figure, path)
+    return path
+
+
+def head_accuracies(metrics: Mapping[str, float | None], path: str | os.PathLike[str]) -> bool:
+    """Top-n accuracy of every head on held-out text, as one PNG.
+
+    Args:
+        metrics: `sim/head_<k>_top<n>` are drawn, whatever else is there.
+    Returns: whether there was something to draw; without it nothing is written.
+    """
+    curves: dict[int, list[tuple[int, float]]] = {}
+    for name, value in metrics.items():
+        if (found := _HEAD.fullmatch(name)) and value is not None:
+            curves.setdefault(int(found[2]), []).append((int(found[1]), value))
+    if not curves:
+        return False
+    figure = Figure(figsize=(6, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for place, (top, points) in enumerate(sorted(curves.items())):
+        heads, values = zip(*sorted(points), strict=True)
+        axes.plot(heads, values, label=f"top {top}", color=_COLOURS[place % len(_COLOURS)], marker=_MARKERS[place % len(_MARKERS)])
+    axes.set_xlabel("head k, which guesses the token k + 1 places ahead")
+    axes.set_ylabel("share of held-out tokens, teacher-forced")
+    axes.set_ylim(0, 1)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    _write(figure, Path(path))
+    return True
+
+
+def _write(figure: Figure, path: Path) -> None:
+    """An earlier picture is replaced only by a whole one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     FigureCanvasAgg(figure).print_figure(str(temporary), format="png", dpi=120, metadata={"Software": None})
     os.replace(temporary, path)
-    return path
 
 
 def _draw_curve(axes: Axes, row: Mapping[str, Any], place: int, shift: float) -> bool:

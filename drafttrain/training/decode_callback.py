@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -61,13 +61,17 @@ class EvalConfig:
                 raise InputError(f"eval.{name}={value}: needs a whole number of at least 1, or null")
 
 
+def _show_nothing(metrics: Mapping[str, float | None], updates: int) -> None:
+    pass
+
+
 class DecodeCallback(Callback):
     """Measures every `config.every` updates and at the end.
 
     Logs for the first plan `val/tau`, `val/accepted_per_round`, `val/accept@k` and its count `val/accept@k_count` (rounds in which
     position k was drafted behind accepted ones), `val/rounds`, `val/seconds_<stage>`, and where measured `val/speedup`; for every
-    further plan the same under `val/<name>/`. Beside them, from teacher-forced passes: `sim/loss`, `sim/accuracy`, `sim/tau`. What
-    could not be measured is left out: never NaN, never 0.
+    further plan the same under `val/<name>/`. Beside them, from teacher-forced passes: `sim/loss`, `sim/tau`, and `sim/<part>` for
+    every part of the drafter's loss, `sim/accuracy` among them. What could not be measured is left out: never NaN, never 0.
 
     `sim/tau`: 1 + the mean number of consecutive right guesses, up to the depth of the first plan's tree, starting at each
     supervised token of held-out text. Every guess reads the target's true features, which a drafter deep in a draft does not have.
@@ -77,6 +81,7 @@ class DecodeCallback(Callback):
         prompts: ids to decode from, over all processes: each process takes its share.
         plans: name to plan; the first one decides what is best.
         held_out, source: rows and features for the teacher-forced estimates.
+        show: draws a picture of what was measured, given it and the number of updates.
     """
 
     def __init__(
@@ -89,10 +94,11 @@ class DecodeCallback(Callback):
         held_out: ConversationData | None = None,
         source: Source | None = None,
         seed: int = 0,
+        show: Callable[[Mapping[str, float | None], int], None] = _show_nothing,
     ) -> None:
         if not plans:
             raise InputError("eval needs a tree to decode with")
-        self.speculator, self.plans, self.config, self.seed = speculator, dict(plans), config, seed
+        self.speculator, self.plans, self.config, self.seed, self.show = speculator, dict(plans), config, seed, show
         self.prompts = [list(prompt) for prompt in prompts[: config.prompts]]
         rows = min(config.sim_rows, len(held_out)) if held_out is not None and source is not None else 0
         self.sim = _SimRows(held_out, source, rows) if held_out is not None and source is not None and rows else None
@@ -140,6 +146,8 @@ class DecodeCallback(Callback):
         if module.seconds:
             metrics["val/share_of_time"] = self.seconds / module.seconds
         module.report(metrics)
+        if rank() == 0:
+            self.show(metrics, module.updates)
         return metrics
 
     def _decode(self, plan: Plan, device: torch.device) -> Tally:
@@ -185,22 +193,21 @@ class _SimRows:
 
     def measure(self, drafter: Drafter, depth: int, device: torch.device) -> dict[str, float | None]:
         drafter.eval()
-        sums = torch.zeros(6, dtype=torch.float64)
+        names = drafter.loss_parts
+        sums = torch.zeros(2 + len(names), 2, dtype=torch.float64)
         with torch.no_grad():
             for group in self.groups:
                 batch = self.data.batch(group)
                 features = self.source.features(batch)
                 batch = batch.to(device)
                 loss = drafter.loss(batch, features)
-                right, of = loss.parts.get("accuracy", (loss.total.new_zeros(()), loss.total.new_zeros(())))
-                parts = [loss.total, loss.count, right, of, *_runs(drafter, batch, features, depth)]
-                sums += torch.stack([part.double().cpu() for part in parts])
-        total, count, right, of, runs, starts = over_processes(sums.to(device)).tolist()
-        return {
-            "sim/loss": total / count if count else None,
-            "sim/accuracy": right / of if of else None,
-            "sim/tau": 1 + runs / starts if starts else None,
-        }
+                pairs = [_runs(drafter, batch, features, depth), (loss.total, loss.count), *(loss.parts[name] for name in names)]
+                sums += torch.stack([torch.stack([value.double().cpu() for value in pair]) for pair in pairs])
+        (runs, starts), *pairs = over_processes(sums.to(device)).tolist()
+        found = {"sim/tau": 1 + runs / starts if starts else None}
+        for name, (total, count) in zip(("loss", *names), pairs, strict=True):
+            found[f"sim/{name}"] = total / count if count else None
+        return found
 
 
 def _runs(drafter: Drafter, batch: Batch, features: Any, depth: int) -> tuple[Tensor, Tensor]:
@@ -209,11 +216,11 @@ def _runs(drafter: Drafter, batch: Batch, features: Any, depth: int) -> tuple[Te
     none = torch.zeros((), device=batch.input_ids.device)
     if guesses is None:
         return none, none
-    starts = batch.loss_mask & (guesses >= 0)
-    hits = starts & (guesses == batch.input_ids)  # b s
+    starts = batch.loss_mask & (guesses[:, :, 0] >= 0)
+    hits = batch.loss_mask[:, :, None] & (guesses == batch.input_ids[:, :, None])  # b s k
     run, total = starts, none
     for k in range(depth):
-        ahead = nn.functional.pad(hits[:, k:], (0, k))
+        ahead = nn.functional.pad(hits[:, k:, min(k, hits.shape[-1] - 1)], (0, k))
         run = run & ahead
         total = total + run.sum()
     return total, starts.sum()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,10 @@ class FinalConfig:
     """Held-out prompts for speed, decoded one by one, plainly and by each tree in turn."""
     speed_new_tokens: int
     speed: Mapping[str, Growth | None]
+    calibrated: Sequence[int] = ()
+    """Nodes of further trees for acceptance, made of the likeliest paths by the accuracy of the drafter's heads on rows set aside."""
+    calibrated_speed: Sequence[int] = ()
+    """The same, for speed."""
 
     def __post_init__(self) -> None:
         least = {"prompts": 0, "max_new_tokens": 1, "batch": 1, "speed_prompts": 0, "speed_new_tokens": 1}
@@ -43,8 +47,22 @@ class FinalConfig:
                 if not (tree is None or (isinstance(tree, Growth) and tree.size)):
                     raise InputError(f"final.{name}.{label}={tree}: needs a tree that drafts something, or null to leave it out")
 
+        for name in ("calibrated", "calibrated_speed"):
+            sizes = getattr(self, name)
+            if isinstance(sizes, str) or not all(type(size) is int and size >= 1 for size in sizes):
+                raise InputError(f"final.{name}={sizes}: needs a list of numbers of nodes, [] for none")
+
+    @property
+    def calibrates(self) -> bool:
+        return bool(self.calibrated or self.calibrated_speed)
+
     def check(self, drafter: Drafter) -> None:
         """Refuse before training what could not be measured after it."""
+        if self.calibrates and not drafter.has_heads:
+            raise InputError(
+                f"final.calibrated: {type(drafter).__name__} has no heads whose accuracy could make a tree; set final.calibrated and "
+                "final.calibrated_speed to [], python -m drafttrain.tune makes trees for any drafter"
+            )
         for table in ("acceptance", "speed"):
             for name, tree in getattr(self, table).items():
                 if tree is not None:
@@ -71,19 +89,27 @@ def measure(
     prompts: Sequence[Sequence[int]],
     config: FinalConfig,
     *,
+    calibrate: Callable[[int], Growth] | None = None,
     seed: int = 0,
     watch: Watch = unwatched,
 ) -> Worth:
     """Decode with every tree of the configuration, and with the speculator's own where that is none of them.
 
+    Args:
+        calibrate: makes the calibrated tree of so many nodes, where some are wanted.
+
     With no prompts nothing is measured, and nothing is made up.
     """
+    trees, fast = dict(config.acceptance), dict(config.speed)
+    if calibrate is not None:
+        trees |= {f"calibrated_{size}": calibrate(size) for size in config.calibrated}
+        fast |= {f"calibrated_{size}": calibrate(size) for size in config.calibrated_speed}
     rows: list[dict[str, Any]] = []
     best: tuple[float, Plan] | None = None
     own = speculator.plan.tree
-    more = {} if own in (*config.acceptance.values(), *config.speed.values()) else {own.title.replace(" ", "_"): own}
+    more = {} if own in (*trees.values(), *fast.values()) else {own.title.replace(" ", "_"): own}
     accepting = list(prompts[: config.prompts])
-    for name, tree in {**config.acceptance, **more}.items():
+    for name, tree in {**trees, **more}.items():
         if tree is None or not accepting:
             continue
         found = speculator.measure_acceptance(
@@ -98,7 +124,7 @@ def measure(
         rows.append(row)
         if row["tau"] is not None and (best is None or row["tau"] > best[0]):
             best = (row["tau"], found.plan)
-    named = [(name, Plan(tree)) for name, tree in {**config.speed, **more}.items() if tree is not None]
+    named = [(name, Plan(tree)) for name, tree in {**fast, **more}.items() if tree is not None]
     racing = list(prompts[: config.speed_prompts])
     if named and racing:
         raced = speculator.measure_speed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,8 @@ class Training:
     keeper: Keeper
     prompts: list[list[int]]
     seed: int
+    calibration: ConversationData | None = None
+    """Rows set aside, where trees are to be calibrated on them."""
 
 
 def prepare(
@@ -65,13 +67,17 @@ def prepare(
     data: ConversationData,
     held_out: ConversationData | None,
     *,
+    calibration: ConversationData | None = None,
     make_source: Callable[..., OnlineFeatures],
+    show: Callable[[Mapping[str, float | None], int], None],
     say: Callable[[str], None],
 ) -> Training:
     """Put the parts together, and take over what is resumed.
 
     Args:
         config: the run's whole configuration.
+        calibration: rows set aside, where trees are to be calibrated.
+        show: draws what an evaluation found.
         make_source: builds the source of features from what only the run knows.
     """
     drafter.check(settings.tree)
@@ -109,6 +115,7 @@ def prepare(
         held_out=held_out,
         source=None if held_out is None else kept_in_memory(target, drafter, held_out, config["features"]),
         seed=seed,
+        show=show,
     )
     facts = facts_of(config, target, data, module, world)
     keeper = Keeper(
@@ -124,7 +131,9 @@ def prepare(
             decode.load_state_dict(run.resumed["decode"])
         stream.position = module.position
         say(f"goes on behind update {module.updates}, {course.epoch(module.position):.2f} epochs")
-    return Training(settings, run, target, drafter, module, stream, source, speculator, decode, keeper, prompts, seed)
+    return Training(
+        settings, run, target, drafter, module, stream, source, speculator, decode, keeper, prompts, seed, calibration
+    )
 
 
 def kept_in_memory(

@@ -110,7 +110,7 @@ def test_sim_tau_counts_runs_of_right_guesses(
         assert guesses is not None
         hits = [
             bool(m) and int(g) == int(x)
-            for g, x, m in zip(guesses[0], batch.input_ids[0], batch.loss_mask[0], strict=True)
+            for g, x, m in zip(guesses[0, :, 0], batch.input_ids[0], batch.loss_mask[0], strict=True)
         ]
         for t, supervised in enumerate(batch.loss_mask[0].tolist()):
             if supervised:

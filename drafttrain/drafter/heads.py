@@ -1,0 +1,244 @@
+"""What heads that read one position have in common: blocks, vocabulary projections, labels, loss and accuracy.
+
+Alignment, 0-based, for a row x_0..x_{T-1} with features h_t (what the LM head reads), head k = 1..K:
+
+| rows of head k | reads | predicts  | weight    |
+| 0..T-k-2       | h_t   | x_{t+k+1} | m_{t+k+1} |
+
+The LM head itself predicts x_{t+1}, so no head does. The weight is the *label's* mask.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drafttrain.drafter.base import Heads
+from drafttrain.drafter.borrowing import BorrowsHead
+from drafttrain.errors import InputError
+from drafttrain.flow import Batch, Features, Loss, Needs
+from drafttrain.nn import losses
+from drafttrain.target.model import Target
+
+TOPS = (1, 5, 10)
+"""Ranks up to which a head's accuracy is reported."""
+TEXT = "cross_entropy"
+"""The loss against the text's own tokens; all others are against the target's law."""
+
+
+class ResidualBlock(nn.Module):
+    """z + SiLU(W z + b), W and b zero at first: it starts as the identity.
+
+    Cai et al. 2024 (arXiv:2401.10774), section 2.2.1. Departs from the public code, which zeroes W alone.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, z: Tensor) -> Tensor:
+        """(... d) -> (... d)."""
+        return z + functional.silu(self.linear(z))
+
+
+class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
+    """K heads, each with a projection to the vocabulary: its own, started as a copy of the target's, or the target's frozen one.
+
+    Args:
+        target: the frozen model.
+        heads: K.
+        blocks: residual blocks of each head.
+        own_head: every head trains a projection of its own; false borrows the target's, which is far smaller.
+        draft_ids: (w) ascending ids that can be proposed; None is the whole vocabulary.
+        decay: head k weighs decay^k in the loss; the paper's is 0.8.
+        loss: `cross_entropy` against the text's tokens, as in the paper, or a divergence from the target's own law there.
+        chunk: positions whose logits exist at one time in the loss.
+    """
+
+    needs = Needs(last_hidden=True)
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        heads: int = 4,
+        blocks: int = 1,
+        own_head: bool = False,
+        draft_ids: Tensor | list[int] | None = None,
+        decay: float = 0.8,
+        loss: str = TEXT,
+        chunk: int = 256,
+    ) -> None:
+        super().__init__(target, draft_ids)
+        for name, value in (("heads", heads), ("blocks", blocks), ("chunk", chunk)):
+            if type(value) is not int or value < 1:
+                raise InputError(f"{name}={value}: needs a whole number of at least 1")
+        if not isinstance(own_head, bool):
+            raise InputError(f"own_head={own_head}: needs true or false")
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
+            raise InputError(f"decay={decay}: needs a number above 0, at most 1")
+        if loss != TEXT and loss not in losses.DIVERGENCES:
+            raise InputError(f"loss {loss} is not known: give one of {', '.join((TEXT, *losses.DIVERGENCES))}")
+        self.blocks, self.own_head, self.decay, self.loss_name, self.chunk = blocks, own_head, decay, loss, chunk
+        self._count = heads
+        self.projections: nn.ParameterList | None = None
+        if own_head:
+            rows = self.rows_of_head().float()
+            self.projections = nn.ParameterList([nn.Parameter(rows.clone()) for _ in range(heads)])
+        self.heads = nn.ModuleList(self.make_head(k) for k in range(1, heads + 1))
+        self.to(target.device)
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "heads": self.count,
+            "blocks": self.blocks,
+            "own_head": self.own_head,
+            "draft_ids": None if self.draft_ids is None else self.draft_ids.tolist(),
+            "decay": self.decay,
+            "loss": self.loss_name,
+            "chunk": self.chunk,
+        }
+
+    def project(self, z: Tensor, k: int) -> Tensor:
+        """(... d) what head k = 1..K made of its input -> (... w) logits."""
+        if self.projections is None:
+            return self.head(z)
+        z = z.to(self.dtype)
+        return self.target.finish_logits(functional.linear(z, self.projections[k - 1], self.head_bias(z)))
+
+    @abc.abstractmethod
+    def make_head(self, k: int) -> nn.Module:
+        """Head k = 1..K without its projection, such that at first it passes h_t on."""
+
+    @abc.abstractmethod
+    def outputs(self, hidden: Tensor, ids: Tensor, k: int) -> Tensor:
+        """What head k's projection reads, teacher-forced.
+
+        Args:
+            hidden: (b r d) features of the rows 0..r-1; ids: (b r+k) the text, so that row t of head k may read up to x_{t+k}.
+        Returns: (b r d).
+        """
+
+    # Training ---------------------------------------------------------------------------------------------------
+    @property
+    def loss_parts(self) -> tuple[str, ...]:
+        names = [f"head_{k}_top{top}" for k in range(1, self.count + 1) for top in TOPS]
+        return (*names, *(f"head_{k}" for k in range(1, self.count + 1)), "accuracy")
+
+    def loss(self, batch: Batch, features: Features, *, generator: torch.Generator | None = None) -> Loss:
+        """Sum over heads of decay^k times the head's loss, over supervised labels x_{t+k+1}.
+
+        The sum is divided by the labels that head 1 has, for all heads alike: a mean of each head's own, as the paper has it,
+        would depend on how a window is cut into micro-batches. The two differ by the few labels at a row's start that only
+        the first heads reach.
+        """
+        assert features.last_hidden is not None
+        stacked, at, valid, labels = self._aligned(batch, features)
+        own = self.to_draft_ids(labels)
+        by_text = self.loss_name == TEXT
+        # A label that no head can say teaches nothing where it is all that is known.
+        learn = valid & (own >= 0)[:, None] if by_text else valid
+        teacher = features.last_hidden[at[0], at[1] - 1]  # t d, whose law is the label's
+
+        def goal(part: slice) -> Tensor:
+            return own[part].clamp_min(0) if by_text else self.head(teacher[part].to(stacked)).float()
+
+        ks = range(1, self.count + 1)
+        judged = losses.heads_over_vocabulary(
+            stacked,
+            learn,
+            [self.decay**k for k in ks],
+            own,
+            [functools.partial(self.project, k=k) for k in ks],
+            goal,
+            losses.cross_entropy if by_text else losses.divergence(self.loss_name),
+            trained=list(self.projections or ()),
+            chunk=self.chunk,
+        )
+        parts: dict[str, tuple[Tensor, Tensor]] = {}
+        for k in ks:
+            counted = valid[:, k - 1]
+            for top in TOPS:
+                hits = (judged.ranks[:, k - 1] < top) & counted
+                parts[f"head_{k}_top{top}"] = (hits.sum().float(), counted.sum().float())
+            parts[f"head_{k}"] = (judged.sums[k - 1], learn[:, k - 1].sum().float())
+        parts["accuracy"] = parts["head_1_top1"]
+        # Every parameter takes part, so that no process waits for a gradient that another one has.
+        nothing = sum((p.sum() for p in self.parameters()), stacked.sum() * 0.0) * 0.0
+        return Loss(judged.total + nothing, valid[:, 0].sum().float(), parts)
+
+    def _aligned(
+        self, batch: Batch, features: Features
+    ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
+        """What every head reads for every supervised label.
+
+        Returns: (t k d) with grad; (t) row and (t) position of each label; (t k) bool, where head k reaches back that far;
+            (t) int64 labels.
+        """
+        hidden = features.last_hidden
+        assert hidden is not None
+        device = next(self.parameters()).device
+        hidden, ids = hidden.to(device, self.dtype), batch.input_ids.to(device)
+        row, place = batch.loss_mask.to(device).nonzero(as_tuple=True)  # t
+        # Head 1 reads position place - 2: a label with less before it is no draft's.
+        reached = place >= 2
+        row, place = row[reached], place[reached]
+        valid = torch.stack([place >= k + 1 for k in range(1, self.count + 1)], 1)  # t k
+        s = hidden.shape[1]
+        read = []
+        for k in range(1, self.count + 1):
+            rows = max(s - k - 1, 0)
+            out = self.outputs(hidden[:, :rows], ids[:, : rows + k], k)  # b r d
+            if rows:
+                read.append(out[row, (place - k - 1).clamp_min(0)])
+            else:
+                read.append(hidden.new_zeros(len(row), hidden.shape[-1]))
+        return torch.stack(read, 1), (row, place), valid, ids[row, place]
+
+    @torch.no_grad()
+    def guesses(self, batch: Batch, features: Features) -> Tensor:
+        stacked, (row, place), valid, _ = self._aligned(batch, features)
+        found = torch.full((*batch.input_ids.shape, self.count), -1, dtype=torch.int64, device=stacked.device)
+        for k in range(1, self.count + 1):
+            parts = [self.project(part, k).argmax(-1) for part in stacked[:, k - 1].split(self.chunk)]
+            ids = self.to_target_ids(torch.cat(parts)) if parts else row
+            found[row, place, k - 1] = torch.where(valid[:, k - 1], ids, -1)
+        return found
+
+    @property
+    def has_heads(self) -> bool:
+        return True
+
+    @torch.no_grad()
+    def hits(self, batch: Batch, features: Features, ranks: int) -> tuple[Tensor, Tensor]:
+        stacked, _, valid, labels = self._aligned(batch, features)
+        hits = torch.zeros(self.count, ranks, dtype=torch.int64)
+        for k in range(1, self.count + 1):
+            for part, counted, label in zip(
+                stacked[:, k - 1].split(self.chunk),
+                valid[:, k - 1].split(self.chunk),
+                labels.split(self.chunk),
+                strict=True,
+            ):
+                best = self.to_target_ids(self.project(part, k).topk(ranks, -1).indices)  # c ranks
+                hits[k - 1] += ((best == label[:, None]) & counted[:, None]).sum(0).cpu()
+        return hits, valid.sum(0).cpu()
+
+
+def scale_of_embedding(target: Target) -> float:
+    """Factor that makes embeddings weigh as much as features; computed from the frozen target alone."""
+    embedding = float(target.embedding.weight.float().pow(2).mean().sqrt())
+    norm = getattr(target.base, "norm", None)
+    feature = float(norm.weight.float().pow(2).mean().sqrt()) if norm is not None else 1.0
+    return max(feature, 1e-3) / max(embedding, 1e-3)

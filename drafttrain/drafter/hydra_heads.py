@@ -1,0 +1,77 @@
+"""Hydra's sequential heads (Ankner et al. 2024, arXiv:2402.05109): head k also reads the tokens drafted before its own.
+
+Named apart from the configuration library of the same name.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drafttrain.drafter.base import Fresh, SemiAutoregressive, last_of
+from drafttrain.drafter.heads import ResidualBlock, VocabularyHeads, scale_of_embedding
+
+
+class TokenBlock(nn.Module):
+    """P z + SiLU(W z + b) for z = [h_t; E(x_{t+1}); ..; E(x_{t+k})], from (k+1) d to d.
+
+    W and b are zero at first and P passes h_t on, so that a head starts as the target's own; the public code starts P at
+    random.
+    """
+
+    def __init__(self, width: int, k: int) -> None:
+        super().__init__()
+        self.skip = nn.Linear((k + 1) * width, width, bias=False)
+        self.linear = nn.Linear((k + 1) * width, width)
+        with torch.no_grad():
+            self.skip.weight.zero_()
+            self.skip.weight[:, :width] = torch.eye(width)
+            self.linear.weight.zero_()
+            self.linear.bias.zero_()
+
+    def forward(self, z: Tensor) -> Tensor:
+        """(... (k+1)d) -> (... d)."""
+        out: Tensor = self.skip(z) + functional.silu(self.linear(z))
+        return out
+
+
+class HydraHeads(VocabularyHeads, SemiAutoregressive):
+    """Head k reads [h_t; E(x_{t+1}); ..; E(x_{t+k})] and guesses x_{t+k+1}; the first block takes it to the target's width, the
+    others are Medusa's (section 3). The embedding is the target's, frozen.
+
+    Departs from the public code: embeddings, often much smaller than features, are scaled by a constant to weigh as much.
+    """
+
+    def make_head(self, k: int) -> nn.Module:
+        d = self.target.width
+        return nn.Sequential(TokenBlock(d, k), *(ResidualBlock(d) for _ in range(self.blocks - 1)))
+
+    @functools.cached_property
+    def scale(self) -> float:
+        return scale_of_embedding(self.target)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """(...) int64 -> (... d), scaled."""
+        return self.target.embed(ids.to(self.target.device)).to(ids.device, self.dtype) * self.scale
+
+    def outputs(self, hidden: Tensor, ids: Tensor, k: int) -> Tensor:
+        r = hidden.shape[1]
+        embedded = self.embed(ids)
+        z = torch.cat((hidden, *(embedded[:, i : i + r] for i in range(1, k + 1))), -1)  # b r (k+1)d
+        out: Tensor = self.heads[k - 1](z)
+        return out
+
+    def extend(self, state: None, fresh: Fresh) -> tuple[Tensor, Tensor]:
+        hidden = last_of(fresh).to(self.dtype)
+        anchor = fresh.tokens.gather(1, fresh.counts[:, None] - 1)[:, 0]
+        z = torch.cat((hidden, self.embed(anchor)), -1)  # b 2d
+        return z, self.project(self.heads[0](z), 1)
+
+    def expand(
+        self, state: None, tokens: Tensor, hidden: Tensor, depth: int, among: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        z = torch.cat((hidden, self.embed(tokens)), -1)  # b m (depth+2)d
+        return z, self.project(self.heads[depth](z), depth + 1)

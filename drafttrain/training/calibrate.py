@@ -1,0 +1,39 @@
+"""How often each head's j-th choice is right, on rows set aside, and the tree of the likeliest paths made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from drafttrain.data.datamodule import ConversationData
+from drafttrain.drafter.base import Drafter
+from drafttrain.training.module import Source
+from drafttrain.tree.search import sparse
+from drafttrain.tree.topology import Tree
+
+RANKS = 10
+"""Choices of a head that a tree may use (Cai et al. 2024, arXiv:2401.10774, section 2.3.3)."""
+
+
+@torch.no_grad()
+def head_accuracy(drafter: Drafter, data: ConversationData, source: Source, ranks: int = RANKS) -> list[list[float]]:
+    """Share of the text's tokens that are head k's j-th choice, teacher-forced, by head and rank.
+
+    Every head's hits are divided by the comparisons made for it: the public code divides by the first head's count, and so
+    underrates the deeper ones.
+    """
+    ranks = min(ranks, drafter.choices)
+    hits = torch.zeros(0)
+    counts = torch.zeros(0)
+    for place in range(len(data)):
+        batch = data.batch([place])
+        found, compared = drafter.hits(batch, source.features(batch), ranks)
+        hits, counts = (found, compared) if not len(hits) else (hits + found, counts + compared)
+    return (hits.double() / counts.clamp_min(1)[:, None]).tolist()
+
+
+def calibrated(accuracies: Sequence[Sequence[float]], nodes: int) -> Tree:
+    """The tree of so many drafts whose paths are the likeliest. Ranks of a head are taken by falling accuracy: few counts may
+    leave a later one ahead by chance."""
+    return sparse([sorted(row, reverse=True) for row in accuracies], nodes)
