@@ -31,6 +31,7 @@ from drafttrain.wiring.conf import conf_dir
 from tests.training.parts import same, write_tiny_set
 
 EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
+WITH_HEADS = ("medusa1", "hydra_heads")
 QUICK = ["final.prompts=2", "final.max_new_tokens=6", "final.speed_prompts=1", "final.speed_new_tokens=6"]
 UNMEASURED = ["eval.every=null", "eval.prompts=0", "eval.sim_rows=0", "final.prompts=0", "final.speed_prompts=0"]
 
@@ -69,13 +70,14 @@ def weights(run: Path, name: str = "last") -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_fits_and_packages(target: Target, folder: Path, tmp_path: Path, experiment: str) -> None:
     run = tmp_path / "run"
-    small = ["target=tiny", "data=set", f"data.path={folder}", "data.temperatures=null"]
+    small = ["target=tiny", "data=set", f"data.path={folder}", "data.temperatures=null", "data.set_aside=4"]
     small += ["trainer.max_steps=3", "trainer.max_epochs=null"]
     small += ["trainer.log_every=1", "eval.every=2", "eval.prompts=2", "eval.max_new_tokens=6", "eval.speed_prompts=0"]
     vocabulary = [] if "paper" in experiment else ["draft_vocab=64"]
     fit.main([f"experiment={experiment}", f"run_dir={run}", *small, *vocabulary, *QUICK])
     names = {path.name for path in run.iterdir()}
-    assert names == {"config.yaml", "metrics.csv", "checkpoints", "acceptance.png", "package"}
+    pictures = {"acceptance.png"} | ({"heads.png"} if experiment in WITH_HEADS else set())
+    assert names == {"config.yaml", "metrics.csv", "checkpoints", "package"} | pictures
     rows = read_metrics(run / "metrics.csv")
     assert [row["step"] for row in rows] == [1, 2, 3] and all("train/loss" in row for row in rows)
     assert all("val/tau" in row and "sim/tau" in row for row in rows[1:])
@@ -97,6 +99,30 @@ def test_every_experiment_fits_and_packages(target: Target, folder: Path, tmp_pa
             if not name.endswith("draft_ids")
         },
     )
+
+
+@pytest.mark.parametrize("own_head", ["false", "true"])
+def test_heads_are_measured_calibrated_and_packaged(target: Target, folder: Path, tmp_path: Path, own_head: str) -> None:
+    run = tmp_path / "run"
+    more = ["drafter=medusa", "drafter.heads=3", f"drafter.own_head={own_head}", "tree.k=3", "data.set_aside=4"]
+    more += ["final.calibrated=[6]", "final.calibrated_speed=[3]"]
+    more += [f"final.speed.{name}=null" for name in ("chain_4", "chain_5", "tree_2x2x1", "tree_3x1x1")]
+    more += ["final.acceptance.chain_4=null", "final.acceptance.static_25=null"]
+    fit.main(words(folder, run, *more))
+    rows = read_metrics(run / "metrics.csv")
+    assert all(f"train/head_{k}_top{n}" in row for row in rows for k in (1, 2, 3) for n in (1, 5, 10) if "train/loss" in row)
+    last = rows[-1]
+    for k in (1, 2, 3):
+        assert 0 <= last[f"sim/head_{k}_top1"] <= last[f"sim/head_{k}_top5"] <= last[f"sim/head_{k}_top10"] <= 1
+    metrics = json.loads((run / "package" / "metrics.json").read_text())
+    found = {row["label"]: row for row in metrics["rows"]}
+    assert found["calibrated_6"]["nodes"] == 6 and found["calibrated_3 alone"]["nodes"] == 3
+    table = metrics["settings"]["head_accuracy"]
+    assert len(table) == 3 and all(len(row) == 10 and sum(row) <= 1 for row in table)
+    speculator = load_package(run / "package", target)
+    drafted, tally = speculator.generate([[5, 6, 7], [9, 8, 7, 6]], max_new_tokens=10)
+    plain, _ = speculator.generate([[5, 6, 7], [9, 8, 7, 6]], max_new_tokens=10, plan=Plan(Tree.chain(0)))
+    assert [output.ids for output in drafted] == [output.ids for output in plain] and tally.drafted
 
 
 def test_a_dynamic_tree_is_measured_while_training_and_packaged(target: Target, folder: Path, tmp_path: Path) -> None:
@@ -170,6 +196,12 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
         (["final.speed.chain_4=5"], "final.speed.chain_4=5: needs a tree"),
         (["optim.warmup=nan"], "optim.warmup=nan"),
         (["optim.betas=0.9"], "optim.betas=0.9"),
+        (["final.calibrated=[8]"], "final.calibrated needs rows that are not trained on: set data.set_aside"),
+        (["final.calibrated=[8]", "data.set_aside=4"], "Eagle1 has no heads whose accuracy could make a tree"),
+        (["final.calibrated=[0]"], "needs a list of numbers of nodes"),
+        (["drafter=medusa", "drafter.heads=0"], "heads=0"),
+        (["drafter=medusa", "drafter.head=3"], "has no setting head. Did you mean drafter.heads"),
+        (["drafter=medusa", "drafter.heads=2"], "4 deep, this drafter fills 2"),
         (["data.limit_rows=x"], "limit_rows=x: needs a whole number"),
         (["data.temperatures=[a]"], "temperatures=['a']: needs a list of numbers"),
         (["data.labels=questions"], "labels=questions: give one of answers, all"),

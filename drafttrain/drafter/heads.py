@@ -190,6 +190,8 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
         assert hidden is not None
         device = next(self.parameters()).device
         hidden, ids = hidden.to(device, self.dtype), batch.input_ids.to(device)
+        if hidden.is_inference() and torch.is_grad_enabled():
+            hidden = hidden.clone()  # Such a tensor cannot be kept for the way back.
         row, place = batch.loss_mask.to(device).nonzero(as_tuple=True)  # t
         # Head 1 reads position place - 2: a label with less before it is no draft's.
         reached = place >= 2

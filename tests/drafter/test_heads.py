@@ -1,0 +1,386 @@
+"""Medusa's and Hydra's heads: labels, start, loss, the tokens they read, exactness, and trees calibrated on their accuracy."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional
+
+from drafttrain.data.datamodule import ConversationData, collate
+from drafttrain.decoding.loop import Plan, decode
+from drafttrain.drafter.base import Fresh
+from drafttrain.drafter.hydra_heads import HydraHeads
+from drafttrain.drafter.medusa import Medusa
+from drafttrain.errors import InputError
+from drafttrain.flow import Batch, Features, Needs
+from drafttrain.nn import losses
+from drafttrain.nn.sampling import Policy
+from drafttrain.target import load
+from drafttrain.target.features import OnlineFeatures
+from drafttrain.training.calibrate import calibrated, head_accuracy
+from drafttrain.tree.dynamic import Dynamic
+from drafttrain.tree.topology import Tree
+from tests.decoding.test_loop import p_value
+from tests.training.parts import write_tiny_set
+
+KINDS = {"medusa": Medusa, "hydra_heads": HydraHeads}
+PROMPTS = [[3, 5, 7, 9], [11], [20, 21, 22, 23, 24, 25, 26]]
+TREES = {"chain": Tree.chain(3), "tree": Tree.expansion([3, 2, 1]), "dynamic": Dynamic(depth=3, top_k=3, total=8)}
+
+
+def stirred(drafter, seed=0):
+    """Weights that are not where training starts."""
+    with torch.no_grad():
+        for p in drafter.parameters():
+            p += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+    return drafter.eval()
+
+
+def make(kind="medusa", family="llama", stir=True, target=None, **settings):
+    target = target or load.tiny(family=family)
+    drafter = KINDS[kind](target, **{"heads": 3, **settings})
+    return target, stirred(drafter) if stir else drafter.eval()
+
+
+def row(ids, mask) -> Batch:
+    return collate([(torch.tensor(ids), torch.tensor(mask, dtype=torch.bool), 0)])
+
+
+def features(target, batch: Batch) -> Features:
+    found = target.features(batch.input_ids, batch.lengths, Needs(last_hidden=True)).last_hidden
+    return Features(found.clone())  # not a tensor of inference mode, which gradients cannot pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_alignment_of_five_prompt_and_four_answer_tokens(kind, monkeypatch):
+    """The dump (label's position, feature index, label, weight) of every head: head k reads h_t and predicts x_{t+k+1}."""
+    target, drafter = make(kind, stir=False)
+    ids = [10, 11, 12, 13, 14, 20, 21, 22, 23]
+    batch = row(ids, [0] * 5 + [1] * 4)
+    true = features(target, batch)
+    seen = {}
+
+    def spy(hidden, valid, weights, labels, heads, goal, loss, *, trained, chunk):
+        seen.update(hidden=hidden, valid=valid, weights=weights, labels=labels)
+        return losses.Judged(hidden.sum(), torch.zeros(3), torch.zeros(len(labels), 3, dtype=torch.int64))
+
+    monkeypatch.setattr("drafttrain.drafter.heads.losses.heads_over_vocabulary", spy)
+    loss = drafter.loss(batch, true)
+    dump = [
+        (place, place - k - 1, int(seen["labels"][i]), round(seen["weights"][k - 1], 4))
+        for i, place in enumerate(range(5, 9))
+        for k in (1, 2, 3)
+        if seen["valid"][i, k - 1]
+    ]
+    # fmt: off
+    assert dump == [
+        (5, 3, 20, 0.8), (5, 2, 20, 0.64), (5, 1, 20, 0.512),
+        (6, 4, 21, 0.8), (6, 3, 21, 0.64), (6, 2, 21, 0.512),
+        (7, 5, 22, 0.8), (7, 4, 22, 0.64), (7, 3, 22, 0.512),
+        (8, 6, 23, 0.8), (8, 5, 23, 0.64), (8, 4, 23, 0.512),
+    ]
+    # fmt: on
+    for i, place in enumerate(range(5, 9)):
+        for k in (1, 2, 3):  # at the start a head passes h_t on
+            torch.testing.assert_close(seen["hidden"][i, k - 1], true.last_hidden[0, place - k - 1])
+    assert int(loss.count) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("own_head", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
+def test_every_head_starts_as_the_targets_own(kind, own_head, family):
+    target, drafter = make(kind, family, stir=False, own_head=own_head, blocks=2)
+    x = torch.randint(3, 320, (2, 9), generator=torch.Generator().manual_seed(3))
+    hidden = target.features(x, torch.tensor([9, 9]), Needs(last_hidden=True)).last_hidden
+    for k in (1, 2, 3):
+        out = drafter.outputs(hidden[:, : 9 - k], x, k)
+        torch.testing.assert_close(drafter.project(out, k), target.head(hidden[:, : 9 - k]))
+
+
+def plain_loss(target, drafter, batch, true, by_text):
+    """Head by head and label by label, as the index table reads."""
+    total, count, found = 0.0, 0, []
+    for b in range(len(batch.input_ids)):
+        ids, mask, hidden = batch.input_ids[b], batch.loss_mask[b], true.last_hidden[b]
+        count += int(mask[2:].sum())
+        for k in range(1, drafter.count + 1):
+            for t in range(int(batch.lengths[b]) - k - 1):
+                if not mask[t + k + 1]:
+                    continue
+                z = drafter.outputs(hidden[None, t : t + 1], ids[None, t : t + k + 1], k)
+                logits = drafter.project(z, k)[0, 0]
+                label = int(drafter.to_draft_ids(ids[t + k + 1]))
+                found.append((k, label >= 0 and int(logits.argmax()) == label))
+                if by_text and label >= 0:
+                    total = total - drafter.decay**k * logits.log_softmax(-1)[label]
+                elif not by_text:
+                    p = drafter.head(hidden[t + k]).softmax(-1)  # the target's law of x_{t+k+1}
+                    total = total - drafter.decay**k * (p * logits.log_softmax(-1)).sum()
+    return total, count, found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("own_head", [False, True])
+@pytest.mark.parametrize("loss", ["cross_entropy", "soft_cross_entropy"])
+@pytest.mark.parametrize("draft_ids", [None, list(range(0, 320, 2))], ids=["whole", "half"])
+def test_loss_and_gradients_equal_a_plain_computation(kind, own_head, loss, draft_ids):
+    target, drafter = make(kind, own_head=own_head, loss=loss, draft_ids=draft_ids, blocks=2, chunk=3)
+    chance = torch.Generator().manual_seed(1)
+    rows = [
+        (torch.randint(3, 300, (n,), generator=chance), torch.tensor([False] * (n - m) + [True] * m), i)
+        for i, (n, m) in enumerate([(12, 8), (6, 5), (4, 1)])
+    ]
+    batch = collate(rows)
+    true = features(target, batch)
+    total, count, found = plain_loss(target, drafter, batch, true, loss == "cross_entropy")
+    wanted = torch.autograd.grad(total, list(drafter.parameters()), allow_unused=True)
+    made = drafter.loss(batch, true)
+    torch.testing.assert_close(made.total, total, rtol=1e-4, atol=1e-4)
+    assert int(made.count) == count
+    made.total.backward()
+    for p, slope in zip(drafter.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad, torch.zeros_like(p) if slope is None else slope, rtol=1e-3, atol=1e-4)
+    for k in (1, 2, 3):
+        hits = [hit for head, hit in found if head == k]
+        assert made.parts[f"head_{k}_top1"] == (sum(hits), len(hits))
+    with torch.no_grad():  # measuring computes the same, and no gradient
+        torch.testing.assert_close(drafter.loss(batch, true).total, made.total.detach())
+    assert set(made.parts) == set(drafter.loss_parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_later_heads_without_a_label_give_no_nan(kind, length):
+    target, drafter = make(kind)
+    batch = row([4, 5, 6, 7][:length], [0] * (length - 1) + [1])
+    loss = drafter.loss(batch, features(target, batch))
+    loss.total.backward()
+    assert torch.isfinite(loss.total) and int(loss.count) == (length > 2)
+    assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in drafter.parameters())
+    assert [int(loss.parts[f"head_{k}_top1"][1]) for k in (1, 2, 3)] == [int(length > k + 1) for k in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_have_weights_of_their_own(kind):
+    target = load.tiny()
+
+    def size(blocks):
+        return sum(p.numel() for p in KINDS[kind](target, heads=2, blocks=blocks).parameters())
+
+    d = target.width
+    assert size(3) - size(2) == size(2) - size(1) == 2 * (d * d + d)
+    if kind == "medusa":
+        assert size(1) == 2 * (d * d + d)
+    else:
+        assert size(1) == sum(2 * (k + 1) * d * d + d for k in (1, 2))
+    _, drafter = make(kind, own_head=True, draft_ids=list(range(50)))
+    assert sum(p.numel() for p in drafter.projections) == 3 * 50 * d
+    assert {"head_rows"}.isdisjoint(drafter.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", load.TINY)
+@pytest.mark.parametrize("tree", TREES)
+def test_greedy_output_is_the_targets_own(kind, family, tree):
+    target, drafter = make(kind, family)
+    plain, _ = decode(target, None, PROMPTS, Plan(Tree.chain(0)), max_new_tokens=16, stop_ids=())
+    stop = (plain[1].ids[9],)
+    for rows, stop_ids, limit in ((1, (), 16), (3, (), 16), (3, stop, 16), (3, (), 2)):
+        outputs, _ = decode(target, drafter, PROMPTS[:rows], Plan(TREES[tree]), max_new_tokens=limit, stop_ids=stop_ids)
+        for own, output in zip(plain, outputs, strict=False):
+            end = next((i + 1 for i, token in enumerate(own.ids) if token in stop_ids), len(own.ids))
+            assert output.ids == own.ids[: min(end, limit)]
+
+
+LAWS = {
+    "chain": Plan(Tree.chain(3), Policy(1.0)),
+    "block": Plan(Tree.chain(3), Policy(1.0), rule="block"),
+    "without replacement": Plan(Tree.expansion([3, 2]), Policy(0.8)),
+    "one-hot": Plan(Tree.expansion([3, 2, 1]), Policy(1.0), sampled=False),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def small(request):
+    return make(request.param, target=load.tiny(vocab_size=8, sharpness=1.5))
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_first_three_tokens_follow_the_targets_law(small, name):
+    assert p_value(*small, LAWS[name], rows=8000) > 1e-3
+
+
+def test_typical_acceptance_changes_the_law(small):
+    plan = Plan(Tree.expansion([3, 2, 1]), Policy(1.0), rule="typical")
+    assert plan.guarantee == "approximate"
+    target, drafter = small
+    greedy, _ = decode(target, drafter, [[3, 5, 2]], plan, max_new_tokens=3, stop_ids=())
+    with pytest.raises(AssertionError):  # a p-value that the right law would show once in a million
+        assert p_value(target, drafter, plan, rows=8000) > 1e-6
+    again, _ = decode(target, drafter, [[3, 5, 2]] * 2, plan, max_new_tokens=3, stop_ids=())
+    assert len(greedy[0].ids) == len(again[1].ids) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drafted_node_is_what_its_head_says_of_the_path_to_it(kind):
+    """Decoding feeds head k what training does: features of the last position read, the anchor and the drafts before."""
+    target, drafter = make(kind)
+    x = torch.tensor([[7, 8, 9, 10, 11]])
+    hidden = target.features(x[:, :-1], torch.tensor([4]), Needs(last_hidden=True)).last_hidden
+    tree = Tree.expansion([2, 2, 1])
+    with torch.inference_mode():
+        fresh = Fresh(Features(hidden), x[:, 1:], torch.tensor([4]))
+        proposal = drafter.propose(drafter.open(1, 32), fresh, tree, Policy(), None)
+        for node in range(tree.size):
+            path, k = [node], tree.depths[node]
+            while tree.parents[path[0]] >= 0:
+                path.insert(0, tree.parents[path[0]])
+            text = [10, 11] + [int(proposal.tokens[0, step]) for step in path[:-1]]  # x_t .. x_{t+k}
+            out = drafter.outputs(hidden[:, -1:], torch.tensor([text]), k)
+            choice = drafter.project(out[0, 0], k).topk(2).indices
+            assert int(proposal.tokens[0, node]) == int(choice[tree.ranks[node]])
+
+
+def test_hydra_reads_what_was_drafted_and_medusa_does_not():
+    found = {}
+    for kind in KINDS:
+        target, drafter = make(kind)
+        x = torch.tensor([[7, 8, 9, 10, 11]])
+        hidden = target.features(x[:, :-1], torch.tensor([4]), Needs(last_hidden=True)).last_hidden
+        with torch.inference_mode():
+            start, _ = drafter.extend(None, Fresh(Features(hidden), x[:, 1:], torch.tensor([4])))
+            among = torch.eye(2, dtype=torch.bool)[None]
+            _, logits = drafter.expand(None, torch.tensor([[30, 40]]), start[:, None].expand(-1, 2, -1), 1, among)
+        found[kind] = float((logits[0, 0] - logits[0, 1]).abs().max())
+    assert found["medusa"] == 0.0 and found["hydra_heads"] > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("own_head", [False, True])
+def test_an_overfitted_sample_is_decoded_at_near_full_depth(kind, own_head):
+    target = load.tiny(seed=5)
+    prompt = [3, 4, 5, 6, 7, 8]
+    outputs, _ = decode(target, None, [prompt], Plan(Tree.chain(0)), max_new_tokens=40, stop_ids=())
+    batch = row(prompt + outputs[0].ids, [0] * len(prompt) + [1] * 40)
+    _, drafter = make(kind, target=target, stir=False, blocks=2, own_head=own_head, decay=1.0)
+    optimiser = torch.optim.Adam(drafter.train().parameters(), lr=1e-2)
+    true = features(target, batch)
+    for _ in range(150):
+        loss = drafter.loss(batch, true)
+        optimiser.zero_grad()
+        (loss.total / loss.count).backward()
+        optimiser.step()
+    for k in (1, 2, 3):
+        hits, count = loss.parts[f"head_{k}_top1"]
+        assert float(hits / count) > 0.95
+    _, tally = decode(target, drafter.eval(), [prompt], Plan(Tree.chain(3)), max_new_tokens=40, stop_ids=())
+    assert tally.tau > 3.6, tally
+
+
+def test_guesses_are_each_heads_own():
+    target, drafter = make()
+    batch = row(list(range(10, 20)), [0] * 4 + [1] * 6)
+    true = features(target, batch)
+    found = drafter.guesses(batch, true)
+    assert found.shape == (1, 10, 3) and bool((found[0, :4] == -1).all())
+    for place, k in itertools.product(range(4, 10), (1, 2, 3)):
+        out = drafter.outputs(true.last_hidden[:, place - k - 1 : place - k], batch.input_ids[:, : k + 1], k)
+        assert int(found[0, place, k - 1]) == int(drafter.project(out[0, 0], k).argmax())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accuracy_is_hits_over_the_comparisons_made(kind, tmp_path):
+    target, drafter = make(kind)
+    folder = write_tiny_set(target, tmp_path / "set", rows=6, held_out=1)
+    data = ConversationData(folder, set_aside=3, take_set_aside=True)
+    source = OnlineFeatures(target, drafter.needs, data=data)
+    found = head_accuracy(drafter, data, source, ranks=4)
+    hits = [[0] * 4 for _ in range(3)]
+    counts = [0] * 3
+    for i in range(3):
+        batch = data.batch([i])
+        true = features(target, batch)
+        for k in (1, 2, 3):
+            for place in batch.loss_mask[0].nonzero()[:, 0].tolist():
+                if place - k - 1 < 0:
+                    continue
+                counts[k - 1] += 1
+                out = drafter.outputs(
+                    true.last_hidden[:, place - k - 1 : place - k], batch.input_ids[:, place - k - 1 : place], k
+                )
+                best = drafter.project(out[0, 0], k).topk(4).indices.tolist()
+                label = int(batch.input_ids[0, place])
+                if label in best:
+                    hits[k - 1][best.index(label)] += 1
+    assert sum(map(sum, hits)) > 0
+    for k in range(3):
+        assert found[k] == pytest.approx([hit / counts[k] for hit in hits[k]])
+
+
+def test_rows_set_aside_are_not_trained_on(tmp_path):
+    target = load.tiny()
+    folder = write_tiny_set(target, tmp_path / "set", rows=8, held_out=2)
+    whole = ConversationData(folder).indices
+    rest = ConversationData(folder, set_aside=2).indices
+    aside = ConversationData(folder, set_aside=2, take_set_aside=True).indices
+    assert rest + aside == whole and len(aside) == 2
+    for settings in ({"set_aside": 6}, {"set_aside": 7}, {"set_aside": -1}, {"set_aside": 1.5}, {"take_set_aside": True}):
+        with pytest.raises(InputError, match="set_aside"):
+            ConversationData(folder, **settings)
+
+
+def test_a_calibrated_tree_is_of_the_likeliest_paths():
+    accuracies = [[0.6, 0.1, 0.2], [0.4, 0.3, 0.05]]
+    tree = calibrated(accuracies, 6)
+    ranked = [sorted(row, reverse=True) for row in accuracies]
+    worth = {(i,): ranked[0][i] for i in range(3)} | {
+        (i, j): ranked[0][i] * ranked[1][j] for i, j in itertools.product(range(3), repeat=2)
+    }
+    assert set(tree.paths) == set(sorted(worth, key=lambda path: -worth[path])[:6])
+    cartesian = Tree.expansion([2, 2])
+    assert sum(worth[path] for path in tree.paths) > sum(worth[path] for path in cartesian.paths)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"heads": 0}, "heads=0"),
+        ({"heads": 2.0}, "heads=2.0"),
+        ({"blocks": 0}, "blocks=0"),
+        ({"own_head": "yes"}, "own_head=yes"),
+        ({"decay": 0}, "decay=0"),
+        ({"decay": 1.5}, "decay=1.5"),
+        ({"loss": "mse"}, "loss mse is not known: give one of cross_entropy"),
+        ({"chunk": 0}, "chunk=0"),
+    ],
+)
+def test_bad_settings_are_refused(kind, settings, message):
+    with pytest.raises(InputError, match=message):
+        make(kind, **settings)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tree_deeper_than_the_heads_is_refused(kind):
+    target, drafter = make(kind)
+    with pytest.raises(InputError, match="4 deep, this drafter fills 3"):
+        decode(target, drafter, [[3, 4]], Plan(Tree.chain(4)), max_new_tokens=4)
+
+
+def test_ranks_in_the_loss_are_places_among_the_choices():
+    logits = torch.tensor([[1.0, 3.0, 2.0], [0.0, -1.0, 5.0], [1.0, 1.0, 1.0]])
+    hidden = logits[:, None].clone().requires_grad_()
+    judged = losses.heads_over_vocabulary(
+        hidden,
+        torch.tensor([[True], [True], [False]]),
+        [0.5],
+        torch.tensor([2, -1, 0]),
+        [lambda z: z],
+        lambda part: torch.tensor([2, 0, 0])[part],
+        losses.cross_entropy,
+    )
+    assert judged.ranks[:, 0].tolist() == [1, 3, 0]
+    wanted = functional.cross_entropy(logits[:2], torch.tensor([2, 0]), reduction="sum")
+    torch.testing.assert_close(judged.sums[0], wanted)
+    torch.testing.assert_close(judged.total.detach(), 0.5 * wanted)
