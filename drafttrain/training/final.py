@@ -29,7 +29,7 @@ class FinalConfig:
     speed_new_tokens: int
     speed: Mapping[str, Growth | None]
     calibrated: Sequence[int] = ()
-    """Nodes of further trees for acceptance, made of the likeliest paths by the accuracy of the drafter's heads on rows set aside."""
+    """Nodes of further trees for acceptance: the likeliest paths, by the accuracy of the drafter's heads on rows set aside."""
     calibrated_speed: Sequence[int] = ()
     """The same, for speed."""
 
@@ -60,8 +60,8 @@ class FinalConfig:
         """Refuse before training what could not be measured after it."""
         if self.calibrates and not drafter.has_heads:
             raise InputError(
-                f"final.calibrated: {type(drafter).__name__} has no heads whose accuracy could make a tree; set final.calibrated and "
-                "final.calibrated_speed to [], python -m drafttrain.tune makes trees for any drafter"
+                f"final.calibrated: {type(drafter).__name__} has no heads whose accuracy could make a tree; set final.calibrated "
+                "and final.calibrated_speed to [], python -m drafttrain.tune makes trees for any drafter"
             )
         for table in ("acceptance", "speed"):
             for name, tree in getattr(self, table).items():

@@ -1,0 +1,59 @@
+"""Tokens a second of speculative decoding side by side, against the same prompts one by one.
+
+Usage: python scripts/bench/batch.py --package DIR [--batch 8] [--new 48] [--repeats 3]
+
+Held-out prompts are decoded with the package's own tree, no end token, so that every row has its whole length. Each row must get
+the very tokens that it gets alone. The ratio is taken inside this run, and plain decoding's beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from timing import interleaved
+
+import drafttrain
+from drafttrain.data.conversations import read_set
+from drafttrain.data.datamodule import set_folder
+from drafttrain.decoding.loop import Plan
+from drafttrain.target import load
+from drafttrain.tree.topology import Tree
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--package", required=True)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--new", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=3)
+    words = parser.parse_args()
+    target = load.smollm2(dtype="float32", device="auto", attention="sdpa")
+    speculator = drafttrain.load(words.package, target)
+    prompts = read_set(set_folder("builtin:smollm2")).prompts(words.batch)
+    print(f"{len(prompts)} prompts, {words.new} tokens each, {torch.get_num_threads()} threads")
+    for name, plan in {"drafts": speculator.plan, "plain": Plan(Tree.chain(0))}.items():
+        texts: dict[str, list[list[int]]] = {}
+
+        def decode(groups: list[list[list[int]]], key: str, plan: Plan = plan, texts: dict = texts) -> None:
+            texts[key] = []
+            for group in groups:
+                outputs, _ = speculator.generate(group, max_new_tokens=words.new, plan=plan, stop_ids=())
+                texts[key] += [output.ids for output in outputs]
+
+        seconds = interleaved(
+            {"together": lambda: decode([prompts], "together"), "alone": lambda: decode([[p] for p in prompts], "alone")},
+            rounds=words.repeats,
+            warmup=1,
+        )
+        same = sum(a == b for a, b in zip(texts["together"], texts["alone"], strict=True))
+        rate = len(prompts) * words.new / seconds["together"]
+        ratio = seconds["alone"] / seconds["together"]
+        print(
+            f"{name} ({plan.tree.title}): {rate:.0f} tokens/s together, {ratio:.2f} times those alone; "
+            f"{same} of {len(prompts)} rows have the same text"
+        )
+
+
+if __name__ == "__main__":
+    main()
