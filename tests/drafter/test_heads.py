@@ -42,6 +42,17 @@ def make(kind="medusa", family="llama", stir=True, target=None, **settings):
     return target, stirred(drafter) if stir else drafter.eval()
 
 
+def logits_behind_two_siblings(target, drafter):
+    """(2 w) what is drafted behind each of two different children of the anchor."""
+    x = torch.tensor([[7, 8, 9, 10, 11]])
+    hidden = target.features(x[:, :-1], torch.tensor([4]), Needs(last_hidden=True)).last_hidden
+    with torch.inference_mode():
+        start, _ = drafter.extend(None, Fresh(Features(hidden), x[:, 1:], torch.tensor([4])))
+        among = torch.eye(2, dtype=torch.bool)[None]
+        _, logits = drafter.expand(None, torch.tensor([[30, 40]]), start[:, None].expand(-1, 2, -1), 1, among)
+    return logits[0]
+
+
 def row(ids, mask) -> Batch:
     return collate([(torch.tensor(ids), torch.tensor(mask, dtype=torch.bool), 0)])
 
@@ -162,18 +173,14 @@ def test_later_heads_without_a_label_give_no_nan(kind, length):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_have_weights_of_their_own(kind):
+def test_what_is_trained_is_owned_and_blocks_are_not_shared(kind):
     target = load.tiny()
+    d = target.width
 
     def size(blocks):
         return sum(p.numel() for p in KINDS[kind](target, heads=2, blocks=blocks).parameters())
 
-    d = target.width
     assert size(3) - size(2) == size(2) - size(1) == 2 * (d * d + d)
-    if kind == "medusa":
-        assert size(1) == 2 * (d * d + d)
-    else:
-        assert size(1) == sum(2 * (k + 1) * d * d + d for k in (1, 2))
     _, drafter = make(kind, own_head=True, draft_ids=list(range(50)))
     assert sum(p.numel() for p in drafter.projections) == 3 * 50 * d
     assert {"head_rows"}.isdisjoint(drafter.state_dict())
@@ -240,20 +247,6 @@ def test_a_drafted_node_is_what_its_head_says_of_the_path_to_it(kind):
             out = drafter.outputs(hidden[:, -1:], torch.tensor([text]), k)
             choice = drafter.project(out[0, 0], k).topk(2).indices
             assert int(proposal.tokens[0, node]) == int(choice[tree.ranks[node]])
-
-
-def test_hydra_reads_what_was_drafted_and_medusa_does_not():
-    found = {}
-    for kind in KINDS:
-        target, drafter = make(kind)
-        x = torch.tensor([[7, 8, 9, 10, 11]])
-        hidden = target.features(x[:, :-1], torch.tensor([4]), Needs(last_hidden=True)).last_hidden
-        with torch.inference_mode():
-            start, _ = drafter.extend(None, Fresh(Features(hidden), x[:, 1:], torch.tensor([4])))
-            among = torch.eye(2, dtype=torch.bool)[None]
-            _, logits = drafter.expand(None, torch.tensor([[30, 40]]), start[:, None].expand(-1, 2, -1), 1, among)
-        found[kind] = float((logits[0, 0] - logits[0, 1]).abs().max())
-    assert found["medusa"] == 0.0 and found["hydra_heads"] > 1e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
