@@ -25,6 +25,7 @@ from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.vocabulary import always_proposable, coverage, most_frequent
 from drafttrain.errors import InputError
 from drafttrain.nn import packed
+from drafttrain.packaging.beginning import check_beginning, read_beginning, take_weights
 from drafttrain.packaging.writing import save_package
 from drafttrain.processes import peak_memory, rank
 from drafttrain.reporting.console import clock, console, table, track
@@ -35,7 +36,6 @@ from drafttrain.runs import plain, provenance, seed_everything
 from drafttrain.target import change, fingerprint
 from drafttrain.target.adapter import Trained
 from drafttrain.target.model import Target
-from drafttrain.training.beginning import check_beginning, read_beginning, take_weights
 from drafttrain.training.calibrate import calibrated, head_accuracy
 from drafttrain.training.checkpoint import BEST, LAST, read_checkpoint
 from drafttrain.training.course import Course, TrainerConfig

@@ -84,7 +84,8 @@ def shapes_of(target: Target, rank: int, linears: Sequence[str]) -> dict[str, tu
     """Names and shapes of an adapter's tensors."""
     shapes = {}
     for name, module in linears_of(target, linears).items():
-        out, inner = module.weight.shape  # type: ignore[union-attr,misc]
+        weight: Any = module.weight
+        out, inner = weight.shape
         shapes |= {f"{name}.A": (rank, inner), f"{name}.B": (out, rank)}
     return shapes
 
@@ -200,15 +201,17 @@ def tuned(target: Target, adapter: Adapter) -> Target:
     model = _twin(target.model, {}, target.name)
     for name, module in linears_of(target, adapter.linears).items():
         a, b = (adapter.tensors[f"{name}.{part}"] for part in ("A", "B"))
-        weight: Tensor = module.weight.detach()  # type: ignore[union-attr,assignment]
+        linear: Any = module
+        weight: Tensor = linear.weight.detach()
         wide = torch.promote_types(weight.dtype, torch.float32)
         grown = weight.to(wide) + (adapter.alpha / adapter.rank) * (b.to(weight.device, wide) @ a.to(weight.device, wide))
         grown = grown.to(weight.dtype)
         parent, _, leaf = name.rpartition(".")
         if isinstance(module, PackedLinear):
-            setattr(model.get_submodule(parent), leaf, PackedLinear(grown, module.bias))
+            setattr(model.get_submodule(parent), leaf, PackedLinear(grown, linear.bias))
         else:
-            model.get_submodule(name).weight = nn.Parameter(grown, requires_grad=False)
+            twin: Any = model.get_submodule(name)
+            twin.weight = nn.Parameter(grown, requires_grad=False)
     found = Target(model, target.tokenizer, target.name)
     found.adapter, found.original = adapter, target
     return found
