@@ -133,7 +133,7 @@ def test_two_stages(target: Target, folder: Path, tmp_path: Path, capsys: pytest
         (["joint.linears=[nope]"], "linears: nope is none of target"),
         (["joint.lamda_0=1"], "Did you mean joint.lambda_0"),
         (["target=hf", "target.path=/nowhere", "target.pack=true"], "packed weights cannot be trained jointly"),
-        (["trainer.max_steps=null", "trainer.max_minutes=1", "optim.schedule=constant", "optim.warmup=2"], "joint.ramp=sine counts"),
+        (["trainer.max_steps=null", "trainer.max_minutes=1", "optim.schedule=constant", "optim.warmup=2"], "ramp=sine counts"),
     ],
 )
 def test_wrong_settings(
@@ -202,7 +202,7 @@ def test_evaluate_tune_and_generate_speak_of_the_tuned_target(
     assert result["target_change"]["rows"] == 4 and result["target_change"]["kl"] > 0
     assert result["settings"]["target"].endswith("(tuned)") and result["parity"]["agree"]
     assert all(row["verdict"] == "identical" for row in result["exactness"]["greedy"])
-    said = " ".join(sum(map(str.split, capsys.readouterr()), []))
+    said = " ".join(" ".join(capsys.readouterr()).split())
     assert "what joint training did to the target, on 4 held-out rows" in said
 
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "hello"}) + "\n")

@@ -60,7 +60,7 @@ def target_for(folder: str | os.PathLike[str], target: Target) -> Target:
     the adapter added to its weights.
 
     The one given is never altered, whoever else uses it. The second shares its other tensors, and costs as much memory as the
-    linears that the adapter changes. Its fingerprint has a part more, so that packages and sets of the one are refused by the other.
+    linears that the adapter changes. Its fingerprint has a part more, so that packages of the one are refused by the other.
 
     Raises: InputError for another target, and for an adapter that is damaged or does not fit.
     """

@@ -137,16 +137,16 @@ def test_the_files_say_what_is_tuned(package: Path, original: Path, target: Targ
 
 def test_mixing_up_is_refused(package: Path, target: Target, live: Speculator, tmp_path: Path) -> None:
     plain = packed(tmp_path / "plain", heads_of(target), target)
-    with pytest.raises(InputError, match="another target .*adapter none there"):
+    with pytest.raises(InputError, match=r"another target .*adapter none there"):
         drafttrain.load(plain, live.target)
     with pytest.raises(InputError, match=r"drafts for a tuned target, this is the original: open it with drafttrain\.load"):
         load_drafter(package, target)
     other = tuned(target, made(target, linears=["q_proj"]))
-    with pytest.raises(InputError, match="another target .*adapter"):
+    with pytest.raises(InputError, match=r"another target .*adapter"):
         drafttrain.load(package, other)
     assert target_for(package, live.target) is live.target
     assert texts(drafttrain.load(package, live.target, dtype="float32")) == texts(live)
-    with pytest.raises(InputError, match="another target .*weights"):
+    with pytest.raises(InputError, match=r"another target .*weights"):
         drafttrain.load(package, load.tiny(seed=1))
 
 
@@ -217,5 +217,5 @@ def test_a_package_without_its_adapter_is_refused(package: Path, target: Target)
     with pytest.raises(InputError, match="cannot be read"):
         read_adapter(package, target)
     (package / ADAPTER).unlink()
-    with pytest.raises(InputError, match="lacks adapter.safetensors"):
+    with pytest.raises(InputError, match=r"lacks adapter\.safetensors"):
         drafttrain.load(package, target)
