@@ -82,7 +82,7 @@ def linears_of(target: Target, linears: str | Sequence[str]) -> dict[str, nn.Mod
 
 def shapes_of(target: Target, rank: int, linears: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Names and shapes of an adapter's tensors."""
-    shapes = {}
+    shapes: dict[str, tuple[int, int]] = {}
     for name, module in linears_of(target, linears).items():
         weight: Any = module.weight
         out, inner = weight.shape

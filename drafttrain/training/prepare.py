@@ -129,8 +129,9 @@ def prepare(
     common: dict[str, Any] = {"seed": seed, "log_every": settings.trainer.log_every}
     if joint is not None:
         source = sim = LiveFeatures(target, drafter.needs)
-        more = {"target": target, "adapter": adapter, "joint": joint}
-        module = JointModule(drafter, source, settings.optim, course, **common, **more)
+        module = JointModule(
+            drafter, source, settings.optim, course, target=target, adapter=adapter, joint=joint, **common
+        )
     else:
         source = make_source(
             target=target,
