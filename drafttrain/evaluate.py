@@ -3,7 +3,8 @@
 Every number comes from really decoding. Acceptance is counted over all prompts, decoded in batches; speed over some of
 them, one at a time, interleaved with plain decoding of the same prompts. The table goes to the console, to
 evaluation.json (the form of a package's metrics.json) and, as a picture, to acceptance.png. With exactness=true the
-guarantees are tested on this target and package, too.
+guarantees are tested on this target and package, too. A package that was trained jointly with its target is compared with the
+original on held-out text.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from drafttrain.data.conversations import write_json
+from drafttrain.data.datamodule import BUILTIN, ConversationData
 from drafttrain.decoding import exactness
 from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.measure import Measurement
@@ -26,11 +28,12 @@ from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Tally
 from drafttrain.nn.sampling import Policy, check_seed
 from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
-from drafttrain.packaging.manifest import DECODING, check_target, read_config
-from drafttrain.packaging.reading import load_drafter
+from drafttrain.packaging.manifest import DECODING, read_config
+from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.reporting.console import table, track
 from drafttrain.reporting.figures import acceptance_curve
 from drafttrain.runs import provenance, run_dir
+from drafttrain.target import change
 from drafttrain.target.model import Target
 from drafttrain.target.prompts import Source, open_prompts
 from drafttrain.tree.topology import Growth, Tree
@@ -48,7 +51,7 @@ def main(cfg: DictConfig) -> None:
     config = read_config(package)
     source = open_prompts(cfg.prompts, columns_of(cfg))
     target: Target = build(cfg.target, work="decode")
-    check_target(config, target, package)
+    target = target_for(package, target)
     drafter = load_drafter(package, target)
     speculator = Speculator(target, drafter, read_plan(package / DECODING, drafter), dtype=cfg.dtype)
     prompts = source.ids(target, cfg.limit, say)
@@ -60,6 +63,7 @@ def main(cfg: DictConfig) -> None:
     result = {
         "settings": settings_of(cfg, source, prompts, speculator),
         "rows": rows,
+        "target_change": changed(target, source, cfg),
         "parity": parity(speculator, drafter, prompts[: cfg.parity_prompts], cfg.max_new_tokens),
         "exactness": exact(speculator, prompts, growths, cfg) if cfg.exactness else None,
         "provenance": provenance(cfg),
@@ -74,7 +78,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def check_settings(cfg: DictConfig) -> None:
-    whole = {"max_new_tokens": 1, "batch": 1, "speed_prompts": 0, "parity_prompts": 0, "limit": 1}
+    whole = {"change_rows": 0, "max_new_tokens": 1, "batch": 1, "speed_prompts": 0, "parity_prompts": 0, "limit": 1}
     for key, least in whole.items():
         value = cfg[key]
         if not (key == "limit" and value is None) and (type(value) is not int or value < least):
@@ -187,7 +191,11 @@ def measure(
             counted = [speculator.measure_acceptance(prompts, plan, batch=cfg.batch, **common) for plan in todo]
             accepted = [speeds[0], *counted]
         pairs = zip(plans, accepted, speeds, strict=True)
-        rows += [row_of(plan, one, speed) for plan, one, speed in pairs if plan.tree.size or speed is not None]
+        rows += [
+            row_of(plan, one, speed) | {"guarantee": plan.guarantee_on(speculator.target)}
+            for plan, one, speed in pairs
+            if plan.tree.size or speed is not None
+        ]
     return rows
 
 
@@ -213,6 +221,25 @@ def exact(
         seed=cfg.seed,
         watch=lambda items, what: track(items, description=what, unit="batches"),
     )
+
+
+def changed(target: Target, source: Source, cfg: DictConfig) -> dict[str, Any] | None:
+    """What joint training did to the target, on held-out text; None where there was no such training, or no such text."""
+    if target.original is None or not cfg.change_rows:
+        return None
+    if source.data is None:
+        say(
+            "how far the tuned target is from the original is not measured: a file of prompts holds no answers; give a "
+            f"conversation set, such as prompts={BUILTIN}smollm2"
+        )
+        return None
+    try:
+        rows = ConversationData(source.data, split="held_out", max_length=target.context, limit_rows=cfg.change_rows)
+    except InputError:
+        say("how far the tuned target is from the original is not measured: the set has no held-out answers")
+        return None
+    todo = track(range(len(rows)), description="tuned against original", unit="rows")
+    return change.change(target.original, target, (rows.batch([i]) for i in todo))
 
 
 def row_of(plan: Plan, accepted: Measurement | None, speed: Measurement | None) -> dict[str, Any]:
@@ -285,7 +312,7 @@ def settings_of(
     target = speculator.target
     return {
         "package": Path(cfg.package).name,
-        "target": Path(target.name).name,
+        "target": Path(target.name).name + ("" if target.adapter is None else " (tuned)"),
         "prompts": source.name,
         "prompt_count": len(prompts),
         "speed_prompts": min(cfg.speed_prompts, len(prompts)),
@@ -325,6 +352,8 @@ def show(result: dict[str, Any]) -> None:
         columns = ["", "speed", "95 %", "tokens/s", "plain tokens/s", *(f"s {stage}" for stage in _STAGES), "same text"]
         table(title, columns, [speed_line(row) for row in rows])
         say("speed of plain over plain would be 1 without the noise of timing")
+    if result["target_change"]:
+        say(change.words(result["target_change"]))
     for line in (*verdicts(rows), *parity_words(result["parity"])):
         say(line)
     if result["exactness"]:

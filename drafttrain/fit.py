@@ -7,6 +7,7 @@ on with resume=last and ends with the same weights as if nothing had happened. S
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import time
@@ -23,6 +24,8 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.vocabulary import always_proposable, coverage, most_frequent
 from drafttrain.errors import InputError
+from drafttrain.nn import packed
+from drafttrain.packaging.beginning import check_beginning, read_beginning, take_weights
 from drafttrain.packaging.writing import save_package
 from drafttrain.processes import peak_memory, rank
 from drafttrain.reporting.console import clock, console, table, track
@@ -30,7 +33,8 @@ from drafttrain.reporting.figures import acceptance_curve, head_accuracies
 from drafttrain.reporting.loggers import close, log_config, log_picture, log_rows
 from drafttrain.reporting.progress import ConsoleProgress
 from drafttrain.runs import plain, provenance, seed_everything
-from drafttrain.target import fingerprint
+from drafttrain.target import change, fingerprint
+from drafttrain.target.adapter import Trained
 from drafttrain.target.model import Target
 from drafttrain.training.calibrate import calibrated, head_accuracy
 from drafttrain.training.checkpoint import BEST, LAST, read_checkpoint
@@ -58,6 +62,7 @@ def main(cfg: DictConfig) -> None:
     with open_run(cfg, say) as run, logged(cfg, run):
         target = load_target(cfg, data, held_out)
         drafter = make_drafter(cfg, target, data, held_out)
+        adapter = make_adapter(cfg, settings, target, drafter)
         source = functools.partial(build, cfg.features)
         training = prepare(
             plain(cfg),
@@ -68,6 +73,7 @@ def main(cfg: DictConfig) -> None:
             data,
             held_out,
             calibration=calibration,
+            adapter=adapter,
             make_source=source,
             show=functools.partial(draw_heads, run),
             say=say,
@@ -78,7 +84,7 @@ def main(cfg: DictConfig) -> None:
             say(f"stopped by a signal after update {training.module.updates}: continue with resume=last run_dir={run.folder}")
             raise SystemExit(STOPPED_BY_SIGNAL)
         if rank() == 0:
-            use_best(training)
+            use_best(cfg, training)
             worth = evaluate(training)
             package = pack(cfg, training, worth)
             say(f"the package is in {package}")
@@ -106,11 +112,25 @@ def read_settings(cfg: DictConfig) -> Settings:
     if trainer.accelerator == "gpu" and not torch.accelerator.is_available():
         raise InputError("trainer.accelerator=gpu: no accelerator was found here, give cpu or auto")
     settings = Settings(
-        trainer, build(cfg.optim), build(cfg.eval), build(cfg.checkpoint), build(cfg.final), build(cfg.tree)
+        trainer,
+        build(cfg.optim),
+        build(cfg.eval),
+        build(cfg.checkpoint),
+        build(cfg.final),
+        build(cfg.tree),
+        build(cfg.joint),
     )
     if not settings.tree.size:
         raise InputError("the tree is empty: give tree=chain tree.k=4, or tree=static")
+    if trains_target(cfg) and cfg.target.get("pack") is True:
+        raise InputError("target.pack=true: packed weights cannot be trained jointly, set target.pack=auto or false")
+    if cfg.init_from is not None:
+        check_beginning(str(cfg.init_from))
     return settings
+
+
+def trains_target(cfg: DictConfig) -> bool:
+    return cfg.joint is not None and bool(cfg.joint.rank)
 
 
 def read_data(cfg: DictConfig) -> tuple[ConversationData, ConversationData | None]:
@@ -154,7 +174,10 @@ def load_target(cfg: DictConfig, data: ConversationData, held_out: ConversationD
     """The target, checked against the set that it must have written."""
     began = time.monotonic()
     takes = inspect.signature(hydra.utils.get_object(cfg.target._target_)).parameters
-    target: Target = build(cfg.target, **({"work": "throughput"} if "work" in takes else {}))
+    objects: dict[str, Any] = {"work": "throughput"} if "work" in takes else {}
+    if trains_target(cfg) and "pack" in takes:
+        objects["pack"] = False  # An adapter needs plain linears; the tuned target is packed at the end.
+    target: Target = build(cfg.target, **objects)
     fingerprint.refuse_other(data.fingerprint, target.fingerprint, f"data.path={cfg.data.path}")
     data.check_vocabulary(target.vocab_size)
     longest = max(*data.lengths, *([] if held_out is None else held_out.lengths), 0)
@@ -179,7 +202,13 @@ def make_drafter(
 ) -> Drafter:
     """The drafter, with the same weights on every process and in every run of one seed."""
     objects: dict[str, Any] = {"target": target}
-    if cfg.draft_vocab:
+    given = None
+    if cfg.init_from is not None:
+        kind = hydra.utils.get_object(cfg.drafter._target_)
+        given = read_beginning(str(cfg.init_from), target, kind, cfg.draft_vocab)
+        ids = getattr(given, "draft_ids", None)
+        objects |= {} if ids is None else {"draft_ids": ids}
+    elif cfg.draft_vocab:
         # All labels of the split, also where only a part of it is trained on.
         counts = data.label_counts(target.vocab_size)
         ids = most_frequent(counts, cfg.draft_vocab, always_proposable(target, data))
@@ -191,8 +220,21 @@ def make_drafter(
         say(said + "; the rest count as misses")
     seed_everything(cfg.seed)
     drafter: Drafter = build(cfg.drafter, **objects)
+    if given is not None:
+        take_weights(drafter, given, str(cfg.init_from))
+        say(f"begins with the weights of {cfg.init_from}")
     say("; ".join(f"{name}: {value}" for name, value in {"drafter": type(drafter).__name__, **drafter.describe()}.items()))
     return drafter
+
+
+def make_adapter(cfg: DictConfig, settings: Settings, target: Target, drafter: Drafter) -> Trained | None:
+    """What is trained of the target, where anything is; the same at first on every process."""
+    if settings.joint is None:
+        return None
+    settings.joint.check(drafter)
+    adapter = settings.joint.adapter(target, seed=cfg.seed)
+    say("target: stays frozen (joint.rank=0)" if adapter is None else adapter.describe())
+    return adapter
 
 
 # --- the run -----------------------------------------------------------------------------------------------------------
@@ -242,8 +284,9 @@ def train(training: Training) -> None:
 # --- the result ----------------------------------------------------------------------------------------------------------
 
 
-def use_best(training: Training) -> None:
-    """Take the best checkpoint's weights; the last's where nothing could be measured."""
+def use_best(cfg: DictConfig, training: Training) -> None:
+    """Take the best checkpoint's weights; the last's where nothing could be measured. A target that was trained too is put
+    together as its package will be."""
     best = training.run.checkpoints / BEST
     path = best if training.keeper.best is not None and best.exists() else training.run.checkpoints / LAST
     state = read_checkpoint(path)
@@ -251,7 +294,17 @@ def use_best(training: Training) -> None:
     training.drafter.to(training.target.device)
     tau = "" if training.keeper.best is None else f", val/tau {training.keeper.best:.3f}"
     say(f"uses {path.name} of update {state['progress']['updates']}{tau}")
+    if training.adapter is not None:
+        training.settle(functools.partial(pack_target, cfg))
     training.speculator.refresh(training.drafter)
+
+
+def pack_target(cfg: DictConfig, target: Target) -> None:
+    """As the target's own loading would have done."""
+    weights = list(target.model.parameters())
+    size = sum(p.numel() * p.element_size() for p in weights)
+    if "pack" in cfg.target and target.device.type == "cpu" and packed.wanted(cfg.target.pack, size):
+        packed.pack(target.model)
 
 
 def evaluate(training: Training) -> Worth:
@@ -272,6 +325,11 @@ def evaluate(training: Training) -> Worth:
     )
     if calibrate is not None:
         worth.settings["head_accuracy"] = accuracies
+    if training.target.original is not None and training.held_out is not None:
+        rows = [training.held_out.batch([i]) for i in range(min(len(training.held_out), training.settings.final.change_rows))]
+        worth = dataclasses.replace(worth, change=change.change(training.target.original, training.target, rows))
+        if worth.change is not None:
+            say(change.words(worth.change))
     if not worth.rows:
         say("no held-out prompt to decode: acceptance and speed are not available")
         return worth

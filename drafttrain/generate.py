@@ -25,8 +25,8 @@ from drafttrain.errors import InputError
 from drafttrain.flow import Tally
 from drafttrain.nn.sampling import Policy, check_seed
 from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
-from drafttrain.packaging.manifest import DECODING, check_target, read_config
-from drafttrain.packaging.reading import load_drafter
+from drafttrain.packaging.manifest import DECODING, read_config
+from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.target.load import tokenizer_alone
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Growth, Tree
@@ -46,11 +46,11 @@ _CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in 
 def main(cfg: DictConfig) -> None:
     policy = check_settings(cfg)
     package = Path(cfg.package).expanduser()
-    config = read_config(package)
+    read_config(package)
     prompt = prompt_of(cfg)
     need_tokenizer(cfg)
     target: Target = build(cfg.target, work="decode")
-    check_target(config, target, package)
+    target = target_for(package, target)
     drafter = load_drafter(package, target)
     speculator = Speculator(target, drafter, read_plan(package / DECODING, drafter), dtype=cfg.dtype)
     plan = plan_of(cfg, speculator, policy)
@@ -337,7 +337,7 @@ def close(
             f"{tally.accepted_per_round:.2f} drafts accepted per round",
         ]
     words += [f"{count / seconds:.1f} tokens/s", f"{count} tokens in {seconds:.1f} s", f"ended by {output.finish}"]
-    screen.line("\n" + ", ".join(words) + f"; guarantee: {wanted.plan.guarantee}")
+    screen.line("\n" + ", ".join(words) + f"; guarantee: {wanted.plan.guarantee_on(speculator.target)}")
     if not compare:
         return
     policy = wanted.plan.policy

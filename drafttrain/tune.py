@@ -24,8 +24,8 @@ from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy, check_seed
 from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
-from drafttrain.packaging.manifest import DECODING, check_target, read_config
-from drafttrain.packaging.reading import load_drafter
+from drafttrain.packaging.manifest import DECODING, read_config
+from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.packaging.writing import change_plan
 from drafttrain.reporting.console import table, track
 from drafttrain.runs import provenance, run_dir
@@ -45,10 +45,10 @@ SHOWN = 12
 def main(cfg: DictConfig) -> None:
     policy = check_settings(cfg)
     package = Path(cfg.package).expanduser()
-    config = read_config(package)
+    read_config(package)
     source = open_prompts(cfg.prompts, OmegaConf.to_container(cfg.columns))  # type: ignore[arg-type]
     target: Target = build(cfg.target, work="decode")
-    check_target(config, target, package)
+    target = target_for(package, target)
     drafter = load_drafter(package, target)
     speculator = Speculator(target, drafter, read_plan(package / DECODING, drafter), dtype=cfg.dtype)
     prompts = source.ids(target, cfg.calibration_prompts + cfg.race_prompts, say)
@@ -249,7 +249,7 @@ def show_race(raced: Sequence[Measurement], guesses: Sequence[Guess]) -> None:
             found.speedup,
             found.speedup_interval,
             predicted.get(found.plan.tree),
-            found.plan.guarantee,
+            found.row()["guarantee"],
         ]
         for found in raced
     ]

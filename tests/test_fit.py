@@ -31,7 +31,7 @@ from drafttrain.wiring.conf import conf_dir
 from tests.training.parts import same, write_tiny_set
 
 EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
-WITH_HEADS = ("medusa1", "hydra_heads")
+WITH_HEADS = ("medusa1", "medusa2", "hydra_heads")
 QUICK = ["final.prompts=2", "final.max_new_tokens=6", "final.speed_prompts=1", "final.speed_new_tokens=6"]
 UNMEASURED = ["eval.every=null", "eval.prompts=0", "eval.sim_rows=0", "final.prompts=0", "final.speed_prompts=0"]
 
@@ -96,7 +96,7 @@ def test_every_experiment_fits_and_packages(target: Target, folder: Path, tmp_pa
         {
             name.removeprefix("drafter."): value.to(speculator.drafter.dtype).float()  # type: ignore[arg-type]
             for name, value in best.items()
-            if not name.endswith("draft_ids")
+            if name.startswith("drafter.") and not name.endswith("draft_ids")
         },
     )
 

@@ -39,6 +39,9 @@ class Output:
     """This row's counts; seconds are kept for the whole batch."""
 
 
+TUNED = ", relative to the tuned target"
+"""What a guarantee says further where training changed the target too."""
+
 Listener = Callable[[int, list[int], int], None]
 """(row, newly emitted ids, how many of the first of them were drafted)."""
 
@@ -114,6 +117,10 @@ class Plan:
         if not self.tree.size:
             return "greedy" if self.policy.greedy else "distribution"
         return rules.guarantee_of(self.rule_name)
+
+    def guarantee_on(self, target: Target) -> str:
+        """The guarantee as people shall read it: a tuned target is not the original."""
+        return self.guarantee if target.adapter is None else self.guarantee + TUNED
 
 
 def decode(

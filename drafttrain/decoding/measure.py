@@ -47,6 +47,8 @@ class Measurement:
     """Wall seconds per prompt; empty where batches were decoded for acceptance alone."""
     plain_seconds: list[float] = field(default_factory=list)
     plain_tokens: list[int] = field(default_factory=list)
+    guarantee: str = ""
+    """As people shall read it; the plan's own where nothing is given."""
     same_as_plain: int | None = None
     """Prompts whose ids equal plain decoding's; None where that was not looked at."""
     rates: list[list[float | None]] | None = None
@@ -106,7 +108,7 @@ class Measurement:
             "prompts": len(self.tallies),
             "rounds": tally.rounds,
             "same_as_plain": self.same_as_plain,
-            "guarantee": plan.guarantee,
+            "guarantee": self.guarantee or plan.guarantee,
             "rank_rates": self.rates,
         }
 
@@ -140,7 +142,8 @@ def measure_acceptance(
         outputs += some
         total += tally
     rates = rank_rates(plan.tree, outputs) if isinstance(plan.tree, Tree) and plan.tree.size else None
-    return Measurement(plan, [o.tally for o in outputs], total, [len(o.ids) for o in outputs], rates=rates)
+    tallies, tokens = [o.tally for o in outputs], [len(o.ids) for o in outputs]
+    return Measurement(plan, tallies, total, tokens, guarantee=plan.guarantee_on(target), rates=rates)
 
 
 def rank_rates(tree: Tree, outputs: Sequence[Output]) -> list[list[float | None]]:
@@ -224,6 +227,7 @@ def measure_speed(
                 [seconds for _, seconds in results[job]],
                 [seconds for _, seconds in plain],
                 [len(output.ids) for output, _ in plain],
+                plan.guarantee_on(target),
                 same,
             )
         )

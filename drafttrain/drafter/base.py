@@ -106,9 +106,13 @@ class Drafter(nn.Module, abc.ABC):
                 "a narrower tree, or train with a larger draft_vocab"
             )
 
-    def at(self, dtype: torch.dtype) -> Drafter:
-        """A copy of this drafter in another dtype, in evaluation mode, for decoding."""
-        copy = type(self)(target=self.target, **self.settings())
+    def at(self, dtype: torch.dtype, target: Target | None = None) -> Drafter:
+        """A copy of this drafter in another dtype, in evaluation mode, for decoding.
+
+        Args:
+            target: the one that it shall draft for, where it is not its own.
+        """
+        copy = type(self)(target=target or self.target, **self.settings())
         copy.load_state_dict(self.state_dict())
         return copy.to(device=next(self.parameters()).device, dtype=dtype).eval().requires_grad_(False)
 

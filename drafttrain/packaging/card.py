@@ -6,22 +6,29 @@ import json
 import re
 from typing import Any
 
-from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.loop import TUNED, Plan
+from drafttrain.target.change import words
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 
-GENERATE = '''\
+_GENERATE = '''\
 """Speculative decoding with this package, called by transformers:
 
     model.generate(**inputs, custom_generate="<this package>", trust_remote_code=True, max_new_tokens=128)
 
-The text is the one that `model.generate` gives without it. What would change the text and cannot be honoured is refused.
+{text}
+What would change the text and cannot be honoured is refused.
 """
 
 from drafttrain.packaging.hf_generate import generate
 
 __all__ = ["generate"]
 '''
+
+_OWN = "The text is the one that `model.generate` gives without it."
+_TUNED = """\
+The text is that of the tuned model: this package holds an adapter, which is added to a copy of the model's weights. It is not the
+text that `model.generate` gives without it. The model itself is not changed."""
 
 REQUIREMENTS = "drafttrain\n"
 
@@ -44,7 +51,7 @@ tags: [speculative-decoding, {kind_tag}]{front}
 A small model that guesses the next tokens of **{target}** ({model_type}). The target checks the guesses in one pass and keeps
 those it would have written itself, so its text stays its own and takes fewer passes. This package is of no use with another
 target: loading compares fingerprints and refuses.
-
+{tuned}
 - {parameters:,} trained parameters, stored as {dtype}; embedding and output head are the target's own and are not in here.
 - Drafts from {vocabulary}.
 - {length}
@@ -82,6 +89,19 @@ Unless told otherwise it decodes with {plan} (`decoding.yaml`).
 """
 
 
+_CHANGED = """
+**This package changes the target.** Drafter and target were trained together, the target by an adapter of rank {rank}
+({parameters:,} parameters on {linears}), which is in `adapter.safetensors`. Loading adds it to a copy of the
+target's weights; the target given is not altered. What is guaranteed below is relative to this tuned target: its text is not the
+original's. {change}
+"""
+
+
+def generate_file(*, tuned: bool) -> str:
+    """`custom_generate/generate.py` of a package."""
+    return _GENERATE.replace("{text}", _TUNED if tuned else _OWN)
+
+
 def card(config: dict[str, Any], metrics: dict[str, Any], plan: Plan) -> str:
     """The README of a package, made from its config and metrics."""
     target, shape = config["target"], config["shape"]
@@ -110,6 +130,7 @@ def card(config: dict[str, Any], metrics: dict[str, Any], plan: Plan) -> str:
         parameters=shape["parameters"],
         dtype=shape["dtype"],
         vocabulary=vocabulary,
+        tuned=_tuned(config.get("adapter"), metrics.get("target_change")),
         length=told,
         table=_table(rows) if rows else "Nothing has been measured yet: run `python -m drafttrain.evaluate`.",
         settings=_settings(metrics.get("settings") or {}),
@@ -123,6 +144,18 @@ def card(config: dict[str, Any], metrics: dict[str, Any], plan: Plan) -> str:
         else "The target's licence was not recorded: see the target. What a drafter learned from its answers may fall under it.",
     )
     return re.sub(r"\n{3,}", "\n\n", re.sub(r" +\n", "\n", text))
+
+
+def _tuned(adapter: dict[str, Any] | None, change: Any) -> str:
+    """What joint training did, where it did anything."""
+    if adapter is None:
+        return ""
+    try:
+        told = f"Measured: {words(change)}."
+    except (KeyError, TypeError, ValueError):
+        told = "How far it went from the original was not measured: `python -m drafttrain.evaluate` does."
+    linears = ", ".join(f"`{name}`" for name in adapter["linears"])
+    return _CHANGED.format(rank=adapter["rank"], parameters=adapter["parameters"], linears=linears, change=told)
 
 
 def _front(name: str, licence: str | None) -> str:
@@ -202,8 +235,14 @@ def _settings(settings: dict[str, Any]) -> str:
     return f"Measured with: {', '.join(listed)}." if listed else ""
 
 
+def _meaning(name: str) -> str:
+    plain = name.removesuffix(TUNED)
+    meaning = _GUARANTEES.get(plain, plain)
+    return meaning if plain == name else f"{meaning}, the target being the tuned one"
+
+
 def _guaranteed(rows: list[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(str(row.get("guarantee")) for row in rows if row.get("guarantee")))
     return (
-        "Guarantee: " + "; ".join(f"*{name}* is {_GUARANTEES.get(name, name)}" for name in names) + "." if names else ""
+        "Guarantee: " + "; ".join(f"*{name}* is {_meaning(name)}" for name in names) + "." if names else ""
     )

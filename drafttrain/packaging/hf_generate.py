@@ -120,10 +120,15 @@ def _asked_for() -> str:
 
 
 def _speculator(folder: Path, model: nn.Module) -> Speculator:
-    """One for each package and model, kept with the model as long as the package's files do not change."""
+    """One for each package and model, kept with the model as long as the package's files do not change. That of a package with an
+    adapter decodes with a tuned copy of the model."""
     kept: dict[Path, tuple[Any, Speculator]] = model.__dict__.setdefault(_MEMORY, {})
     place = folder.resolve()
-    stamp = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(place.glob("*.*")))
+    stamp: tuple[Any, ...] = tuple(
+        (path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(place.glob("*.*"))
+    )
+    first = next(model.parameters())
+    stamp = (*stamp, first.dtype, first.device)  # weights of a tuned copy do not move with the model's
     known = kept.get(place)
     moved = known is not None and next(known[1].drafter.parameters()).device != known[1].target.device
     if known is None or known[0] != stamp or moved:

@@ -2,6 +2,7 @@
 
 config.json             format, the drafter's class and settings, needs, shape, target fingerprint, how it was trained
 drafter.safetensors     trained tensors and the ids of a reduced draft vocabulary; never the target's embedding or head
+adapter.safetensors     what joint training added to the target's weights, where it did; config.json then says so
 decoding.yaml           tree, policy and rule
 metrics.json            measured acceptance and speed
 README.md               model card
@@ -15,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -35,7 +37,11 @@ CONFIG, TENSORS, DECODING, METRICS, CARD = (
     "README.md",
 )
 CUSTOM = "custom_generate"
+ADAPTER = "adapter.safetensors"
 FILES = (CONFIG, TENSORS, DECODING, METRICS, CARD, f"{CUSTOM}/generate.py", f"{CUSTOM}/requirements.txt")
+"""Of every package."""
+ALL_FILES = (*FILES, ADAPTER)
+"""Of any package."""
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 """Dtypes of stored weights, and their names in a safetensors header."""
 
@@ -43,7 +49,9 @@ _KEYS = ("format", "made_with", "drafter", "needs", "shape", "trained_length", "
 _NEEDS = ("last_hidden", "layers", "logits")
 _SHAPE = ("width", "vocab_size", "draft_vocab", "parameters", "dtype")
 _TARGET = ("name", "model_type", "licence", "fingerprint")
+_ADAPTER = ("rank", "alpha", "linears", "parameters", "digest")
 _PICKLED = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib"}
+_LARGEST_RANK = 1 << 16
 _LARGEST_CONFIG = 16 << 20
 _CLASS = re.compile(r"(drafttrain\.drafter\.[a-z_][a-z0-9_]*)\.([A-Z]\w*)")
 
@@ -83,9 +91,10 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
             f"{path}: format {str(form)[:40]}, this version reads {FORMAT}: "
             + ("update drafttrain" if newer else "make the package again")
         )
-    check_keys(config, _KEYS, str(path))
+    check_keys(config, _KEYS, str(path), optional=("adapter",))
     for name, known in (("needs", _NEEDS), ("shape", _SHAPE), ("target", _TARGET)):
         check_keys(config[name], known, f"{path}: {name}")
+    _check_adapter(config, folder)
     marks = config["target"]["fingerprint"]
     if not isinstance(marks, dict) or not all(isinstance(value, str) for value in marks.values()):
         raise InputError(f"{path}: target.fingerprint is not a mapping of digests")
@@ -104,6 +113,28 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return config
 
 
+def _check_adapter(config: dict[str, Any], folder: Path) -> None:
+    """Raise InputError unless config.json and the files agree on whether the target was trained too, and how."""
+    there = (folder / ADAPTER).is_file()
+    if "adapter" not in config:
+        if there:
+            raise InputError(f"{folder} holds {ADAPTER}, of which {CONFIG} says nothing: get the package again")
+        return
+    path, found = folder / CONFIG, config["adapter"]
+    if not there:
+        raise InputError(f"{folder} lacks {ADAPTER}, what was trained of its target: get the package again")
+    check_keys(found, _ADAPTER, f"{path}: adapter")
+    rank, alpha, linears = found["rank"], found["alpha"], found["linears"]
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= _LARGEST_RANK:
+        raise InputError(f"{path}: adapter.rank is {str(rank)[:40]}, needs a whole number from 1 to {_LARGEST_RANK}")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
+        raise InputError(f"{path}: adapter.alpha is {str(alpha)[:40]}, needs a number above 0")
+    if not isinstance(linears, list) or not linears or not all(isinstance(name, str) for name in linears):
+        raise InputError(f"{path}: adapter.linears is {str(linears)[:80]}, needs names such as q_proj")
+    if not isinstance(found["digest"], str):
+        raise InputError(f"{path}: adapter.digest is not a digest")
+
+
 def read_metrics(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """`metrics.json` of a package; no rows if it cannot be read."""
     try:
@@ -117,12 +148,14 @@ def read_metrics(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_target(config: dict[str, Any], target: Target, folder: str | os.PathLike[str] = "the package") -> None:
-    """Raise InputError unless a package's config names this very target.
+    """Raise InputError unless a package's config names this very target, or what the package made of it by joint training.
 
     A target without its tokenizer is known by its config and weights: drafts are ids.
     """
-    stored: dict[str, str] = config["target"]["fingerprint"]
+    stored: dict[str, str] = dict(config["target"]["fingerprint"])
     here = dict(target.fingerprint)
+    if target.adapter is not None and "adapter" in config:
+        stored[fingerprint.ADAPTER] = config["adapter"]["digest"]
     if target.tokenizer is None:
         here.update({part: stored[part] for part in ("tokenizer", "chat_template") if part in stored})
     name = str(config["target"]["name"])[:80]

@@ -18,6 +18,7 @@ from drafttrain.errors import InputError
 from drafttrain.packaging.checking import check_keys, some
 from drafttrain.packaging.decoding import read_plan
 from drafttrain.packaging.manifest import (
+    ADAPTER,
     CONFIG,
     DECODING,
     DTYPES,
@@ -27,6 +28,7 @@ from drafttrain.packaging.manifest import (
     needs_of,
     read_config,
 )
+from drafttrain.target.adapter import Adapter, shapes_of, tuned
 from drafttrain.target.model import Target
 
 _HEADER_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}
@@ -36,7 +38,8 @@ def load(folder: str | os.PathLike[str], target: Target | nn.Module, *, dtype: s
     """A package and the target it was trained for, ready to `generate` and `stream`.
 
     Args:
-        target: a `Target`, or a transformers causal LM, which is then frozen.
+        target: a `Target`, or a transformers causal LM, which is then frozen. A package that was trained jointly with its target
+            decodes with the tuned one, see `target_for`; the target given keeps its weights.
         dtype: the drafter's while decoding, see `Speculator`.
     Does not move the random state.
 
@@ -45,10 +48,54 @@ def load(folder: str | os.PathLike[str], target: Target | nn.Module, *, dtype: s
     if isinstance(target, nn.Module):
         target = Target(target, None, getattr(target.config, "_name_or_path", "") or type(target).__name__)
     folder = Path(folder).expanduser()
+    target = target_for(folder, target)
     drafter = load_drafter(folder, target)
     plan = read_plan(folder / DECODING, drafter)
     with _chance_kept(target):
         return Speculator(target, drafter, plan, dtype=dtype)
+
+
+def target_for(folder: str | os.PathLike[str], target: Target) -> Target:
+    """The target that a package decodes with: the one given, or, where the package was trained jointly with it, a second one with
+    the adapter added to its weights.
+
+    The one given is never altered, whoever else uses it. The second shares its other tensors, and costs as much memory as the
+    linears that the adapter changes. Its fingerprint has a part more, so that packages of the one are refused by the other.
+
+    Raises: InputError for another target, and for an adapter that is damaged or does not fit.
+    """
+    folder = Path(folder).expanduser()
+    config = read_config(folder)
+    check_target(config, target, folder)
+    if "adapter" not in config or target.adapter is not None:
+        return target
+    return tuned(target, read_adapter(folder, target))
+
+
+def read_adapter(folder: str | os.PathLike[str], target: Target) -> Adapter:
+    """What a package adds to its target's weights: exactly the tensors that its config announces.
+
+    Raises: InputError.
+    """
+    folder = Path(folder).expanduser()
+    told = read_config(folder)["adapter"]
+    path = folder / ADAPTER
+    try:
+        shapes = shapes_of(target, told["rank"], told["linears"])
+    except InputError as error:
+        raise InputError(f"{folder / CONFIG}: adapter.{error}") from error
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: _facts(file, name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            _compare(found, {name: (shape, "F32") for name, shape in shapes.items()}, path)
+            tensors = {name: file.get_tensor(name) for name in shapes}
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    _refuse_odd(tensors, path)
+    adapter = Adapter(told["rank"], told["alpha"], tuple(told["linears"]), tensors)
+    if adapter.digest != told["digest"]:
+        raise InputError(f"{path} is not the adapter of this package (its digest is another): get the package again")
+    return adapter
 
 
 def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
@@ -57,6 +104,8 @@ def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
     Only safetensors is read, and only after everything about it fits: a class of drafttrain.drafter, exact settings,
     this target, names, shapes and dtypes of all tensors. Does not move the random state.
 
+    Args:
+        target: as `target_for` gives it.
     Raises: InputError.
     """
     folder = Path(folder).expanduser()
@@ -64,6 +113,8 @@ def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
     kind = class_of(config["drafter"]["_target_"], str(folder / CONFIG))
     settings = _checked_settings(config["drafter"], kind, folder)
     check_target(config, target, folder)
+    if "adapter" in config and target.adapter is None:
+        raise InputError(f"{folder} drafts for a tuned target, this is the original: open it with drafttrain.load")
     path = folder / TENSORS
     try:
         with safe_open(path, framework="pt") as file:
@@ -78,9 +129,7 @@ def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
             tensors = {name: file.get_tensor(name) for name in expected}
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
-    bad = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not bool(tensor.isfinite().all())]
-    if bad:
-        raise InputError(f"{path}: NaN or infinite values in {some(bad)}: the package is damaged, get it again")
+    _refuse_odd(tensors, path)
     drafter.load_state_dict(tensors)
     return drafter.eval()
 
@@ -152,6 +201,12 @@ def _draft_ids(
     if int(ids.min()) < 0 or int(ids.max()) >= v or not bool((ids[1:] > ids[:-1]).all()):
         raise InputError(f"{path}: draft_ids must ascend within the target's vocabulary 0..{v - 1}, each id once")
     return ids.tolist()
+
+
+def _refuse_odd(tensors: dict[str, Tensor], path: Path) -> None:
+    bad = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not bool(tensor.isfinite().all())]
+    if bad:
+        raise InputError(f"{path}: NaN or infinite values in {some(bad)}: the package is damaged, get it again")
 
 
 def _compare(found: dict[str, Any], expected: dict[str, Any], path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ from torch import Tensor
 from drafttrain.decoding.loop import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
-from drafttrain.packaging.card import GENERATE, REQUIREMENTS, card
+from drafttrain.packaging.card import REQUIREMENTS, card, generate_file
 from drafttrain.packaging.checking import some
 from drafttrain.packaging.decoding import fit, write_plan
 from drafttrain.packaging.manifest import (
+    ADAPTER,
+    ALL_FILES,
     CARD,
     CONFIG,
     CUSTOM,
@@ -59,6 +61,7 @@ def save_package(
 
     Args:
         folder: a new or empty folder, or an earlier package. A folder with other files is refused, a link too.
+        target: the one that the drafter drafts for; of a tuned one the adapter is packaged too.
         plan: how it decodes unless told otherwise.
         metrics: `{"settings": {...}, "rows": [...]}`, rows as `Measurement.row` gives them; may have no rows.
         provenance: how it was trained, plain JSON values.
@@ -78,6 +81,9 @@ def save_package(
         raise ValueError('metrics need the form {"settings": {...}, "rows": [...]}')
     plan = fit(plan, drafter)
     tensors = _tensors_of(drafter, target, getattr(torch, dtype))
+    adapter, original = target.adapter, target.original or target
+    if adapter is not None:
+        _refuse_odd(adapter.tensors, "adapter")
     if trained_length is None:
         trained_length = provenance.get("trained_length")
     config: dict[str, Any] = {
@@ -97,17 +103,25 @@ def save_package(
             "name": _short(target.name),
             "model_type": target.config.model_type,
             "licence": licence or LICENCES.get(target.name),
-            "fingerprint": target.fingerprint,
+            "fingerprint": original.fingerprint,
         },
         "training": provenance,
     }
+    if adapter is not None:
+        config["adapter"] = {
+            "rank": adapter.rank,
+            "alpha": adapter.alpha,
+            "linears": list(adapter.linears),
+            "parameters": adapter.size,
+            "digest": adapter.digest,
+        }
     class_of(config["drafter"]["_target_"], "this drafter")
     texts = {
         CONFIG: _json(config),
         DECODING: write_plan(plan),
         METRICS: _json(metrics),
         CARD: card(config, metrics, plan),
-        f"{CUSTOM}/generate.py": GENERATE,
+        f"{CUSTOM}/generate.py": generate_file(tuned=adapter is not None),
         f"{CUSTOM}/requirements.txt": REQUIREMENTS,
     }
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -115,9 +129,11 @@ def save_package(
     try:
         (scratch / CUSTOM).mkdir()
         save_file(tensors, scratch / TENSORS, metadata={"format": "pt"})
+        if adapter is not None:
+            save_file(dict(adapter.tensors), scratch / ADAPTER, metadata={"format": "pt"})
         for name, text in texts.items():
             (scratch / name).write_text(text, encoding="utf-8")
-        for name in FILES:
+        for name in (*FILES, *([] if adapter is None else [ADAPTER])):
             with (scratch / name).open("rb") as file:
                 os.fsync(file.fileno())
             (scratch / name).chmod(0o644)
@@ -172,7 +188,7 @@ def check_place(folder: str | os.PathLike[str]) -> None:
     if not os.access(folder.parent, os.W_OK | os.X_OK):
         raise InputError(f"{folder} cannot be replaced: {folder.parent} cannot be written to")
     held = _held(folder)
-    foreign = [name for name in held if name not in (*FILES, CUSTOM)]
+    foreign = [name for name in held if name not in (*ALL_FILES, CUSTOM)]
     links = [name for name in held if (folder / name).is_symlink()]
     if foreign or links:
         what = f"other files ({some(foreign)})" if foreign else f"links ({some(links)})"
@@ -183,7 +199,7 @@ def check_place(folder: str | os.PathLike[str]) -> None:
 
 def size_of(folder: str | os.PathLike[str]) -> int:
     """Bytes of a package."""
-    return sum((Path(folder) / name).stat().st_size for name in FILES if (Path(folder) / name).is_file())
+    return sum((Path(folder) / name).stat().st_size for name in ALL_FILES if (Path(folder) / name).is_file())
 
 
 def _held(folder: Path) -> list[str]:
@@ -215,7 +231,7 @@ def _put(scratch: Path, folder: Path) -> None:
 
 def _remove(folder: Path) -> None:
     """A package's own files and the folders they leave empty; nothing else is ever removed."""
-    for name in FILES:
+    for name in ALL_FILES:
         (folder / name).unlink(missing_ok=True)
     for path in (folder / CUSTOM, folder):
         try:
@@ -229,16 +245,18 @@ def _tensors_of(drafter: Drafter, target: Target, dtype: torch.dtype) -> dict[st
     for name, tensor in drafter.state_dict().items():
         tensor = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
         tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
-    bad = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not bool(tensor.isfinite().all())]
-    if bad:
-        raise InputError(
-            f"the drafter holds NaN or infinite weights in {some(bad)}: it is not packaged; train it again"
-        )
+    _refuse_odd(tensors, "drafter")
     for name, tensor in drafter.state_dict().items():
         for borrowed in (target.embedding.weight, target.output.weight if target.output is not None else None):
             if borrowed is not None and tensor.shape == borrowed.shape and torch.equal(tensor.to(borrowed), borrowed):
                 raise ValueError(f"{name} is the target's own embedding or head: it is borrowed, not packaged")
     return tensors
+
+
+def _refuse_odd(tensors: Mapping[str, Tensor], what: str) -> None:
+    bad = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not bool(tensor.isfinite().all())]
+    if bad:
+        raise InputError(f"the {what} holds NaN or infinite weights in {some(bad)}: it is not packaged; train it again")
 
 
 def _settings_of(drafter: Drafter) -> dict[str, Any]:

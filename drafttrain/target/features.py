@@ -23,6 +23,30 @@ GB = 1 << 30
 KEEP = ("bfloat16", "float16", "float32")
 
 
+class LiveFeatures:
+    """The features of a target that changes while it is trained: of every batch anew, in its own precision; nothing is kept."""
+
+    def __init__(self, target: Target, needs: Needs) -> None:
+        self.target, self.needs = target, needs
+
+    def features(self, batch: Batch) -> Features:
+        """What the drafter needs of a batch's rows: (b s d), zero on padding, without grad."""
+        found = self.target.features(batch.input_ids, batch.lengths, self.needs)
+        padding = ~batch.padding.to(self.target.device)[:, :, None]
+        hidden = found.last_hidden
+        return Features(
+            None if hidden is None else hidden.masked_fill(padding, 0),
+            {layer: value.masked_fill(padding, 0) for layer, value in found.layers.items()},
+        )
+
+    def describe(self) -> str:
+        """One line."""
+        return "features: computed anew for every batch, since the target changes; features.* has no effect"
+
+    def close(self) -> None:
+        """There is nothing to forget."""
+
+
 class OnlineFeatures:
     """The features of a data set's rows, computed when first needed.
 

@@ -17,6 +17,9 @@ SAMPLE = 65536
 IDENTITY = ("config", "weights", "tokenizer", "chat_template", "quantisation")
 """Parts that must agree. `dtype` travels too, but a drafter also works on its target in another dtype."""
 
+ADAPTER = "adapter"
+"""A further part, of targets that were tuned; there is none in the fingerprint of a target as it came."""
+
 _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
 
 
@@ -72,7 +75,8 @@ def refuse_other(given: dict[str, str], here: dict[str, str], what: str, *, dtyp
     missing = [part for part in parts if part not in given]
     if missing:
         raise InputError(f"{what}: its target fingerprint lacks {', '.join(missing)}; make it again")
-    other = [part for part in parts if given[part] != here[part]]
+    there, own = ({ADAPTER: "none", **marks} for marks in (given, here))
+    other = [part for part in (*parts, ADAPTER) if there[part] != own[part]]
     if other:
-        detail = "; ".join(f"{part} {given[part]} there, {here[part]} here" for part in other)
+        detail = "; ".join(f"{part} {there[part]} there, {own[part]} here" for part in other)
         raise InputError(f"{what} belongs to another target ({detail}): use the target it was made with, or make it again")

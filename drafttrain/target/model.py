@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from drafttrain.flow import Features, Needs
 from drafttrain.nn.attention import as_attention, check_backend
 from drafttrain.nn.cache import KVCache
 from drafttrain.target import fingerprint
+
+if TYPE_CHECKING:
+    from drafttrain.target.adapter import Adapter
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,10 @@ class Target:
         self._cache_word = "cache" if "cache" in inspect.signature(type(self.base).forward).parameters else "past_key_values"
         self._softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self._scale = self._logit_scale()
+        self.adapter: Adapter | None = None
+        """What joint training added to its weights; None for a target as it came."""
+        self.original: Target | None = None
+        """The target that it was tuned from."""
         self._probe()
         self._fingerprint: dict[str, str] | None = None
 
@@ -93,6 +100,8 @@ class Target:
 
     @property
     def fingerprint(self) -> dict[str, str]:
+        if self._fingerprint is None and self.original is not None and self.adapter is not None:
+            self._fingerprint = {**self.original.fingerprint, fingerprint.ADAPTER: self.adapter.digest}
         if self._fingerprint is None:
             quantisation = getattr(self.model.config, "quantization_config", None)
             self._fingerprint = {
@@ -135,6 +144,11 @@ class Target:
         with self._capture(needs.layers) as layers:
             out = self.base(input_ids=input_ids.to(self.device), use_cache=False)
         return Features(last_hidden=out.last_hidden_state if needs.last_hidden else None, layers=dict(layers))
+
+    def hidden(self, input_ids: Tensor) -> Tensor:
+        """(b s) int64 -> (b s d), the same pass's last hidden state, differentiable where gradients are on."""
+        out: Tensor = self.base(input_ids=input_ids.to(self.device), use_cache=False).last_hidden_state
+        return out
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         return KVCache(rows, capacity, self.device)

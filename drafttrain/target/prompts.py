@@ -39,7 +39,9 @@ class Source:
         Raises: InputError if the set was written by another target, or if no prompt is left.
         """
         if self.data is not None:
-            fingerprint.refuse_other(self.data.manifest["target"]["fingerprint"], target.fingerprint, self.label)
+            # A tuned target is asked what its original was asked.
+            own = (target.original or target).fingerprint
+            fingerprint.refuse_other(self.data.manifest["target"]["fingerprint"], own, self.label)
             check_vocabulary(self.data, target.vocab_size, self.label)
             found = list(enumerate(self.data.prompts(limit), start=1))
             if not found:

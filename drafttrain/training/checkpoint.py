@@ -1,4 +1,4 @@
-"""Checkpoints: the drafter's weights, the optimiser's state and the place in the run. Tensors and plain values only.
+"""Checkpoints: the weights that are trained, the optimiser's state and the place in the run. Tensors and plain values only.
 
 `last.ckpt` is the newest state and, once a run has ended, its true last step; `best.ckpt` is the one with the highest decoded
 val/tau. Files are replaced whole, so a kill or a full disk leaves the old ones. They are read with `weights_only`, which runs no
@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
 
 from drafttrain.data.conversations import write_atomic
-from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.processes import rank
 from drafttrain.training.decode_callback import DecodeCallback
@@ -67,9 +67,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
-def refuse_full_disk(folder: Path, drafter: Drafter) -> None:
+def refuse_full_disk(folder: Path, module: nn.Module) -> None:
     """Raise InputError unless there is room for weights and two moments, in last, best and one being written, and the package."""
-    trained = sum(p.numel() * p.element_size() for p in drafter.parameters() if p.requires_grad)
+    trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     needed, free = trained * (3 * 3 + 1), shutil.disk_usage(folder).free
     if rank() == 0 and free < needed:
         raise InputError(

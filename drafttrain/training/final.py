@@ -32,9 +32,11 @@ class FinalConfig:
     """Nodes of further trees for acceptance: the likeliest paths, by the accuracy of the drafter's heads on rows set aside."""
     calibrated_speed: Sequence[int] = ()
     """The same, for speed."""
+    change_rows: int = 32
+    """Held-out rows on which a target that was trained jointly is compared with the original; 0 compares none."""
 
     def __post_init__(self) -> None:
-        least = {"prompts": 0, "max_new_tokens": 1, "batch": 1, "speed_prompts": 0, "speed_new_tokens": 1}
+        least = {"prompts": 0, "max_new_tokens": 1, "batch": 1, "speed_prompts": 0, "speed_new_tokens": 1, "change_rows": 0}
         for name, low in least.items():
             value = getattr(self, name)
             if not (type(value) is int and value >= low):
@@ -77,11 +79,14 @@ class Worth:
     """The fastest measured; where no speed was measured, the one with the highest tau; else the one given."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
+    change: dict[str, Any] | None = None
+    """What joint training did to the target."""
 
     @property
     def metrics(self) -> dict[str, Any]:
         """As a package's `metrics.json` has them."""
-        return {"settings": self.settings, "rows": self.rows}
+        found: dict[str, Any] = {"settings": self.settings, "rows": self.rows}
+        return found if self.change is None else {**found, "target_change": self.change}
 
 
 def measure(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
-from drafttrain.flow import Batch, Features
+from drafttrain.flow import Batch, Features, Loss
 from drafttrain.processes import rank
 from drafttrain.training.course import Course
 from drafttrain.training.optim import AdamW
@@ -81,10 +81,7 @@ class DraftModule(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         began = time.perf_counter()
         closes = self.course.closes(self.position)
-        with torch.no_grad():
-            features = self.source.features(batch)
-        ready = time.perf_counter()
-        loss = self.drafter.loss(batch, features, generator=self._generator())
+        loss, ready = self.judge(batch)
         with contextlib.nullcontext() if closes else self._apart():
             self.manual_backward(loss.total)
         sums = {"loss": (loss.total.detach(), loss.count.detach()), **loss.parts}
@@ -99,10 +96,19 @@ class DraftModule(LightningModule):
         if closes and self.updates % self.log_every == 0 and self.just_updated:
             self._log_window()
 
-    def _generator(self) -> torch.Generator:
+    def judge(self, batch: Batch) -> tuple[Loss, float]:
+        """The loss of a micro-batch, and the time at which the target's part in it was done."""
+        with torch.no_grad():
+            features = self.source.features(batch)
+        ready = time.perf_counter()
+        return self.drafter.loss(batch, features, generator=self._generator()), ready
+
+    def _noise_seed(self) -> int:
         name = f"{self.seed}/{self.position}/{rank()}"
-        number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
-        return torch.Generator(self.device).manual_seed(number)
+        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(self._noise_seed())
 
     def _apart(self) -> contextlib.AbstractContextManager[None]:
         """Gradients stay on this process until the window closes."""
@@ -117,7 +123,7 @@ class DraftModule(LightningModule):
         words = over_processes(words)
         tokens, loss, signals, clocks = words.tolist()
         optimiser = cast(torch.optim.Optimizer, self.optimizers())
-        parameters = [p for p in self.drafter.parameters() if p.grad is not None]
+        parameters = [p for p in self.parameters() if p.grad is not None]
         if not math.isfinite(loss):
             raise InputError(
                 f"the loss of update {self.updates} is {loss} (rows of this process: {self._window.rows}): lower optim.lr, clip "
@@ -129,7 +135,7 @@ class DraftModule(LightningModule):
             torch._foreach_mul_([cast(Tensor, p.grad) for p in parameters], scale)
             self.optim.clip(parameters)
             for group in optimiser.param_groups:
-                group["lr"] = self.optim.lr * self.rate(self.updates)
+                group["lr"] = self.optim.lr * self.rate(self.updates) * group.get("factor", 1.0)
             optimiser.step()
             self.updates += 1
             self.supervised += tokens
@@ -174,7 +180,11 @@ class DraftModule(LightningModule):
 
     # Lightning ------------------------------------------------------------------------------------------------------
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optim.optimiser(p for p in self.drafter.parameters() if p.requires_grad)
+        return self.optim.optimiser(self.groups())
+
+    def groups(self) -> list[dict[str, Any]]:
+        """What is trained, as groups of the optimiser; a group's `factor` multiplies its rate."""
+        return [{"params": [p for p in self.drafter.parameters() if p.requires_grad]}]
 
     def on_fit_start(self) -> None:
         if self._optimiser_state is not None:

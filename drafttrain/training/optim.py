@@ -73,12 +73,12 @@ class AdamW:
             return Rate("constant", warmup, None, 1.0)
         return Rate(self.schedule, warmup, end, self.end_factor)
 
-    def optimiser(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        parameters = list(parameters)
-        fused = all(p.device.type in ("cpu", "cuda") for p in parameters)  # One pass over memory instead of a dozen.
+    def optimiser(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+        # One pass over memory instead of a dozen.
+        fused = all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
         betas = (self.betas[0], self.betas[1])
         return torch.optim.AdamW(
-            parameters, lr=self.lr, betas=betas, eps=self.eps, weight_decay=self.weight_decay, fused=fused
+            list(groups), lr=self.lr, betas=betas, eps=self.eps, weight_decay=self.weight_decay, fused=fused
         )
 
     def clip(self, parameters: Iterable[nn.Parameter]) -> None:

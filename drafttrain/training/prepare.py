@@ -7,18 +7,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.processes import rank, world_size
-from drafttrain.target.features import OnlineFeatures
+from drafttrain.target.adapter import Trained, tuned
+from drafttrain.target.features import LiveFeatures, OnlineFeatures
 from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import CheckpointConfig, Keeper, refuse_full_disk
 from drafttrain.training.course import Stream, TrainerConfig
 from drafttrain.training.decode_callback import DecodeCallback, EvalConfig
 from drafttrain.training.final import FinalConfig
+from drafttrain.training.joint import Joint, JointModule
 from drafttrain.training.module import DraftModule
 from drafttrain.training.optim import AdamW
 from drafttrain.training.resume import facts_of, refuse_other_run
@@ -36,6 +40,8 @@ class Settings:
     checkpoint: CheckpointConfig
     final: FinalConfig
     tree: Growth
+    joint: Joint | None = None
+    """How the target is trained too; None leaves it frozen."""
 
 
 @dataclass
@@ -48,7 +54,7 @@ class Training:
     drafter: Drafter
     module: DraftModule
     stream: Stream
-    source: OnlineFeatures
+    source: OnlineFeatures | LiveFeatures
     speculator: Speculator
     decode: DecodeCallback
     keeper: Keeper
@@ -56,6 +62,26 @@ class Training:
     seed: int
     calibration: ConversationData | None = None
     """Rows set aside, where trees are to be calibrated on them."""
+    held_out: ConversationData | None = None
+    adapter: Trained | None = None
+    """What is trained of the target."""
+
+    def settle(self, pack: Callable[[Target], None]) -> None:
+        """Take the adapter off the target, which is the original again, and go on with a tuned one, as the package will: what is
+        measured from here on is what a reader of the package gets.
+
+        Args:
+            pack: lays a target's weights out for decoding.
+        """
+        if self.adapter is None:
+            return
+        found = self.adapter.adapter()
+        self.adapter.remove()
+        self.adapter = None
+        self.target = tuned(self.target, found)
+        pack(self.target)
+        self.drafter = self.drafter.at(torch.float32, self.target)
+        self.speculator = Speculator(self.target, self.drafter, self.speculator.plan)
 
 
 def prepare(
@@ -68,6 +94,7 @@ def prepare(
     held_out: ConversationData | None,
     *,
     calibration: ConversationData | None = None,
+    adapter: Trained | None = None,
     make_source: Callable[..., OnlineFeatures],
     show: Callable[[Mapping[str, float | None], int], None],
     say: Callable[[str], None],
@@ -77,6 +104,7 @@ def prepare(
     Args:
         config: the run's whole configuration.
         calibration: rows set aside, where trees are to be calibrated.
+        adapter: what is trained of the target.
         show: draws what an evaluation found.
         make_source: builds the source of features from what only the run knows.
     """
@@ -94,16 +122,28 @@ def prepare(
     first = [settings.trainer.sampler(data, seed=seed, rank=r, world=world).batches(0) for r in range(world)]
     groups = [group for batches in first for group in batches if group[0] >= 0]
     shared = world > 1 and int(os.environ.get("LOCAL_WORLD_SIZE", world)) == world
-    source = make_source(
-        target=target,
-        needs=drafter.needs,
-        data=data,
-        groups=groups,
-        spill_dir=run.scratch if shared or world == 1 else run.scratch / str(rank()),
-        shared=shared,
-    )
+    joint = settings.joint
+    module: DraftModule
+    source: OnlineFeatures | LiveFeatures
+    sim: OnlineFeatures | LiveFeatures | None
+    common: dict[str, Any] = {"seed": seed, "log_every": settings.trainer.log_every}
+    if joint is not None:
+        source = sim = LiveFeatures(target, drafter.needs)
+        module = JointModule(
+            drafter, source, settings.optim, course, target=target, adapter=adapter, joint=joint, **common
+        )
+    else:
+        source = make_source(
+            target=target,
+            needs=drafter.needs,
+            data=data,
+            groups=groups,
+            spill_dir=run.scratch if shared or world == 1 else run.scratch / str(rank()),
+            shared=shared,
+        )
+        sim = None if held_out is None else kept_in_memory(target, drafter, held_out, config["features"])
+        module = DraftModule(drafter, source, settings.optim, course, **common)
     say(source.describe())
-    module = DraftModule(drafter, source, settings.optim, course, seed=seed, log_every=settings.trainer.log_every)
     plan = Plan(settings.tree)
     speculator = Speculator(target, drafter, plan)
     prompts = usable_prompts(target, data, settings, say)
@@ -113,7 +153,7 @@ def prepare(
         {"tree": plan},
         settings.eval,
         held_out=held_out,
-        source=None if held_out is None else kept_in_memory(target, drafter, held_out, config["features"]),
+        source=sim,
         seed=seed,
         show=show,
     )
@@ -122,7 +162,7 @@ def prepare(
         run.checkpoints, settings.checkpoint, decode, patience=settings.eval.patience, facts=facts, settings=config
     )
     stream = Stream(data, sampler, course)
-    refuse_full_disk(run.folder, drafter)
+    refuse_full_disk(run.folder, module)
     if run.resumed is not None:
         refuse_other_run(run.resumed, facts, config, say)
         module.continue_from(run.resumed)
@@ -132,7 +172,21 @@ def prepare(
         stream.position = module.position
         say(f"goes on behind update {module.updates}, {course.epoch(module.position):.2f} epochs")
     return Training(
-        settings, run, target, drafter, module, stream, source, speculator, decode, keeper, prompts, seed, calibration
+        settings,
+        run,
+        target,
+        drafter,
+        module,
+        stream,
+        source,
+        speculator,
+        decode,
+        keeper,
+        prompts,
+        seed,
+        calibration,
+        held_out,
+        adapter,
     )
 
 

@@ -29,6 +29,7 @@ def facts_of(
         "rows": {name: value for name, value in config["data"].items() if name not in ("_target_", "path")},
         "drafter": config["drafter"],
         "draft_vocab": config["draft_vocab"],
+        "joint": config.get("joint"),
         "optim": {name: value for name, value in config["optim"].items() if name not in in_rate},
         "rate": module.rate.facts(),
         "batches": {name: config["trainer"][name] for name in ("batch_tokens", "batch_rows", "accumulate", "precision")},

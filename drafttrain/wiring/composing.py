@@ -216,16 +216,24 @@ def _check_experiment(door_name: str, search: Sequence[str], config: DictConfig,
 
 
 def _added(config: dict[Any, Any], plain: dict[Any, Any], prefix: str = "") -> list[str]:
-    """Keys of config that plain lacks. An empty mapping in plain is open: anything may be put in it."""
+    """Keys of config that plain lacks. An empty mapping in plain is open: anything may be put in it. So is a table of things to
+    build, by name, to another such thing."""
     if config.get("_target_") != plain.get("_target_") or (prefix and not plain):
         return []
     found: list[str] = []
     for key, value in config.items():
         if key not in plain:
+            if prefix and _is_thing(value) and all(_is_thing(other) for other in plain.values()):
+                continue
             found.append(f"{prefix}{key}")
         elif isinstance(value, dict) and isinstance(plain[key], dict):
             found += _added(value, plain[key], f"{prefix}{key}.")
     return found
+
+
+def _is_thing(value: Any) -> bool:
+    """What a table of things to build holds; None leaves one out."""
+    return value is None or (isinstance(value, dict) and "_target_" in value)
 
 
 def _quote(choice: Any) -> str:

@@ -1,0 +1,47 @@
+"""Begin with the weights of a package, checked like any package: the second stage of a training in two."""
+
+from __future__ import annotations
+
+from drafttrain.drafter.base import Drafter
+from drafttrain.errors import InputError
+from drafttrain.packaging.manifest import read_config
+from drafttrain.packaging.reading import load_drafter
+from drafttrain.target.model import Target
+
+
+def check_beginning(folder: str) -> None:
+    """What can be refused before the target is there."""
+    if "adapter" in read_config(folder):
+        raise InputError(
+            f"init_from={folder} was trained jointly with its target, which would begin anew as the original: give a package of "
+            "heads alone, such as experiment=medusa1 makes, or continue that run with resume=last"
+        )
+
+
+def read_beginning(folder: str, target: Target, kind: type[Drafter], draft_vocab: int) -> Drafter:
+    """The drafter of that package.
+
+    Args:
+        kind: the class to be trained; draft_vocab: ids that it shall propose from, 0 for all.
+    """
+    given = load_drafter(folder, target)
+    if type(given) is not kind:
+        raise InputError(f"init_from={folder} holds a {type(given).__name__}, the drafter is a {kind.__name__}")
+    if given.choices != (draft_vocab or target.vocab_size):
+        own = 0 if given.choices == target.vocab_size else given.choices
+        raise InputError(
+            f"init_from={folder} proposes from {given.choices} tokens, draft_vocab={draft_vocab}: set draft_vocab={own}"
+        )
+    return given
+
+
+def take_weights(drafter: Drafter, given: Drafter, folder: str) -> None:
+    """Raises: InputError if the drafters have other settings, so that the weights do not fit."""
+    own, theirs = ({name: tuple(v.shape) for name, v in one.state_dict().items()} for one in (drafter, given))
+    if own != theirs:
+        odd = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
+        raise InputError(
+            f"init_from={folder} has other weights than this drafter ({odd[0]} among {len(odd)}): give the settings that it was "
+            "trained with, drafter.*"
+        )
+    drafter.load_state_dict(given.state_dict())
