@@ -23,7 +23,7 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.vocabulary import always_proposable, coverage, most_frequent
 from drafttrain.errors import InputError
-from drafttrain.packaging.writing import save_package
+from drafttrain.packaging.writing import check_export, save_package
 from drafttrain.processes import peak_memory, rank
 from drafttrain.reporting.console import clock, console, table, track
 from drafttrain.reporting.figures import acceptance_curve, head_accuracies
@@ -58,6 +58,7 @@ def main(cfg: DictConfig) -> None:
     with open_run(cfg, say) as run, logged(cfg, run):
         target = load_target(cfg, data, held_out)
         drafter = make_drafter(cfg, target, data, held_out)
+        check_export(drafter, cfg.export_assistant)
         source = functools.partial(build, cfg.features)
         training = prepare(
             plain(cfg),
@@ -98,6 +99,8 @@ def read_settings(cfg: DictConfig) -> Settings:
     if cfg.draft_vocab and "draft_ids" not in takes:
         name = cfg.drafter._target_.rpartition(".")[2]
         raise InputError(f"draft_vocab={cfg.draft_vocab}: {name} has no draft vocabulary, set it to 0")
+    if not isinstance(cfg.export_assistant, bool):
+        raise InputError(f"export_assistant={cfg.export_assistant}: needs true or false")
     trainer: TrainerConfig = build(cfg.trainer)
     if trainer.batch_tokens is None and trainer.batch_rows is None:
         raise InputError("give trainer.batch_tokens or trainer.batch_rows")
@@ -331,6 +334,7 @@ def pack(cfg: DictConfig, training: Training, worth: Worth) -> Path:
         metrics=worth.metrics,
         provenance=origin,
         trained_length=max(training.stream.data.lengths),
+        export_assistant=cfg.export_assistant,
     )
 
 
