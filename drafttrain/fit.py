@@ -26,7 +26,7 @@ from drafttrain.drafter.vocabulary import always_proposable, coverage, most_freq
 from drafttrain.errors import InputError
 from drafttrain.nn import packed
 from drafttrain.packaging.beginning import check_beginning, read_beginning, take_weights
-from drafttrain.packaging.writing import save_package
+from drafttrain.packaging.writing import check_export, save_package
 from drafttrain.processes import peak_memory, rank
 from drafttrain.reporting.console import clock, console, table, track
 from drafttrain.reporting.figures import acceptance_curve, head_accuracies
@@ -63,6 +63,7 @@ def main(cfg: DictConfig) -> None:
         target = load_target(cfg, data, held_out)
         drafter = make_drafter(cfg, target, data, held_out)
         adapter = make_adapter(cfg, settings, target, drafter)
+        check_export(drafter, cfg.export_assistant)
         source = functools.partial(build, cfg.features)
         training = prepare(
             plain(cfg),
@@ -104,6 +105,8 @@ def read_settings(cfg: DictConfig) -> Settings:
     if cfg.draft_vocab and "draft_ids" not in takes:
         name = cfg.drafter._target_.rpartition(".")[2]
         raise InputError(f"draft_vocab={cfg.draft_vocab}: {name} has no draft vocabulary, set it to 0")
+    if not isinstance(cfg.export_assistant, bool):
+        raise InputError(f"export_assistant={cfg.export_assistant}: needs true or false")
     trainer: TrainerConfig = build(cfg.trainer)
     if trainer.batch_tokens is None and trainer.batch_rows is None:
         raise InputError("give trainer.batch_tokens or trainer.batch_rows")
@@ -389,6 +392,7 @@ def pack(cfg: DictConfig, training: Training, worth: Worth) -> Path:
         metrics=worth.metrics,
         provenance=origin,
         trained_length=max(training.stream.data.lengths),
+        export_assistant=cfg.export_assistant,
     )
 
 

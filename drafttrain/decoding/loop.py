@@ -261,7 +261,7 @@ class _Decoding:
             self.state = self.drafter.open(len(prompts), longest + room + 1)
             tokens = torch.cat((ids[:, 1:], ids[:, :1]), 1)
             tokens[places, lengths - 1] = self.anchor
-            self.fresh = Fresh(Features(out.hidden, dict(out.layers)), tokens, lengths)
+            self.fresh = Fresh(Features(out.hidden, dict(out.layers)), tokens, lengths, first=ids[:, 0])
         self.clock.mark("prefill")
         self._emit([[token] for token in self.anchor.tolist()], [0] * len(prompts))
         self.clock.mark("host")
@@ -439,7 +439,8 @@ class _Decoding:
                 None if fresh.features.last_hidden is None else fresh.features.last_hidden[places],
                 {layer: value[places] for layer, value in fresh.features.layers.items()},
             )
-            self.fresh = Fresh(features, fresh.tokens[places], fresh.counts[places])
+            first = None if fresh.first is None else fresh.first[places]
+            self.fresh = Fresh(features, fresh.tokens[places], fresh.counts[places], first=first)
 
 
 def _gather(hidden: Tensor, layers: dict[int, Tensor], kept: Tensor) -> Features:

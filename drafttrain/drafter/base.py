@@ -33,12 +33,15 @@ class Fresh:
     """(b) int64 positions that are real; the rest is padding."""
     text: Text | None = None
     """All that is committed, the anchor included, where the policy reads it."""
+    first: Tensor | None = None
+    """(b) int64 each row's first token, which stands behind no feature; at the first proposal alone."""
 
 
 class Drafter(nn.Module, abc.ABC):
     """A trainable guesser. Frozen parts of the target (embedding, head) are borrowed, never owned or saved."""
 
-    needs: ClassVar[Needs]
+    needs: Needs
+    """Of the class, or of an object where it depends on the settings."""
     growths: ClassVar[tuple[type[Growth], ...]] = (Tree,)
     """Kinds of trees that it can fill."""
     target: Target
@@ -115,6 +118,24 @@ class Drafter(nn.Module, abc.ABC):
         copy = type(self)(target=target or self.target, **self.settings())
         copy.load_state_dict(self.state_dict())
         return copy.to(device=next(self.parameters()).device, dtype=dtype).eval().requires_grad_(False)
+
+    @property
+    def owns_all(self) -> bool:
+        """Is it a language model by itself, that borrows nothing of the target? A package then keeps it as one."""
+        return False
+
+    @property
+    def trained_vocabulary(self) -> tuple[str, ...]:
+        """Names of tensors that stand in the place of the target's embedding or head, and are this drafter's own."""
+        return ()
+
+    def whole(self) -> tuple[Any, dict[str, Tensor]] | None:
+        """As a causal LM of `transformers`, with copies of what it borrows: its config and its tensors; None for a drafter that
+        cannot stand alone.
+
+        Raises: InputError if what is borrowed cannot be written.
+        """
+        return None
 
     @property
     def loss_parts(self) -> tuple[str, ...]:

@@ -40,10 +40,12 @@ class BorrowsHead(Growing, abc.ABC):
 
     def head(self, hidden: Tensor) -> Tensor:
         """(... d) -> (... w): the rows of the target's frozen head that can be proposed, in this drafter's dtype."""
-        if self.head_rows is None or self.head_rows.dtype != self.dtype or self.head_rows.device != hidden.device:
-            self.head_rows = self.rows_of_head().to(device=hidden.device, dtype=self.dtype)
-        if self._product is None or self._product.weight is not self.head_rows:
-            self._product = FrozenProduct(self.head_rows)
+        # Kept between calls, so also for training where the first call is made while decoding.
+        with torch.inference_mode(False):
+            if self.head_rows is None or self.head_rows.dtype != self.dtype or self.head_rows.device != hidden.device:
+                self.head_rows = self.rows_of_head().to(device=hidden.device, dtype=self.dtype)
+            if self._product is None or self._product.weight is not self.head_rows:
+                self._product = FrozenProduct(self.head_rows)
         return self.target.finish_logits(self._product(hidden.to(self.dtype), self.head_bias(hidden)))
 
     def head_bias(self, hidden: Tensor) -> Tensor | None:

@@ -5,6 +5,7 @@ All but `cross_entropy` compare the draft's law q with the target's law p at sup
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,28 @@ def forward_kl(draft: Tensor, target: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - draft.log_softmax(-1))).sum(-1)
 
 
+def reverse_kl(draft: Tensor, target: Tensor) -> Tensor:
+    """KL(q || p) = sum q log(q / p): seeks a mode of p where forward KL covers all of it."""
+    log_q = draft.log_softmax(-1)
+    return (log_q.exp() * (log_q - target.log_softmax(-1))).sum(-1)
+
+
+def generalised_jsd(draft: Tensor, target: Tensor, beta: float) -> Tensor:
+    """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, 0 < beta < 1.
+
+    DistillSpec (Zhou et al. 2024, arXiv:2310.08461), table 1; beta 1/2 is the Jensen-Shannon divergence.
+    """
+    log_p, log_q = target.log_softmax(-1), draft.log_softmax(-1)
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    forward, backward = log_p.exp() * (log_p - log_m), log_q.exp() * (log_q - log_m)
+    return (beta * forward + (1 - beta) * backward).sum(-1)
+
+
+def jensen_shannon(draft: Tensor, target: Tensor) -> Tensor:
+    """`generalised_jsd` with beta 1/2."""
+    return generalised_jsd(draft, target, 0.5)
+
+
 def total_variation(draft: Tensor, target: Tensor) -> Tensor:
     """1/2 sum |p - q|, one minus the acceptance probability of a sampled token (Leviathan et al. 2023, Theorem 3.5)."""
     return 0.5 * (target.softmax(-1) - draft.softmax(-1)).abs().sum(-1)
@@ -43,6 +66,8 @@ def acceptance_log(draft: Tensor, target: Tensor) -> Tensor:
 DIVERGENCES: dict[str, Divergence] = {
     "soft_cross_entropy": soft_cross_entropy,
     "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jsd": jensen_shannon,
     "total_variation": total_variation,
     "acceptance_log": acceptance_log,
 }

@@ -41,6 +41,15 @@ _GUARANTEES = {
     "approximate": "none: the text may differ from the target's",
 }
 
+_IN_WHOLE = "`ssm/` is the drafter as a language model of its own."
+_ASSISTANT = """\
+The drafter alone, in transformers without drafttrain:
+```python
+assistant = AutoModelForCausalLM.from_pretrained("path/to/this/package/ssm")
+model.generate(**inputs, max_new_tokens=128, assistant_model=assistant)
+```
+"""
+
 _TEXT = """\
 ---
 library_name: drafttrain
@@ -52,7 +61,7 @@ A small model that guesses the next tokens of **{target}** ({model_type}). The t
 those it would have written itself, so its text stays its own and takes fewer passes. This package is of no use with another
 target: loading compares fingerprints and refuses.
 {tuned}
-- {parameters:,} trained parameters, stored as {dtype}; embedding and output head are the target's own and are not in here.
+- {parameters:,} trained parameters, stored as {dtype}; {borrowed}
 - Drafts from {vocabulary}.
 - {length}
 
@@ -82,7 +91,7 @@ In transformers, with drafttrain installed; the code in `custom_generate/` is wh
 ```python
 model.generate(**inputs, max_new_tokens=128, custom_generate="path/to/this/package", trust_remote_code=True)
 ```
-Unless told otherwise it decodes with {plan} (`decoding.yaml`).
+{assistant}Unless told otherwise it decodes with {plan} (`decoding.yaml`).
 
 ## Licence
 {licence}
@@ -102,8 +111,12 @@ def generate_file(*, tuned: bool) -> str:
     return _GENERATE.replace("{text}", _TUNED if tuned else _OWN)
 
 
-def card(config: dict[str, Any], metrics: dict[str, Any], plan: Plan) -> str:
-    """The README of a package, made from its config and metrics."""
+def card(config: dict[str, Any], metrics: dict[str, Any], plan: Plan, *, as_model: bool = False) -> str:
+    """The README of a package, made from its config and metrics.
+
+    Args:
+        as_model: the package holds the drafter as a directory of transformers.
+    """
     target, shape = config["target"], config["shape"]
     kind = config["drafter"]["_target_"].rpartition(".")[2]
     name, licence = target["name"], target["licence"]
@@ -139,6 +152,8 @@ def card(config: dict[str, Any], metrics: dict[str, Any], plan: Plan) -> str:
         if name == "smollm2"
         else 'load.hf("path/or/id/of/the/target", dtype="auto", device="auto", attention="sdpa")',
         plan=describe(plan),
+        borrowed=_IN_WHOLE if as_model else "embedding and output head are the target's own and are not in here.",
+        assistant=_ASSISTANT if as_model else "",
         licence=f"The target is under {licence}. A drafter made from its answers is subject to that licence's terms too."
         if licence
         else "The target's licence was not recorded: see the target. What a drafter learned from its answers may fall under it.",

@@ -3,6 +3,8 @@
 config.json             format, the drafter's class and settings, needs, shape, target fingerprint, how it was trained
 drafter.safetensors     trained tensors and the ids of a reduced draft vocabulary; never the target's embedding or head
 adapter.safetensors     what joint training added to the target's weights, where it did; config.json then says so
+ssm/                    a drafter that is a language model, as a directory of transformers: its tensors, where it borrows
+                        nothing of the target, are kept here alone; otherwise a whole copy, if one was asked for
 decoding.yaml           tree, policy and rule
 metrics.json            measured acceptance and speed
 README.md               model card
@@ -22,6 +24,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.packaging.checking import check_keys, some
@@ -39,9 +43,13 @@ CONFIG, TENSORS, DECODING, METRICS, CARD = (
 CUSTOM = "custom_generate"
 ADAPTER = "adapter.safetensors"
 FILES = (CONFIG, TENSORS, DECODING, METRICS, CARD, f"{CUSTOM}/generate.py", f"{CUSTOM}/requirements.txt")
-"""Of every package."""
-ALL_FILES = (*FILES, ADAPTER)
-"""Of any package."""
+WHOLE = "ssm"
+WHOLE_CONFIG, WHOLE_TENSORS = f"{WHOLE}/config.json", f"{WHOLE}/model.safetensors"
+WHOLE_FILES = (WHOLE_CONFIG, WHOLE_TENSORS)
+"""Of a drafter that is a language model."""
+FOLDERS = (CUSTOM, WHOLE)
+ALL_FILES = (*FILES, ADAPTER, *WHOLE_FILES)
+"""Of any package; FILES are those of every one."""
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 """Dtypes of stored weights, and their names in a safetensors header."""
 
@@ -66,7 +74,8 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
         raise InputError(
             f"package={folder} {'is a file' if folder.exists() else 'does not exist'}: give a package's folder"
         )
-    pickled = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in _PICKLED)
+    inside = (folder / WHOLE).iterdir() if (folder / WHOLE).is_dir() else ()
+    pickled = sorted(path.name for path in (*folder.iterdir(), *inside) if path.suffix.lower() in _PICKLED)
     if pickled:
         raise InputError(
             f"{folder} holds {some(pickled)}: such files can run code when read; only safetensors is accepted"
@@ -187,6 +196,25 @@ def class_of(name: str, where: str) -> type[Drafter]:
             found = None
     if found is None or inspect.isabstract(found):
         raise InputError(f"{where}: {name[:120]!r} is not a drafter of drafttrain (drafttrain.drafter.<file>.<Class>)")
+    return found
+
+
+def place_of(name: str, drafter: Drafter) -> tuple[str, str]:
+    """The file that holds a tensor of this drafter, and its name there."""
+    prefix = "model."
+    if drafter.owns_all and name.startswith(prefix):
+        return WHOLE_TENSORS, name.removeprefix(prefix)
+    return TENSORS, name
+
+
+def owned(drafter: Drafter) -> dict[str, Tensor]:
+    """A drafter's tensors by name, each once: of names that are tied the first."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in drafter.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor
     return found
 
 

@@ -23,9 +23,12 @@ from drafttrain.packaging.manifest import (
     DECODING,
     DTYPES,
     TENSORS,
+    WHOLE_TENSORS,
     check_target,
     class_of,
     needs_of,
+    owned,
+    place_of,
     read_config,
 )
 from drafttrain.target.adapter import Adapter, shapes_of, tuned
@@ -124,13 +127,21 @@ def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
             drafter = _built(kind, target, settings, folder)
             if (needs := needs_of(drafter)) != config["needs"]:
                 raise InputError(f"{folder / CONFIG}: needs are {config['needs']}, this drafter has {needs}")
-            expected = {name: (tuple(t.shape), _stored(t, config)) for name, t in drafter.state_dict().items()}
-            _compare(found, expected, path)
-            tensors = {name: file.get_tensor(name) for name in expected}
+            expected = {name: (tuple(t.shape), _stored(t, config)) for name, t in owned(drafter).items()}
+            here, whole = ({n: e for n, e in expected.items() if place_of(n, drafter)[0] == at} for at in (TENSORS, WHOLE_TENSORS))
+            _compare(found, here, path)
+            tensors = {name: file.get_tensor(name) for name in here}
+        if whole:
+            path = folder / WHOLE_TENSORS
+            with safe_open(path, framework="pt") as file:
+                names = {place_of(name, drafter)[1]: name for name in whole}
+                found = {names.get(name, name): _facts(file, name) for name in file.keys()}  # noqa: SIM118 - not a dict
+                _compare(found, whole, path)
+                tensors |= {name: file.get_tensor(there) for there, name in names.items()}
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     _refuse_odd(tensors, path)
-    drafter.load_state_dict(tensors)
+    drafter.load_state_dict(tensors, strict=False)  # Of tied names one is there, and no more can be missing.
     return drafter.eval()
 
 

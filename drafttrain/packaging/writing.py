@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import tempfile
@@ -27,13 +28,17 @@ from drafttrain.packaging.manifest import (
     CUSTOM,
     DECODING,
     DTYPES,
-    FILES,
+    FOLDERS,
     FORMAT,
     METRICS,
     TENSORS,
+    WHOLE_CONFIG,
+    WHOLE_TENSORS,
     class_of,
     is_package,
     needs_of,
+    owned,
+    place_of,
     read_config,
     read_metrics,
 )
@@ -55,6 +60,7 @@ def save_package(
     trained_length: int | None = None,
     dtype: str = "float32",
     licence: str | None = None,
+    export_assistant: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> Path:
     """Write a package beside its place, then put it there whole; an earlier package is replaced.
@@ -68,6 +74,8 @@ def save_package(
         trained_length: most tokens of a row in training; None takes provenance["trained_length"], if it is there.
         dtype: of the stored weights: float32 (bit for bit) or bfloat16 (half the size).
         licence: the target's; None looks it up by the target's name.
+        export_assistant: write a drafter that is a language model as a whole directory of transformers too, with copies of what
+            it borrows of the target. One that borrows nothing is always written so.
         say: is told the size.
     Returns: the folder.
     Raises: InputError if the place cannot be used or the weights are not finite; OSError if the disk is full. What lay
@@ -80,10 +88,16 @@ def save_package(
     if not isinstance(metrics, dict) or not isinstance(metrics.get("rows"), list):
         raise ValueError('metrics need the form {"settings": {...}, "rows": [...]}')
     plan = fit(plan, drafter)
-    tensors = _tensors_of(drafter, target, getattr(torch, dtype))
+    check_export(drafter, export_assistant)
+    kept = getattr(torch, dtype)
+    tensors = _tensors_of(drafter, target, kept)
+    files: dict[str, dict[str, Tensor]] = {TENSORS: {}, **_by_file(tensors, drafter)}
+    if drafter.owns_all or export_assistant:
+        whole_config, files[WHOLE_TENSORS] = _whole(drafter, kept)
     adapter, original = target.adapter, target.original or target
     if adapter is not None:
         _refuse_odd(adapter.tensors, "adapter")
+        files[ADAPTER] = dict(adapter.tensors)
     if trained_length is None:
         trained_length = provenance.get("trained_length")
     config: dict[str, Any] = {
@@ -120,20 +134,22 @@ def save_package(
         CONFIG: _json(config),
         DECODING: write_plan(plan),
         METRICS: _json(metrics),
-        CARD: card(config, metrics, plan),
+        CARD: card(config, metrics, plan, as_model=WHOLE_TENSORS in files),
         f"{CUSTOM}/generate.py": generate_file(tuned=adapter is not None),
         f"{CUSTOM}/requirements.txt": REQUIREMENTS,
     }
+    if WHOLE_TENSORS in files:
+        texts[WHOLE_CONFIG] = whole_config
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        (scratch / CUSTOM).mkdir()
-        save_file(tensors, scratch / TENSORS, metadata={"format": "pt"})
-        if adapter is not None:
-            save_file(dict(adapter.tensors), scratch / ADAPTER, metadata={"format": "pt"})
+        for name in {str(Path(name).parent) for name in (*texts, *files)} - {"."}:
+            (scratch / name).mkdir()
+        for name, held in files.items():
+            save_file(held, scratch / name, metadata={"format": "pt"})
         for name, text in texts.items():
             (scratch / name).write_text(text, encoding="utf-8")
-        for name in (*FILES, *([] if adapter is None else [ADAPTER])):
+        for name in (*texts, *files):
             with (scratch / name).open("rb") as file:
                 os.fsync(file.fileno())
             (scratch / name).chmod(0o644)
@@ -143,8 +159,8 @@ def save_package(
     finally:
         _remove(scratch)
     if say:
-        weights, whole = ((folder / TENSORS).stat().st_size, size_of(folder))
-        say(f"package {folder}: {whole / 1e6:.2f} MB, of it {weights / 1e6:.2f} MB {dtype} weights")
+        weights, size = sum((folder / name).stat().st_size for name in files), size_of(folder)
+        say(f"package {folder}: {size / 1e6:.2f} MB, of it {weights / 1e6:.2f} MB {dtype} weights")
     return folder
 
 
@@ -154,7 +170,8 @@ def change_plan(folder: str | os.PathLike[str], plan: Plan) -> None:
     Raises: InputError if it is not a package or cannot be written to; what lay there is then still whole.
     """
     folder = Path(folder).expanduser()
-    texts = {DECODING: write_plan(plan), CARD: card(read_config(folder), read_metrics(folder), plan)}
+    as_model = (folder / WHOLE_TENSORS).is_file()
+    texts = {DECODING: write_plan(plan), CARD: card(read_config(folder), read_metrics(folder), plan, as_model=as_model)}
     for name, text in texts.items():
         scratch = folder / f".{name}.new"
         try:
@@ -188,7 +205,7 @@ def check_place(folder: str | os.PathLike[str]) -> None:
     if not os.access(folder.parent, os.W_OK | os.X_OK):
         raise InputError(f"{folder} cannot be replaced: {folder.parent} cannot be written to")
     held = _held(folder)
-    foreign = [name for name in held if name not in (*ALL_FILES, CUSTOM)]
+    foreign = [name for name in held if name not in (*ALL_FILES, *FOLDERS)]
     links = [name for name in held if (folder / name).is_symlink()]
     if foreign or links:
         what = f"other files ({some(foreign)})" if foreign else f"links ({some(links)})"
@@ -203,12 +220,12 @@ def size_of(folder: str | os.PathLike[str]) -> int:
 
 
 def _held(folder: Path) -> list[str]:
-    """Names in a folder, those in custom_generate included."""
+    """Names in a folder, those in a package's own folders included."""
     names = []
     for entry in sorted(folder.iterdir()):
         names.append(entry.name)
-        if entry.name == CUSTOM and entry.is_dir() and not entry.is_symlink():
-            names += [f"{CUSTOM}/{inner.name}" for inner in sorted(entry.iterdir())]
+        if entry.name in FOLDERS and entry.is_dir() and not entry.is_symlink():
+            names += [f"{entry.name}/{inner.name}" for inner in sorted(entry.iterdir())]
     return names
 
 
@@ -233,7 +250,7 @@ def _remove(folder: Path) -> None:
     """A package's own files and the folders they leave empty; nothing else is ever removed."""
     for name in ALL_FILES:
         (folder / name).unlink(missing_ok=True)
-    for path in (folder / CUSTOM, folder):
+    for path in (*(folder / name for name in FOLDERS), folder):
         try:
             path.rmdir()
         except OSError:
@@ -242,11 +259,13 @@ def _remove(folder: Path) -> None:
 
 def _tensors_of(drafter: Drafter, target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
     tensors = {}
-    for name, tensor in drafter.state_dict().items():
+    for name, tensor in owned(drafter).items():
         tensor = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
         tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
     _refuse_odd(tensors, "drafter")
-    for name, tensor in drafter.state_dict().items():
+    for name, tensor in owned(drafter).items():
+        if name in drafter.trained_vocabulary:
+            continue
         for borrowed in (target.embedding.weight, target.output.weight if target.output is not None else None):
             if borrowed is not None and tensor.shape == borrowed.shape and torch.equal(tensor.to(borrowed), borrowed):
                 raise ValueError(f"{name} is the target's own embedding or head: it is borrowed, not packaged")
@@ -257,6 +276,35 @@ def _refuse_odd(tensors: Mapping[str, Tensor], what: str) -> None:
     bad = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not bool(tensor.isfinite().all())]
     if bad:
         raise InputError(f"the {what} holds NaN or infinite weights in {some(bad)}: it is not packaged; train it again")
+
+
+def check_export(drafter: Drafter, export_assistant: bool) -> None:
+    """Raise InputError if a drafter is to be written as a language model and is none. Worth calling before long work."""
+    if export_assistant and drafter.whole() is None:
+        raise InputError(
+            f"export_assistant=true: {type(drafter).__name__} is no language model that could stand alone; set it to false"
+        )
+
+
+def _by_file(tensors: dict[str, Tensor], drafter: Drafter) -> dict[str, dict[str, Tensor]]:
+    files: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        file, there = place_of(name, drafter)
+        files.setdefault(file, {})[there] = tensor
+    return files
+
+
+def _whole(drafter: Drafter, dtype: torch.dtype) -> tuple[str, dict[str, Tensor]]:
+    """The config's text and the tensors of a drafter as a directory of transformers."""
+    found = drafter.whole()
+    assert found is not None
+    config, tensors = copy.deepcopy(found[0]), found[1]
+    config.dtype = dtype
+    kept = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+        kept[name] = tensor.clone(memory_format=torch.contiguous_format)
+    return config.to_json_string(), kept
 
 
 def _settings_of(drafter: Drafter) -> dict[str, Any]:

@@ -110,6 +110,8 @@ class OnlineFeatures:
 
     def features(self, batch: Batch) -> Features:
         """What the drafter needs of a batch's rows: (b s d), zero on padding, without grad."""
+        if not self._names:
+            return Features()
         places = [self._place[row] for row in batch.row_ids.tolist()]
         s = batch.input_ids.shape[1]
         with torch.no_grad(), torch.autocast(self.target.device.type, enabled=False):
@@ -124,6 +126,8 @@ class OnlineFeatures:
 
     def describe(self) -> str:
         """One line: the estimate and what it led to."""
+        if not self._names:
+            return "features: this drafter learns from the text alone"
         size = f"{self.bytes / GB:.2f} GB in {str(self.dtype).removeprefix('torch.')}"
         return {
             "memory": f"features: {size}, computed once and kept in memory",

@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.sampling import Policy, draw
-from drafttrain.target.model import Target
+from drafttrain.target.model import Pass
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,19 @@ class Segment:
     policy: Policy
     stop_ids: tuple[int, ...]
     """Writing ends behind any of these; the stop id is part of what was written."""
+
+
+class Writer(Protocol):
+    """What writes: the target, or a drafter that is a language model."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache: ...
+
+    def step(self, ids: Tensor, cache: KVCache) -> Pass: ...
+
+    def head(self, hidden: Tensor) -> Tensor: ...
 
 
 Script = Generator[Segment, list[int], None]
@@ -52,7 +66,7 @@ class _Slot:
 
 
 def run(
-    target: Target, scripts: Iterator[tuple[Script, random.Random]], *, slots: int, capacity: int
+    target: Writer, scripts: Iterator[tuple[Script, random.Random]], *, slots: int, capacity: int
 ) -> Iterator[int]:
     """Drive scripts to their end, `slots` of them side by side; yields the number of ids written after every pass.
 
@@ -98,7 +112,7 @@ def run(
         yield _step(target, cache, table, active)
 
 
-def _step(target: Target, cache: KVCache, table: list[_Slot | None], active: list[int]) -> int:
+def _step(target: Writer, cache: KVCache, table: list[_Slot | None], active: list[int]) -> int:
     """One pass: every active slot reads one id and, unless more ids wait, writes one."""
     ids = torch.zeros(len(table), 1, dtype=torch.int64)
     counts = torch.zeros(len(table), dtype=torch.int64)
@@ -159,7 +173,7 @@ def _advance(slot: _Slot, capacity: int) -> bool:
 class _Prefix:
     """Reads new rows' first tokens; rows that all begin alike are read once and copied."""
 
-    def __init__(self, target: Target, capacity: int) -> None:
+    def __init__(self, target: Writer, capacity: int) -> None:
         self.target, self.capacity = target, capacity
         self.known: tuple[list[int], KVCache] | None = None
 

@@ -63,6 +63,15 @@ def test_divergences_by_hand():
     assert float(losses.forward_kl(*logits)) == pytest.approx(kl, abs=1e-6)
     entropy = float(-(p * p.log()).sum())
     assert float(losses.soft_cross_entropy(*logits)) == pytest.approx(kl + entropy, abs=1e-6)
+    backward = float((q * (q / p).log()).sum())
+    assert float(losses.reverse_kl(*logits)) == pytest.approx(backward, abs=1e-6)
+    for beta in (0.1, 0.5, 0.9):
+        m = beta * p + (1 - beta) * q
+        jsd = float((beta * p * (p / m).log() + (1 - beta) * q * (q / m).log()).sum())
+        assert float(losses.generalised_jsd(*logits, beta)) == pytest.approx(jsd, abs=1e-6)
+    m = (p + q) / 2
+    half = float((p * (p / m).log() + q * (q / m).log()).sum() / 2)
+    assert float(losses.jensen_shannon(*logits)) == pytest.approx(half, abs=1e-6)
     assert float(losses.total_variation(*logits)) == pytest.approx(0.4, abs=1e-6)
     assert float(losses.acceptance_log(*logits).exp()) == pytest.approx(1 / 0.6, abs=1e-5)
 

@@ -119,6 +119,13 @@ def test_only_what_is_needed_is_kept(target: Target, data: ConversationData) -> 
         OnlineFeatures(target, Needs(layers=(2,)), data=data)
 
 
+def test_a_drafter_that_needs_nothing_makes_the_target_read_nothing(target: Target, data: ConversationData) -> None:
+    source = OnlineFeatures(target, Needs(), data=data)
+    found = source.features(data.batch([0, 1]))
+    assert found.last_hidden is None and not found.layers and source.rows_computed == 0
+    assert "text alone" in source.describe()
+
+
 def test_a_full_disk_means_computing_again(
     target: Target, data: ConversationData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

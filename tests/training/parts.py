@@ -16,6 +16,7 @@ from torch import Tensor
 from drafttrain.data.conversations import Row, write_set
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.decoding.loop import Plan, decode
+from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.flow import Batch
 from drafttrain.nn.sampling import Policy
@@ -134,12 +135,18 @@ class Direct:
 
 
 def module_for(
-    data: ConversationData, target: Target, *, optim: Mapping[str, Any] | None = None, noise: float = 0.1, **trainer: Any
+    data: ConversationData,
+    target: Target,
+    *,
+    optim: Mapping[str, Any] | None = None,
+    noise: float = 0.1,
+    drafter: Drafter | None = None,
+    **trainer: Any,
 ) -> tuple[DraftModule, Stream]:
     settings = TrainerConfig(**{**TRAINER, **trainer})
     sampler = settings.sampler(data, seed=0, rank=0, world=1)
     course = settings.course(sampler)
-    drafter = drafter_of(target, noise=noise)
+    drafter = drafter or drafter_of(target, noise=noise)
     source = OnlineFeatures(target, drafter.needs, data=data, groups=sampler.batches(0))
     module = DraftModule(
         drafter, source, AdamW(**{**OPTIM, **(optim or {})}), course, seed=0, log_every=settings.log_every

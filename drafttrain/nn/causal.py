@@ -1,0 +1,208 @@
+"""A decoder-only `transformers` causal LM driven through a `KVCache`: any mask among new tokens, at any positions.
+
+The frozen target is one; a drafter that is a language model itself is another.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.errors import InputError
+from drafttrain.nn.attention import as_attention, check_backend
+from drafttrain.nn.cache import KVCache
+
+
+class CausalLM:
+    """The parts of a model, and what its family adds to them: sliding windows, scaled and capped logits, the cache's name.
+
+    Args:
+        model: a causal LM of `transformers`; it is not copied.
+        called: its name in messages, such as "target smollm2".
+    Raises: InputError for a model without a causal head, or one in which drafts cannot be rolled back.
+    """
+
+    def __init__(self, model: Any, called: str) -> None:
+        self.model: Any = model
+        self.called = called
+        self.config: Any = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+        self.base: Any = getattr(model, model.base_model_prefix, model)
+        self.embedding: Any = model.get_input_embeddings()
+        self.output: Any = model.get_output_embeddings()
+        if self.output is None or self.base is model:
+            raise InputError(
+                f"{called} ({type(model).__name__}) has no causal language-model head: "
+                "give a decoder-only causal LM (AutoModelForCausalLM)"
+            )
+        self.attention: str = model.config._attn_implementation
+        check_backend(self.attention)
+        self.decoder_layers = self._find_layers()
+        self._windows = self._attention_windows()
+        self._cache_word = (
+            "cache" if "cache" in inspect.signature(type(self.base).forward).parameters else "past_key_values"
+        )
+        self._softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self._scale = self._logit_scale()
+
+    # Facts ------------------------------------------------------------------------------------------------------
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.weight.dtype
+
+    @property
+    def width(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the head: sizes come from the model, never from the tokenizer."""
+        return self.output.weight.shape[0]
+
+    @property
+    def context(self) -> int:
+        """Positions the model was built for."""
+        return int(getattr(self.config, "max_position_embeddings", None) or 1 << 20)
+
+    # Parts ------------------------------------------------------------------------------------------------------
+    def head(self, hidden: Tensor) -> Tensor:
+        """(... d) last hidden state -> (... v) logits, with the model's own scaling and soft cap."""
+        return self.finish_logits(self.output(hidden))
+
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        """The part of the head behind the matrix product; elementwise, so it serves chosen vocabulary rows too."""
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        if self._softcap:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+    # Passes -----------------------------------------------------------------------------------------------------
+    def whole(self, ids: Tensor) -> Tensor:
+        """(b s) rows padded on the right -> (b s d) last hidden states after the final norm, without a cache.
+
+        Padding stands behind the text, so causal attention never reads it.
+        """
+        places: dict[str, Tensor] = {}
+        if ids.shape[1] > self.context:
+            places["position_ids"] = torch.arange(ids.shape[1], device=ids.device).clamp_max(self.context - 1)[None]
+        out: Tensor = self.base(input_ids=ids, use_cache=False, **places).last_hidden_state
+        return out
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        return KVCache(rows, capacity, self.device)
+
+    def read(self, ids: Tensor, cache: KVCache, *, among: Tensor | None = None, depths: Tensor | None = None) -> Tensor:
+        """(b s d) last hidden states of s new tokens behind the committed ones; nothing is committed.
+
+        Args:
+            ids: (b s) int64.
+            among: (b|1 s t) bool, which of the row's last t entries, the s new ones included, each new token sees; None is
+                causal order among the new ones alone. With t > s the others are scratch, see `KVCache.mask`.
+            depths: (b|1 t) int64, the position of each of these t relative to the entries before them; None means 0, 1, 2...
+                Positions beyond the model's context are taken for its last one.
+        """
+        s = ids.shape[1]
+        if among is None:
+            among = torch.ones(1, s, s, dtype=torch.bool, device=ids.device).tril()
+        t = among.shape[-1]
+        if depths is None:
+            depths = torch.arange(t, device=ids.device)[None]
+        positions = (cache.lengths - (t - s))[:, None] + depths  # b t
+        out = self.base(
+            input_ids=ids,
+            attention_mask=self._masks(cache, among, positions),
+            position_ids=positions[:, t - s :].clamp_max(self.context - 1),
+            use_cache=True,
+            **{self._cache_word: cache},
+        )
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    def probe(self) -> None:
+        """The wrapper must compute the model's own logits, plain and through the cache. Raises: InputError if it does not."""
+        # From all over the vocabulary: the first ids are often control tokens, whose huge activations magnify rounding.
+        ids = torch.arange(1, 7, device=self.device)[None] * max(1, self.vocab_size // 7) % self.vocab_size
+        with torch.inference_mode():
+            reference = self.model(input_ids=ids, use_cache=False).logits.float()
+            plain = self.head(self.whole(ids)).float()
+            cache = self.new_cache(1, 16)
+            first = self.read(ids[:, :3], cache)
+            cache.commit(torch.tensor([3], device=self.device))
+            # The rest twice, as two branches of a tree: positions and mask must keep them apart.
+            among = torch.zeros(6, 6, dtype=torch.bool, device=self.device)
+            among[:3, :3] = among[3:, 3:] = torch.ones(3, 3, dtype=torch.bool, device=self.device).tril()
+            depths = torch.arange(3, device=self.device).repeat(2)[None]
+            rest = self.read(ids[:, 3:].repeat(1, 2), cache, among=among[None], depths=depths)
+            cached = self.head(torch.cat((first, rest[:, 3:]), 1)).float()
+        size = float(reference.abs().max()) + 1e-6
+        loose = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.15
+        for what, logits in (("hidden states through the head", plain), ("the cached tree pass", cached)):
+            gap = float((logits - reference).abs().max()) / size
+            if not gap <= loose:
+                raise InputError(
+                    f"{self.called} ({type(self.model).__name__}): {what} differ from the model's own logits by "
+                    f"{gap:.2g} of their size; this architecture or attention backend "
+                    f"({self.attention}) cannot be represented, try attention=eager"
+                )
+
+    # Inside -----------------------------------------------------------------------------------------------------
+    def _masks(self, cache: KVCache, among: Tensor, positions: Tensor) -> Any:
+        full = cache.mask(among)  # b 1 s used
+        kinds = set(self._windows)
+        if kinds == {None}:
+            return self._as_attention(full)
+        (s, t), used = among.shape[-2:], full.shape[-1]
+        places = torch.arange(used, device=full.device)[None].expand(cache.rows, -1)  # b used
+        late = places - (cache.lengths - (t - s))[:, None]  # place among the last t entries
+        own = positions.expand(cache.rows, -1).gather(1, late.clamp(0, t - 1))
+        key_positions = torch.where((late >= 0) & (late < t), own, places)  # b used
+        distance = positions[:, t - s :, None] - key_positions[:, None]  # b s used
+        window = next(w for w in self._windows if w is not None)
+        windowed = self._as_attention(full & (distance < window)[:, None])
+        if None not in kinds:
+            return windowed
+        return {"full_attention": self._as_attention(full), "sliding_attention": windowed}
+
+    def _as_attention(self, mask: Tensor) -> Tensor:
+        return as_attention(mask, self.attention, self.dtype)
+
+    def _find_layers(self) -> nn.ModuleList:
+        count = self.config.num_hidden_layers
+        for module in self.base.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count:
+                return module
+        raise InputError(f"{self.called}: no list of {count} decoder layers found in {type(self.base).__name__}")
+
+    def _attention_windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each layer, None for full attention."""
+        count = self.config.num_hidden_layers
+        window = getattr(self.config, "sliding_window", None)
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds:
+            odd = sorted({k for k in kinds if k not in ("full_attention", "sliding_attention")})
+            if odd:
+                raise InputError(
+                    f"{self.called} has layers of type {', '.join(odd)}: only attention with a full or sliding "
+                    "window can be verified as a tree"
+                )
+            return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        if getattr(self.config, "use_sliding_window", True) is False:
+            window = None
+        if getattr(self.model, "_is_stateful", False):
+            raise InputError(f"{self.called} is recurrent: drafts cannot be rolled back in it")
+        return (window,) * count
+
+    def _logit_scale(self) -> float:
+        kind = self.config.model_type
+        if kind.startswith("cohere"):
+            return float(self.config.logit_scale)
+        if kind.startswith("granite"):
+            return 1.0 / float(self.config.logits_scaling)
+        return 1.0

@@ -1,0 +1,172 @@
+"""A weighted sum of losses over a vocabulary, against the target's law and against the text, in chunks.
+
+Every loss of a position reads the same two rows of logits, which exist for one chunk at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.errors import InputError
+from drafttrain.nn import losses
+
+TEXT = "cross_entropy"
+"""The loss against the text's own tokens; all others are against the target's law."""
+KNOWN = (TEXT, *losses.DIVERGENCES)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Losses by name with their weights; those of weight 0 are not computed.
+
+    Raises: InputError for a name that is not known, or weights that leave nothing to learn.
+    """
+
+    weights: Mapping[str, float]
+    beta: float = 0.5
+    """Of `jsd`: above 0, below 1; towards 1 it is like forward KL."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.weights, Mapping):
+            raise InputError(f"loss={self.weights}: needs weights by name, such as {{forward_kl: 1.0}}")
+        odd = [str(name) for name in self.weights if name not in KNOWN]
+        if odd:
+            raise InputError(f"loss {odd[0]} is not known: give weights for some of {', '.join(KNOWN)}")
+        for name, weight in self.weights.items():
+            if not _number(weight) or not 0 <= weight < math.inf:
+                raise InputError(f"loss.{name}={weight}: needs a number of at least 0")
+        if not any(self.weights.values()):
+            raise InputError(f"all weights of the loss are 0: give one of {', '.join(KNOWN)} a weight above 0")
+        if not _number(self.beta) or not 0 < self.beta < 1:
+            raise InputError(f"beta={self.beta}: needs a number above 0 and below 1")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the losses that count."""
+        return tuple(name for name, weight in self.weights.items() if weight)
+
+    @property
+    def reads_law(self) -> bool:
+        """Does any of them need the target's law?"""
+        return any(name != TEXT for name in self.names)
+
+    @property
+    def reads_text(self) -> bool:
+        return TEXT in self.names
+
+    def divergence(self, name: str) -> losses.Divergence:
+        if name == "jsd":
+            return functools.partial(losses.generalised_jsd, beta=self.beta)
+        return losses.divergence(name)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """What a mixture made of some positions."""
+
+    total: Tensor
+    """() float32, weighted sum over losses and positions, with grad."""
+    sums: dict[str, Tensor]
+    """() float32 each: the losses' own sums, unweighted, detached."""
+    choices: Tensor
+    """(t) int64 argmax of the draft's logits."""
+
+
+def mixed(
+    hidden: Tensor,
+    labels: Tensor,
+    head: Callable[[Tensor], Tensor],
+    mixture: Mixture,
+    *,
+    teacher: Tensor | None = None,
+    teacher_head: Callable[[Tensor], Tensor] | None = None,
+    trained: Sequence[Tensor] = (),
+    chunk: int = 256,
+) -> Mixed:
+    """The mixture's sum over positions.
+
+    Args:
+        hidden: (t d) with grad, what the draft's head reads.
+        labels: (t) int64 places of the text's tokens in the draft vocabulary; -1 where there is none to learn from.
+        head: (c d) -> (c w) draft logits.
+        teacher: (t d') what the target's head reads there; needed where the mixture reads its law.
+        teacher_head: (c d') -> (c w) the target's logits of the same vocabulary.
+        trained: parameters that `head` multiplies with, where they are trained.
+        chunk: positions whose logits exist at one time.
+    """
+    if mixture.reads_law and (teacher is None or teacher_head is None):
+        raise ValueError("a loss against the target's law needs the target's hidden states and head")
+    wanted = torch.is_grad_enabled() and hidden.requires_grad
+
+    def judge(part: slice, logits: Tensor) -> dict[str, Tensor]:
+        values: dict[str, Tensor] = {}
+        if mixture.reads_law:
+            assert teacher is not None and teacher_head is not None
+            with torch.no_grad():
+                goal = teacher_head(teacher[part]).float()
+        for name in mixture.names:
+            if name == TEXT:
+                known = labels[part] >= 0
+                values[name] = (losses.cross_entropy(logits, labels[part].clamp_min(0)) * known).sum()
+            else:
+                values[name] = mixture.divergence(name)(logits, goal).sum()
+        return values
+
+    total, sums, choices = _Mixed.apply(hidden, head, judge, mixture, chunk, wanted, *trained)
+    return Mixed(total, dict(zip(mixture.names, sums.unbind(), strict=True)), choices)
+
+
+class _Mixed(torch.autograd.Function):
+    """Gradients are made while a chunk's logits exist, so that none are kept for the backward pass."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: Tensor,
+        head: Callable[[Tensor], Tensor],
+        judge: Callable[[slice, Tensor], dict[str, Tensor]],
+        mixture: Mixture,
+        chunk: int,
+        wanted: bool,
+        *trained: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        names = mixture.names
+        sums = hidden.new_zeros(len(names), dtype=torch.float32)
+        choices = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+        slope = torch.zeros_like(hidden) if wanted else None
+        slopes = [torch.zeros_like(p) for p in trained] if wanted else []
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            with torch.set_grad_enabled(wanted):
+                piece = hidden[part].detach().requires_grad_(wanted)
+                logits = head(piece).float()
+                values = judge(part, logits)
+                value = torch.stack([mixture.weights[name] * values[name] for name in names]).sum()
+            choices[part] = logits.detach().argmax(-1)
+            sums += torch.stack([values[name].detach() for name in names])
+            if slope is not None:
+                found = torch.autograd.grad(value, (piece, *trained))
+                slope[part] = found[0]
+                for mine, more in zip(slopes, found[1:], strict=True):
+                    mine += more
+        ctx.save_for_backward(*([] if slope is None else [slope]), *slopes)
+        ctx.mark_non_differentiable(sums, choices)
+        return (sums * sums.new_tensor([mixture.weights[name] for name in names])).sum(), sums, choices
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, by_total: Tensor, _sums: Tensor, _choices: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        slope, *slopes = (saved * by_total.to(saved.dtype) for saved in ctx.saved_tensors)
+        return slope, *(None,) * 5, *slopes
