@@ -184,8 +184,8 @@ class Ssm(BorrowsHead, Autoregressive):
             return super().head(hidden)
         return self.network.head(hidden.to(self.dtype))
 
-    def at(self, dtype: torch.dtype) -> Ssm:
-        copy = super().at(dtype)
+    def at(self, dtype: torch.dtype, target: Target | None = None) -> Ssm:
+        copy = super().at(dtype, target)
         assert isinstance(copy, Ssm)
         # Rotary frequencies and their like lose their meaning in low precision; transformers keeps them in float32 too.
         for mine, theirs in zip(self.model.modules(), copy.model.modules(), strict=True):
