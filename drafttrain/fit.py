@@ -2,6 +2,8 @@
 
 The run's folder gets config.yaml, metrics.csv, checkpoints/, acceptance.png and package/. A run that was stopped or killed goes
 on with resume=last and ends with the same weights as if nothing had happened. Several processes: accelerate launch.
+
+A drafter that learns nothing, since it copies its drafts from text, is measured and packaged as it is.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from drafttrain.training.calibrate import calibrated, head_accuracy
 from drafttrain.training.checkpoint import BEST, LAST, read_checkpoint
 from drafttrain.training.course import Course, TrainerConfig
 from drafttrain.training.final import Worth, measure
-from drafttrain.training.prepare import Settings, Training, kept_in_memory, prepare
+from drafttrain.training.prepare import Ready, Settings, Training, kept_in_memory, prepare, prepare_untrained
 from drafttrain.training.run import Run, open_run
 from drafttrain.training.trainer import quiet_lightning, trainer_of
 from drafttrain.wiring.building import build
@@ -58,29 +60,14 @@ def main(cfg: DictConfig) -> None:
     with open_run(cfg, say) as run, logged(cfg, run):
         target = load_target(cfg, data, held_out)
         drafter = make_drafter(cfg, target, data, held_out)
-        source = functools.partial(build, cfg.features)
-        training = prepare(
-            plain(cfg),
-            settings,
-            run,
-            target,
-            drafter,
-            data,
-            held_out,
-            calibration=calibration,
-            make_source=source,
-            show=functools.partial(draw_heads, run),
-            say=say,
-        )
-        say(outline(training.module.course, settings, data))
-        train(training)
-        if training.module.stopped == "signal":
-            say(f"stopped by a signal after update {training.module.updates}: continue with resume=last run_dir={run.folder}")
-            raise SystemExit(STOPPED_BY_SIGNAL)
+        if drafter.learns:
+            ready = learn(cfg, settings, run, target, drafter, data, held_out, calibration)
+        else:
+            ready = prepare_untrained(plain(cfg), settings, run, target, drafter, data, calibration=calibration, say=say)
+            log_config(run.loggers, ready.config)
         if rank() == 0:
-            use_best(training)
-            worth = evaluate(training)
-            package = pack(cfg, training, worth)
+            worth = evaluate(ready)
+            package = pack(cfg, ready, worth)
             say(f"the package is in {package}")
             say(f"took {clock(time.monotonic() - began)} in all, {peak_memory()} of memory at most")
 
@@ -94,10 +81,11 @@ def read_settings(cfg: DictConfig) -> Settings:
         raise InputError(f"seed={cfg.seed}: needs a whole number of at least 0")
     if type(cfg.draft_vocab) is not int or cfg.draft_vocab < 0:
         raise InputError(f"draft_vocab={cfg.draft_vocab}: needs a number of ids, or 0 for all")
-    takes = inspect.signature(hydra.utils.get_object(cfg.drafter._target_)).parameters
-    if cfg.draft_vocab and "draft_ids" not in takes:
-        name = cfg.drafter._target_.rpartition(".")[2]
-        raise InputError(f"draft_vocab={cfg.draft_vocab}: {name} has no draft vocabulary, set it to 0")
+    kind = hydra.utils.get_object(cfg.drafter._target_)
+    if cfg.draft_vocab and "draft_ids" not in inspect.signature(kind).parameters:
+        raise InputError(f"draft_vocab={cfg.draft_vocab}: {kind.__name__} has no draft vocabulary, set it to 0")
+    if cfg.resume is not None and not getattr(kind, "learns", True):
+        raise InputError(f"resume={cfg.resume}: {kind.__name__} learns nothing, so there is no run to continue; leave it out")
     trainer: TrainerConfig = build(cfg.trainer)
     if trainer.batch_tokens is None and trainer.batch_rows is None:
         raise InputError("give trainer.batch_tokens or trainer.batch_rows")
@@ -198,6 +186,40 @@ def make_drafter(
 # --- the run -----------------------------------------------------------------------------------------------------------
 
 
+def learn(
+    cfg: DictConfig,
+    settings: Settings,
+    run: Run,
+    target: Target,
+    drafter: Drafter,
+    data: ConversationData,
+    held_out: ConversationData | None,
+    calibration: ConversationData | None,
+) -> Ready:
+    """Train, and take the best checkpoint's weights. Ends the program if a signal ended the training."""
+    training = prepare(
+        plain(cfg),
+        settings,
+        run,
+        target,
+        drafter,
+        data,
+        held_out,
+        calibration=calibration,
+        make_source=functools.partial(build, cfg.features),
+        show=functools.partial(draw_heads, run),
+        say=say,
+    )
+    say(outline(training.module.course, settings, data))
+    train(training)
+    if training.module.stopped == "signal":
+        say(f"stopped by a signal after update {training.updates}: continue with resume=last run_dir={run.folder}")
+        raise SystemExit(STOPPED_BY_SIGNAL)
+    if rank() == 0:
+        use_best(training)
+    return training
+
+
 def outline(course: Course, settings: Settings, data: ConversationData) -> str:
     updates = course.updates
     words = [f"{course.updates_per_epoch} updates an epoch of {data.supervised} supervised tokens"]
@@ -254,20 +276,20 @@ def use_best(training: Training) -> None:
     training.speculator.refresh(training.drafter)
 
 
-def evaluate(training: Training) -> Worth:
+def evaluate(ready: Ready) -> Worth:
     """Measure by decoding, show the table and draw the picture."""
     began = time.monotonic()
     calibrate = None
-    if training.calibration is not None:
-        source = kept_in_memory(training.target, training.drafter, training.calibration, training.keeper.settings["features"])
-        accuracies = head_accuracy(training.drafter, training.calibration, source)
+    if ready.calibration is not None:
+        source = kept_in_memory(ready.target, ready.drafter, ready.calibration, ready.config["features"])
+        accuracies = head_accuracy(ready.drafter, ready.calibration, source)
         calibrate = functools.partial(calibrated, accuracies)
     worth = measure(
-        training.speculator,
-        training.prompts,
-        training.settings.final,
+        ready.speculator,
+        ready.prompts,
+        ready.settings.final,
         calibrate=calibrate,
-        seed=training.seed,
+        seed=ready.seed,
         watch=lambda items, what: track(items, description=what),
     )
     if calibrate is not None:
@@ -278,9 +300,9 @@ def evaluate(training: Training) -> Worth:
     columns = ("tree", "nodes", "tau", "interval", "accept@1..", "speed-up", "interval", "same text", "guarantee")
     table("held-out prompts, greedy", columns, [shown(row) for row in worth.rows])
     say(f"measured in {clock(time.monotonic() - began)}")
-    picture = acceptance_curve(worth.rows, training.run.folder / "acceptance.png", title="held-out prompts, greedy")
-    log_picture(training.run.loggers, "acceptance", picture, training.module.updates)
-    log_rows(training.run.loggers, worth.rows, "final", training.module.updates)
+    picture = acceptance_curve(worth.rows, ready.run.folder / "acceptance.png", title="held-out prompts, greedy")
+    log_picture(ready.run.loggers, "acceptance", picture, ready.updates)
+    log_rows(ready.run.loggers, worth.rows, "final", ready.updates)
     return worth
 
 
@@ -310,27 +332,15 @@ def shown(row: dict[str, Any]) -> list[Any]:
     ]
 
 
-def pack(cfg: DictConfig, training: Training, worth: Worth) -> Path:
-    module = training.module
-    best = training.keeper.best_update
-    origin = provenance(cfg) | {
-        "training": {
-            "updates": module.updates,
-            "best_update": best,
-            "epochs": module.course.epoch(module.position),
-            "supervised_tokens_seen": int(module.supervised),
-            "seconds": round(training.module.seconds_before if module._began is None else module.seconds),
-            "data": training.keeper.facts["data"],
-        }
-    }
+def pack(cfg: DictConfig, ready: Ready, worth: Worth) -> Path:
     return save_package(
-        training.run.folder / "package",
-        drafter=training.drafter,
-        target=training.target,
+        ready.run.folder / "package",
+        drafter=ready.drafter,
+        target=ready.target,
         plan=worth.plan,
         metrics=worth.metrics,
-        provenance=origin,
-        trained_length=max(training.stream.data.lengths),
+        provenance=provenance(cfg) | {"training": ready.facts()},
+        trained_length=ready.trained_length,
     )
 
 

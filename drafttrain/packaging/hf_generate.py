@@ -125,7 +125,7 @@ def _speculator(folder: Path, model: nn.Module) -> Speculator:
     place = folder.resolve()
     stamp = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(place.glob("*.*")))
     known = kept.get(place)
-    moved = known is not None and next(known[1].drafter.parameters()).device != known[1].target.device
+    moved = known is not None and known[1].drafter.device != known[1].target.device
     if known is None or known[0] != stamp or moved:
         target = Target(model, None, getattr(model.config, "_name_or_path", "") or type(model).__name__)
         known = kept[place] = (stamp, load(folder, target))

@@ -1,7 +1,8 @@
 """A package: a folder that decodes by itself, and is trusted with nothing when it is read.
 
 config.json             format, the drafter's class and settings, needs, shape, target fingerprint, how it was trained
-drafter.safetensors     trained tensors and the ids of a reduced draft vocabulary; never the target's embedding or head
+drafter.safetensors     trained tensors, and ids of a reduced draft vocabulary or of a corpus; none of a drafter without them;
+                        never the target's embedding or head
 decoding.yaml           tree, policy and rule
 metrics.json            measured acceptance and speed
 README.md               model card
@@ -38,6 +39,9 @@ CUSTOM = "custom_generate"
 FILES = (CONFIG, TENSORS, DECODING, METRICS, CARD, f"{CUSTOM}/generate.py", f"{CUSTOM}/requirements.txt")
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 """Dtypes of stored weights, and their names in a safetensors header."""
+
+STORED = ("draft_ids", "corpus_ids")
+"""Settings that are long lists of ids: they are stored as tensors, not in the config."""
 
 _KEYS = ("format", "made_with", "drafter", "needs", "shape", "trained_length", "target", "training")
 _NEEDS = ("last_hidden", "layers", "logits")

@@ -28,6 +28,7 @@ from drafttrain.packaging.manifest import (
     FILES,
     FORMAT,
     METRICS,
+    STORED,
     TENSORS,
     class_of,
     is_package,
@@ -243,7 +244,7 @@ def _tensors_of(drafter: Drafter, target: Target, dtype: torch.dtype) -> dict[st
 
 def _settings_of(drafter: Drafter) -> dict[str, Any]:
     """Settings apart from those that are stored as tensors."""
-    return {name: value for name, value in drafter.settings().items() if name != "draft_ids"}
+    return {name: value for name, value in drafter.settings().items() if name not in STORED}
 
 
 def _short(name: str) -> str:

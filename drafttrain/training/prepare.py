@@ -1,4 +1,7 @@
-"""Put the parts of a run together: batches, features, module, evaluation, checkpoints; and take over what is resumed."""
+"""Put the parts of a run together: batches, features, module, evaluation, checkpoints; and take over what is resumed.
+
+A drafter that learns nothing needs the first step alone: what is measured, and on which prompts.
+"""
 
 from __future__ import annotations
 
@@ -38,24 +41,94 @@ class Settings:
     tree: Growth
 
 
-@dataclass
-class Training:
-    """What a run is made of."""
+@dataclass(kw_only=True)
+class Ready:
+    """What can be measured and packaged."""
 
+    config: dict[str, Any]
     settings: Settings
     run: Run
     target: Target
     drafter: Drafter
+    speculator: Speculator
+    prompts: list[list[int]]
+    calibration: ConversationData | None = None
+    """Rows set aside, where trees are to be calibrated on them."""
+
+    @property
+    def seed(self) -> int:
+        seed: int = self.config["seed"]
+        return seed
+
+    @property
+    def updates(self) -> int:
+        """Made so far: none."""
+        return 0
+
+    @property
+    def trained_length(self) -> int | None:
+        """Tokens of the longest row in training."""
+        return None
+
+    def facts(self) -> dict[str, Any] | None:
+        """How it was trained, plain JSON values; None if it was not."""
+        return None
+
+
+@dataclass(kw_only=True)
+class Training(Ready):
+    """What a run of training is made of."""
+
     module: DraftModule
     stream: Stream
     source: OnlineFeatures
-    speculator: Speculator
     decode: DecodeCallback
     keeper: Keeper
-    prompts: list[list[int]]
-    seed: int
-    calibration: ConversationData | None = None
-    """Rows set aside, where trees are to be calibrated on them."""
+
+    @property
+    def updates(self) -> int:
+        return self.module.updates
+
+    @property
+    def trained_length(self) -> int:
+        return max(self.stream.data.lengths)
+
+    def facts(self) -> dict[str, Any]:
+        module = self.module
+        return {
+            "updates": module.updates,
+            "best_update": self.keeper.best_update,
+            "epochs": module.course.epoch(module.position),
+            "supervised_tokens_seen": int(module.supervised),
+            "seconds": round(module.seconds_before if module._began is None else module.seconds),
+            "data": self.keeper.facts["data"],
+        }
+
+
+def prepare_untrained(
+    config: dict[str, Any],
+    settings: Settings,
+    run: Run,
+    target: Target,
+    drafter: Drafter,
+    data: ConversationData,
+    *,
+    calibration: ConversationData | None = None,
+    say: Callable[[str], None],
+) -> Ready:
+    """The drafter as it is, with prompts to measure it on. Arguments as in `prepare`."""
+    drafter.check(settings.tree)
+    settings.final.check(drafter)
+    return Ready(
+        config=config,
+        settings=settings,
+        run=run,
+        target=target,
+        drafter=drafter,
+        speculator=Speculator(target, drafter, Plan(settings.tree)),
+        prompts=usable_prompts(target, data, settings, say),
+        calibration=calibration,
+    )
 
 
 def prepare(
@@ -80,8 +153,7 @@ def prepare(
         show: draws what an evaluation found.
         make_source: builds the source of features from what only the run knows.
     """
-    drafter.check(settings.tree)
-    settings.final.check(drafter)
+    ready = prepare_untrained(config, settings, run, target, drafter, data, calibration=calibration, say=say)
     world, seed = world_size(), config["seed"]
     sampler = settings.trainer.sampler(data, seed=seed, rank=rank(), world=world)
     course = settings.trainer.course(sampler)
@@ -104,13 +176,10 @@ def prepare(
     )
     say(source.describe())
     module = DraftModule(drafter, source, settings.optim, course, seed=seed, log_every=settings.trainer.log_every)
-    plan = Plan(settings.tree)
-    speculator = Speculator(target, drafter, plan)
-    prompts = usable_prompts(target, data, settings, say)
     decode = DecodeCallback(
-        speculator,
-        prompts,
-        {"tree": plan},
+        ready.speculator,
+        ready.prompts,
+        {"tree": ready.speculator.plan},
         settings.eval,
         held_out=held_out,
         source=None if held_out is None else kept_in_memory(target, drafter, held_out, config["features"]),
@@ -131,9 +200,7 @@ def prepare(
             decode.load_state_dict(run.resumed["decode"])
         stream.position = module.position
         say(f"goes on behind update {module.updates}, {course.epoch(module.position):.2f} epochs")
-    return Training(
-        settings, run, target, drafter, module, stream, source, speculator, decode, keeper, prompts, seed, calibration
-    )
+    return Training(**vars(ready), module=module, stream=stream, source=source, decode=decode, keeper=keeper)
 
 
 def kept_in_memory(
