@@ -86,9 +86,10 @@ class Plan:
                 f"rule {self.rule} judges drawn drafts, a {self.tree.kind} tree takes the likeliest ones: give rule=auto, or a "
                 "static tree"
             )
+        others = "" if self.sampled else " (a drafter that copies text makes no others)"
         raise InputError(
             f"rule {self.rule} does not fit sampled={str(self.sampled).lower()}, which makes drafts of law "
-            f"{possible[0].value}{'' if self.sampled else ' (a drafter that copies text makes no others)'}: leave one of the two out"
+            f"{possible[0].value}{others}: leave one of the two out"
         )
 
     def made_by(self, drafter: Drafter | None) -> Plan:

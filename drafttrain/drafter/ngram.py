@@ -37,7 +37,7 @@ class NGram(Retrieval):
         *,
         max_ngram: int = 3,
         min_ngram: int = 1,
-        prefer: str = "recent",
+        prefer: str = "frequent",
         occurrences: int = 32,
     ) -> None:
         super().__init__(target)

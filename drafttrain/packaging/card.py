@@ -138,9 +138,10 @@ def _facts(config: dict[str, Any]) -> list[str]:
 def _licence(config: dict[str, Any]) -> str:
     if not any(_origin(config)):
         return "Nothing in here was learned from the target or written by it."
-    if config["target"]["licence"]:
+    licence = config["target"]["licence"]
+    if licence:
         return (
-            f"The target is under {config['target']['licence']}. A drafter made from its answers is subject to that licence's terms too."
+            f"The target is under {licence}. A drafter made from its answers is subject to that licence's terms too."
         )
     return "The target's licence was not recorded: see the target. What a drafter learned from its answers may fall under it."
 

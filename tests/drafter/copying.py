@@ -19,7 +19,7 @@ def fresh_of(rows: Sequence[Sequence[int]], *, begins: bool) -> Fresh:
     """What the loop hands over: behind a prompt its first token apart, the anchor last; padding that nobody may read."""
     later = [list(row[begins:]) for row in rows]
     width = max(map(len, later))
-    tokens = torch.tensor([row + [299] * (width - len(row)) for row in later])
+    tokens = torch.tensor([row + [299] * (width - len(row)) for row in later], dtype=torch.int64)
     first = torch.tensor([row[0] for row in rows]) if begins else None
     return Fresh(Features(), tokens, torch.tensor(list(map(len, later))), first=first)
 

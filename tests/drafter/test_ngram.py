@@ -31,14 +31,15 @@ CASES: dict[str, tuple[dict[str, Any], list[int], Tree, list[tuple[int, int]]]] 
     "the first token of the prompt counts": ({}, [7, 8, 9, 7], Tree.chain(1), [(8, -1)]),
     # 2 is followed by 9 most recently, but 1 2 by 3 and 0 1 2 by 4.
     "longest wins": ({}, [0, 1, 2, 4, 5, 1, 2, 3, 5, 2, 9, 0, 1, 2], Tree.chain(1), [(4, -1)]),
-    "shorter ones fill": ({}, [0, 1, 2, 4, 5, 1, 2, 3, 5, 2, 9, 0, 1, 2], WIDE, [(4, -1), (3, -1), (9, -1), (5, 0), (5, 1), (0, 2)]),
+    "shorter ones fill": ({}, [0, 1, 2, 4, 5, 1, 2, 3, 5, 2, 9, 0, 1, 2], WIDE,
+                          [(4, -1), (3, -1), (9, -1), (5, 0), (5, 1), (0, 2)]),
     "no shorter ones": ({"min_ngram": 3}, [0, 1, 2, 4, 5, 1, 2, 3, 5, 2, 9, 0, 1, 2], WIDE, [(4, -1), (5, 0)]),
     "none of that length": ({"min_ngram": 2}, [5, 6, 5], CHAIN, []),
     "longest is bounded": ({"max_ngram": 1}, [1, 2, 4, 3, 2, 9, 1, 2], Tree.chain(1), [(9, -1)]),
-    "recent": ({}, [1, 3, 1, 3, 1, 4, 1], PAIR, [(4, -1), (3, -1), (1, 0), (1, 1)]),
-    "frequent": ({"prefer": "frequent"}, [1, 3, 1, 3, 1, 4, 1], PAIR, [(3, -1), (4, -1), (1, 0), (1, 1)]),
-    "frequent, the longest first": ({"prefer": "frequent"}, [2, 3, 2, 3, 1, 2, 4, 1, 2], PAIR, [(4, -1), (3, -1), (1, 0), (1, 1)]),
-    "frequent, the recent of equals": ({"prefer": "frequent"}, [1, 3, 1, 4, 1], PAIR, [(4, -1), (3, -1), (1, 0), (1, 1)]),
+    "recent": ({"prefer": "recent"}, [1, 3, 1, 3, 1, 4, 1], PAIR, [(4, -1), (3, -1), (1, 0), (1, 1)]),
+    "frequent": ({}, [1, 3, 1, 3, 1, 4, 1], PAIR, [(3, -1), (4, -1), (1, 0), (1, 1)]),
+    "frequent, the longest first": ({}, [2, 3, 2, 3, 1, 2, 4, 1, 2], PAIR, [(4, -1), (3, -1), (1, 0), (1, 1)]),
+    "frequent, the recent of equals": ({}, [1, 3, 1, 4, 1], PAIR, [(4, -1), (3, -1), (1, 0), (1, 1)]),
     "few places": ({"occurrences": 1}, [1, 3, 5, 1, 4, 1], PAIR, [(4, -1), (1, 0)]),
     # Both continuations of 1 begin with 2, and part behind it.
     "branches deeper": ({"max_ngram": 1}, [1, 2, 3, 1, 2, 4, 1], Tree.expansion([2, 2]), [(2, -1), (4, 0), (3, 0)]),
@@ -67,7 +68,7 @@ def test_a_level_is_that_of_a_brute_force_search(target: Target) -> None:
         text = [chance.randrange(4) for _ in range(chance.randint(1, 40))]
         most = chance.randint(1, 4)
         least = chance.randint(1, most)
-        found = drafts(NGram(target, max_ngram=most, min_ngram=least, occurrences=99), text, Tree.expansion([4]))
+        found = drafts(NGram(target, max_ngram=most, min_ngram=least, prefer="recent", occurrences=99), text, Tree.expansion([4]))
         expected = list(dict.fromkeys(text[place] for _, place in followed(text, most, least)))
         assert [token for token, _ in found] == expected, (text, most, least)
 

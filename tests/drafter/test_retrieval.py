@@ -30,7 +30,7 @@ LIMIT = 40
 TEXT = [20, 21, 22, 23, 24, 20, 21, 22]
 MADE: dict[str, tuple[type[Retrieval], dict[str, Any], Growth]] = {
     "ngram, chain": (NGram, {}, Tree.chain(4)),
-    "ngram, tree": (NGram, {"prefer": "frequent"}, Tree.eagle1_static()),
+    "ngram, tree": (NGram, {"prefer": "recent"}, Tree.eagle1_static()),
     "suffix, chain": (Suffix, {}, Tree.chain(6)),
     "suffix, tree": (Suffix, {"max_match": 3}, Tree.expansion([3, 2, 1])),
     "suffix, dynamic": (Suffix, {"max_match": 2}, Dynamic(depth=4, top_k=3, total=9)),
@@ -165,7 +165,7 @@ def test_nothing_is_drawn(own: Any) -> None:
     assert Speculator(target, drafter, plan).plan.guarantee == "distribution"
     with pytest.raises(InputError, match="NGram copies its drafts and draws none"):
         decode(target, drafter, prompts, Plan(Tree.chain(3), Policy(1.0), sampled=True), max_new_tokens=3)
-    with pytest.raises(InputError, match="rule ratio does not fit .*copies text makes no others"):
+    with pytest.raises(InputError, match=r"rule ratio does not fit .*copies text makes no others"):
         decode(target, drafter, prompts, Plan(Tree.chain(3), Policy(1.0), rule="ratio"), max_new_tokens=3)
 
 

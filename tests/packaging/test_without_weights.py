@@ -39,7 +39,7 @@ def target() -> Target:
 
 def made(target: Target) -> dict[str, tuple[Retrieval, Growth]]:
     return {
-        "ngram": (NGram(target, max_ngram=4, prefer="frequent"), Tree.expansion([2, 1])),
+        "ngram": (NGram(target, max_ngram=4, prefer="recent"), Tree.expansion([2, 1])),
         "suffix": (Suffix(target, max_match=5), Dynamic(depth=3, top_k=2, total=5)),
         "suffix with a corpus": (Suffix(target, corpus="builtin:talk", corpus_ids=CORPUS), Tree.chain(5)),
     }
@@ -70,11 +70,13 @@ def test_round_trip(name: str, target: Target, tmp_path: Path) -> None:
 
 
 def test_the_card_says_what_it_is(target: Target, tmp_path: Path) -> None:
-    drafters = made(target)
-    cards = {name: (packed(tmp_path / name, drafter, target, licence="MIT") / CARD).read_text() for name, (drafter, _) in drafters.items()}
+    cards = {}
+    for name, (drafter, _) in made(target).items():
+        cards[name] = (packed(tmp_path / name, drafter, target, licence="MIT") / CARD).read_text()
     assert all("nothing was trained" in card and "trained parameters" not in card for card in cards.values())
     assert "license" not in cards["suffix"] and "Nothing in here was learned" in cards["suffix"]
-    assert "conversations of builtin:talk that lie in here" in cards["suffix with a corpus"] and "MIT" in cards["suffix with a corpus"]
+    told = cards["suffix with a corpus"]
+    assert "conversations of builtin:talk that lie in here" in told and "under MIT" in told
 
 
 def edit_config(package: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
