@@ -57,7 +57,7 @@ def main(cfg: DictConfig) -> None:
     prompts = source.ids(target, cfg.limit, say)
     warn_of_length(config, prompts, cfg.max_new_tokens)
     growths = trees_of(cfg, speculator, drafter)
-    check_rules(cfg, growths)
+    check_rules(cfg, growths, drafter)
     folder = run_dir(cfg, resume=False)
     rows = measure(speculator, prompts, growths, cfg)
     result = {
@@ -112,11 +112,12 @@ def named_rules(cfg: DictConfig) -> list[str | None]:
     return list(dict.fromkeys(rule_of(value) for value in values))  # type: ignore[union-attr]
 
 
-def check_rules(cfg: DictConfig, growths: Sequence[Growth]) -> None:
+def check_rules(cfg: DictConfig, growths: Sequence[Growth], drafter: Drafter | None = None) -> None:
     """Refuse a rule that fits no temperature and tree of the comparison, with the reason."""
     policies = [policy_of(cfg, temperature) for temperature in cfg.temperatures]
     for rule in named_rules(cfg):
-        reasons = [Plan(tree, policy, rule=rule).misfit for policy in policies for tree in growths]
+        plans = [Plan(tree, policy, rule=rule).made_by(drafter) for policy in policies for tree in growths]
+        reasons = [plan.misfit for plan in plans]
         if all(reasons):
             raise InputError(str(reasons[-1]))
 
@@ -170,7 +171,7 @@ def measure(
     for temperature in cfg.temperatures:
         policy = policy_of(cfg, temperature)
         plans = [Plan(Tree.chain(0), policy)]
-        for plan in plans_of(cfg, growths, policy):
+        for plan in plans_of(cfg, growths, policy, speculator.drafter):
             reason = plan.misfit
             if reason is None:
                 plans.append(plan)
@@ -199,9 +200,9 @@ def measure(
     return rows
 
 
-def plans_of(cfg: DictConfig, growths: Sequence[Growth], policy: Policy) -> list[Plan]:
+def plans_of(cfg: DictConfig, growths: Sequence[Growth], policy: Policy, drafter: Drafter) -> list[Plan]:
     """Every tree with every rule, also where they do not fit."""
-    return [Plan(tree, policy, rule=rule) for tree in growths for rule in named_rules(cfg)]
+    return [Plan(tree, policy, rule=rule).made_by(drafter) for tree in growths for rule in named_rules(cfg)]
 
 
 def exact(
@@ -209,7 +210,8 @@ def exact(
 ) -> dict[str, Any]:
     """Whether the plans of the table write the target's own text; see `drafttrain.decoding.exactness`."""
     policies = [policy_of(cfg, temperature) for temperature in cfg.temperatures]
-    plans = [plan for policy in policies for plan in plans_of(cfg, growths, policy) if plan.misfit is None]
+    every = [plan for policy in policies for plan in plans_of(cfg, growths, policy, speculator.drafter)]
+    plans = [plan for plan in every if plan.misfit is None]
     return exactness.check(
         speculator,
         prompts,
@@ -267,7 +269,7 @@ def parity(speculator: Speculator, drafter: Drafter, prompts: Sequence[list[int]
 
     Returns: None if there was nothing to compare.
     """
-    if not prompts:
+    if not prompts or not drafter.learns:
         return None
     depth = min(4, drafter.max_depth or 4)
     outputs, _ = speculator.generate(prompts, max_new_tokens=limit, plan=Plan(Tree.chain(depth)))
@@ -294,7 +296,7 @@ def parity(speculator: Speculator, drafter: Drafter, prompts: Sequence[list[int]
         right += sum(int(guesses[0, place, 0]) == ids[place] for place, _ in compared)
     if not rounds:
         return None
-    exact = {speculator.target.dtype, next(speculator.drafter.parameters()).dtype} == {torch.float32}
+    exact = {speculator.target.dtype, speculator.drafter.dtype} == {torch.float32}
     decoded, forced, allowed = kept / rounds, right / rounds, 0.01 if exact else 0.05
     return {
         "accept_at_1": decoded,
@@ -323,7 +325,7 @@ def settings_of(
         "rule": OmegaConf.to_container(cfg.rule) if OmegaConf.is_list(cfg.rule) else cfg.rule,
         "seed": cfg.seed,
         "target_dtype": str(target.dtype).removeprefix("torch."),
-        "drafter_dtype": str(next(speculator.drafter.parameters()).dtype).removeprefix("torch."),
+        "drafter_dtype": None if speculator.drafter.dtype is None else str(speculator.drafter.dtype).removeprefix("torch."),
         "device": str(target.device),
         "threads": torch.get_num_threads(),
     }

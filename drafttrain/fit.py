@@ -2,6 +2,8 @@
 
 The run's folder gets config.yaml, metrics.csv, checkpoints/, acceptance.png and package/. A run that was stopped or killed goes
 on with resume=last and ends with the same weights as if nothing had happened. Several processes: accelerate launch.
+
+A drafter that learns nothing, since it copies its drafts from text, is measured and packaged as it is.
 """
 
 from __future__ import annotations
@@ -22,9 +24,7 @@ from omegaconf import DictConfig
 from drafttrain.data.conversations import HELD_OUT
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
-from drafttrain.drafter.vocabulary import always_proposable, coverage, most_frequent
 from drafttrain.errors import InputError
-from drafttrain.nn import packed
 from drafttrain.packaging.beginning import check_beginning, read_beginning, take_weights
 from drafttrain.packaging.writing import check_export, save_package
 from drafttrain.processes import peak_memory, rank
@@ -33,14 +33,15 @@ from drafttrain.reporting.figures import acceptance_curve, head_accuracies
 from drafttrain.reporting.loggers import close, log_config, log_picture, log_rows
 from drafttrain.reporting.progress import ConsoleProgress
 from drafttrain.runs import plain, provenance, seed_everything
-from drafttrain.target import change, fingerprint
+from drafttrain.target import change
 from drafttrain.target.adapter import Trained
 from drafttrain.target.model import Target
 from drafttrain.training.calibrate import calibrated, head_accuracy
 from drafttrain.training.checkpoint import BEST, LAST, read_checkpoint
 from drafttrain.training.course import Course, TrainerConfig
 from drafttrain.training.final import Worth, measure
-from drafttrain.training.prepare import Settings, Training, kept_in_memory, prepare
+from drafttrain.training.pairing import check_device, check_set, draft_vocabulary, lay_out
+from drafttrain.training.prepare import Ready, Settings, Training, kept_in_memory, prepare, prepare_untrained
 from drafttrain.training.run import Run, open_run
 from drafttrain.training.trainer import quiet_lightning, trainer_of
 from drafttrain.wiring.building import build
@@ -49,6 +50,13 @@ from drafttrain.wiring.doors import door
 WHOLE = {"limit_tokens": None, "limit_rows": None, "temperatures": None, "labels": "answers", "set_aside": 0}
 """Held-out rows are answers of all temperatures, whatever part of the set is trained on."""
 ASIDE = {"take_set_aside": True, "limit_tokens": None, "limit_rows": None, "labels": "answers"}
+ONLY_LEARNING = {
+    "resume": ("null", "there is no run to continue"),
+    "joint": ("null", "a target cannot be trained with it"),
+    "init_from": ("null", "no weights can be taken over"),
+    "export_assistant": ("false", "there is no language model to write"),
+}
+"""Settings that must be off for a drafter that learns nothing, and why."""
 STOPPED_BY_SIGNAL = 143
 """Exit code of a run that a signal stopped: it is not done, and can be resumed."""
 
@@ -62,32 +70,15 @@ def main(cfg: DictConfig) -> None:
     with open_run(cfg, say) as run, logged(cfg, run):
         target = load_target(cfg, data, held_out)
         drafter = make_drafter(cfg, target, data, held_out)
-        adapter = make_adapter(cfg, settings, target, drafter)
         check_export(drafter, cfg.export_assistant)
-        source = functools.partial(build, cfg.features)
-        training = prepare(
-            plain(cfg),
-            settings,
-            run,
-            target,
-            drafter,
-            data,
-            held_out,
-            calibration=calibration,
-            adapter=adapter,
-            make_source=source,
-            show=functools.partial(draw_heads, run),
-            say=say,
-        )
-        say(outline(training.module.course, settings, data))
-        train(training)
-        if training.module.stopped == "signal":
-            say(f"stopped by a signal after update {training.module.updates}: continue with resume=last run_dir={run.folder}")
-            raise SystemExit(STOPPED_BY_SIGNAL)
+        if drafter.learns:
+            ready = learn(cfg, settings, run, target, drafter, data, held_out, calibration)
+        else:
+            ready = prepare_untrained(plain(cfg), settings, run, target, drafter, data, calibration=calibration, say=say)
+            log_config(run.loggers, ready.config)
         if rank() == 0:
-            use_best(cfg, training)
-            worth = evaluate(training)
-            package = pack(cfg, training, worth)
+            worth = evaluate(ready, held_out)
+            package = pack(cfg, ready, worth)
             say(f"the package is in {package}")
             say(f"took {clock(time.monotonic() - began)} in all, {peak_memory()} of memory at most")
 
@@ -101,12 +92,13 @@ def read_settings(cfg: DictConfig) -> Settings:
         raise InputError(f"seed={cfg.seed}: needs a whole number of at least 0")
     if type(cfg.draft_vocab) is not int or cfg.draft_vocab < 0:
         raise InputError(f"draft_vocab={cfg.draft_vocab}: needs a number of ids, or 0 for all")
-    takes = inspect.signature(hydra.utils.get_object(cfg.drafter._target_)).parameters
-    if cfg.draft_vocab and "draft_ids" not in takes:
-        name = cfg.drafter._target_.rpartition(".")[2]
-        raise InputError(f"draft_vocab={cfg.draft_vocab}: {name} has no draft vocabulary, set it to 0")
     if not isinstance(cfg.export_assistant, bool):
         raise InputError(f"export_assistant={cfg.export_assistant}: needs true or false")
+    kind = hydra.utils.get_object(cfg.drafter._target_)
+    if cfg.draft_vocab and "draft_ids" not in inspect.signature(kind).parameters:
+        raise InputError(f"draft_vocab={cfg.draft_vocab}: {kind.__name__} has no draft vocabulary, set it to 0")
+    if not getattr(kind, "learns", True):
+        refuse_learning(cfg, kind.__name__)
     trainer: TrainerConfig = build(cfg.trainer)
     if trainer.batch_tokens is None and trainer.batch_rows is None:
         raise InputError("give trainer.batch_tokens or trainer.batch_rows")
@@ -125,11 +117,19 @@ def read_settings(cfg: DictConfig) -> Settings:
     )
     if not settings.tree.size:
         raise InputError("the tree is empty: give tree=chain tree.k=4, or tree=static")
-    if trains_target(cfg) and cfg.target.get("pack") is True:
-        raise InputError("target.pack=true: packed weights cannot be trained jointly, set target.pack=auto or false")
+    if trains_target(cfg) and cfg.target.get("pack", False) not in ("auto", False):
+        raise InputError(f"target.pack={cfg.target.pack}: packed weights cannot be trained jointly, set target.pack=auto or false")
     if cfg.init_from is not None:
         check_beginning(str(cfg.init_from))
     return settings
+
+
+def refuse_learning(cfg: DictConfig, name: str) -> None:
+    """Raise InputError if settings of training are given to a drafter that learns nothing."""
+    for key, (off, why) in ONLY_LEARNING.items():
+        if cfg[key] not in (None, False):
+            given = f"{key}={cfg[key]}" if isinstance(cfg[key], str) else key
+            raise InputError(f"{given}: {name} learns nothing, so {why}; set {key}={off}")
 
 
 def trains_target(cfg: DictConfig) -> bool:
@@ -181,20 +181,8 @@ def load_target(cfg: DictConfig, data: ConversationData, held_out: ConversationD
     if trains_target(cfg) and "pack" in takes:
         objects["pack"] = False  # An adapter needs plain linears; the tuned target is packed at the end.
     target: Target = build(cfg.target, **objects)
-    fingerprint.refuse_other(data.fingerprint, target.fingerprint, f"data.path={cfg.data.path}")
-    data.check_vocabulary(target.vocab_size)
-    longest = max(*data.lengths, *([] if held_out is None else held_out.lengths), 0)
-    if longest > target.context:
-        raise InputError(
-            f"data.path={cfg.data.path} has rows of up to {longest} tokens, the target's context holds "
-            f"{target.context}: set data.max_length={target.context}"
-        )
-    wanted = {"auto": target.device.type, "gpu": "cuda"}.get(cfg.trainer.accelerator, cfg.trainer.accelerator)
-    if wanted != target.device.type and not (wanted == "cuda" and target.device.type not in ("cpu", "mps")):
-        raise InputError(
-            f"trainer.accelerator={cfg.trainer.accelerator}, and the target is on {target.device}: the drafter trains where the "
-            "target is, so give target.device or trainer.accelerator alone"
-        )
+    check_set(target, data, held_out, str(cfg.data.path))
+    check_device(target, cfg.trainer.accelerator)
     where = f"{target.name}, {target.dtype}, {target.device}".replace("torch.", "")
     say(f"target: {where}, loaded in {clock(time.monotonic() - began)}")
     return target
@@ -212,15 +200,8 @@ def make_drafter(
         ids = getattr(given, "draft_ids", None)
         objects |= {} if ids is None else {"draft_ids": ids}
     elif cfg.draft_vocab:
-        # All labels of the split, also where only a part of it is trained on.
-        counts = data.label_counts(target.vocab_size)
-        ids = most_frequent(counts, cfg.draft_vocab, always_proposable(target, data))
-        objects["draft_ids"] = ids
-        said = f"draft vocabulary: {len(ids)} of {target.vocab_size} ids, {coverage(counts, ids):.1%} of training labels"
-        if held_out is not None:
-            unseen = held_out.label_counts(target.vocab_size)
-            said += f", {coverage(unseen, ids):.1%} of held-out labels"
-        say(said + "; the rest count as misses")
+        objects["draft_ids"], told = draft_vocabulary(target, data, held_out, cfg.draft_vocab)
+        say(told)
     seed_everything(cfg.seed)
     drafter: Drafter = build(cfg.drafter, **objects)
     if given is not None:
@@ -241,6 +222,42 @@ def make_adapter(cfg: DictConfig, settings: Settings, target: Target, drafter: D
 
 
 # --- the run -----------------------------------------------------------------------------------------------------------
+
+
+def learn(
+    cfg: DictConfig,
+    settings: Settings,
+    run: Run,
+    target: Target,
+    drafter: Drafter,
+    data: ConversationData,
+    held_out: ConversationData | None,
+    calibration: ConversationData | None,
+) -> Ready:
+    """Train, and take the best checkpoint's weights. Ends the program if a signal ended the training."""
+    adapter = make_adapter(cfg, settings, target, drafter)
+    training = prepare(
+        plain(cfg),
+        settings,
+        run,
+        target,
+        drafter,
+        data,
+        held_out,
+        calibration=calibration,
+        adapter=adapter,
+        make_source=functools.partial(build, cfg.features),
+        show=functools.partial(draw_heads, run),
+        say=say,
+    )
+    say(outline(training.module.course, settings, data))
+    train(training)
+    if training.module.stopped == "signal":
+        say(f"stopped by a signal after update {training.updates}: continue with resume=last run_dir={run.folder}")
+        raise SystemExit(STOPPED_BY_SIGNAL)
+    if rank() == 0:
+        use_best(cfg, training)
+    return training
 
 
 def outline(course: Course, settings: Settings, data: ConversationData) -> str:
@@ -297,40 +314,31 @@ def use_best(cfg: DictConfig, training: Training) -> None:
     training.drafter.to(training.target.device)
     tau = "" if training.keeper.best is None else f", val/tau {training.keeper.best:.3f}"
     say(f"uses {path.name} of update {state['progress']['updates']}{tau}")
-    if training.adapter is not None:
-        training.settle(functools.partial(pack_target, cfg))
+    training.settle(functools.partial(lay_out, pack=cfg.target.get("pack")))
     training.speculator.refresh(training.drafter)
 
 
-def pack_target(cfg: DictConfig, target: Target) -> None:
-    """As the target's own loading would have done."""
-    weights = list(target.model.parameters())
-    size = sum(p.numel() * p.element_size() for p in weights)
-    if "pack" in cfg.target and target.device.type == "cpu" and packed.wanted(cfg.target.pack, size):
-        packed.pack(target.model)
-
-
-def evaluate(training: Training) -> Worth:
+def evaluate(ready: Ready, held_out: ConversationData | None) -> Worth:
     """Measure by decoding, show the table and draw the picture."""
     began = time.monotonic()
     calibrate = None
-    if training.calibration is not None:
-        source = kept_in_memory(training.target, training.drafter, training.calibration, training.keeper.settings["features"])
-        accuracies = head_accuracy(training.drafter, training.calibration, source)
+    if ready.calibration is not None:
+        source = kept_in_memory(ready.target, ready.drafter, ready.calibration, ready.config["features"])
+        accuracies = head_accuracy(ready.drafter, ready.calibration, source)
         calibrate = functools.partial(calibrated, accuracies)
     worth = measure(
-        training.speculator,
-        training.prompts,
-        training.settings.final,
+        ready.speculator,
+        ready.prompts,
+        ready.settings.final,
         calibrate=calibrate,
-        seed=training.seed,
+        seed=ready.seed,
         watch=lambda items, what: track(items, description=what),
     )
     if calibrate is not None:
         worth.settings["head_accuracy"] = accuracies
-    if training.target.original is not None and training.held_out is not None:
-        rows = [training.held_out.batch([i]) for i in range(min(len(training.held_out), training.settings.final.change_rows))]
-        worth = dataclasses.replace(worth, change=change.change(training.target.original, training.target, rows))
+    if ready.target.original is not None and held_out is not None:
+        rows = [held_out.batch([i]) for i in range(min(len(held_out), ready.settings.final.change_rows))]
+        worth = dataclasses.replace(worth, change=change.change(ready.target.original, ready.target, rows))
         if worth.change is not None:
             say(change.words(worth.change))
     if not worth.rows:
@@ -339,9 +347,9 @@ def evaluate(training: Training) -> Worth:
     columns = ("tree", "nodes", "tau", "interval", "accept@1..", "speed-up", "interval", "same text", "guarantee")
     table("held-out prompts, greedy", columns, [shown(row) for row in worth.rows])
     say(f"measured in {clock(time.monotonic() - began)}")
-    picture = acceptance_curve(worth.rows, training.run.folder / "acceptance.png", title="held-out prompts, greedy")
-    log_picture(training.run.loggers, "acceptance", picture, training.module.updates)
-    log_rows(training.run.loggers, worth.rows, "final", training.module.updates)
+    picture = acceptance_curve(worth.rows, ready.run.folder / "acceptance.png", title="held-out prompts, greedy")
+    log_picture(ready.run.loggers, "acceptance", picture, ready.updates)
+    log_rows(ready.run.loggers, worth.rows, "final", ready.updates)
     return worth
 
 
@@ -371,27 +379,15 @@ def shown(row: dict[str, Any]) -> list[Any]:
     ]
 
 
-def pack(cfg: DictConfig, training: Training, worth: Worth) -> Path:
-    module = training.module
-    best = training.keeper.best_update
-    origin = provenance(cfg) | {
-        "training": {
-            "updates": module.updates,
-            "best_update": best,
-            "epochs": module.course.epoch(module.position),
-            "supervised_tokens_seen": int(module.supervised),
-            "seconds": round(training.module.seconds_before if module._began is None else module.seconds),
-            "data": training.keeper.facts["data"],
-        }
-    }
+def pack(cfg: DictConfig, ready: Ready, worth: Worth) -> Path:
     return save_package(
-        training.run.folder / "package",
-        drafter=training.drafter,
-        target=training.target,
+        ready.run.folder / "package",
+        drafter=ready.drafter,
+        target=ready.target,
         plan=worth.plan,
         metrics=worth.metrics,
-        provenance=origin,
-        trained_length=max(training.stream.data.lengths),
+        provenance=provenance(cfg) | {"training": ready.facts()},
+        trained_length=ready.trained_length,
         export_assistant=cfg.export_assistant,
     )
 

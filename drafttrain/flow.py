@@ -102,6 +102,8 @@ class Proposal:
     lands: Tensor | None = None
     """(b n) int64: the node whose children are judged once this one is accepted, the first of those with the same path.
     Only it has children; the others are further proposals of its token. None: no path is proposed twice."""
+    places: Tensor | None = None
+    """(b n) int64: the node of the tree asked for that each node stands for, where a row may lack some. None: its own number."""
 
     @property
     def size(self) -> int:

@@ -141,7 +141,7 @@ def plan_of(cfg: DictConfig, speculator: Speculator, policy: Policy) -> Plan:
         return fit(Plan(tree, policy, rule=rule), speculator.drafter, tree.title)
     if rule is None and own.policy.greedy == policy.greedy:
         return replace(own, policy=policy)
-    return Plan(own.tree, policy, rule=rule)
+    return Plan(own.tree, policy, rule=rule).made_by(speculator.drafter)
 
 
 def chosen_tree(cfg: DictConfig) -> Growth:

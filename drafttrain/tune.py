@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from drafttrain.decoding.costs import measure_costs
 from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.measure import Measurement
 from drafttrain.decoding.speculator import Speculator, check_dtype
+from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy, check_seed
 from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
@@ -57,7 +58,7 @@ def main(cfg: DictConfig) -> None:
     calibration = calibrate(speculator, prompts[: cfg.calibration_prompts], policy, cfg)
     guesses = predict(speculator, calibration, prompts, policy, cfg)
     show_guesses(guesses)
-    plans = racing(guesses, [speculator.plan.tree, *more], policy, cfg)
+    plans = racing(guesses, [speculator.plan.tree, *more], policy, drafter, cfg)
     # Prompts that were not calibrated on, where there are enough.
     unseen = prompts[cfg.calibration_prompts :] or prompts
     raced = race(speculator, unseen[: cfg.race_prompts], plans, cfg)
@@ -187,15 +188,17 @@ def predict(
     return sorted(guesses, key=lambda guess: -guess.speedup)
 
 
-def racing(guesses: Sequence[Guess], more: Sequence[Growth], policy: Policy, cfg: DictConfig) -> list[Plan]:
+def racing(
+    guesses: Sequence[Guess], more: Sequence[Growth], policy: Policy, drafter: Drafter, cfg: DictConfig
+) -> list[Plan]:
     """The most promising trees, those that race in any case, and further rules where they fit."""
     trees: list[Growth] = [guess.tree for guess in guesses[: cfg.race]]
     trees += [tree for tree in more if tree.size]
-    plans = [Plan(tree, policy) for tree in dict.fromkeys(trees)]
+    plans = [Plan(tree, policy).made_by(drafter) for tree in dict.fromkeys(trees)]
     if not policy.greedy:
         for plan in list(plans):
             for rule in cfg.rules:
-                other = Plan(plan.tree, policy, rule=rule_of(rule))
+                other = replace(plan, rule=rule_of(rule))
                 if other.misfit is None and other.rule_name != plan.rule_name:
                     plans.append(other)
     return list(dict.fromkeys(plans))

@@ -19,10 +19,11 @@ from drafttrain.data.template import ChatPieces
 from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.measure import measure_acceptance
 from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.drafter.ngram import NGram
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 from tests.helpers import packed_place, place_words, tiny_chat_target
-from tests.packaging.made import overfitted
+from tests.packaging.made import overfitted, packed
 
 TEXTS = ["hello", "the thin man", "why?"]
 KEYS = {
@@ -50,8 +51,8 @@ def place(target: Target, drafter: Eagle1, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def words(place: Path, out: Path, *more: str) -> list[str]:
-    return place_words(place, *more, prompts=place / "prompts.jsonl", run_dir=out)
+def words(place: Path, out: Path, *more: str, **settings: Any) -> list[str]:
+    return place_words(place, *more, **{"prompts": place / "prompts.jsonl", "run_dir": out, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,24 @@ def test_numbers_are_those_of_counting(
     assert [kept for kept, _ in row["accept_counts"]] == [sum(kept > k for _, kept in rounds) for k in range(3)]
     for value, (kept, offered) in zip(row["accept_at"], row["accept_counts"], strict=True):
         assert value == (pytest.approx(kept / offered) if offered else None)
+
+
+def test_drafts_that_are_copied(
+    place: Path, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No dtype, no parity, and at every temperature the rule for drafts that are a function of the text."""
+    packed(tmp_path / "package", NGram(target), target, plan=Plan(Tree.chain(3)))
+    more = ("chains=[2]", "trees=[package]", "speed_prompts=1", "exactness=true", "exactness_prompts=1", "exactness_draws=40")
+    evaluate.main(words(place, tmp_path / "run", *more, package=tmp_path / "package"))
+    result = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())
+    rules = {(row["temperature"], row["rule"]) for row in result["rows"] if row["nodes"]}
+    assert rules == {(0.0, "greedy"), (1.0, "one_hot")}
+    assert result["parity"] is None and result["settings"]["drafter_dtype"] is None
+    assert all(row["verdict"] == "identical" for row in result["exactness"]["greedy"])
+    assert len(result["exactness"]["law"]) == 3
+    with pytest.raises(SystemExit):
+        evaluate.main(words(place, tmp_path / "other", *more, "rule=ratio", package=tmp_path / "package"))
+    assert "copies text makes no others" in capsys.readouterr().err
 
 
 def test_speed_is_taken_from_what_acceptance_is_taken_from_when_prompts_are_few(place: Path, tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ from drafttrain.tree.topology import Tree
 from drafttrain.wiring.conf import conf_dir
 from tests.training.parts import same, write_tiny_set
 
-EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
+UNTRAINED = ["ngram", "suffix"]
+"""Experiments whose drafters learn nothing."""
+EXPERIMENTS = sorted({path.stem for path in (conf_dir() / "experiment").glob("*.yaml")} - set(UNTRAINED))
 WITH_HEADS = ("medusa1", "medusa2", "hydra_heads")
 QUICK = ["final.prompts=2", "final.max_new_tokens=6", "final.speed_prompts=1", "final.speed_new_tokens=6"]
 UNMEASURED = ["eval.every=null", "eval.prompts=0", "eval.sim_rows=0", "final.prompts=0", "final.speed_prompts=0"]
@@ -126,6 +128,43 @@ def test_heads_are_measured_calibrated_and_packaged(target: Target, folder: Path
     assert [output.ids for output in drafted] == [output.ids for output in plain] and tally.drafted
 
 
+@pytest.mark.parametrize("experiment", UNTRAINED)
+def test_what_learns_nothing_is_measured_and_packaged(
+    target: Target,
+    folder: Path,
+    tmp_path: Path,
+    experiment: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def never(*_given: Any, **_more: Any) -> None:
+        raise AssertionError("something was trained")
+
+    monkeypatch.setattr(fit, "train", never)
+    monkeypatch.setattr(fit, "prepare", never)
+    run = tmp_path / "run"
+    small = ["target=tiny", "data=set", f"data.path={folder}", *QUICK]
+    if experiment == "suffix":
+        small += [f"drafter.corpus={folder}", "drafter.corpus_tokens=300"]
+    fit.main([f"experiment={experiment}", f"run_dir={run}", *small])
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.csv", "acceptance.png", "package"}
+    assert "course" not in capsys.readouterr().out
+    (row,) = read_metrics(run / "metrics.csv")
+    assert not any(name.startswith(("train/", "val/", "sim/")) for name in row)
+    metrics = json.loads((run / "package" / "metrics.json").read_text())
+    assert {row["measured"] for row in metrics["rows"]} == {"acceptance", "speed"} and len(metrics["rows"]) > 3
+    assert all(row["tau"] >= 1 and row["guarantee"] == "greedy" for row in metrics["rows"])
+    assert all(row["same_as_plain"] == row["prompts"] for row in metrics["rows"] if row["measured"] == "speed")
+    config = json.loads((run / "package" / "config.json").read_text())
+    assert config["training"]["training"] is None and config["trained_length"] is None
+
+    speculator = load_package(run / "package", target)
+    prompts = [[5, 6, 7, 5, 6], [9, 8, 7, 6]]
+    drafted, tally = speculator.generate(prompts, max_new_tokens=10)
+    plain, _ = speculator.generate(prompts, max_new_tokens=10, plan=Plan(Tree.chain(0)))
+    assert [output.ids for output in drafted] == [output.ids for output in plain] and tally.drafted
+
+
 def test_a_dynamic_tree_is_measured_while_training_and_packaged(target: Target, folder: Path, tmp_path: Path) -> None:
     """`drafter=eagle1 tree=dynamic` is EAGLE-2. A tree that the final measurement does not name is measured all the same."""
     tree = Dynamic(depth=3, top_k=2, total=5)
@@ -189,6 +228,17 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
         (["resume=last"], "holds nothing to resume"),
         (["resume=no.ckpt"], "path of a checkpoint"),
         (["drafter.divergence=l2"], "loss l2 is not known"),
+        (["drafter=ngram"], "draft_vocab=64: NGram has no draft vocabulary"),
+        (["drafter=ngram", "draft_vocab=0", "resume=last"], "resume=last: NGram learns nothing"),
+        (["drafter=ngram", "draft_vocab=0", "joint=lora"], "joint: NGram learns nothing, so a target cannot be trained with it"),
+        (["drafter=suffix", "draft_vocab=0", "init_from=/nowhere"], "init_from=/nowhere: Suffix learns nothing"),
+        (["drafter=suffix", "draft_vocab=0", "export_assistant=true"], "export_assistant: Suffix learns nothing"),
+        (["drafter=ngram", "draft_vocab=0", "drafter.max_ngram=0"], "max_ngram=0: needs a whole number"),
+        (["drafter=ngram", "draft_vocab=0", "tree=dynamic"], "is a Dynamic, NGram can fill: Tree"),
+        (["drafter=ngram", "draft_vocab=0", "final.calibrated=[8]", "data.set_aside=2"], "NGram has no heads"),
+        (["drafter=ngram", "draft_vocab=0", "drafter.min_gram=2"], "Did you mean drafter.min_ngram"),
+        (["drafter=suffix", "draft_vocab=0", "tree.k=30"], "30 deep, this drafter fills 24"),
+        (["drafter=suffix", "draft_vocab=0", "drafter.corpus=builtin:smollm2"], "belongs to another target"),
         (["features.keep_dtype=int4"], "features.keep_dtype=int4"),
         (["draft_vocab=2"], "final.acceptance.static_25: a node has 4 children, this drafter proposes from"),
         (["tree=chain", "tree.k=2000"], "the tree: 2000 nodes are asked for"),

@@ -15,6 +15,7 @@ from rich.console import Console
 import drafttrain
 from drafttrain import generate
 from drafttrain.decoding.loop import Output, Plan
+from drafttrain.drafter.ngram import NGram
 from drafttrain.errors import InputError
 from drafttrain.generate import Conversation, Screen, Unfolding
 from drafttrain.nn.sampling import Policy
@@ -22,7 +23,7 @@ from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 from tests.helpers import packed_place, place_words, tiny_tokenizer
-from tests.packaging.made import overfitted
+from tests.packaging.made import overfitted, packed
 
 PROMPT = "hello ${you}: [a, b]"
 END = 2
@@ -61,6 +62,13 @@ def test_the_text_is_plain_decodings_with_accepted_drafts_marked(
     assert closing.startswith(f"{tally.tau:.2f} tokens per target pass, {tally.accepted_per_round:.2f} drafts accepted")
     assert re.search(r"[\d.]+ tokens/s, \d+ tokens in", closing) and "guarantee: greedy" in closing
     assert re.search(r"plain decoding: [\d.]+ tokens/s, the same text; speed [\d.]+x", closing)
+
+
+def test_drafts_that_are_copied(place: Path, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    package = packed(tmp_path / "package", NGram(target), target, plan=Plan(Tree.chain(3)))
+    for temperature, guarantee in (("0.0", "greedy"), ("1.0", "distribution")):
+        generate.main(place_words(place, f"prompt={PROMPT} {PROMPT}", f"temperature={temperature}", "tree=2", package=package))
+        assert f"guarantee: {guarantee}" in capsys.readouterr().out
 
 
 def test_other_settings(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,17 +6,19 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drafttrain import tune
 from drafttrain.data.template import ChatPieces
-from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.loop import Plan, decode
+from drafttrain.drafter.suffix import Suffix
 from drafttrain.packaging.decoding import read_plan
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 from tests.helpers import packed_place, place_words, tiny_chat_target
-from tests.packaging.made import overfitted
+from tests.packaging.made import overfitted, packed
 
 TEXTS = ["hello", "the thin man", "why?", "one", "two", "three"]
 
@@ -36,9 +38,9 @@ def place(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def words(place: Path, out: Path, *more: str) -> list[str]:
+def words(place: Path, out: Path, *more: str, **settings: Any) -> list[str]:
     few = ("sizes=[2,4]", "race=2", "race_prompts=2", "calibration_prompts=4")
-    return place_words(place, *few, *more, prompts=place / "prompts.jsonl", run_dir=out)
+    return place_words(place, *few, *more, **{"prompts": place / "prompts.jsonl", "run_dir": out, **settings})
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -66,6 +68,25 @@ def test_the_fastest_of_the_race_is_kept(
     after = {path.name: path.read_bytes() for path in (place / "package").iterdir() if path.is_file()}
     assert after.keys() == before.keys()
     assert {name for name in after if after[name] != before[name]} <= {"decoding.yaml", "README.md"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_that_are_copied(place: Path, target: Target, tmp_path: Path, temperature: float) -> None:
+    """From the answers that the target gives to these prompts, so that drafts are really kept."""
+    pieces = ChatPieces(target.tokenizer, target.stop_ids)
+    prompts = [pieces.first_prompt([{"role": "user", "content": text}]) for text in TEXTS]
+    answers, _ = decode(target, None, prompts, Plan(Tree.chain(0)), max_new_tokens=16)
+    known = [token for prompt, answer in zip(prompts, answers, strict=True) for token in (*prompt, *answer.ids, -1)]
+    package = packed(
+        tmp_path / "package", Suffix(target, corpus="answers", corpus_ids=known), target, plan=Plan(Tree.chain(2))
+    )
+    tune.main(words(place, tmp_path / "run", f"temperature={temperature}", "trees=[static]", package=package))
+    result = json.loads((tmp_path / "run" / tune.RESULT).read_text())
+    assert {row["rule"] for row in result["raced"]} == {"one_hot" if temperature else "greedy"}
+    if not temperature:
+        assert any(rate for row in result["rates"] for rate in row), "nothing that was copied was kept"
+    plan = read_plan(package / "decoding.yaml", Suffix(target))
+    assert plan.policy.temperature == temperature and (not plan.tree.size or plan.sampled is False)
 
 
 def test_the_package_stays_as_it_is_on_demand(place: Path, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def _grower(
         return Fresh(features, ids, torch.tensor([count], device=device))
 
     def draft(tree: Growth, given: Fresh) -> object:
-        draws = tree.can_draw and not policy.greedy
+        draws = tree.can_draw and drafter.can_draw and not policy.greedy
         u = torch.full((1, tree.size), 0.5, dtype=torch.float64, device=device) if draws else None
         return drafter.propose(state, given, tree, policy, u).tokens.tolist()
 

@@ -32,7 +32,7 @@ class Output:
     runs: list[tuple[int, int]] = field(default_factory=list)
     """(emitted, of these accepted drafts) of every target pass, the prefill first."""
     nodes: list[tuple[int, ...]] = field(default_factory=list)
-    """For every pass but the prefill, the nodes of its tree that those drafts were."""
+    """For every pass but the prefill, the nodes of the plan's tree that those drafts were."""
     finish: str = "length"
     """"stop", "length" (the limit asked for) or "context" (the target's own)."""
     tally: Tally = field(default_factory=Tally)
@@ -89,10 +89,19 @@ class Plan:
                 f"rule {self.rule} judges drawn drafts, a {self.tree.kind} tree takes the likeliest ones: give rule=auto, or a "
                 "static tree"
             )
+        others = "" if self.sampled else " (a drafter that copies text makes no others)"
         raise InputError(
             f"rule {self.rule} does not fit sampled={str(self.sampled).lower()}, which makes drafts of law "
-            f"{possible[0].value}: leave one of the two out"
+            f"{possible[0].value}{others}: leave one of the two out"
         )
+
+    def made_by(self, drafter: Drafter | None) -> Plan:
+        """The same plan, its drafts of the law that this drafter can make. Raises InputError if none is as asked for."""
+        if drafter is None or drafter.can_draw or not self.tree.size:
+            return self
+        if self.sampled:
+            raise InputError(f"sampled=true: {type(drafter).__name__} copies its drafts and draws none, leave it out")
+        return replace(self, sampled=False)
 
     @property
     def rule_name(self) -> str:
@@ -202,6 +211,7 @@ class _Decoding:
                 )
             if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
                 raise InputError(f"prompt {number} has an id outside the target's vocabulary 0..{target.vocab_size - 1}")
+        plan = plan.made_by(drafter)
         self.target, self.plan = target, plan
         self.drafter = drafter if plan.tree.size else None
         if drafter is None and plan.tree.size:
@@ -261,7 +271,8 @@ class _Decoding:
             self.state = self.drafter.open(len(prompts), longest + room + 1)
             tokens = torch.cat((ids[:, 1:], ids[:, :1]), 1)
             tokens[places, lengths - 1] = self.anchor
-            self.fresh = Fresh(Features(out.hidden, dict(out.layers)), tokens, lengths, first=ids[:, 0])
+            hidden = out.hidden if self.drafter.needs.last_hidden else None
+            self.fresh = Fresh(Features(hidden, dict(out.layers)), tokens, lengths, first=ids[:, 0])
         self.clock.mark("prefill")
         self._emit([[token] for token in self.anchor.tolist()], [0] * len(prompts))
         self.clock.mark("host")
@@ -305,10 +316,13 @@ class _Decoding:
         accepted = self._judge(logits, proposal, u)
         path_tokens = proposal.tokens.gather(1, accepted.path.clamp_min(0)) if proposal.size else proposal.tokens
         drafted, behind = _drafted(proposal, depths, accepted, torch.tensor(use, device=device))
+        nodes = accepted.path
+        if proposal.places is not None:
+            nodes = proposal.places.gather(1, nodes.clamp_min(0))
         # One answer of the device for all that the host wants to know.
         k = path_tokens.shape[1]
         head = torch.stack((accepted.count, accepted.next_token, drafted, behind.long()), 1)
-        answer = torch.cat((head, path_tokens, accepted.path), 1).tolist()
+        answer = torch.cat((head, path_tokens, nodes), 1).tolist()
         emitted = [[*row[4 : 4 + row[0]], row[1]] for row in answer]
         if nothing is not None and bool(nothing.any()):
             self._check_choices(nothing, accepted, emitted)
@@ -420,7 +434,8 @@ class _Decoding:
             kept = kept[:, : int(counts.max()) + 1]
             behind = torch.nn.functional.pad(tokens[:, : kept.shape[1] - 1], (0, 1))
             behind = behind.scatter(1, counts[:, None], accepted.next_token[:, None])
-            self.fresh = Fresh(_gather(hidden, layers, kept), behind, counts + 1)
+            read = hidden if self.drafter.needs.last_hidden else None
+            self.fresh = Fresh(_gather(read, layers, kept), behind, counts + 1)
         if len(stays) < len(self.rows):
             self._keep(stays)
 
@@ -443,11 +458,11 @@ class _Decoding:
             self.fresh = Fresh(features, fresh.tokens[places], fresh.counts[places], first=first)
 
 
-def _gather(hidden: Tensor, layers: dict[int, Tensor], kept: Tensor) -> Features:
+def _gather(hidden: Tensor | None, layers: dict[int, Tensor], kept: Tensor) -> Features:
     def pick(value: Tensor) -> Tensor:
         return value.gather(1, kept[:, :, None].expand(-1, -1, value.shape[-1]))
 
-    return Features(pick(hidden), {layer: pick(value) for layer, value in layers.items()})
+    return Features(None if hidden is None else pick(hidden), {layer: pick(value) for layer, value in layers.items()})
 
 
 def _drafted(proposal: Proposal, depths: Tensor, accepted: Acceptance, use: Tensor) -> tuple[Tensor, Tensor]:

@@ -126,7 +126,7 @@ def measure_acceptance(
     watch: Watch = unwatched,
 ) -> Measurement:
     """Decode prompts in batches and count. Seconds by stage are the batches' own and no base for a speed claim."""
-    total, outputs = Tally(), list[Output]()
+    total, outputs, plan = Tally(), list[Output](), plan.made_by(drafter)
     for start in watch(range(0, len(prompts), batch), "batches decoded"):
         part = prompts[start : start + batch]
         some, tally = decode(
@@ -149,7 +149,8 @@ def measure_acceptance(
 def rank_rates(tree: Tree, outputs: Sequence[Output]) -> list[list[float | None]]:
     """By depth and rank, the share of rounds in which that child was the accepted one, of those whose parent was.
 
-    An output's last round is left out, since a stop token or the limit may have cut it. None where there was no such round.
+    An output's last round is left out, since a stop token or the limit may have cut it. None where there was no such round. A
+    child that was not drafted, for which a drafter that copies text knew none, counts as one that was not accepted.
     """
     widths = [max(tree.ranks[node] for node in level) + 1 for level in tree.levels()]
     taken, offered = ([[0] * width for width in widths] for _ in range(2))
@@ -184,6 +185,7 @@ def measure_speed(
     Args:
         warmup: prompts decoded beforehand by every plan and not counted.
     """
+    plans = [plan.made_by(drafter) for plan in plans]
     policies = list(dict.fromkeys(plan.policy for plan in plans))
     jobs = [Plan(Tree.chain(0), policy) for policy in policies] + list(plans)
     results: list[list[tuple[Output, float]]] = [[] for _ in jobs]

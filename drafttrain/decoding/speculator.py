@@ -38,7 +38,7 @@ class Speculator:
 
     def __init__(self, target: Target, drafter: Drafter, plan: Plan, *, dtype: str = "auto") -> None:
         drafter.check(plan.tree)
-        self.target, self.plan = target, plan
+        self.target, self.plan = target, plan.made_by(drafter)
         check_dtype(dtype)
         self.drafter = _fastest(drafter, target) if dtype == "auto" else drafter.at(getattr(torch, dtype))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from drafttrain.nn.processing import Text
 from drafttrain.nn.sampling import Policy
 from drafttrain.target.model import Target
 from drafttrain.tree.confident import Confident
+from drafttrain.tree.copied import Continuations, copied, proposal_of
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.growth import grow
 from drafttrain.tree.topology import Growth, Tree, check_size
@@ -26,7 +27,7 @@ class Fresh:
     """What became true since the last proposal: features of positions, each with the token that follows it."""
 
     features: Features
-    """(b s d) features of positions read by the target."""
+    """(b s d) features of positions read by the target, as far as the drafter needs them."""
     tokens: Tensor
     """(b s) int64, the committed token behind each position; a row's last one is the anchor."""
     counts: Tensor
@@ -34,7 +35,7 @@ class Fresh:
     text: Text | None = None
     """All that is committed, the anchor included, where the policy reads it."""
     first: Tensor | None = None
-    """(b) int64 each row's first token, which stands behind no feature; at the first proposal alone."""
+    """(b) int64 each row's very first token, which stands behind no position; given at the first proposal alone."""
 
 
 class Drafter(nn.Module, abc.ABC):
@@ -44,6 +45,10 @@ class Drafter(nn.Module, abc.ABC):
     """Of the class, or of an object where it depends on the settings."""
     growths: ClassVar[tuple[type[Growth], ...]] = (Tree,)
     """Kinds of trees that it can fill."""
+    learns: ClassVar[bool] = True
+    """Whether there is anything to train. False: it has no weights."""
+    can_draw: ClassVar[bool] = True
+    """Whether it has laws that drafts can be drawn from. False: its drafts are a function of the text at any temperature."""
     target: Target
 
     def __init__(self, target: Target) -> None:
@@ -88,6 +93,16 @@ class Drafter(nn.Module, abc.ABC):
         return None
 
     @property
+    def dtype(self) -> torch.dtype | None:
+        """Of its weights; None where it has none."""
+        return next((p.dtype for p in self.parameters()), None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are; without any, where the target is."""
+        return next((p.device for p in self.parameters()), self.target.device)
+
+    @property
     def choices(self) -> int:
         """How many different tokens this drafter can propose."""
         ids = getattr(self, "draft_ids", None)
@@ -117,7 +132,7 @@ class Drafter(nn.Module, abc.ABC):
         """
         copy = type(self)(target=target or self.target, **self.settings())
         copy.load_state_dict(self.state_dict())
-        return copy.to(device=next(self.parameters()).device, dtype=dtype).eval().requires_grad_(False)
+        return copy.to(device=self.device, dtype=dtype).eval().requires_grad_(False)
 
     @property
     def owns_all(self) -> bool:
@@ -273,6 +288,71 @@ class Parallel(Heads):
 class SemiAutoregressive(Heads):
     """Heads that read the position's features and the tokens drafted behind it, without a cache: a node's output carries
     what its children's head will read."""
+
+
+class RowText(Continuations, Protocol):
+    """What a drafter that copies remembers of one row: its committed ids, the anchor last, so that what followed is found."""
+
+    def append(self, token: int) -> None: ...
+
+    def root(self) -> Any:
+        """The place behind the anchor, whose continuations are drafted; None where nothing like the text's end is known."""
+        ...
+
+
+class Retrieval(Drafter):
+    """Drafts copied from text: tokens, no probabilities. Learns nothing and reads nothing of the target.
+
+    It works on the host, every row by its own text. How continuations fill a tree: `drafttrain.tree.copied`.
+    """
+
+    needs = Needs()
+    learns = False
+    can_draw = False
+
+    @abc.abstractmethod
+    def memory(self) -> RowText:
+        """Of a new row."""
+
+    def open(self, rows: int, capacity: int) -> list[RowText]:
+        return [self.memory() for _ in range(rows)]
+
+    def select(self, state: list[RowText], rows: Tensor) -> None:
+        state[:] = [state[row] for row in rows.tolist()]
+
+    def propose(
+        self,
+        state: list[RowText],
+        fresh: Fresh,
+        tree: Growth,
+        policy: Policy,
+        u: Tensor | None,
+        law: Law = Law.ONE_HOT,
+    ) -> Proposal:
+        """Remember what became true, then copy what followed earlier. Rows may have fewer nodes than the tree, or none."""
+        counts = fresh.counts.to(fresh.tokens.device)
+        if fresh.first is not None:
+            counts, new = counts + 1, torch.cat((fresh.first[:, None], fresh.tokens), 1)
+        else:
+            new = fresh.tokens
+        rows = []
+        for text, (count, *ids) in zip(state, torch.cat((counts[:, None], new), 1).tolist(), strict=True):
+            for token in ids[:count]:
+                text.append(token)
+            rows.append(copied(text, text.root(), tree))
+        return proposal_of(rows, new.device)
+
+    def loss(self, batch: Batch, features: Features, *, generator: torch.Generator | None = None) -> Loss:
+        raise InputError(f"{type(self).__name__} has no weights: there is nothing to train, python -m drafttrain.fit measures it")
+
+    def at(self, dtype: torch.dtype, target: Target | None = None) -> Drafter:
+        """Itself, unless for another target: it has no weights to convert."""
+        if target is None or target is self.target:
+            return self.eval()
+        return super().at(dtype, target)
+
+    def describe(self) -> dict[str, Any]:
+        return {"learns": "nothing, it copies its drafts from the text", **self.settings()}
 
 
 def last_of(fresh: Fresh) -> Tensor:

@@ -41,6 +41,7 @@ _GUARANTEES = {
     "approximate": "none: the text may differ from the target's",
 }
 
+_BORROWED = "embedding and output head are the target's own and are not in here."
 _IN_WHOLE = "`ssm/` is the drafter as a language model of its own."
 _ASSISTANT = """\
 The drafter alone, in transformers without drafttrain:
@@ -57,13 +58,11 @@ tags: [speculative-decoding, {kind_tag}]{front}
 ---
 # {kind} drafter for {target}
 
-A small model that guesses the next tokens of **{target}** ({model_type}). The target checks the guesses in one pass and keeps
+{guesser} the next tokens of **{target}** ({model_type}). The target checks the guesses in one pass and keeps
 those it would have written itself, so its text stays its own and takes fewer passes. This package is of no use with another
 target: loading compares fingerprints and refuses.
 {tuned}
-- {parameters:,} trained parameters, stored as {dtype}; {borrowed}
-- Drafts from {vocabulary}.
-- {length}
+{facts}
 
 ## Measured
 {table}
@@ -117,34 +116,20 @@ def card(config: dict[str, Any], metrics: dict[str, Any], plan: Plan, *, as_mode
     Args:
         as_model: the package holds the drafter as a directory of transformers.
     """
-    target, shape = config["target"], config["shape"]
+    target = config["target"]
     kind = config["drafter"]["_target_"].rpartition(".")[2]
     name, licence = target["name"], target["licence"]
-    whole = shape["draft_vocab"] == shape["vocab_size"]
-    vocabulary = (
-        f"the target's whole vocabulary of {shape['vocab_size']:,} tokens"
-        if whole
-        else f"{shape['draft_vocab']:,} of the target's {shape['vocab_size']:,} tokens; the others are never drafted"
-    )
-    length = config["trained_length"]
-    told = (
-        f"Trained on rows of at most {length:,} tokens. Beyond that it still drafts and the text is still the target's; only "
-        "fewer drafts may be kept."
-        if length
-        else "The length of the rows it was trained on was not recorded."
-    )
+    learned, corpus = _origin(config)
     rows = metrics["rows"]
     text = _TEXT.format(
         kind=kind,
         kind_tag=kind.lower(),
         target=name,
         model_type=target["model_type"],
-        front=_front(name, licence),
-        parameters=shape["parameters"],
-        dtype=shape["dtype"],
-        vocabulary=vocabulary,
+        front=_front(name, licence if learned or corpus else None),
+        guesser="A small model that guesses" if learned else "Settings of a drafter that guesses",
         tuned=_tuned(config.get("adapter"), metrics.get("target_change")),
-        length=told,
+        facts="\n".join(f"- {fact}" for fact in _facts(config, as_model)),
         table=_table(rows) if rows else "Nothing has been measured yet: run `python -m drafttrain.evaluate`.",
         settings=_settings(metrics.get("settings") or {}),
         guarantees=_guaranteed(rows),
@@ -152,13 +137,46 @@ def card(config: dict[str, Any], metrics: dict[str, Any], plan: Plan, *, as_mode
         if name == "smollm2"
         else 'load.hf("path/or/id/of/the/target", dtype="auto", device="auto", attention="sdpa")',
         plan=describe(plan),
-        borrowed=_IN_WHOLE if as_model else "embedding and output head are the target's own and are not in here.",
         assistant=_ASSISTANT if as_model else "",
-        licence=f"The target is under {licence}. A drafter made from its answers is subject to that licence's terms too."
-        if licence
-        else "The target's licence was not recorded: see the target. What a drafter learned from its answers may fall under it.",
+        licence=_licence(config),
     )
     return re.sub(r"\n{3,}", "\n\n", re.sub(r" +\n", "\n", text))
+
+
+def _origin(config: dict[str, Any]) -> tuple[bool, str | None]:
+    """Whether anything was trained, and the name of the conversations that drafts are copied from."""
+    return bool(config["shape"]["parameters"]), config["drafter"].get("corpus")
+
+
+def _facts(config: dict[str, Any], as_model: bool) -> list[str]:
+    """What the drafter is, a sentence or two each."""
+    shape, length = config["shape"], config["trained_length"]
+    learned, corpus = _origin(config)
+    if not learned:
+        more = f", or in the conversations of {corpus} that lie in here" if corpus else ""
+        return [
+            f"No weights: nothing was trained. Drafts are what followed earlier in the text at hand, prompt and answer{more}.",
+            "Where nothing like the end of the text stood before, nothing is drafted.",
+        ]
+    return [
+        f"{shape['parameters']:,} trained parameters, stored as {shape['dtype']}; {_IN_WHOLE if as_model else _BORROWED}",
+        f"Drafts from the target's whole vocabulary of {shape['vocab_size']:,} tokens."
+        if shape["draft_vocab"] == shape["vocab_size"]
+        else f"Drafts from {shape['draft_vocab']:,} of the target's {shape['vocab_size']:,} tokens; the others are never drafted.",
+        f"Trained on rows of at most {length:,} tokens. Beyond that it still drafts and the text is still the target's; only "
+        "fewer drafts may be kept."
+        if length
+        else "The length of the rows it was trained on was not recorded.",
+    ]
+
+
+def _licence(config: dict[str, Any]) -> str:
+    if not any(_origin(config)):
+        return "Nothing in here was learned from the target or written by it."
+    licence = config["target"]["licence"]
+    if licence:
+        return f"The target is under {licence}. A drafter made from its answers is subject to that licence's terms too."
+    return "The target's licence was not recorded: see the target. What a drafter learned from its answers may fall under it."
 
 
 def _tuned(adapter: dict[str, Any] | None, change: Any) -> str:

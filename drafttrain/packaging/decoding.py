@@ -199,7 +199,8 @@ def tree_of(value: Any) -> Growth:
 def fit(plan: Plan, drafter: Drafter, where: str = "the plan") -> Plan:
     """The plan as this drafter can fill it: what is deeper is cut off, with a message.
 
-    Raises: InputError if it cannot fill such a tree, or a node has more children than there are tokens to propose.
+    Raises: InputError if it cannot fill such a tree, a node has more children than there are tokens to propose, or drafts are
+        to be drawn by a drafter that copies them.
     """
     deepest = drafter.max_depth
     if deepest is not None and plan.tree.max_depth > deepest:
@@ -208,7 +209,7 @@ def fit(plan: Plan, drafter: Drafter, where: str = "the plan") -> Plan:
         )
         plan = replace(plan, tree=plan.tree.capped(deepest))
     drafter.check(plan.tree, where)
-    return plan
+    return plan.made_by(drafter)
 
 
 def _whole(value: Any) -> bool:

@@ -130,7 +130,7 @@ def _speculator(folder: Path, model: nn.Module) -> Speculator:
     first = next(model.parameters())
     stamp = (*stamp, first.dtype, first.device)  # weights of a tuned copy do not move with the model's
     known = kept.get(place)
-    moved = known is not None and next(known[1].drafter.parameters()).device != known[1].target.device
+    moved = known is not None and known[1].drafter.device != known[1].target.device
     if known is None or known[0] != stamp or moved:
         target = Target(model, None, getattr(model.config, "_name_or_path", "") or type(model).__name__)
         known = kept[place] = (stamp, load(folder, target))

@@ -1,7 +1,8 @@
 """A package: a folder that decodes by itself, and is trusted with nothing when it is read.
 
 config.json             format, the drafter's class and settings, needs, shape, target fingerprint, how it was trained
-drafter.safetensors     trained tensors and the ids of a reduced draft vocabulary; never the target's embedding or head
+drafter.safetensors     trained tensors, and ids of a reduced draft vocabulary or of a corpus; none of a drafter without them;
+                        never the target's embedding or head
 adapter.safetensors     what joint training added to the target's weights, where it did; config.json then says so
 ssm/                    a drafter that is a language model, as a directory of transformers: its tensors, where it borrows
                         nothing of the target, are kept here alone; otherwise a whole copy, if one was asked for
@@ -52,6 +53,9 @@ ALL_FILES = (*FILES, ADAPTER, *WHOLE_FILES)
 """Of any package; FILES are those of every one."""
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 """Dtypes of stored weights, and their names in a safetensors header."""
+
+STORED = ("draft_ids", "corpus_ids")
+"""Settings that are long lists of ids: they are stored as tensors, not in the config."""
 
 _KEYS = ("format", "made_with", "drafter", "needs", "shape", "trained_length", "target", "training")
 _NEEDS = ("last_hidden", "layers", "logits")

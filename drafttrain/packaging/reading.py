@@ -22,6 +22,7 @@ from drafttrain.packaging.manifest import (
     CONFIG,
     DECODING,
     DTYPES,
+    STORED,
     TENSORS,
     WHOLE_TENSORS,
     check_target,
@@ -124,6 +125,8 @@ def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
             found = {name: _facts(file, name) for name in file.keys()}  # noqa: SIM118 - not a dict
             if "draft_ids" in _parameters(kind):
                 settings["draft_ids"] = _draft_ids(file, found, config, target, path)
+            if "corpus_ids" in _parameters(kind):
+                settings["corpus_ids"] = _corpus_ids(file, found, settings["corpus"], path)
             drafter = _built(kind, target, settings, folder)
             if (needs := needs_of(drafter)) != config["needs"]:
                 raise InputError(f"{folder / CONFIG}: needs are {config['needs']}, this drafter has {needs}")
@@ -153,7 +156,7 @@ def _parameters(kind: type[Drafter]) -> dict[str, inspect.Parameter]:
 def _checked_settings(node: dict[str, Any], kind: type[Drafter], folder: Path) -> dict[str, Any]:
     """Exactly the settings that the class takes, each of its default's type."""
     where = f"{folder / CONFIG}: drafter"
-    parameters = {name: p for name, p in _parameters(kind).items() if name != "draft_ids"}
+    parameters = {name: p for name, p in _parameters(kind).items() if name not in STORED}
     check_keys(node, ("_target_", *parameters), where)
     settings = {name: value for name, value in node.items() if name != "_target_"}
     for name, value in settings.items():
@@ -212,6 +215,16 @@ def _draft_ids(
     if int(ids.min()) < 0 or int(ids.max()) >= v or not bool((ids[1:] > ids[:-1]).all()):
         raise InputError(f"{path}: draft_ids must ascend within the target's vocabulary 0..{v - 1}, each id once")
     return ids.tolist()
+
+
+def _corpus_ids(file: Any, found: dict[str, Any], corpus: str | None, path: Path) -> Tensor | None:
+    """The text that a drafter copies from. What a package names as its corpus is never read from elsewhere."""
+    if corpus is None:
+        return None
+    if found.get("corpus_ids", ((), ""))[1] != "I64":
+        raise InputError(f"{path} lacks corpus_ids, the text of its corpus {str(corpus)[:80]}: the package is damaged")
+    ids: Tensor = file.get_tensor("corpus_ids")
+    return ids
 
 
 def _refuse_odd(tensors: dict[str, Tensor], path: Path) -> None:

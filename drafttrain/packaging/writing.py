@@ -31,6 +31,7 @@ from drafttrain.packaging.manifest import (
     FOLDERS,
     FORMAT,
     METRICS,
+    STORED,
     TENSORS,
     WHOLE_CONFIG,
     WHOLE_TENSORS,
@@ -309,7 +310,7 @@ def _whole(drafter: Drafter, dtype: torch.dtype) -> tuple[str, dict[str, Tensor]
 
 def _settings_of(drafter: Drafter) -> dict[str, Any]:
     """Settings apart from those that are stored as tensors."""
-    return {name: value for name, value in drafter.settings().items() if name != "draft_ids"}
+    return {name: value for name, value in drafter.settings().items() if name not in STORED}
 
 
 def _short(name: str) -> str:

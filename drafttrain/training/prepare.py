@@ -1,4 +1,7 @@
-"""Put the parts of a run together: batches, features, module, evaluation, checkpoints; and take over what is resumed."""
+"""Put the parts of a run together: batches, features, module, evaluation, checkpoints; and take over what is resumed.
+
+A drafter that learns nothing needs the first step alone: what is measured, and on which prompts.
+"""
 
 from __future__ import annotations
 
@@ -44,27 +47,70 @@ class Settings:
     """How the target is trained too; None leaves it frozen."""
 
 
-@dataclass
-class Training:
-    """What a run is made of."""
+@dataclass(kw_only=True)
+class Ready:
+    """What can be measured and packaged."""
 
+    config: dict[str, Any]
     settings: Settings
     run: Run
     target: Target
     drafter: Drafter
+    speculator: Speculator
+    prompts: list[list[int]]
+    calibration: ConversationData | None = None
+    """Rows set aside, where trees are to be calibrated on them."""
+
+    @property
+    def seed(self) -> int:
+        seed: int = self.config["seed"]
+        return seed
+
+    @property
+    def updates(self) -> int:
+        """Made so far: none."""
+        return 0
+
+    @property
+    def trained_length(self) -> int | None:
+        """Tokens of the longest row in training."""
+        return None
+
+    def facts(self) -> dict[str, Any] | None:
+        """How it was trained, plain JSON values; None if it was not."""
+        return None
+
+
+@dataclass(kw_only=True)
+class Training(Ready):
+    """What a run of training is made of."""
+
     module: DraftModule
     stream: Stream
     source: OnlineFeatures | LiveFeatures
-    speculator: Speculator
     decode: DecodeCallback
     keeper: Keeper
-    prompts: list[list[int]]
-    seed: int
-    calibration: ConversationData | None = None
-    """Rows set aside, where trees are to be calibrated on them."""
-    held_out: ConversationData | None = None
     adapter: Trained | None = None
     """What is trained of the target."""
+
+    @property
+    def updates(self) -> int:
+        return self.module.updates
+
+    @property
+    def trained_length(self) -> int:
+        return max(self.stream.data.lengths)
+
+    def facts(self) -> dict[str, Any]:
+        module = self.module
+        return {
+            "updates": module.updates,
+            "best_update": self.keeper.best_update,
+            "epochs": module.course.epoch(module.position),
+            "supervised_tokens_seen": int(module.supervised),
+            "seconds": round(module.seconds_before if module._began is None else module.seconds),
+            "data": self.keeper.facts["data"],
+        }
 
     def settle(self, pack: Callable[[Target], None]) -> None:
         """Take the adapter off the target, which is the original again, and go on with a tuned one, as the package will: what is
@@ -82,6 +128,32 @@ class Training:
         pack(self.target)
         self.drafter = self.drafter.at(torch.float32, self.target)
         self.speculator = Speculator(self.target, self.drafter, self.speculator.plan)
+
+
+def prepare_untrained(
+    config: dict[str, Any],
+    settings: Settings,
+    run: Run,
+    target: Target,
+    drafter: Drafter,
+    data: ConversationData,
+    *,
+    calibration: ConversationData | None = None,
+    say: Callable[[str], None],
+) -> Ready:
+    """The drafter as it is, with prompts to measure it on. Arguments as in `prepare`."""
+    drafter.check(settings.tree)
+    settings.final.check(drafter)
+    return Ready(
+        config=config,
+        settings=settings,
+        run=run,
+        target=target,
+        drafter=drafter,
+        speculator=Speculator(target, drafter, Plan(settings.tree)),
+        prompts=usable_prompts(target, data, settings, say),
+        calibration=calibration,
+    )
 
 
 def prepare(
@@ -108,8 +180,7 @@ def prepare(
         show: draws what an evaluation found.
         make_source: builds the source of features from what only the run knows.
     """
-    drafter.check(settings.tree)
-    settings.final.check(drafter)
+    ready = prepare_untrained(config, settings, run, target, drafter, data, calibration=calibration, say=say)
     world, seed = world_size(), config["seed"]
     sampler = settings.trainer.sampler(data, seed=seed, rank=rank(), world=world)
     course = settings.trainer.course(sampler)
@@ -144,13 +215,10 @@ def prepare(
         sim = None if held_out is None else kept_in_memory(target, drafter, held_out, config["features"])
         module = DraftModule(drafter, source, settings.optim, course, **common)
     say(source.describe())
-    plan = Plan(settings.tree)
-    speculator = Speculator(target, drafter, plan)
-    prompts = usable_prompts(target, data, settings, say)
     decode = DecodeCallback(
-        speculator,
-        prompts,
-        {"tree": plan},
+        ready.speculator,
+        ready.prompts,
+        {"tree": ready.speculator.plan},
         settings.eval,
         held_out=held_out,
         source=sim,
@@ -172,21 +240,7 @@ def prepare(
         stream.position = module.position
         say(f"goes on behind update {module.updates}, {course.epoch(module.position):.2f} epochs")
     return Training(
-        settings,
-        run,
-        target,
-        drafter,
-        module,
-        stream,
-        source,
-        speculator,
-        decode,
-        keeper,
-        prompts,
-        seed,
-        calibration,
-        held_out,
-        adapter,
+        **vars(ready), module=module, stream=stream, source=source, decode=decode, keeper=keeper, adapter=adapter
     )
 
 

@@ -207,8 +207,7 @@ def three_token_law(target, prompt, policy):
     return law
 
 
-def p_value(target, drafter, plan, rows=ROWS):
-    prompt = [3, 5, 2]
+def p_value(target, drafter, plan, rows=ROWS, prompt=(3, 5, 2)):
     outputs, _ = decode(target, drafter, [prompt] * rows, plan, max_new_tokens=3, stop_ids=())
     counts = torch.zeros(512, dtype=torch.float64)
     for a, b, c in (output.ids for output in outputs):

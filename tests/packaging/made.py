@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from drafttrain.decoding.loop import Plan, decode
+from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.flow import Batch
 from drafttrain.nn.sampling import Policy
@@ -49,7 +50,7 @@ def overfitted(
     return drafter.eval()
 
 
-def packed(folder: Path, drafter: Eagle1, target: Target, **settings: Any) -> Path:
+def packed(folder: Path, drafter: Drafter, target: Target, **settings: Any) -> Path:
     """Saved with a chain of 4 unless told otherwise."""
     arguments: dict[str, Any] = {
         "plan": Plan(Tree.chain(4)),

@@ -72,7 +72,8 @@ def same_law(
             cells = Cells.of(target, where, policy, each)
             if len(cells.probs) > 1:
                 places.append((where, cells))
-    wrong = Plan(Tree.chain(min(2, speculator.drafter.max_depth or 2)), policy, sampled=True, rule="typical:0:0")
+    drafter = speculator.drafter
+    wrong = Plan(Tree.chain(min(2, drafter.max_depth or 2)), policy, sampled=drafter.can_draw, rule="typical:0:0")
     control = f"T={policy.temperature:g} {CONTROL}"
     rows = []
     for name, plan in {**plans, control: wrong}.items():
@@ -86,7 +87,7 @@ def same_law(
             numbers = range(place * each + start, place * each + min(start + side, each))
             outputs, _ = decode(
                 target,
-                speculator.drafter,
+                drafter,
                 [where] * len(numbers),
                 plan,
                 max_new_tokens=TOKENS,

@@ -1,0 +1,81 @@
+"""What copying drafts from text costs a round, against one plain step of the target.
+
+Usage: python scripts/bench/copying.py [--lengths 250 1000 4000] [--rounds 30]
+
+The text is that of the shipped conversations, one behind the other. A round takes in two tokens and drafts; every ratio is
+taken inside this run. The target's step stands behind 250 tokens: behind more it takes longer, and the ratio falls.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from timing import interleaved
+
+from drafttrain.data.conversations import read_set
+from drafttrain.data.datamodule import set_folder
+from drafttrain.drafter.base import Fresh, Retrieval
+from drafttrain.drafter.ngram import NGram
+from drafttrain.drafter.suffix import Suffix
+from drafttrain.flow import Features
+from drafttrain.nn.sampling import Policy
+from drafttrain.target import load
+from drafttrain.tree.dynamic import Dynamic
+from drafttrain.tree.topology import Growth, Tree
+
+WANTED = 0.05
+TREES: dict[str, Growth] = {
+    "chain of 10": Tree.chain(10),
+    "tree of 25": Tree.eagle1_static(),
+    "dynamic tree of 24": Dynamic(depth=6, top_k=8, total=24),
+}
+
+
+def fresh_of(ids: torch.Tensor, start: int, end: int) -> Fresh:
+    part = ids[None, start:end]
+    return Fresh(Features(), part, torch.tensor([part.shape[1]]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[250, 1000, 4000])
+    parser.add_argument("--rounds", type=int, default=30)
+    options = parser.parse_args()
+    target = load.smollm2(dtype="auto", device="auto", attention="sdpa")
+    text = torch.from_numpy(read_set(set_folder("builtin:smollm2")).ids.astype("int64"))
+    cache = target.new_cache(1, 300)
+    target.step(text[None, :250].to(target.device), cache)
+    cache.commit(torch.tensor([250], device=target.device))
+
+    @torch.inference_mode()
+    def plain() -> None:
+        target.head(target.step(text[None, 250:251].to(target.device), cache).hidden)
+
+    jobs: dict[str, Callable[[], object]] = {"a plain step": plain}
+    for drafter in (NGram(target), Suffix(target)):
+        for length in options.lengths:
+            for name, tree in TREES.items():
+                if isinstance(tree, drafter.growths):
+                    jobs[f"{type(drafter).__name__}, {length} tokens, {name}"] = round_of(drafter, text, length, tree)
+    seconds = interleaved(jobs, rounds=options.rounds)
+    step = seconds["a plain step"]
+    for name, value in seconds.items():
+        print(f"{name}: {value * 1e6:.0f} us, {value / step:.4f} of a plain step (at most {WANTED} is wanted)")
+
+
+def round_of(drafter: Retrieval, text: torch.Tensor, length: int, tree: Growth) -> Callable[[], None]:
+    state, place = drafter.open(1, 0), length
+    drafter.propose(state, fresh_of(text, 0, length), tree, Policy(), None)
+
+    def draft() -> None:
+        nonlocal place
+        drafter.propose(state, fresh_of(text, place, place + 2), tree, Policy(), None)
+        place += 2
+
+    return draft
+
+
+if __name__ == "__main__":
+    main()

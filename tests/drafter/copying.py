@@ -1,0 +1,39 @@
+"""What tests of drafters that copy text share: a text, and the tree that they draft behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from drafttrain.drafter.base import Fresh, Retrieval
+from drafttrain.flow import Features, Proposal
+from drafttrain.nn.sampling import Policy
+from drafttrain.tree.topology import Growth
+
+Drafts = list[tuple[int, int]]
+"""(token, parent) of each node."""
+
+
+def fresh_of(rows: Sequence[Sequence[int]], *, begins: bool) -> Fresh:
+    """What the loop hands over: behind a prompt its first token apart, the anchor last; padding that nobody may read."""
+    later = [list(row[begins:]) for row in rows]
+    width = max(map(len, later))
+    tokens = torch.tensor([row + [299] * (width - len(row)) for row in later], dtype=torch.int64)
+    first = torch.tensor([row[0] for row in rows]) if begins else None
+    return Fresh(Features(), tokens, torch.tensor(list(map(len, later))), first=first)
+
+
+def propose(drafter: Retrieval, rows: Sequence[Sequence[int]], tree: Growth) -> Proposal:
+    return drafter.propose(drafter.open(len(rows), 0), fresh_of(rows, begins=True), tree, Policy(), None)
+
+
+def rows_of(proposal: Proposal) -> list[Drafts]:
+    assert proposal.counts is not None
+    zipped = zip(proposal.counts.tolist(), proposal.tokens.tolist(), proposal.parents.tolist(), strict=True)
+    return [list(zip(tokens[:count], parents[:count], strict=True)) for count, tokens, parents in zipped]
+
+
+def drafts(drafter: Retrieval, text: Sequence[int], tree: Growth) -> Drafts:
+    (row,) = rows_of(propose(drafter, [text], tree))
+    return row
