@@ -31,7 +31,7 @@ def test_a_set_must_be_the_targets_own_and_fit(target: Target, folder: Path) -> 
     data, held_out = ConversationData(folder), ConversationData(folder, split="held_out")
     check_set(target, data, held_out, "here")
     check_set(target, data, None, "here")
-    with pytest.raises(InputError, match="data.path=here belongs to another target"):
+    with pytest.raises(InputError, match=r"data\.path=here belongs to another target"):
         check_set(load.tiny(seed=1), data, None, "here")
     held_out.lengths = [*held_out.lengths, target.context + 1]
     with pytest.raises(InputError, match=f"rows of up to {target.context + 1} tokens.*set data.max_length={target.context}"):
@@ -41,7 +41,7 @@ def test_a_set_must_be_the_targets_own_and_fit(target: Target, folder: Path) -> 
 def test_training_is_where_the_target_is(target: Target) -> None:
     for accelerator in ("auto", "cpu"):
         check_device(target, accelerator)
-    with pytest.raises(InputError, match="trainer.accelerator=gpu, and the target is on cpu"):
+    with pytest.raises(InputError, match=r"trainer\.accelerator=gpu, and the target is on cpu"):
         check_device(target, "gpu")
 
 
