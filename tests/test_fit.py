@@ -251,7 +251,7 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
         (["final.calibrated=[8]", "data.set_aside=4"], "Eagle1 has no heads whose accuracy could make a tree"),
         (["final.calibrated=[0]"], "needs a list of numbers of nodes"),
         (["drafter=medusa", "drafter.heads=0"], "heads=0"),
-        (["drafter=medusa", "drafter.head=3"], "has no setting head. Did you mean drafter.heads"),
+        (["drafter=medusa", "drafter.head=3"], "there is no setting drafter.head. Did you mean drafter.heads"),
         (["drafter=medusa", "drafter.heads=2"], "4 deep, this drafter fills 2"),
         (["data.limit_rows=x"], "limit_rows=x: needs a whole number"),
         (["data.temperatures=[a]"], "temperatures=['a']: needs a list of numbers"),
