@@ -20,8 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from drafttrain.data.conversations import write_json
 from drafttrain.data.datamodule import BUILTIN, ConversationData
 from drafttrain.decoding import exactness
-from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.measure import Measurement
+from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError

@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.text import Text
 
 from drafttrain.data.template import ChatPieces
-from drafttrain.decoding.loop import Listener, Output, Plan
+from drafttrain.decoding.loop import Listener, Output
+from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.errors import InputError
 from drafttrain.flow import Tally

@@ -7,7 +7,8 @@ import torch
 
 from drafttrain.data.conversations import read_set
 from drafttrain.data.datamodule import set_folder
-from drafttrain.decoding.loop import Plan, decode
+from drafttrain.decoding.loop import decode
+from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.target import load
 from drafttrain.tree.topology import Tree

@@ -16,8 +16,8 @@ import drafttrain
 from drafttrain import evaluate
 from drafttrain.data.conversations import Row, write_set
 from drafttrain.data.template import ChatPieces
-from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.measure import measure_acceptance
+from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.ngram import NGram
 from drafttrain.target.model import Target

@@ -18,7 +18,7 @@ import torch
 
 from drafttrain import fit
 from drafttrain.data.conversations import Row, write_set
-from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.plan import Plan
 from drafttrain.packaging.reading import load as load_package
 from drafttrain.reporting.loggers import read_metrics
 from drafttrain.reporting.progress import ConsoleProgress

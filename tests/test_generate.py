@@ -14,7 +14,8 @@ from rich.console import Console
 
 import drafttrain
 from drafttrain import generate
-from drafttrain.decoding.loop import Output, Plan
+from drafttrain.decoding.loop import Output
+from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.ngram import NGram
 from drafttrain.errors import InputError
 from drafttrain.generate import Conversation, Screen, Unfolding

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from drafttrain import evaluate, fit, generate, tune
-from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.plan import Plan
 from drafttrain.packaging.manifest import ADAPTER, TENSORS, read_config, read_metrics
 from drafttrain.packaging.reading import load as load_package
 from drafttrain.reporting.loggers import read_metrics as read_log

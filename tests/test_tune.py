@@ -12,7 +12,8 @@ import pytest
 
 from drafttrain import tune
 from drafttrain.data.template import ChatPieces
-from drafttrain.decoding.loop import Plan, decode
+from drafttrain.decoding.loop import decode
+from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.suffix import Suffix
 from drafttrain.packaging.decoding import read_plan
 from drafttrain.target.model import Target

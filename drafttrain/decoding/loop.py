@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from drafttrain.decoding import rules
+from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter, Fresh
 from drafttrain.errors import InputError
 from drafttrain.flow import Acceptance, Features, Law, Proposal, Tally
 from drafttrain.nn.processing import Text
-from drafttrain.nn.sampling import Chance, Policy, draw
+from drafttrain.nn.sampling import Chance, draw
 from drafttrain.target.model import Target
 from drafttrain.tree.laws import ways
-from drafttrain.tree.topology import Growth, ancestor_mask, depths_of
+from drafttrain.tree.topology import ancestor_mask, depths_of
 
 
 @dataclass
@@ -39,97 +40,8 @@ class Output:
     """This row's counts; seconds are kept for the whole batch."""
 
 
-TUNED = ", relative to the tuned target"
-"""What a guarantee says further where training changed the target too."""
-
 Listener = Callable[[int, list[int], int], None]
 """(row, newly emitted ids, how many of the first of them were drafted)."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How to decode: proposal shape, law and rule."""
-
-    tree: Growth
-    """How the tree of drafts grows, and its budget; Tree.chain(0) is plain decoding."""
-    policy: Policy = Policy()
-    sampled: bool | None = None
-    """Draw drafts from q (True) or take the top-k (False); None does what suits the rule, and without a rule draws them
-    whenever the temperature is above 0."""
-    rule: str | None = None
-    """Name of an acceptance rule; None is the exact one that fits the proposal."""
-
-    @property
-    def draws(self) -> bool:
-        return self.law is not Law.ONE_HOT
-
-    @property
-    def law(self) -> Law:
-        """How drafts are made. A drawn chain counts as independent draws: each node has one child."""
-        if self.policy.greedy:
-            if self.sampled:
-                raise InputError("sampled=true needs a temperature above 0: at temperature 0 there is nothing to draw from")
-            return Law.ONE_HOT
-        if self.sampled and not self.tree.can_draw:
-            raise InputError(
-                f"sampled=true does not go with a {self.tree.kind} tree: which of its nodes stay depends on their "
-                "tokens, so drawn ones would change the law of the text; leave it out, or give a static tree"
-            )
-        drawn: tuple[Law, ...] = ()
-        if self.tree.can_draw:
-            drawn = (Law.IID,) if self.tree.is_chain else (Law.WOR, Law.IID)
-        possible = {None: (*drawn, Law.ONE_HOT), True: drawn, False: (Law.ONE_HOT,)}[self.sampled]
-        if self.rule is None:
-            return possible[0]
-        for law in rules.scope_of(self.rule).laws:
-            if law in possible:
-                return law
-        if not self.tree.can_draw:
-            raise InputError(
-                f"rule {self.rule} judges drawn drafts, a {self.tree.kind} tree takes the likeliest ones: give rule=auto, or a "
-                "static tree"
-            )
-        others = "" if self.sampled else " (a drafter that copies text makes no others)"
-        raise InputError(
-            f"rule {self.rule} does not fit sampled={str(self.sampled).lower()}, which makes drafts of law "
-            f"{possible[0].value}{others}: leave one of the two out"
-        )
-
-    def made_by(self, drafter: Drafter | None) -> Plan:
-        """The same plan, its drafts of the law that this drafter can make. Raises InputError if none is as asked for."""
-        if drafter is None or drafter.can_draw or not self.tree.size:
-            return self
-        if self.sampled:
-            raise InputError(f"sampled=true: {type(drafter).__name__} copies its drafts and draws none, leave it out")
-        return replace(self, sampled=False)
-
-    @property
-    def rule_name(self) -> str:
-        law = self.law
-        if self.rule is None:
-            return rules.rule_for(law, self.policy.greedy, self.tree.is_chain)
-        rules.check_fit(self.rule, greedy=self.policy.greedy, is_chain=self.tree.is_chain)
-        return self.rule
-
-    @property
-    def misfit(self) -> str | None:
-        """Why the rule cannot serve this temperature or tree; None where it can."""
-        try:
-            _ = self.rule_name
-        except InputError as error:
-            return str(error)
-        return None
-
-    @property
-    def guarantee(self) -> str:
-        """Relative to the target used: "greedy" (same tokens), "distribution" (same law) or "approximate" (neither)."""
-        if not self.tree.size:
-            return "greedy" if self.policy.greedy else "distribution"
-        return rules.guarantee_of(self.rule_name)
-
-    def guarantee_on(self, target: Target) -> str:
-        """The guarantee as people shall read it: a tuned target is not the original."""
-        return self.guarantee if target.adapter is None else self.guarantee + TUNED
 
 
 def decode(

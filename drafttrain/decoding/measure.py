@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from drafttrain.decoding.loop import Output, Plan, decode
+from drafttrain.decoding.loop import Output, decode
+from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.flow import Tally
 from drafttrain.target.model import Target

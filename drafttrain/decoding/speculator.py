@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.decoding.loop import Listener, Output, Plan, decode
+from drafttrain.decoding.loop import Listener, Output, decode
 from drafttrain.decoding.measure import Measurement, Prompts, measure_acceptance, measure_speed
+from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.flow import Tally

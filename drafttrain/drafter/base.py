@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -196,7 +198,11 @@ class Growing(Drafter):
     def expand(
         self, state: Any, tokens: Tensor, hidden: Tensor, depth: int, among: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `drafttrain.tree.speaker.Speaker`. What is written here is scratch: `propose` takes it back."""
+        """See `drafttrain.tree.speaker.Speaker`."""
+
+    def scratch(self, state: Any) -> contextlib.AbstractContextManager[None]:
+        """While a tree is grown: what `expand` writes into the state is taken back behind it."""
+        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def to_target_ids(self, ids: Tensor) -> Tensor: ...
@@ -214,7 +220,8 @@ class Growing(Drafter):
         law: Law = Law.WOR,
     ) -> Proposal:
         hidden, logits = self.extend(state, fresh)
-        return grow(self, state, hidden, logits, tree, policy, u, law, fresh.text)
+        with self.scratch(state):
+            return grow(self, state, hidden, logits, tree, policy, u, law, fresh.text)
 
 
 @dataclass
@@ -231,21 +238,12 @@ class Autoregressive(Growing):
     def select(self, state: AutoregressiveState, rows: Tensor) -> None:
         state.cache.select(rows)
 
-    def propose(
-        self,
-        state: AutoregressiveState,
-        fresh: Fresh,
-        tree: Growth,
-        policy: Policy,
-        u: Tensor | None,
-        law: Law = Law.WOR,
-    ) -> Proposal:
-        hidden, logits = self.extend(state, fresh)
+    @contextlib.contextmanager
+    def scratch(self, state: AutoregressiveState) -> Iterator[None]:
+        """Only rows made from the target's own features stay."""
         true_rows = state.cache.lengths
-        proposal = grow(self, state, hidden, logits, tree, policy, u, law, fresh.text)
-        # Only rows made from the target's own features stay.
+        yield
         state.cache.set_lengths(true_rows)
-        return proposal
 
 
 class Heads(Growing):

@@ -71,3 +71,14 @@ class BorrowsHead(Growing, abc.ABC):
         law = probs.new_zeros(*probs.shape[:-1], self.target.vocab_size)
         law[..., self.draft_ids] = probs
         return law
+
+
+def sizes_of_inputs(target: Target) -> tuple[float, float]:
+    """Root mean squares of the target's features, as far as its final norm tells, and of its embedding: they often differ widely.
+    Neither is below 1e-3."""
+    norm = getattr(target.base, "norm", None)
+    feature, embedding = (
+        1.0 if weight is None else float(weight.detach().float().pow(2).mean().sqrt())
+        for weight in (getattr(norm, "weight", None), target.embedding.weight)
+    )
+    return max(feature, 1e-3), max(embedding, 1e-3)

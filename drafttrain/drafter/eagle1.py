@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.drafter.base import Autoregressive, AutoregressiveState, Fresh
-from drafttrain.drafter.borrowing import BorrowsHead
+from drafttrain.drafter.borrowing import BorrowsHead, sizes_of_inputs
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Loss, Needs
 from drafttrain.nn import losses
@@ -222,12 +222,10 @@ class Eagle1(BorrowsHead, Autoregressive):
 
     def _balance(self) -> None:
         d = self.target.width
+        feature, embedding = sizes_of_inputs(self.target)
         with torch.no_grad():
-            embedding = float(self.target.embedding.weight.float().pow(2).mean().sqrt())
-            norm = getattr(self.target.base, "norm", None)
-            feature = float(norm.weight.float().pow(2).mean().sqrt()) if norm is not None else 1.0
-            self.fc.weight[:, :d] *= 1.0 / max(feature, 1e-3)
-            self.fc.weight[:, d:] *= 1.0 / max(embedding, 1e-3)
+            self.fc.weight[:, :d] /= feature
+            self.fc.weight[:, d:] /= embedding
 
 
 def _decoder_layer(target: Target) -> nn.Module:

@@ -170,9 +170,9 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
         for k in ks:
             counted = valid[:, k - 1]
             for top in TOPS:
-                hits = (judged.ranks[:, k - 1] < top) & counted
+                hits = (judged.noted[:, k - 1] < top) & counted
                 parts[f"head_{k}_top{top}"] = (hits.sum().float(), counted.sum().float())
-            parts[f"head_{k}"] = (judged.sums[k - 1], learn[:, k - 1].sum().float())
+            parts[f"head_{k}"] = (judged.sums[k - 1, 0], learn[:, k - 1].sum().float())
         parts["accuracy"] = parts["head_1_top1"]
         # Every parameter takes part, so that no process waits for a gradient that another one has.
         nothing = sum((p.sum() for p in self.parameters()), stacked.sum() * 0.0) * 0.0
@@ -236,11 +236,3 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
                 best = self.to_target_ids(self.project(part, k).topk(ranks, -1).indices)  # c ranks
                 hits[k - 1] += ((best == label[:, None]) & counted[:, None]).sum(0).cpu()
         return hits, valid.sum(0).cpu()
-
-
-def scale_of_embedding(target: Target) -> float:
-    """Factor that makes embeddings weigh as much as features; computed from the frozen target alone."""
-    embedding = float(target.embedding.weight.float().pow(2).mean().sqrt())
-    norm = getattr(target.base, "norm", None)
-    feature = float(norm.weight.float().pow(2).mean().sqrt()) if norm is not None else 1.0
-    return max(feature, 1e-3) / max(embedding, 1e-3)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drafttrain.drafter.base import Fresh, SemiAutoregressive, last_of
-from drafttrain.drafter.heads import ResidualBlock, VocabularyHeads, scale_of_embedding
+from drafttrain.drafter.borrowing import sizes_of_inputs
+from drafttrain.drafter.heads import ResidualBlock, VocabularyHeads
 
 
 class TokenBlock(nn.Module):
@@ -51,7 +52,8 @@ class HydraHeads(VocabularyHeads, SemiAutoregressive):
 
     @functools.cached_property
     def scale(self) -> float:
-        return scale_of_embedding(self.target)
+        feature, embedding = sizes_of_inputs(self.target)
+        return feature / embedding
 
     def embed(self, ids: Tensor) -> Tensor:
         """(...) int64 -> (... d), scaled."""

@@ -9,13 +9,13 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafttrain.errors import InputError
 from drafttrain.nn import losses
+from drafttrain.nn.chunks import in_chunks
 
 TEXT = "cross_entropy"
 """The loss against the text's own tokens; all others are against the target's law."""
@@ -107,66 +107,26 @@ def mixed(
     """
     if mixture.reads_law and (teacher is None or teacher_head is None):
         raise ValueError("a loss against the target's law needs the target's hidden states and head")
-    wanted = torch.is_grad_enabled() and hidden.requires_grad
 
-    def judge(part: slice, logits: Tensor) -> dict[str, Tensor]:
-        values: dict[str, Tensor] = {}
-        if mixture.reads_law:
-            assert teacher is not None and teacher_head is not None
-            with torch.no_grad():
-                goal = teacher_head(teacher[part]).float()
+    def goal(part: slice) -> Tensor | None:
+        if not mixture.reads_law:
+            return None
+        assert teacher is not None and teacher_head is not None
+        return teacher_head(teacher[part]).float()
+
+    def judge(_head: int, part: slice, read: Tensor, aim: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        logits = head(read).float()
+        values = []
         for name in mixture.names:
             if name == TEXT:
                 known = labels[part] >= 0
-                values[name] = (losses.cross_entropy(logits, labels[part].clamp_min(0)) * known).sum()
+                values.append((losses.cross_entropy(logits, labels[part].clamp_min(0)) * known).sum())
             else:
-                values[name] = mixture.divergence(name)(logits, goal).sum()
-        return values
+                assert aim is not None
+                values.append(mixture.divergence(name)(logits, aim).sum())
+        sums = torch.stack(values)
+        weights = sums.new_tensor([mixture.weights[name] for name in mixture.names])
+        return (weights * sums).sum(), sums, logits.detach().argmax(-1)
 
-    total, sums, choices = _Mixed.apply(hidden, head, judge, mixture, chunk, wanted, *trained)
-    return Mixed(total, dict(zip(mixture.names, sums.unbind(), strict=True)), choices)
-
-
-class _Mixed(torch.autograd.Function):
-    """Gradients are made while a chunk's logits exist, so that none are kept for the backward pass."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        hidden: Tensor,
-        head: Callable[[Tensor], Tensor],
-        judge: Callable[[slice, Tensor], dict[str, Tensor]],
-        mixture: Mixture,
-        chunk: int,
-        wanted: bool,
-        *trained: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        names = mixture.names
-        sums = hidden.new_zeros(len(names), dtype=torch.float32)
-        choices = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
-        slope = torch.zeros_like(hidden) if wanted else None
-        slopes = [torch.zeros_like(p) for p in trained] if wanted else []
-        for start in range(0, len(hidden), chunk):
-            part = slice(start, start + chunk)
-            with torch.set_grad_enabled(wanted):
-                piece = hidden[part].detach().requires_grad_(wanted)
-                logits = head(piece).float()
-                values = judge(part, logits)
-                value = torch.stack([mixture.weights[name] * values[name] for name in names]).sum()
-            choices[part] = logits.detach().argmax(-1)
-            sums += torch.stack([values[name].detach() for name in names])
-            if slope is not None:
-                found = torch.autograd.grad(value, (piece, *trained))
-                slope[part] = found[0]
-                for mine, more in zip(slopes, found[1:], strict=True):
-                    mine += more
-        ctx.save_for_backward(*([] if slope is None else [slope]), *slopes)
-        ctx.mark_non_differentiable(sums, choices)
-        return (sums * sums.new_tensor([mixture.weights[name] for name in names])).sum(), sums, choices
-
-    @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, by_total: Tensor, _sums: Tensor, _choices: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        slope, *slopes = (saved * by_total.to(saved.dtype) for saved in ctx.saved_tensors)
-        return slope, *(None,) * 5, *slopes
+    made = in_chunks(hidden[:, None], goal, judge, parts=len(mixture.names), chunk=chunk, trained=trained)
+    return Mixed(made.total, dict(zip(mixture.names, made.sums[0].unbind(), strict=True)), made.noted[:, 0])

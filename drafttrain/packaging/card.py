@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from drafttrain.decoding.loop import TUNED, Plan
+from drafttrain.decoding.plan import TUNED, Plan
 from drafttrain.target.change import words
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from drafttrain.decoding import rules
-from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.measure import Watch, unwatched
+from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from drafttrain.data.datamodule import ConversationData
-from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError

@@ -16,7 +16,7 @@ from timing import interleaved
 import drafttrain
 from drafttrain.data.conversations import read_set
 from drafttrain.data.datamodule import set_folder
-from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.plan import Plan
 from drafttrain.target import load
 from drafttrain.tree.topology import Tree
 

@@ -42,7 +42,7 @@ def package(folder: str, prompts: int, new: int) -> None:
     import drafttrain
     from drafttrain.data.conversations import read_set
     from drafttrain.data.datamodule import set_folder
-    from drafttrain.decoding.loop import Plan
+    from drafttrain.decoding.plan import Plan
 
     target = load.smollm2(dtype="auto", device="auto", attention="sdpa")
     speculator = drafttrain.load(folder, target)

@@ -14,7 +14,8 @@ from drafttrain.decoding.exactness.greedy import gap_of, same_text
 from drafttrain.decoding.exactness.law import CONTROL, SharedPrompt, same_law
 from drafttrain.decoding.exactness.logits import last_logits
 from drafttrain.decoding.exactness.verdict import judged
-from drafttrain.decoding.loop import Plan, decode
+from drafttrain.decoding.loop import decode
+from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafttrain.decoding.loop import Plan, decode
+from drafttrain.decoding.loop import decode
 from drafttrain.decoding.measure import measure_acceptance
+from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError

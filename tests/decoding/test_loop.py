@@ -7,7 +7,8 @@ import torch
 from scipy import stats
 
 from drafttrain.decoding import rules
-from drafttrain.decoding.loop import Plan, decode
+from drafttrain.decoding.loop import decode
+from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError
 from drafttrain.flow import Acceptance, Law, Proposal

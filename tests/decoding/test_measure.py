@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.measure import measure_acceptance, measure_speed
+from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.nn.sampling import Policy

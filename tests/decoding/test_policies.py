@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from drafttrain.decoding import loop
-from drafttrain.decoding.loop import Plan, decode
+from drafttrain.decoding.loop import decode
+from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from drafttrain.data.datamodule import collate
-from drafttrain.decoding.loop import Plan, decode
+from drafttrain.decoding.loop import decode
+from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Fresh
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.vocabulary import coverage, most_frequent

@@ -9,8 +9,9 @@ import torch
 
 from drafttrain.decoding import rules
 from drafttrain.decoding.costs import measure_costs
-from drafttrain.decoding.loop import Plan, decode
+from drafttrain.decoding.loop import decode
 from drafttrain.decoding.measure import measure_acceptance
+from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Fresh, Retrieval
 from drafttrain.drafter.ngram import NGram

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from drafttrain.data.datamodule import collate
-from drafttrain.decoding.loop import Plan, decode
+from drafttrain.decoding.loop import decode
+from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Fresh
 from drafttrain.drafter.lending import Lent
 from drafttrain.drafter.ssm import Ssm

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from drafttrain.decoding.loop import Plan, decode
+from drafttrain.decoding.loop import decode
+from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.flow import Batch

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import drafttrain
-from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.plan import Plan
 from drafttrain.errors import InputError
 from drafttrain.packaging import hf_generate
 from drafttrain.target import load

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import drafttrain
-from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import drafttrain
-from drafttrain.decoding.loop import TUNED, Plan
+from drafttrain.decoding.plan import TUNED, Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.medusa import Medusa
 from drafttrain.errors import InputError

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import drafttrain
-from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import drafttrain
-from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Retrieval
 from drafttrain.drafter.ngram import NGram
 from drafttrain.drafter.suffix import Suffix

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from drafttrain.data.conversations import Row, write_set
 from drafttrain.data.datamodule import ConversationData
-from drafttrain.decoding.loop import Plan, decode
+from drafttrain.decoding.loop import decode
+from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.flow import Batch

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drafttrain.data.datamodule import ConversationData
-from drafttrain.decoding.loop import Plan
+from drafttrain.decoding.plan import Plan
 from drafttrain.errors import InputError
 from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import CheckpointConfig, Keeper, read_checkpoint, write_checkpoint

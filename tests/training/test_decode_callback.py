@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from drafttrain.data.datamodule import ConversationData
-from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.measure import measure_acceptance
+from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.flow import Tally
 from drafttrain.target.features import OnlineFeatures

@@ -24,8 +24,8 @@ from drafttrain.decoding.exactness.cells import TOKENS
 from drafttrain.decoding.exactness.greedy import same_text
 from drafttrain.decoding.exactness.law import same_law
 from drafttrain.decoding.exactness.verdict import FALSE_ALARM, judged, words
-from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.measure import Prompts, Watch, unwatched
+from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.errors import InputError
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from drafttrain.decoding.exactness.logits import last_logits
-from drafttrain.decoding.loop import Plan
 from drafttrain.decoding.measure import Prompts, Watch, unwatched
+from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from drafttrain.decoding.exactness.cells import TOKENS, Cells
 from drafttrain.decoding.exactness.chi_square import fit_of
-from drafttrain.decoding.loop import Plan, decode
+from drafttrain.decoding.loop import decode
 from drafttrain.decoding.measure import Prompts, Watch, unwatched
+from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.flow import Needs
 from drafttrain.nn.cache import KVCache
