@@ -14,17 +14,6 @@ from drafttrain.nn.packed import PackedLinear
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.training.pairing import check_device, check_set, draft_vocabulary, lay_out
-from tests.training.parts import write_tiny_set
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return load.tiny()
-
-
-@pytest.fixture(scope="module")
-def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_set(target, tmp_path_factory.mktemp("set"))
 
 
 def test_a_set_must_be_the_targets_own_and_fit(target: Target, folder: Path) -> None:
