@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from drafttrain.data.conversations import write_json
 from drafttrain.data.datamodule import BUILTIN, ConversationData
 from drafttrain.decoding import exactness
-from drafttrain.decoding.measure import Measurement
+from drafttrain.decoding.measure import Measurement, tau_behind
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.drafter.base import Drafter
@@ -28,7 +28,7 @@ from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Tally
 from drafttrain.nn.sampling import Policy, check_seed
 from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
-from drafttrain.packaging.manifest import DECODING, read_config
+from drafttrain.packaging.manifest import DECODING, read_config, read_metrics
 from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.reporting.console import table, track
 from drafttrain.reporting.figures import acceptance_curve
@@ -36,11 +36,14 @@ from drafttrain.runs import provenance, run_dir
 from drafttrain.target import change
 from drafttrain.target.model import Target
 from drafttrain.target.prompts import Source, open_prompts
-from drafttrain.tree.topology import Growth, Tree
+from drafttrain.training.calibrate import calibrated
+from drafttrain.tree.files import table as numbers
+from drafttrain.tree.topology import Growth, Tree, check_size
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
 
 RESULT, PICTURE = "evaluation.json", "acceptance.png"
+CALIBRATED = "calibrated:"
 _STAGES = ("prefill", "draft", "verify", "host")
 
 
@@ -98,10 +101,10 @@ def check_settings(cfg: DictConfig) -> None:
     for temperature in cfg.temperatures:
         policy_of(cfg, temperature)
     for value in named_trees(cfg):
-        if value != "package" and not chosen_tree(value).size:
+        if not of_package(value) and not chosen_tree(value).size:
             raise InputError(f"{value} drafts nothing; plain decoding is measured anyway: leave it out")
-    # The package's own tree is not known yet; a rule that fits any tree fits a chain.
-    check_rules(cfg, [Tree.chain(1) if value == "package" else chosen_tree(value) for value in named_trees(cfg)])
+    # The package's own trees are not known yet; a rule that fits any tree fits a chain.
+    check_rules(cfg, [Tree.chain(1) if of_package(value) else chosen_tree(value) for value in named_trees(cfg)])
 
 
 def named_rules(cfg: DictConfig) -> list[str | None]:
@@ -126,6 +129,31 @@ def named_trees(cfg: DictConfig) -> list[Any]:
     """Chains and trees as the settings name them, and the one chosen beside them."""
     named = [*OmegaConf.to_container(cfg.chains), *OmegaConf.to_container(cfg.trees)]  # type: ignore[misc]
     return named if cfg.tree is None else [*named, cfg.tree]
+
+
+def of_package(value: Any) -> bool:
+    """Whether only the package knows this tree."""
+    if not isinstance(value, str) or not value.startswith(CALIBRATED):
+        return bool(value == "package")
+    size = value.removeprefix(CALIBRATED)
+    if not (size.isdecimal() and int(size)):
+        raise InputError(f"tree {value!r}: needs a number of nodes, such as {CALIBRATED}64")
+    check_size(int(size))
+    return True
+
+
+def packaged_tree(value: str, speculator: Speculator, package: Path) -> Growth:
+    """The tree that the package decodes with, or the calibrated one of the accuracies that it holds."""
+    if value == "package":
+        return speculator.plan.tree
+    settings = read_metrics(package).get("settings")
+    accuracies = settings.get("head_accuracy") if isinstance(settings, dict) else None
+    if accuracies is None:
+        raise InputError(
+            f"tree {value}: {package} holds no accuracy of heads, which fit measures for medusa and hydra_heads where "
+            "final.calibrated names a size: name another tree, or let python -m drafttrain.tune find one"
+        )
+    return calibrated(numbers(accuracies, f"accuracies of heads in {package}"), int(value.removeprefix(CALIBRATED)))
 
 
 def chosen_tree(value: Any) -> Growth:
@@ -153,7 +181,10 @@ def warn_of_length(config: dict[str, Any], prompts: Sequence[Sequence[int]], lim
 
 def trees_of(cfg: DictConfig, speculator: Speculator, drafter: Drafter) -> list[Growth]:
     """The trees to compare, as this drafter can fill them, each once."""
-    found = [speculator.plan.tree if value == "package" else chosen_tree(value) for value in named_trees(cfg)]
+    package = Path(cfg.package).expanduser()
+    found = [
+        packaged_tree(value, speculator, package) if of_package(value) else chosen_tree(value) for value in named_trees(cfg)
+    ]
     trees = [fit(Plan(tree), drafter, tree.title).tree for tree in found if tree.size]
     return list(dict.fromkeys(trees))
 
@@ -192,12 +223,21 @@ def measure(
             counted = [speculator.measure_acceptance(prompts, plan, batch=cfg.batch, **common) for plan in todo]
             accepted = [speeds[0], *counted]
         pairs = zip(plans, accepted, speeds, strict=True)
+        best = max((one for one in accepted[1:] if one is not None), key=lambda one: one.tally.tau or 0)
         rows += [
-            row_of(plan, one, speed) | {"guarantee": plan.guarantee_on(speculator.target)}
+            row_of(plan, one, speed)
+            | {"guarantee": plan.guarantee_on(speculator.target)}
+            | behind(best, one if plan.tree.size else None)
             for plan, one, speed in pairs
             if plan.tree.size or speed is not None
         ]
     return rows
+
+
+def behind(best: Measurement, one: Measurement | None) -> dict[str, Any]:
+    """How far tau is behind the best of its temperature, in this comparison."""
+    gap, interval = (None, None) if one is None or one is best else tau_behind(best, one)
+    return {"tau_behind_best": gap, "tau_behind_best_interval": None if interval is None else list(interval)}
 
 
 def plans_of(cfg: DictConfig, growths: Sequence[Growth], policy: Policy, drafter: Drafter) -> list[Plan]:
@@ -398,6 +438,7 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
         drafting = [row for row in rows if row["temperature"] == temperature and row["nodes"]]
         timed = [row for row in drafting if row["speedup"] is not None]
+        lines += gaps(drafting)
         if not any(row["tau"] is not None for row in drafting):
             lines.append(f"temperature {temperature:g}: acceptance is not available, no prompt had a round of drafts")
         if not timed:
@@ -428,6 +469,18 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
             f"greedy text was not the plain one for every prompt (near-ties in low precision): {', '.join(unlike)}"
         )
     return lines
+
+
+def gaps(drafting: Sequence[dict[str, Any]]) -> list[str]:
+    """What is behind the best tau, and whether the prompts are enough to tell."""
+    found = []
+    for row in drafting:
+        interval = row["tau_behind_best_interval"]
+        if interval is not None:
+            unsure = "" if interval[0] > 0 else ", too few prompts to tell"
+            found.append(f"{row['label']} by {row['tau_behind_best']:.3f} ({interval[0]:.3f}..{interval[1]:.3f}{unsure})")
+    best = next((row["label"] for row in drafting if row["tau"] is not None and row["tau_behind_best"] is None), "")
+    return [f"tau is highest with {best}; behind it, on the same prompts: {', '.join(found)}"] if found else []
 
 
 def parity_words(found: dict[str, Any] | None) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,11 @@ def test_rows_and_their_keys(run: tuple[dict[str, Any], Path]) -> None:
         assert set(row["seconds"]) == {"prefill", "draft", "verify", "host"} and row["speed_prompts"] == 2
         low, high = row["tau_interval"]
         assert low <= row["tau"] <= high
+    for temperature in (0.0, 1.0):
+        drafting = [row for row in rows if row["temperature"] == temperature and row["nodes"]]
+        best = max(row["tau"] for row in drafting)
+        assert sum(row["tau_behind_best"] is None for row in drafting) == 1
+        assert all(row["tau_behind_best"] in (None, pytest.approx(best - row["tau"])) for row in drafting)
     assert all(row["prompts"] == len(TEXTS) for row in rows if row["nodes"])
     assert all(row["same_as_plain"] == 2 for row in rows if row["temperature"] == 0)
     assert result["settings"]["max_new_tokens"] == 16 and result["settings"]["prompt_count"] == 3
@@ -241,6 +247,18 @@ def test_prompts_that_end_at_once_have_no_tau(tmp_path: Path, capsys: pytest.Cap
     assert "acceptance is not available" in capsys.readouterr().err
 
 
+def test_a_calibrated_tree_is_that_of_the_packaged_accuracies(place: Path, target: Target, tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    shutil.copytree(place / "package", package)
+    (package / "metrics.json").write_text(json.dumps({"settings": {"head_accuracy": [[0.3, 0.6], [0.4, 0.1]]}, "rows": []}))
+    few = ("chains=[]", "trees=[calibrated:3]", "temperatures=[0.0]", "speed_prompts=0", "parity_prompts=0", "limit=1")
+    evaluate.main(words(place, tmp_path / "run", *few, f"package={package}"))
+    (row,) = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())["rows"]
+    assert row["nodes"] == 3 and row["tau"] >= 1
+    speculator = drafttrain.load(package, target)
+    assert evaluate.packaged_tree("calibrated:3", speculator, package) == Tree.from_paths([[0], [1], [0, 0]])
+
+
 BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "package missing": (lambda p, t: [f"package={p / 'nowhere'}"], "does not exist"),
     "package is the target": (lambda p, t: [f"package={p / 'target'}"], "looks like a target"),
@@ -254,6 +272,8 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "no growth": (lambda p, t: ["chains=[]", "trees=[]"], "both empty"),
     "a chain of none": (lambda p, t: ["chains=[0]"], "0 drafts nothing"),
     "unknown tree": (lambda p, t: ["trees=[octopus]"], "'octopus' is not known"),
+    "calibrated to nothing": (lambda p, t: ["trees=[calibrated:0]"], "needs a number of nodes, such as calibrated:64"),
+    "nothing calibrated": (lambda p, t: ["trees=[calibrated:8]"], "holds no accuracy of heads"),
     "malformed tree": (lambda p, t: ["trees=[[[0],[1,0]]]"], "has no parent"),
     "unknown rule": (lambda p, t: ["rule=magic"], "rule magic is not known"),
     "no rule": (lambda p, t: ["rule=[]"], "rule is an empty list"),

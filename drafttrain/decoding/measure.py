@@ -147,6 +147,18 @@ def measure_acceptance(
     return Measurement(plan, tallies, total, tokens, guarantee=plan.guarantee_on(target), rates=rates)
 
 
+def tau_behind(best: Measurement, other: Measurement) -> tuple[float | None, Interval | None]:
+    """By how much tau is lower than the best's, from the same prompts: resampled together, so that what makes a prompt easy for
+    both does not widen the interval."""
+    if best.tally.tau is None or other.tally.tau is None:
+        return None, None
+    columns = [[getattr(t, name) for t in one.tallies] for one in (best, other) for name in ("emitted", "rounds")]
+    drawn = np.array(columns, dtype=float)[:, _resampled(len(best.tallies))].sum(-1)
+    good = (drawn[1] > 0) & (drawn[3] > 0)
+    interval = _middle((drawn[0] / drawn[1].clip(1) - drawn[2] / drawn[3].clip(1))[good]) if len(best.tallies) > 1 else None
+    return best.tally.tau - other.tally.tau, interval
+
+
 def rank_rates(tree: Tree, outputs: Sequence[Output]) -> list[list[float | None]]:
     """By depth and rank, the share of rounds in which that child was the accepted one, of those whose parent was.
 

@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from drafttrain.decoding.measure import measure_acceptance, measure_speed
+from drafttrain.decoding.measure import Measurement, measure_acceptance, measure_speed, tau_behind
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.flow import Tally
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.tree.topology import Tree
@@ -53,6 +54,19 @@ def test_speed_is_interleaved_and_compares_the_same_tokens(pair):
         assert row["speedup"] == pytest.approx(sum(one.plain_seconds) / sum(one.seconds))
         assert row["speedup_interval"][0] <= row["speedup"] <= row["speedup_interval"][1]
         assert set(row["seconds"]) == {"prefill", "draft", "verify", "host"} and row["guarantee"] == "greedy"
+
+
+def test_differences_are_told_prompt_by_prompt():
+    """Prompts from easy to hard, each better by 0.2: the intervals of tau overlap, that of the difference does not reach 0."""
+    tau = torch.linspace(1.2, 3.0, 10)
+    worse, better = (
+        Measurement(Plan(Tree.chain(2)), each, sum(each, start=Tally()), [])
+        for each in ([Tally(rounds=100, emitted=round(100 * float(t) + gain)) for t in tau] for gain in (0, 20))
+    )
+    gap, (low, high) = tau_behind(better, worse)
+    assert gap == pytest.approx(0.2) and low == pytest.approx(0.2) == high
+    assert worse.tau_interval[1] > better.tau_interval[0]
+    assert tau_behind(better, Measurement(Plan(Tree.chain(2)), [], Tally(), [])) == (None, None)
 
 
 def test_nothing_to_measure_is_none_and_not_nan(pair):

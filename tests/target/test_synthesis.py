@@ -375,7 +375,7 @@ def test_journals_made_elsewhere_are_taken_over(folder: Path, whole: Path, tmp_p
 
 @pytest.mark.processes
 def test_a_kill_loses_doubles_and_recomputes_nothing(folder: Path, tmp_path: Path) -> None:
-    more = ["rows=300", "keep_journal=true", "slots=3"]
+    more = ["rows=100", "keep_journal=true", "slots=3"]
     out, undisturbed = tmp_path / "set", tmp_path / "undisturbed"
     journal = out / "journal-0000.jsonl"
     for rows_before in (5, 25):
@@ -391,11 +391,11 @@ def test_a_kill_loses_doubles_and_recomputes_nothing(folder: Path, tmp_path: Pat
     assert not (out / "manifest.json").exists()
     kept = journal.read_bytes()
     kept = kept[: kept.rfind(b"\n") + 1]
-    assert 25 <= kept.count(b"\n") < 300
+    assert 25 <= kept.count(b"\n") < 100
     door.main(arguments(folder, out, *more))
     assert journal.read_bytes().startswith(kept)
     numbers = [json.loads(line)["row"] for line in journal.read_text().splitlines()]
-    assert sorted(numbers) == list(range(300))
+    assert sorted(numbers) == list(range(100))
     door.main(arguments(folder, undisturbed, *more))
     assert contents(out) == contents(undisturbed)
 
