@@ -60,7 +60,7 @@ def test_differences_are_told_prompt_by_prompt():
     """Prompts from easy to hard, each better by 0.2: the intervals of tau overlap, that of the difference does not reach 0."""
     tau = torch.linspace(1.2, 3.0, 10)
     worse, better = (
-        Measurement(Plan(Tree.chain(2)), each, sum(each, start=Tally()), [])
+        Measurement(Plan(Tree.chain(2)), each, Tally(1000, emitted=sum(one.emitted for one in each)), [])
         for each in ([Tally(rounds=100, emitted=round(100 * float(t) + gain)) for t in tau] for gain in (0, 20))
     )
     gap, (low, high) = tau_behind(better, worse)
