@@ -230,7 +230,7 @@ def measure(contest: Contest, cfg: DictConfig) -> list[dict[str, Any]]:
     )
     return [
         row_of(measured.row(), facts)
-        | {"measured": "report", "drafter_dtype": dtype_name(entrant.drafter.dtype if entrant.drafter else None)}
+        | {"measured": "report", "drafter_dtype": dtype_name(None if entrant.drafter is None else entrant.drafter.dtype)}
         for measured, (entrant, facts) in zip(found, contest.entrants, strict=True)
     ]
 

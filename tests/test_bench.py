@@ -62,7 +62,7 @@ def test_peers_with_one_small_model_for_both(
     mine, theirs = line(said, "drafttrain, ssm, 3 drafts"), line(said, "transformers, assistant, 3 drafts")
     packaged = line(said, "drafttrain, ssm, the package's chain 2")
     assert mine[-1] == theirs[-1] == packaged[-1] == line(said, "transformers, assistant, its defaults")[-1] == "2/2"
-    # 13 tokens: one from reading the prompt, then drafts + 1 in every pass; transformers drafts before it reads the prompt, too.
+    # 13 tokens: one from reading the prompt, then drafts + 1 a pass; transformers drafts before it reads the prompt, too.
     assert [cells[2] for cells in (mine, packaged, theirs)] == ["3.250", "2.600", "3.250"]
     assert line(said, "small model") and line(said, "small model, as each would have it")
     assert "all of them wrote the same text" in said

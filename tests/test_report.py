@@ -381,6 +381,12 @@ def test_bad_input_is_one_line(name: str, original: Path, tmp_path: Path, capsys
     assert not (tmp_path / "out").exists()
 
 
+def test_a_first_package_without_a_whole_fingerprint(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_config(place / "fast" / "package", lambda config: config["target"]["fingerprint"].pop("weights"))
+    said = refusal(capsys, words(place, tmp_path / "out"))
+    assert "1 of 3 packages" in said and "fast/package: its target fingerprint lacks weights" in said
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_nothing_is_half_written(
     error: type[BaseException], original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

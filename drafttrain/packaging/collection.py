@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,8 @@ T, R = TypeVar("T"), TypeVar("R")
 
 _OWN = ("package", "drafter_dtype")
 """Settings that each package may have its own way: they make no prompt and no text another one."""
+_MOST = 1e15
+"""Beyond any number that was measured."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,8 @@ def read_entries(folders: Sequence[Path], *, measured: bool) -> list[Entry]:
         name, folder = item
         config = read_config(folder)
         class_of(config["drafter"]["_target_"], str(folder / CONFIG))
+        marks = config["target"]["fingerprint"]
+        fingerprint.refuse_other(marks, marks, str(folder))  # whether it lacks a part
         metrics = checked_metrics(folder) if measured else {"settings": {}, "rows": []}
         rows = [_checked(row, str(folder / METRICS)) for row in metrics["rows"]]
         return Entry(name, folder, config, metrics["settings"], rows)
@@ -172,8 +175,7 @@ def for_all(items: Sequence[T], work: Callable[[T], R]) -> list[R]:
 
 
 def _refuse_other_target(entry: Entry, first: Entry) -> None:
-    marks, others = (dict(one.config["target"]["fingerprint"]) for one in (entry, first))
-    fingerprint.refuse_other(marks, marks, str(entry.folder))  # whether it lacks a part
+    marks, others = (one.config["target"]["fingerprint"] for one in (entry, first))
     try:
         fingerprint.refuse_other(marks, others, str(entry.folder))
     except InputError as error:
@@ -203,7 +205,7 @@ def _checked(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_MOST < value < _MOST
 
 
 def _is_count(value: Any) -> bool:

@@ -3,8 +3,8 @@
 Usage: python scripts/bench/hf_peers.py [--target smollm2] [--package DIR] [--prompts 8] [--new 64] [--drafts 3] [--ngram 3]
 
 Plain decoding of both and prompt lookup of both; with the package of a small language model (drafter=ssm) also that model as
-a drafter here and as `assistant_model` there. Greedy in float32, so that all of them must write the same ids. Every prompt is
-decoded in every way before the next one, the order rotating; every ratio is taken inside this run, its 95 % interval over
+a drafter here and as `assistant_model` there. Greedy in float32, so that all of them must write the same ids. Every prompt
+is decoded in every way before the next one, the order rotating; every ratio is taken inside this run, its 95 % interval over
 prompts.
 
 `predicted` is the speed if nothing but the target's passes took time: as many passes, over as many positions each, as were
