@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from drafttrain.data.conversations import write_json
 from drafttrain.data.datamodule import BUILTIN, ConversationData
 from drafttrain.decoding import exactness
+from drafttrain.decoding.conditions import conditions, dtype_name
 from drafttrain.decoding.measure import Measurement, tau_behind
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator, check_dtype
@@ -27,11 +28,12 @@ from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Tally
 from drafttrain.nn.sampling import Policy, check_seed
-from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
+from drafttrain.packaging.decoding import as_filled, read_plan, rule_of, tree_of
 from drafttrain.packaging.manifest import DECODING, read_config, read_metrics
 from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.reporting.console import table, track
 from drafttrain.reporting.figures import acceptance_curve
+from drafttrain.reporting.rows import accepted_cells, pair, same_text_cell, verdicts
 from drafttrain.runs import provenance, run_dir
 from drafttrain.target import change
 from drafttrain.target.model import Target
@@ -185,8 +187,7 @@ def trees_of(cfg: DictConfig, speculator: Speculator, drafter: Drafter) -> list[
     found = [
         packaged_tree(value, speculator, package) if of_package(value) else chosen_tree(value) for value in named_trees(cfg)
     ]
-    trees = [fit(Plan(tree), drafter, tree.title).tree for tree in found if tree.size]
-    return list(dict.fromkeys(trees))
+    return as_filled(found, drafter)
 
 
 # --- the measurements ------------------------------------------------------------------------------------------------------
@@ -364,10 +365,8 @@ def settings_of(
         "top_p": cfg.top_p,
         "rule": OmegaConf.to_container(cfg.rule) if OmegaConf.is_list(cfg.rule) else cfg.rule,
         "seed": cfg.seed,
-        "target_dtype": str(target.dtype).removeprefix("torch."),
-        "drafter_dtype": None if speculator.drafter.dtype is None else str(speculator.drafter.dtype).removeprefix("torch."),
-        "device": str(target.device),
-        "threads": torch.get_num_threads(),
+        **conditions(target, prompts),
+        "drafter_dtype": dtype_name(speculator.drafter.dtype),
     }
 
 
@@ -403,15 +402,12 @@ def show(result: dict[str, Any]) -> None:
 
 
 def acceptance_line(row: dict[str, Any], deepest: int) -> list[Any]:
-    at = [
-        f"{value:.3f} ({kept}/{offered})" if value is not None else "-"
-        for value, (kept, offered) in zip(row["accept_at"], row["accept_counts"], strict=True)
-    ]
+    at = accepted_cells(row)
     at += ["-"] * (deepest - len(at))
     return [
         row["label"],
         row["tau"],
-        _pair(row["tau_interval"]),
+        pair(row["tau_interval"]),
         row["accepted_per_round"],
         *at,
         row["rounds"],
@@ -420,67 +416,15 @@ def acceptance_line(row: dict[str, Any], deepest: int) -> list[Any]:
 
 
 def speed_line(row: dict[str, Any]) -> list[Any]:
-    same = row["same_as_plain"]
     return [
         row["label"],
         row["speedup"],
-        _pair(row["speedup_interval"]),
+        pair(row["speedup_interval"]),
         row["tokens_per_second"],
         row["plain_tokens_per_second"],
         *(row["seconds"].get(stage) for stage in _STAGES),
-        "-" if same is None else f"{same}/{row['speed_prompts']}",
+        same_text_cell(row),
     ]
-
-
-def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """In plain words: what is fastest at each temperature, and what is slower than no drafts at all."""
-    lines = []
-    for temperature in dict.fromkeys(row["temperature"] for row in rows):
-        drafting = [row for row in rows if row["temperature"] == temperature and row["nodes"]]
-        timed = [row for row in drafting if row["speedup"] is not None]
-        lines += gaps(drafting)
-        if not any(row["tau"] is not None for row in drafting):
-            lines.append(f"temperature {temperature:g}: acceptance is not available, no prompt had a round of drafts")
-        if not timed:
-            continue
-        best = max(timed, key=lambda row: row["speedup"])
-        slower = [f"{row['label']} ({row['speedup']:.2f}x)" for row in timed if row["speedup"] < 1]
-        if best["speedup"] < 1:
-            lines.append(
-                f"drafting is SLOWER than plain decoding here at temperature {temperature:g}, whatever was tried; at best "
-                f"{best['label']}, {best['speedup']:.2f}x: decode plainly on this machine"
-            )
-            continue
-        low = (best["speedup_interval"] or [None])[0]
-        if low is None:
-            sure = ", on one prompt: not certain"
-        else:
-            sure = "" if low > 1 else ", not clearly faster than plain decoding"
-        lines.append(f"fastest is {best['label']}, {best['speedup']:.2f}x plain decoding{sure}")
-        if slower:
-            lines.append(f"slower than plain decoding: {', '.join(slower)}")
-    unlike = [
-        f"{row['label']} ({row['same_as_plain']}/{row['speed_prompts']})"
-        for row in rows
-        if row["same_as_plain"] is not None and row["nodes"] and row["same_as_plain"] < row["speed_prompts"]
-    ]
-    if unlike:
-        lines.append(
-            f"greedy text was not the plain one for every prompt (near-ties in low precision): {', '.join(unlike)}"
-        )
-    return lines
-
-
-def gaps(drafting: Sequence[dict[str, Any]]) -> list[str]:
-    """What is behind the best tau, and whether the prompts are enough to tell."""
-    found = []
-    for row in drafting:
-        interval = row["tau_behind_best_interval"]
-        if interval is not None:
-            unsure = "" if interval[0] > 0 else ", too few prompts to tell"
-            found.append(f"{row['label']} by {row['tau_behind_best']:.3f} ({interval[0]:.3f}..{interval[1]:.3f}{unsure})")
-    best = next((row["label"] for row in drafting if row["tau"] is not None and row["tau_behind_best"] is None), "")
-    return [f"tau is highest with {best}; behind it, on the same prompts: {', '.join(found)}"] if found else []
 
 
 def parity_words(found: dict[str, Any] | None) -> list[str]:
@@ -519,10 +463,6 @@ def show_exactness(found: dict[str, Any]) -> None:
 def _small(value: Any) -> Any:
     """Three decimals hide how small a p-value is."""
     return f"{value:.1g}" if isinstance(value, float) and 0 <= value < 0.001 else value
-
-
-def _pair(interval: Sequence[float] | None) -> tuple[float, float] | None:
-    return None if interval is None else (interval[0], interval[1])
 
 
 def say(text: str) -> None:

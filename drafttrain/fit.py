@@ -26,12 +26,14 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.packaging.beginning import check_beginning, read_beginning, take_weights
+from drafttrain.packaging.manifest import PACKAGE
 from drafttrain.packaging.writing import check_export, save_package
 from drafttrain.processes import peak_memory, rank
 from drafttrain.reporting.console import clock, console, table, track
 from drafttrain.reporting.figures import acceptance_curve, head_accuracies
 from drafttrain.reporting.loggers import close, log_config, log_picture, log_rows
 from drafttrain.reporting.progress import ConsoleProgress
+from drafttrain.reporting.rows import pair
 from drafttrain.runs import plain, provenance, seed_everything
 from drafttrain.target import change
 from drafttrain.target.adapter import Trained
@@ -361,9 +363,6 @@ def draw_heads(run: Run, metrics: Mapping[str, float | None], updates: int) -> N
 
 
 def shown(row: dict[str, Any]) -> list[Any]:
-    def pair(value: Any) -> Any:
-        return None if value is None else tuple(value)
-
     same = None if row.get("same_as_plain") is None else f"{row['same_as_plain']} of {row['prompts']}"
     accept = [value for value in row["accept_at"] if value is not None]
     return [
@@ -381,7 +380,7 @@ def shown(row: dict[str, Any]) -> list[Any]:
 
 def pack(cfg: DictConfig, ready: Ready, worth: Worth) -> Path:
     return save_package(
-        ready.run.folder / "package",
+        ready.run.folder / PACKAGE,
         drafter=ready.drafter,
         target=ready.target,
         plan=worth.plan,

@@ -17,8 +17,10 @@ import pytest
 import torch
 
 from drafttrain import fit
-from drafttrain.data.conversations import Row, write_set
+from drafttrain.data.conversations import Row, read_set, write_set
+from drafttrain.decoding.conditions import digest_of
 from drafttrain.decoding.plan import Plan
+from drafttrain.packaging.manifest import read_config, training_of
 from drafttrain.packaging.reading import load as load_package
 from drafttrain.reporting.loggers import read_metrics
 from drafttrain.reporting.progress import ConsoleProgress
@@ -87,6 +89,10 @@ def test_every_experiment_fits_and_packages(target: Target, folder: Path, tmp_pa
     metrics = json.loads((run / "package" / "metrics.json").read_text())
     assert len(metrics["rows"]) > 1 and all(row["tau"] >= 1 for row in metrics["rows"])
     assert {row["measured"] for row in metrics["rows"]} == {"acceptance", "speed"}
+    held_out = read_set(folder).prompts()
+    assert metrics["settings"]["prompts_digest"] == digest_of(held_out[:2]) and metrics["settings"]["device"] == "cpu"
+    seconds, tokens = training_of(read_config(run / "package"))
+    assert seconds is not None and seconds >= 0 and tokens
 
     speculator = load_package(run / "package", target)
     prompts = [[5, 6, 7], [9, 8, 7, 6]]

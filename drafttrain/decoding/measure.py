@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from drafttrain.decoding.loop import Output, decode
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.flow import Tally
+from drafttrain.nn.sampling import Policy
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 
@@ -191,26 +192,65 @@ def measure_speed(
     warmup: int = 1,
     watch: Watch = unwatched,
 ) -> list[Measurement]:
-    """Decode each prompt alone, plainly and by every plan in turn, the order rotating from prompt to prompt.
+    """`race` between plans of one drafter."""
+    return race(
+        [Entrant(target, drafter, plan) for plan in plans],
+        prompts,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        stop_ids=stop_ids,
+        warmup=warmup,
+        watch=watch,
+    )
 
-    Plain decoding is timed once per sampling policy among the plans, and shared by those plans.
+
+@dataclass(frozen=True)
+class Entrant:
+    """One way of decoding that takes part in a race."""
+
+    target: Target
+    drafter: Drafter | None
+    """None where the plan drafts nothing."""
+    plan: Plan
+
+
+def race(
+    entrants: Sequence[Entrant],
+    prompts: Prompts,
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+    stop_ids: Sequence[int] | None = None,
+    warmup: int = 1,
+    watch: Watch = unwatched,
+) -> list[Measurement]:
+    """Decode each prompt alone, plainly and by every entrant in turn, the order rotating from prompt to prompt.
+
+    Plain decoding is timed once for each target and sampling policy among the entrants, and shared by those entrants.
 
     Args:
-        warmup: prompts decoded beforehand by every plan and not counted.
+        warmup: prompts decoded beforehand in every way and not counted.
     """
-    plans = [plan.made_by(drafter) for plan in plans]
-    policies = list(dict.fromkeys(plan.policy for plan in plans))
-    jobs = [Plan(Tree.chain(0), policy) for policy in policies] + list(plans)
+    entrants = [replace(one, plan=one.plan.made_by(one.drafter)) for one in entrants]
+    jobs: list[Entrant] = []
+    bases: dict[tuple[int, Policy], int] = {}
+    for one in entrants:
+        ground = (id(one.target), one.plan.policy)
+        if ground not in bases:
+            bases[ground] = len(jobs)
+            jobs.append(Entrant(one.target, None, Plan(Tree.chain(0), one.plan.policy)))
+    jobs += entrants
     results: list[list[tuple[Output, float]]] = [[] for _ in jobs]
     total = [Tally() for _ in jobs]
 
     def run(job: int, number: int, limit: int) -> tuple[Output, float]:
+        one = jobs[job]
         start = time.perf_counter()
         outputs, tally = decode(
-            target,
-            drafter if jobs[job].tree.size else None,
+            one.target,
+            one.drafter if one.plan.tree.size else None,
             [prompts[number]],
-            jobs[job],
+            one.plan,
             max_new_tokens=limit,
             stop_ids=stop_ids,
             seed=seed,
@@ -229,8 +269,8 @@ def measure_speed(
             job = (number + shift) % len(jobs)
             results[job].append(run(job, number, max_new_tokens))
     measurements = []
-    for job, plan in enumerate(plans, start=len(policies)):
-        plain = results[policies.index(plan.policy)]
+    for job, one in enumerate(entrants, start=len(bases)):
+        plan, plain = one.plan, results[bases[id(one.target), one.plan.policy]]
         outputs = [output for output, _ in results[job]]
         same = sum(a.ids == b.ids for (a, _), b in zip(plain, outputs, strict=True)) if plan.policy.greedy else None
         measurements.append(
@@ -242,7 +282,7 @@ def measure_speed(
                 [seconds for _, seconds in results[job]],
                 [seconds for _, seconds in plain],
                 [len(output.ids) for output, _ in plain],
-                plan.guarantee_on(target),
+                plan.guarantee_on(one.target),
                 same,
             )
         )

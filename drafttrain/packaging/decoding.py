@@ -212,6 +212,11 @@ def fit(plan: Plan, drafter: Drafter, where: str = "the plan") -> Plan:
     return plan.made_by(drafter)
 
 
+def as_filled(trees: Iterable[Growth], drafter: Drafter) -> list[Growth]:
+    """Trees as this drafter can fill them, each once; what drafts nothing is left out. Raises InputError as `fit` does."""
+    return list(dict.fromkeys(fit(Plan(tree), drafter, tree.title).tree for tree in trees if tree.size))
+
+
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 

@@ -23,7 +23,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
@@ -44,6 +44,8 @@ CONFIG, TENSORS, DECODING, METRICS, CARD = (
 CUSTOM = "custom_generate"
 ADAPTER = "adapter.safetensors"
 FILES = (CONFIG, TENSORS, DECODING, METRICS, CARD, f"{CUSTOM}/generate.py", f"{CUSTOM}/requirements.txt")
+PACKAGE = "package"
+"""The folder of a run that holds its package."""
 WHOLE = "ssm"
 WHOLE_CONFIG, WHOLE_TENSORS = f"{WHOLE}/config.json", f"{WHOLE}/model.safetensors"
 WHOLE_FILES = (WHOLE_CONFIG, WHOLE_TENSORS)
@@ -151,13 +153,56 @@ def _check_adapter(config: dict[str, Any], folder: Path) -> None:
 def read_metrics(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """`metrics.json` of a package; no rows if it cannot be read."""
     try:
-        found = json.loads((Path(folder) / METRICS).read_bytes())
-    except (ValueError, RecursionError, OSError):
-        found = None
-    rows = found.get("rows") if isinstance(found, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        return checked_metrics(folder)
+    except InputError:
         return {"settings": {}, "rows": []}
-    return found
+
+
+def checked_metrics(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """`metrics.json` of a package: a mapping with `settings`, a mapping too, and `rows`, a list of mappings.
+
+    Raises: InputError if it is missing, cannot be read, or is of another form.
+    """
+    path = Path(folder).expanduser() / METRICS
+    try:
+        found = json.loads(path.read_bytes(), parse_constant=_no_constant)
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is missing: the package is not whole") from error
+    except (ValueError, RecursionError, OSError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    rows, settings = (found.get("rows"), found.get("settings", {})) if isinstance(found, dict) else (None, None)
+    if not isinstance(settings, dict) or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise InputError(f'{path} is not of the form {{"settings": {{...}}, "rows": [{{...}}]}}')
+    return {**found, "settings": settings}
+
+
+def parameters_of(config: dict[str, Any]) -> int | None:
+    """Parameters that a package adds to its target, an adapter's included; None where that is not told."""
+    told = [config["shape"]["parameters"]]
+    if "adapter" in config:
+        told.append(config["adapter"]["parameters"])
+    return sum(told) if all(_count(number) for number in told) else None
+
+
+def training_of(config: dict[str, Any]) -> tuple[float | None, int | None]:
+    """Seconds that training took, without the decoding of held-out prompts in between; supervised tokens that were read, those
+    of every epoch counted. Both are 0 for a drafter that learns nothing, None where they were not recorded."""
+    if not class_of(config["drafter"]["_target_"], CONFIG).learns:
+        return 0.0, 0
+    told = config["training"].get("training")
+    told = told if isinstance(told, dict) else {}
+    seconds, tokens, aside = (told.get(name) for name in ("seconds", "supervised_tokens_seen", "evaluation_seconds"))
+    if _amount(seconds) and _amount(aside):
+        seconds = max(0.0, seconds - aside)
+    return float(seconds) if _amount(seconds) else None, tokens if _count(tokens) else None
+
+
+def _count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _amount(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def check_target(config: dict[str, Any], target: Target, folder: str | os.PathLike[str] = "the package") -> None:

@@ -16,6 +16,8 @@ from matplotlib.ticker import MaxNLocator
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f", "#000000")
 _HEAD = re.compile(r"sim/head_(\d+)_top(\d+)")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+TAU = "tau: tokens per target pass, bonus included"
+SPEED = "speed: plain decoding's seconds per token over these"
 
 
 def row_label(row: Mapping[str, Any]) -> str:
@@ -46,17 +48,28 @@ def acceptance_curve(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[
     path = Path(path)
     figure = Figure(figsize=(11, 4.2 + 0.25 * max(0, len(rows) - 4)), layout="constrained")
     curve, bars = figure.subplots(1, 2, width_ratios=(3, 2))
-    drawn = [_draw_curve(curve, row, place, 0.05 * (place - (len(rows) - 1) / 2)) for place, row in enumerate(rows)]
-    curve.set_xlabel("position k in the draft")
-    curve.set_ylabel("accept@k (given positions 1..k-1 accepted)")
-    curve.set_ylim(0, 1)
-    curve.xaxis.set_major_locator(MaxNLocator(integer=True))
-    curve.grid(alpha=0.3)
-    if any(drawn):
-        curve.legend(fontsize="small")
-    else:
-        _say_nothing(curve)
-    _draw_tau(bars, rows)
+    _draw_curves(curve, rows)
+    _draw_bars(bars, rows, "tau", TAU)
+    if title:
+        figure.suptitle(title)
+    _write(figure, path)
+    return path
+
+
+def comparison(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], *, title: str | None = None) -> Path:
+    """Speed, tau and accept@k of several drafters side by side, in the order of the rows, as one PNG.
+
+    Args:
+        rows: as in `acceptance_curve`, with `speedup` and where measured `speedup_interval`.
+        path: where to write; its folder is made, and an earlier picture is replaced only by a whole one.
+    Returns: path.
+    """
+    path = Path(path)
+    figure = Figure(figsize=(16, 3.2 + 0.35 * len(rows)), layout="constrained")
+    speed, tau, curve = figure.subplots(1, 3, width_ratios=(3, 3, 4))
+    _draw_bars(speed, rows, "speedup", SPEED)
+    _draw_bars(tau, rows, "tau", TAU)
+    _draw_curves(curve, rows)
     if title:
         figure.suptitle(title)
     _write(figure, path)
@@ -99,6 +112,20 @@ def _write(figure: Figure, path: Path) -> None:
     os.replace(temporary, path)
 
 
+def _draw_curves(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    """accept@k by depth for every row."""
+    drawn = [_draw_curve(axes, row, place, 0.05 * (place - (len(rows) - 1) / 2)) for place, row in enumerate(rows)]
+    axes.set_xlabel("position k in the draft")
+    axes.set_ylabel("accept@k (given positions 1..k-1 accepted)")
+    axes.set_ylim(0, 1)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    if any(drawn):
+        axes.legend(fontsize="small")
+    else:
+        _say_nothing(axes)
+
+
 def _draw_curve(axes: Axes, row: Mapping[str, Any], place: int, shift: float) -> bool:
     """One row's points, a little beside the others' so that intervals do not hide each other."""
     values = row.get("accept_at") or []
@@ -122,14 +149,15 @@ def _draw_curve(axes: Axes, row: Mapping[str, Any], place: int, shift: float) ->
     return True
 
 
-def _draw_tau(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    measured = [(place, row) for place, row in enumerate(rows) if row.get("tau") is not None]
-    axes.set_xlabel("tau: tokens per target pass, bonus included")
+def _draw_bars(axes: Axes, rows: Sequence[Mapping[str, Any]], name: str, words: str) -> None:
+    """One number of every row that has it, with its interval; 1 is what decoding without drafts has."""
+    measured = [(place, row) for place, row in enumerate(rows) if row.get(name) is not None]
+    axes.set_xlabel(words)
     if not measured:
         _say_nothing(axes)
         return
-    heights = [float(row["tau"]) for _, row in measured]
-    ranges = [_interval(row.get("tau_interval")) for _, row in measured]
+    heights = [float(row[name]) for _, row in measured]
+    ranges = [_interval(row.get(f"{name}_interval")) for _, row in measured]
     axes.barh(
         range(len(measured)),
         heights,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from drafttrain.decoding.conditions import conditions, dtype_name
 from drafttrain.decoding.measure import Watch, unwatched
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
@@ -149,5 +150,7 @@ def measure(
         "speed_new_tokens": config.speed_new_tokens,
         "split": "held_out",
         "seed": seed,
+        **conditions(speculator.target, prompts[: max(config.prompts, config.speed_prompts)]),
+        "drafter_dtype": dtype_name(speculator.drafter.dtype),
     }
     return Worth(best[1] if best else speculator.plan, rows, settings)

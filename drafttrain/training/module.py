@@ -197,6 +197,10 @@ class DraftModule(LightningModule):
         self._began = time.monotonic()
         self.drafter.train()
 
+    def on_train_end(self) -> None:
+        # What follows, such as measuring the result, is no training.
+        self.seconds_before, self._began = self.seconds, None
+
     @property
     def finished(self) -> bool:
         """Has the run reached its planned end?"""

@@ -108,7 +108,8 @@ class Training(Ready):
             "best_update": self.keeper.best_update,
             "epochs": module.course.epoch(module.position),
             "supervised_tokens_seen": int(module.supervised),
-            "seconds": round(module.seconds_before if module._began is None else module.seconds),
+            "seconds": round(module.seconds, 1),
+            "evaluation_seconds": round(self.decode.seconds, 1),
             "data": self.keeper.facts["data"],
         }
 

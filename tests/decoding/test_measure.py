@@ -5,10 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from drafttrain.decoding.measure import Measurement, measure_acceptance, measure_speed, tau_behind
+from drafttrain.decoding import measure
+from drafttrain.decoding.conditions import conditions, digest_of, dtype_name
+from drafttrain.decoding.measure import Entrant, Measurement, measure_acceptance, measure_speed, race, tau_behind
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.drafter.ngram import NGram
 from drafttrain.flow import Tally
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
@@ -67,6 +70,52 @@ def test_differences_are_told_prompt_by_prompt():
     assert gap == pytest.approx(0.2) and low == pytest.approx(0.2) == high
     assert worse.tau_interval[1] > better.tau_interval[0]
     assert tau_behind(better, Measurement(Plan(Tree.chain(2)), [], Tally(), [])) == (None, None)
+
+
+def test_drafters_race_in_turn_against_plain_decoding_of_their_own_target(pair, monkeypatch):
+    target, drafter = pair
+    other = load.tiny(seed=1)
+    jobs = []
+    whole = measure.decode
+
+    def record(target, drafter, prompts, plan, **settings):
+        if settings["max_new_tokens"] == 12:
+            jobs.append((target, drafter, prompts[0], plan.tree.size))
+        return whole(target, drafter, prompts, plan, **settings)
+
+    monkeypatch.setattr(measure, "decode", record)
+    copies = NGram(target)
+    entrants = [
+        Entrant(target, drafter, Plan(Tree.chain(2))),
+        Entrant(target, copies, Plan(Tree.chain(4))),
+        Entrant(other, NGram(other), Plan(Tree.chain(3))),
+        Entrant(target, None, Plan(Tree.chain(0))),
+    ]
+    found = race(entrants, PROMPTS[:2], max_new_tokens=12, stop_ids=(), seed=3)
+    # Two plain decodings, one for each target, shared by all that draft for it; every prompt in every way, one after the other.
+    assert len(jobs) == 2 * 6 and [prompt for _, _, prompt, _ in jobs] == [PROMPTS[0]] * 6 + [PROMPTS[1]] * 6
+    sizes = [[size for *_, size in jobs[start : start + 6]] for start in (0, 6)]
+    assert sizes[0] == [0, 0, 2, 4, 3, 0] and sizes[1] == [0, 2, 4, 3, 0, 0]
+    assert [one.same_as_plain for one in found] == [2, 2, 2, 2]
+    first, second, third, plain = found
+    assert first.plain_seconds == second.plain_seconds == plain.plain_seconds != third.plain_seconds
+    alone = measure_acceptance(target, copies, PROMPTS[:2], Plan(Tree.chain(4)), max_new_tokens=12, stop_ids=(), seed=3)
+    assert second.tally.tau == alone.tally.tau and second.plan.sampled is False
+    assert plain.row()["tau"] == 1.0
+
+
+def test_conditions_tell_prompts_apart_and_not_their_form(pair):
+    target, _ = pair
+    assert digest_of([[1, 2], [3]]) == digest_of([(1, 2), (3,)])
+    assert len({digest_of(prompts) for prompts in ([[1, 2], [3]], [[3], [1, 2]], [[1], [2, 3]], [[1, 2]], [])}) == 5
+    found = conditions(target, PROMPTS)
+    assert found == {
+        "prompts_digest": digest_of(PROMPTS),
+        "target_dtype": "float32",
+        "device": "cpu",
+        "threads": torch.get_num_threads(),
+    }
+    assert (dtype_name(torch.bfloat16), dtype_name(None)) == ("bfloat16", None)
 
 
 def test_nothing_to_measure_is_none_and_not_nan(pair):

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from drafttrain.reporting import figures
-from drafttrain.reporting.figures import acceptance_curve, row_label
+from drafttrain.reporting.figures import acceptance_curve, comparison, row_label
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -53,6 +53,33 @@ def test_what_was_not_measured_is_left_out(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("rows", [[], [{"tau": None, "accept_at": [None, None]}]])
 def test_nothing_measured_still_gives_a_picture(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     assert acceptance_curve(rows, tmp_path / "curve.png").stat().st_size > 0
+    assert comparison(rows, tmp_path / "side.png").stat().st_size > 0
+
+
+def test_drafters_stand_side_by_side_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[list[float], list[str], Any]] = []
+    bars, ticks = Axes.barh, Axes.set_yticks
+
+    def record(self: Axes, y: Any, width: Any, *args: Any, **kwargs: Any) -> Any:
+        drawn.append((list(width), [], kwargs["xerr"]))
+        return bars(self, y, width, *args, **kwargs)
+
+    def name(self: Axes, places: Any, labels: Any = None, **kwargs: Any) -> Any:
+        drawn[-1][1].extend(labels or [])
+        return ticks(self, places, labels, **kwargs)
+
+    monkeypatch.setattr(Axes, "barh", record)
+    monkeypatch.setattr(Axes, "set_yticks", name)
+    rows: list[dict[str, Any]] = [
+        {"label": "b", "speedup": 1.5, "speedup_interval": [1.25, 2.0], "tau": 1.2, "accept_at": [0.2]},
+        {"label": "a", "speedup": 1.25, "speedup_interval": None, "tau": None, "accept_at": []},
+        {"label": "c", "speedup": None, "tau": 2.0, "accept_at": [0.5]},
+    ]
+    path = comparison(rows, tmp_path / "deep" / "side.png", title="side by side")
+    assert imread(path).shape[1] > 500 and [p.name for p in path.parent.iterdir()] == ["side.png"]
+    speed, tau = drawn
+    assert speed[:2] == ([1.5, 1.25], ["b", "a"]) and tau[:2] == ([1.2, 2.0], ["b", "c"])
+    assert speed[2] == [pytest.approx([0.25, 0.0]), pytest.approx([0.5, 0.0])] and tau[2] is None
 
 
 def test_labels() -> None:

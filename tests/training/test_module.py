@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -157,6 +158,9 @@ def test_the_clock_ends_a_run_without_a_length(target: Target, data: Conversatio
     module, stream = module_for(data, target, optim={"schedule": "constant"}, max_steps=None, max_minutes=0.5 / 60)
     fit(module, stream)
     assert module.stopped == "time" and module.updates > 0 and not module.finished
+    took = module.seconds
+    time.sleep(0.02)
+    assert module.seconds == took >= 0.5, "what follows training is not counted"
 
 
 def test_weights_are_float32_and_move_at_small_rates(target: Target, data: ConversationData) -> None:

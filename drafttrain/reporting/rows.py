@@ -1,0 +1,75 @@
+"""Measured rows, as a package's `metrics.json` has them, in cells and sentences for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def pair(interval: Sequence[float] | None) -> tuple[float, float] | None:
+    """An interval as tables take it."""
+    return None if interval is None else (interval[0], interval[1])
+
+
+def accepted_cells(row: Mapping[str, Any]) -> list[str]:
+    """accept@k for k = 1, 2, ..., each with the rounds that kept the k-th draft of those that offered it, where known."""
+    return [
+        "-" if value is None else f"{value:.3f}" + (f" ({counts[0]}/{counts[1]})" if counts else "")
+        for value, counts in zip(row["accept_at"], row["accept_counts"], strict=True)
+    ]
+
+
+def same_text_cell(row: Mapping[str, Any]) -> str:
+    same = row["same_as_plain"]
+    return "-" if same is None else f"{same}/{row['speed_prompts']}"
+
+
+def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """In plain words: what is fastest at each temperature, and what is slower than no drafts at all."""
+    lines = []
+    for temperature in dict.fromkeys(row["temperature"] for row in rows):
+        drafting = [row for row in rows if row["temperature"] == temperature and row["nodes"]]
+        timed = [row for row in drafting if row["speedup"] is not None]
+        lines += gaps(drafting)
+        if not any(row["tau"] is not None for row in drafting):
+            lines.append(f"temperature {temperature:g}: acceptance is not available, no prompt had a round of drafts")
+        if not timed:
+            continue
+        best = max(timed, key=lambda row: row["speedup"])
+        slower = [f"{row['label']} ({row['speedup']:.2f}x)" for row in timed if row["speedup"] < 1]
+        if best["speedup"] < 1:
+            lines.append(
+                f"drafting is SLOWER than plain decoding here at temperature {temperature:g}, whatever was tried; at best "
+                f"{best['label']}, {best['speedup']:.2f}x: decode plainly on this machine"
+            )
+            continue
+        low = (best["speedup_interval"] or [None])[0]
+        if low is None:
+            sure = ", on one prompt: not certain"
+        else:
+            sure = "" if low > 1 else ", not clearly faster than plain decoding"
+        lines.append(f"fastest is {best['label']}, {best['speedup']:.2f}x plain decoding{sure}")
+        if slower:
+            lines.append(f"slower than plain decoding: {', '.join(slower)}")
+    unlike = [
+        f"{row['label']} ({same_text_cell(row)})"
+        for row in rows
+        if row["same_as_plain"] is not None and row["nodes"] and row["same_as_plain"] < row["speed_prompts"]
+    ]
+    if unlike:
+        lines.append(
+            f"greedy text was not the plain one for every prompt (near-ties in low precision): {', '.join(unlike)}"
+        )
+    return lines
+
+
+def gaps(drafting: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is behind the best tau, and whether the prompts are enough to tell."""
+    found = []
+    for row in drafting:
+        interval = row.get("tau_behind_best_interval")
+        if interval is not None:
+            unsure = "" if interval[0] > 0 else ", too few prompts to tell"
+            found.append(f"{row['label']} by {row['tau_behind_best']:.3f} ({interval[0]:.3f}..{interval[1]:.3f}{unsure})")
+    best = next((row["label"] for row in drafting if row["tau"] is not None and row.get("tau_behind_best") is None), "")
+    return [f"tau is highest with {best}; behind it, on the same prompts: {', '.join(found)}"] if found else []

@@ -1,0 +1,32 @@
+"""What is said of measured rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drafttrain.reporting.rows import accepted_cells, same_text_cell, verdicts
+
+
+def test_cells_show_counts_where_they_are_known() -> None:
+    row = {"accept_at": [0.5, None, 0.25], "accept_counts": [[1, 2], [0, 0], None]}
+    assert accepted_cells(row) == ["0.500 (1/2)", "-", "0.250"]
+    assert same_text_cell({"same_as_plain": None}) == "-"
+    assert same_text_cell({"same_as_plain": 3, "speed_prompts": 4}) == "3/4"
+
+
+def test_slower_is_said_plainly() -> None:
+    def row(
+        label: str, speed: float | None, *, nodes: int = 3, low: float = 0.0, same: int | None = 4
+    ) -> dict[str, Any]:
+        return {
+            "label": label, "temperature": 0.0, "nodes": nodes, "speedup": speed, "speedup_interval": [low, 9.0],
+            "tau": 2.0, "same_as_plain": same, "speed_prompts": 4,
+        }  # fmt: skip
+
+    (line,) = verdicts([row("plain", 1.0, nodes=0), row("a", 0.9), row("b", 0.8)])
+    assert "SLOWER" in line and "a, 0.90x" in line
+    best, slower = verdicts([row("a", 1.5, low=1.2), row("b", 0.8)])
+    assert best == "fastest is a, 1.50x plain decoding" and slower == "slower than plain decoding: b (0.80x)"
+    assert "not clearly faster" in verdicts([row("a", 1.1, low=0.9)])[0]
+    assert "near-ties" in verdicts([row("a", 1.1, low=1.05, same=3)])[1]
+    assert verdicts([row("a", None)]) == []

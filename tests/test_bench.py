@@ -1,0 +1,79 @@
+"""The benchmark against transformers runs, prints every row, and compares equal text."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain.decoding.plan import Plan
+from drafttrain.drafter.ssm import Ssm
+from drafttrain.target import load
+from drafttrain.tree.topology import Tree
+from tests.packaging.made import packed
+
+BENCH = Path(__file__).resolve().parent.parent / "scripts" / "bench"
+
+
+def run(script: str, *words: Any, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Its globals, afterwards."""
+    patch.syspath_prepend(str(BENCH))
+    patch.setattr(sys, "argv", [script, *map(str, words)])
+    return runpy.run_path(str(BENCH / script), run_name="__main__")
+
+
+def line(said: str, name: str) -> list[str]:
+    """The cells of a printed row."""
+    rows = [[cell.strip() for cell in row.split("│")[1:-1]] for row in said.splitlines()]
+    (found,) = [cells for cells in rows if cells[:1] == [name]]
+    return found
+
+
+def test_peers_of_plain_decoding_and_prompt_lookup(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("hf_peers.py", "--target", "tiny", "--prompts", 2, "--new", 16, "--drafts", 2, patch=monkeypatch)
+    said = capsys.readouterr().out
+    names = ("drafttrain, plain", "transformers, plain")
+    for name in (*names, "drafttrain, ngram, 2 drafts", "transformers, prompt lookup, 2 drafts"):
+        cells = line(said, name)
+        assert cells[-1] == "2/2" and all(float(cell) > 0 for cell in cells[1:5]), cells
+    assert [line(said, name)[2] for name in names] == ["1.000", "1.000"]
+    assert line(said, names[0])[3:5] == ["1.000", "1.000"], "plain decoding against itself"
+    for name in ("plain", "prompt lookup"):
+        assert all(float(cell) > 0 for cell in line(said, name)[1:3])
+    assert "small model" not in said and "all of them wrote the same text" in said
+
+
+def test_peers_with_one_small_model_for_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = load.tiny()
+    # All of the target's layers: every draft is kept, so that the passes of both can be counted.
+    drafter = Ssm(target, layers=[0, 1, 2], own=["embedding", "norm", "head"]).eval()
+    package = packed(tmp_path / "package", drafter, target, plan=Plan(Tree.chain(2)))
+    words = ("--target", "tiny", "--package", package, "--prompts", 2, "--new", 13, "--drafts", 3)
+    run("hf_peers.py", *words, patch=monkeypatch)
+    said = capsys.readouterr().out
+    mine, theirs = line(said, "drafttrain, ssm, 3 drafts"), line(said, "transformers, assistant, 3 drafts")
+    packaged = line(said, "drafttrain, ssm, the package's chain 2")
+    assert mine[-1] == theirs[-1] == packaged[-1] == line(said, "transformers, assistant, its defaults")[-1] == "2/2"
+    # 13 tokens: one from reading the prompt, then drafts + 1 a pass; transformers drafts before it reads the prompt, too.
+    assert [cells[2] for cells in (mine, packaged, theirs)] == ["3.250", "2.600", "3.250"]
+    assert line(said, "small model") and line(said, "small model, as each would have it")
+    assert "all of them wrote the same text" in said
+
+
+def test_a_package_without_a_model_of_its_own_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = load.tiny()
+    torch.manual_seed(0)
+    package = packed(tmp_path / "package", Ssm(target, layers=[0]).eval(), target)
+    with pytest.raises(SystemExit) as stopped:
+        run("hf_peers.py", "--target", "tiny", "--package", package, patch=monkeypatch)
+    assert stopped.value.code == 2 and "export_assistant=true" in capsys.readouterr().err
