@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import time
+import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.packaging.beginning import check_beginning, read_beginning, take_weights
+from drafttrain.packaging.gathering import check_packages
 from drafttrain.packaging.writing import check_export, save_package
 from drafttrain.processes import peak_memory, rank
 from drafttrain.reporting.console import clock, console, table, track
@@ -94,11 +96,13 @@ def read_settings(cfg: DictConfig) -> Settings:
         raise InputError(f"draft_vocab={cfg.draft_vocab}: needs a number of ids, or 0 for all")
     if not isinstance(cfg.export_assistant, bool):
         raise InputError(f"export_assistant={cfg.export_assistant}: needs true or false")
-    kind = hydra.utils.get_object(cfg.drafter._target_)
+    kind = drafter_class(cfg)
     if cfg.draft_vocab and "draft_ids" not in inspect.signature(kind).parameters:
         raise InputError(f"draft_vocab={cfg.draft_vocab}: {kind.__name__} has no draft vocabulary, set it to 0")
-    if not getattr(kind, "learns", True):
+    if not kind.learns:
         refuse_learning(cfg, kind.__name__)
+    if "packages" in cfg.drafter:
+        check_packages(plain(cfg)["drafter"]["packages"])
     trainer: TrainerConfig = build(cfg.trainer)
     if trainer.batch_tokens is None and trainer.batch_rows is None:
         raise InputError("give trainer.batch_tokens or trainer.batch_rows")
@@ -122,6 +126,13 @@ def read_settings(cfg: DictConfig) -> Settings:
     if cfg.init_from is not None:
         check_beginning(str(cfg.init_from))
     return settings
+
+
+def drafter_class(cfg: DictConfig) -> type[Drafter]:
+    """What the configuration names, by itself or as what a function makes."""
+    found = hydra.utils.get_object(cfg.drafter._target_)
+    kind: type[Drafter] = found if isinstance(found, type) else typing.get_type_hints(found)["return"]
+    return kind
 
 
 def refuse_learning(cfg: DictConfig, name: str) -> None:
@@ -195,8 +206,7 @@ def make_drafter(
     objects: dict[str, Any] = {"target": target}
     given = None
     if cfg.init_from is not None:
-        kind = hydra.utils.get_object(cfg.drafter._target_)
-        given = read_beginning(str(cfg.init_from), target, kind, cfg.draft_vocab)
+        given = read_beginning(str(cfg.init_from), target, drafter_class(cfg), cfg.draft_vocab)
         ids = getattr(given, "draft_ids", None)
         objects |= {} if ids is None else {"draft_ids": ids}
     elif cfg.draft_vocab:
