@@ -112,7 +112,8 @@ def test_trees_by_name() -> None:
     assert tree_of("expand:2x1 + [[0],[1]] + dynamic:2x2x3") == Forest(
         (Tree.expansion([2, 1]), Tree.expansion([2]), Dynamic(depth=2, top_k=2, total=3))
     )
-    for value, message in (("4+", "'' is not known"), ("4+x", "'x' is not known"), ({"growth": "forest", "trees": 4}, "one tree for each")):
+    wrong = {"4+": "'' is not known", "4+x": "'x' is not known"}
+    for value, message in [*wrong.items(), ({"growth": "forest", "trees": 4}, "one tree for each")]:
         with pytest.raises(InputError, match=message):
             tree_of(value)
     with pytest.raises(InputError, match="at most 1024"):
@@ -205,7 +206,10 @@ def members(package: Path, edit: Callable[[list[Any]], Any]) -> None:
 
 A = "members.0.draft_ids"
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a tensor of no member": (lambda p: tensors(p, lambda t: t.update({"members.3.fc": torch.zeros(2)})), r"unexpected members\.3\.fc"),
+    "a tensor of no member": (
+        lambda p: tensors(p, lambda t: t.update({"members.3.fc": torch.zeros(2)})),
+        r"unexpected members\.3\.fc",
+    ),
     "a member lacks its tensors": (
         lambda p: tensors(p, lambda t: [t.pop(name) for name in [*t] if name.startswith("members.2.")]),
         r"missing members\.2\.",
@@ -217,13 +221,19 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: tensors(p, lambda t: t.pop("members.1.corpus_ids")),
         r"lacks members\.1\.corpus_ids, the text of its corpus builtin:talk",
     ),
-    "NaN": (lambda p: tensors(p, lambda t: next(v for v in t.values() if v.is_floating_point()).fill_(torch.nan)), "NaN or infinite"),
+    "NaN": (
+        lambda p: tensors(p, lambda t: next(v for v in t.values() if v.is_floating_point()).fill_(torch.nan)),
+        "NaN or infinite",
+    ),
     "no members": (lambda p: members(p, lambda m: m.clear()), "needs a list of drafters"),
     "fewer members": (lambda p: members(p, lambda m: m.pop()), r"unexpected members\.2\."),
     "members swapped": (lambda p: members(p, lambda m: m.reverse()), r"lacks members\.1\.corpus_ids|members\.0"),
     "a member of no class": (lambda p: members(p, lambda m: m[0].pop("_target_")), r"members\[0\] lacks _target_"),
     "a member that is text": (lambda p: members(p, lambda m: m.__setitem__(0, "ssm")), r"members\[0\] lacks _target_"),
-    "a foreign class": (lambda p: members(p, lambda m: m[1].update(_target_="os.system")), "'os.system' is not a drafter of drafttrain"),
+    "a foreign class": (
+        lambda p: members(p, lambda m: m[1].update(_target_="os.system")),
+        "'os.system' is not a drafter of drafttrain",
+    ),
     "an ensemble in it": (
         lambda p: members(p, lambda m: m[1].update(_target_="drafttrain.drafter.ensemble.Ensemble")),
         r"members\[1\] is Ensemble: a member has no members of its own",
