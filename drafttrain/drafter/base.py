@@ -49,6 +49,9 @@ class Drafter(nn.Module, abc.ABC):
     """Kinds of trees that it can fill."""
     learns: ClassVar[bool] = True
     """Whether a run trains it. False: it is measured and packaged as it is."""
+    writes: ClassVar[bool] = False
+    """Whether it is a language model that reads tokens alone, whose loss counts labels by their weights. Where its teacher-forced
+    guesses of a text are right, it would have written the same text by itself."""
     can_draw: bool = True
     """Whether it has laws that drafts can be drawn from. False: its drafts are a function of the text at any temperature."""
     target: Target
