@@ -133,7 +133,8 @@ def test_an_ensemble_shares_its_drafts(place: Path, target: Target, tmp_path: Pa
     tune.main(words(place, tmp_path / "run", package=package, max_new_tokens=20))
     result = json.loads((tmp_path / "run" / tune.RESULT).read_text())
     assert result["rates"] is None and result["predicted"] and len(result["raced"]) >= 2
-    assert all(guess["paths"]["growth"] == "forest" and guess["nodes"] <= 4 and guess["tokens"] > 1 for guess in result["predicted"])
+    assert all(guess["paths"]["growth"] == "forest" and guess["nodes"] <= 4 for guess in result["predicted"])
+    assert all(guess["tokens"] > 1 for guess in result["predicted"])
     assert all(row["same_as_plain"] == row["prompts"] and row["growth"] == "forest" for row in result["raced"])
     plan = read_plan(package / "decoding.yaml")
     assert isinstance(plan.tree, Forest) or not plan.tree.size
