@@ -3,16 +3,19 @@
 The run's folder gets config.yaml, metrics.csv, checkpoints/, acceptance.png and package/. A run that was stopped or killed goes
 on with resume=last and ends with the same weights as if nothing had happened. Several processes: accelerate launch.
 
-A drafter that learns nothing, since it copies its drafts from text, is measured and packaged as it is.
+With boost=collective several drafters are trained one after the other, each in its own folder in members/, and packaged as one.
+A drafter that learns nothing, since it copies its drafts from text or is made of packages, is measured and packaged as it is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
 import time
+import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,9 +29,10 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.packaging.beginning import check_beginning, read_beginning, take_weights
+from drafttrain.packaging.gathering import check_packages
 from drafttrain.packaging.manifest import PACKAGE
 from drafttrain.packaging.writing import check_export, save_package
-from drafttrain.processes import peak_memory, rank
+from drafttrain.processes import peak_memory, rank, world_size
 from drafttrain.reporting.console import clock, console, table, track
 from drafttrain.reporting.figures import acceptance_curve, head_accuracies
 from drafttrain.reporting.loggers import close, log_config, log_picture, log_rows
@@ -38,12 +42,15 @@ from drafttrain.runs import plain, provenance, seed_everything
 from drafttrain.target import change
 from drafttrain.target.adapter import Trained
 from drafttrain.target.model import Target
+from drafttrain.training.boost import Collective, Fit, Tuning, references
+from drafttrain.training.boosted import Boosted, Borrowed, note_member, procedure_facts, together
 from drafttrain.training.calibrate import calibrated, head_accuracy
-from drafttrain.training.checkpoint import BEST, LAST, read_checkpoint
+from drafttrain.training.checkpoint import BEST, LAST, read_checkpoint, write_checkpoint
 from drafttrain.training.course import Course, TrainerConfig
 from drafttrain.training.final import Worth, measure
 from drafttrain.training.pairing import check_device, check_set, draft_vocabulary, lay_out
 from drafttrain.training.prepare import Ready, Settings, Training, kept_in_memory, prepare, prepare_untrained
+from drafttrain.training.resume import refuse_other_run
 from drafttrain.training.run import Run, open_run
 from drafttrain.training.trainer import quiet_lightning, trainer_of
 from drafttrain.wiring.building import build
@@ -55,6 +62,7 @@ ASIDE = {"take_set_aside": True, "limit_tokens": None, "limit_rows": None, "labe
 ONLY_LEARNING = {
     "resume": ("null", "there is no run to continue"),
     "joint": ("null", "a target cannot be trained with it"),
+    "boost": ("null", "there is nothing to fit on what is left"),
     "init_from": ("null", "no weights can be taken over"),
     "export_assistant": ("false", "there is no language model to write"),
 }
@@ -73,8 +81,10 @@ def main(cfg: DictConfig) -> None:
         target = load_target(cfg, data, held_out)
         drafter = make_drafter(cfg, target, data, held_out)
         check_export(drafter, cfg.export_assistant)
-        if drafter.learns:
-            ready = learn(cfg, settings, run, target, drafter, data, held_out, calibration)
+        if settings.boost is not None:
+            ready: Ready = boost(cfg, settings, run, target, drafter, data, held_out, calibration)
+        elif drafter.learns:
+            ready = learn(cfg, settings, run, target, drafter, data, held_out, calibration=calibration)
         else:
             ready = prepare_untrained(plain(cfg), settings, run, target, drafter, data, calibration=calibration, say=say)
             log_config(run.loggers, ready.config)
@@ -96,11 +106,13 @@ def read_settings(cfg: DictConfig) -> Settings:
         raise InputError(f"draft_vocab={cfg.draft_vocab}: needs a number of ids, or 0 for all")
     if not isinstance(cfg.export_assistant, bool):
         raise InputError(f"export_assistant={cfg.export_assistant}: needs true or false")
-    kind = hydra.utils.get_object(cfg.drafter._target_)
+    kind = drafter_class(cfg)
     if cfg.draft_vocab and "draft_ids" not in inspect.signature(kind).parameters:
         raise InputError(f"draft_vocab={cfg.draft_vocab}: {kind.__name__} has no draft vocabulary, set it to 0")
-    if not getattr(kind, "learns", True):
+    if not kind.learns:
         refuse_learning(cfg, kind.__name__)
+    if "packages" in cfg.drafter:
+        check_packages(plain(cfg)["drafter"]["packages"])
     trainer: TrainerConfig = build(cfg.trainer)
     if trainer.batch_tokens is None and trainer.batch_rows is None:
         raise InputError("give trainer.batch_tokens or trainer.batch_rows")
@@ -116,7 +128,11 @@ def read_settings(cfg: DictConfig) -> Settings:
         build(cfg.final),
         build(cfg.tree),
         build(cfg.joint),
+        build(cfg.boost),
     )
+    if settings.boost is not None:
+        settings.boost.check_kind(kind)
+        refuse_with_boost(cfg)
     if not settings.tree.size:
         raise InputError("the tree is empty: give tree=chain tree.k=4, or tree=static")
     if trains_target(cfg) and cfg.target.get("pack", False) not in ("auto", False):
@@ -126,12 +142,33 @@ def read_settings(cfg: DictConfig) -> Settings:
     return settings
 
 
+def drafter_class(cfg: DictConfig) -> type[Drafter]:
+    """What the configuration names, by itself or as what a function makes."""
+    found = hydra.utils.get_object(cfg.drafter._target_)
+    kind: type[Drafter] = found if isinstance(found, type) else typing.get_type_hints(found)["return"]
+    return kind
+
+
 def refuse_learning(cfg: DictConfig, name: str) -> None:
     """Raise InputError if settings of training are given to a drafter that learns nothing."""
     for key, (off, why) in ONLY_LEARNING.items():
         if cfg[key] not in (None, False):
             given = f"{key}={cfg[key]}" if isinstance(cfg[key], str) else key
             raise InputError(f"{given}: {name} learns nothing, so {why}; set {key}={off}")
+
+
+def refuse_with_boost(cfg: DictConfig) -> None:
+    """Raise InputError for settings that several fits one after the other cannot serve."""
+    if cfg.joint is not None:
+        raise InputError("boost fits several drafters to one frozen target, joint=lora would change it: set joint=null")
+    if world_size() > 1:
+        raise InputError("boost fits one model after the other in one process: start it without accelerate launch")
+    if cfg.resume not in (None, "last"):
+        raise InputError(f"resume={cfg.resume}: a run of boost has many checkpoints and knows where it was, give resume=last")
+    if cfg.export_assistant:
+        raise InputError("export_assistant: what boost makes is several models, none of which stands for all; set it to false")
+    if cfg.boost.nodes is not None and not cfg.data.set_aside:
+        raise InputError("boost.nodes needs rows that are not trained on: set data.set_aside, to 16 for instance")
 
 
 def trains_target(cfg: DictConfig) -> bool:
@@ -152,7 +189,8 @@ def read_data(cfg: DictConfig) -> tuple[ConversationData, ConversationData | Non
 
 def read_calibration(cfg: DictConfig, settings: Settings) -> ConversationData | None:
     """Rows set aside, greedy ones where there are some, since a greedy target is what trees are compared with."""
-    if not settings.final.calibrates:
+    shares = settings.boost is not None and settings.boost.nodes is not None
+    if not (settings.final.calibrates or shares):
         return None
     if not cfg.data.set_aside:
         raise InputError("final.calibrated needs rows that are not trained on: set data.set_aside, to 64 for instance")
@@ -197,8 +235,7 @@ def make_drafter(
     objects: dict[str, Any] = {"target": target}
     given = None
     if cfg.init_from is not None:
-        kind = hydra.utils.get_object(cfg.drafter._target_)
-        given = read_beginning(str(cfg.init_from), target, kind, cfg.draft_vocab)
+        given = read_beginning(str(cfg.init_from), target, drafter_class(cfg), cfg.draft_vocab)
         ids = getattr(given, "draft_ids", None)
         objects |= {} if ids is None else {"draft_ids": ids}
     elif cfg.draft_vocab:
@@ -234,9 +271,17 @@ def learn(
     drafter: Drafter,
     data: ConversationData,
     held_out: ConversationData | None,
-    calibration: ConversationData | None,
-) -> Ready:
-    """Train, and take the best checkpoint's weights. Ends the program if a signal ended the training."""
+    *,
+    calibration: ConversationData | None = None,
+    source: Borrowed | None = None,
+    home: Path | None = None,
+) -> Training:
+    """Train, and take the best checkpoint's weights. Ends the program if a signal ended the training.
+
+    Args:
+        source: features that several fits read; None makes this fit's own.
+        home: the folder of the whole run, where this fit is a part of one.
+    """
     adapter = make_adapter(cfg, settings, target, drafter)
     training = prepare(
         plain(cfg),
@@ -248,18 +293,112 @@ def learn(
         held_out,
         calibration=calibration,
         adapter=adapter,
-        make_source=functools.partial(build, cfg.features),
+        make_source=functools.partial(build, cfg.features) if source is None else lambda **_given: source,
         show=functools.partial(draw_heads, run),
         say=say,
     )
     say(outline(training.module.course, settings, data))
     train(training)
     if training.module.stopped == "signal":
-        say(f"stopped by a signal after update {training.updates}: continue with resume=last run_dir={run.folder}")
+        say(f"stopped by a signal after update {training.updates}: continue with resume=last run_dir={home or run.folder}")
         raise SystemExit(STOPPED_BY_SIGNAL)
     if rank() == 0:
         use_best(cfg, training)
     return training
+
+
+def boost(
+    cfg: DictConfig,
+    settings: Settings,
+    run: Run,
+    target: Target,
+    drafter: Drafter,
+    data: ConversationData,
+    held_out: ConversationData | None,
+    calibration: ConversationData | None,
+) -> Boosted:
+    """Fit several drafters one after the other, each on what the earlier ones do not match, and put them together.
+
+    Args:
+        drafter: what every fit begins with, unless told otherwise.
+    """
+    chosen, config = settings.boost, plain(cfg)
+    assert chosen is not None
+    chosen.check(drafter)
+    drafter.check(settings.tree)
+    settings.final.check(drafter)
+    groups = settings.trainer.sampler(data, seed=cfg.seed, rank=0, world=1).batches(0)
+    source = build(
+        cfg.features, target=target, needs=drafter.needs, data=data, groups=groups, spill_dir=run.scratch, shared=False
+    )
+    say(source.describe())
+    facts = procedure_facts(config, target, data)
+    if run.resumed is not None:
+        refuse_other_run(run.resumed, facts, config, say)
+    write_checkpoint(run.checkpoints / LAST, {"facts": facts, "settings": config})
+    log_config(run.loggers, config)
+    told: dict[str, Training] = {}
+
+    def one_fit(job: Fit) -> Drafter:
+        own = copy.deepcopy(cfg)
+        own.seed = job.seed
+        part = Run(run.folder / "members" / job.name)
+        part.folder.mkdir(parents=True, exist_ok=True)
+        if run.resumed is not None and (part.checkpoints / LAST).exists():
+            part.resumed = read_checkpoint(part.checkpoints / LAST)
+        fresh = make_drafter(own, target, data, held_out)
+        if job.begin is not None:
+            fresh.load_state_dict(job.begin.state_dict())
+        with logged(own, part) if job.member else contextlib.nullcontext():
+            training = learn(
+                own,
+                settings if job.member else settings.unmeasured,
+                part,
+                target,
+                fresh,
+                job.data,
+                held_out if job.member else None,
+                source=Borrowed(source),
+                home=run.folder,
+            )
+        if job.member:
+            told[job.name] = training
+        return training.drafter.eval()
+
+    say(f"references: the target's greedy answers to {len(data)} prompts, at most {chosen.reference} tokens of each")
+    wanted = references(target, data, chosen.reference)
+    found = Tuning(
+        config=chosen,
+        data=data,
+        wanted=wanted,
+        reported=wanted if held_out is None else references(target, held_out, chosen.reference),
+        fit=one_fit,
+        source=source,
+        seed=cfg.seed,
+        folder=run.folder / "members",
+        note=functools.partial(note_member, run),
+        say=say,
+    ).run()
+    source.close()
+    show_members(found)
+    return together(
+        settings,
+        config,
+        run,
+        target,
+        data,
+        found,
+        list(told.values()),
+        calibration=calibration,
+        watch=lambda items, what: track(items, description=what),
+        say=say,
+    )
+
+
+def show_members(found: Collective) -> None:
+    names = ("member", "rows", "coverage", "union", "gain", "overlap", "matched", "best_single", "best_of_all", "left")
+    columns = [{"overlap": "overlap with 1, ..."}.get(name, name.replace("_", " ")) for name in names]
+    table("references matched, model by model", columns, [[row.get(name) for name in names] for row in found.rows])
 
 
 def outline(course: Course, settings: Settings, data: ConversationData) -> str:
@@ -343,6 +482,7 @@ def evaluate(ready: Ready, held_out: ConversationData | None) -> Worth:
         worth = dataclasses.replace(worth, change=change.change(ready.target.original, ready.target, rows))
         if worth.change is not None:
             say(change.words(worth.change))
+    worth.settings.update(ready.report())
     if not worth.rows:
         say("no held-out prompt to decode: acceptance and speed are not available")
         return worth

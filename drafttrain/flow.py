@@ -26,6 +26,8 @@ class Batch:
     """(b) int64 real tokens per row."""
     row_ids: Tensor
     """(b) int64 index of the row in its conversation set."""
+    weights: Tensor | None = None
+    """(b s) float32: how much each label counts; None is all alike."""
 
     @property
     def padding(self) -> Tensor:
@@ -34,7 +36,8 @@ class Batch:
         return steps[None] < self.lengths[:, None]
 
     def to(self, device: torch.device | str) -> Batch:
-        return Batch(*(getattr(self, name).to(device) for name in ("input_ids", "loss_mask", "lengths", "row_ids")))
+        tensors = (getattr(self, name).to(device) for name in ("input_ids", "loss_mask", "lengths", "row_ids"))
+        return Batch(*tensors, weights=None if self.weights is None else self.weights.to(device))
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Loss:
     total: Tensor
     """() float32, weighted *sum* over supervised positions, with grad."""
     count: Tensor
-    """() float32, number of supervised positions."""
+    """() float32, number of supervised positions; where labels have weights, the sum of these."""
     parts: dict[str, tuple[Tensor, Tensor]]
     """{name: (sum, count)} detached, for the log."""
 

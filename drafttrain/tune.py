@@ -3,6 +3,8 @@
 Calibrate: decode prompts with a wide tree and count how often the child of each rank is accepted at each depth. Measure what
 drafting and verifying cost here. Predict tokens a second for the best tree of every size and depth. Race the most promising ones
 against plain decoding on further prompts; the fastest wins, plain decoding among them.
+
+Of an ensemble every member grows a wide tree, and the drafts of every size are shared by what each member adds.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from omegaconf import DictConfig, OmegaConf
 from drafttrain.data.conversations import write_json
 from drafttrain.decoding.costs import measure_costs
 from drafttrain.decoding.measure import Measurement
+from drafttrain.decoding.members import followed
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.drafter.base import Drafter
+from drafttrain.drafter.ensemble import Ensemble
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy, check_seed
 from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
@@ -32,13 +36,16 @@ from drafttrain.reporting.console import table, track
 from drafttrain.runs import provenance, run_dir
 from drafttrain.target.model import Target
 from drafttrain.target.prompts import open_prompts
-from drafttrain.tree.choice import CALIBRATION, candidates, known
+from drafttrain.tree.choice import CALIBRATION, SHARING, candidates, known
+from drafttrain.tree.forest import Forest
 from drafttrain.tree.search import expected_tokens
+from drafttrain.tree.share import Followed, candidate_forests, expected
 from drafttrain.tree.topology import Growth, Tree
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
 
 RESULT = "tuning.json"
+NO_ROUND = "no prompt had a round of drafts (answers end at once): give other prompts, or raise max_new_tokens"
 SHOWN = 12
 
 
@@ -116,10 +123,35 @@ def plain_value(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """What decoding with wide trees showed."""
+
+    tau: float | None
+    rates: list[list[float | None]] | None = None
+    """By depth and rank, how often a child was the accepted one."""
+    rounds: list[Followed] | None = None
+    """Of an ensemble, how far each member's tree was followed."""
+
+    def trees(self, sizes: Sequence[int]) -> list[Growth]:
+        """Those worth measuring, of at most so many nodes each."""
+        if self.rounds is not None:
+            return list(candidate_forests(self.rounds, sizes))
+        rates = known(self.rates or [])
+        return list(candidates(rates, sizes)) if rates else []
+
+    def tokens(self, tree: Growth) -> float:
+        """Expected of a round with this tree."""
+        if isinstance(tree, Forest):
+            return expected([one for one in tree.trees if isinstance(one, Tree)], self.rounds or [])
+        assert isinstance(tree, Tree)
+        return expected_tokens(tree, known(self.rates or []))
+
+
+@dataclass(frozen=True)
 class Guess:
     """What a tree promises here."""
 
-    tree: Tree
+    tree: Growth
     tokens: float
     """Expected tokens a round."""
     seconds: float
@@ -132,7 +164,7 @@ class Guess:
             "tree": self.tree.title,
             "nodes": self.tree.size,
             "depth": self.tree.max_depth,
-            "paths": [list(path) for path in self.tree.paths],
+            "paths": self.tree.spec(),
             "tokens": self.tokens,
             "seconds": self.seconds,
             "speedup": self.speedup,
@@ -141,9 +173,11 @@ class Guess:
 
 def calibrate(
     speculator: Speculator, prompts: Sequence[Sequence[int]], policy: Policy, cfg: DictConfig
-) -> Measurement:
+) -> Calibration:
     """Decode with a wide tree, as wide and deep as this drafter can fill."""
     drafter = speculator.drafter
+    if isinstance(drafter, Ensemble):
+        return calibrate_members(speculator, drafter, prompts, policy, cfg)
     wide = CALIBRATION if drafter.max_depth is None else CALIBRATION.capped(drafter.max_depth)
     wide = Tree.from_paths([path for path in wide.paths if max(path) < drafter.choices])
     say(f"calibrates: {len(prompts)} prompts with a tree of {wide.size}")
@@ -156,34 +190,55 @@ def calibrate(
         watch=lambda items, what: track(items, description=what),
     )
     if not found.tally.rounds:
-        raise InputError("no prompt had a round of drafts (answers end at once): give other prompts, or raise max_new_tokens")
-    return found
+        raise InputError(NO_ROUND)
+    return Calibration(found.tally.tau, rates=found.rates)
+
+
+def calibrate_members(
+    speculator: Speculator, drafter: Ensemble, prompts: Sequence[Sequence[int]], policy: Policy, cfg: DictConfig
+) -> Calibration:
+    """Decode with a wide tree for each member."""
+    narrow = min(member.choices for member in drafter.drafters)
+    wide = drafter.shaped(Tree.from_paths([path for path in SHARING.paths if max(path) < narrow]))
+    say(f"calibrates: {len(prompts)} prompts with trees of {wide.size} in all")
+    rounds = followed(
+        speculator.target,
+        drafter,
+        prompts,
+        wide,
+        max_new_tokens=cfg.max_new_tokens,
+        policy=policy,
+        batch=cfg.batch,
+        seed=cfg.seed,
+        watch=lambda items, what: track(items, description=what),
+    )
+    if not rounds:
+        raise InputError(NO_ROUND)
+    return Calibration(1 + sum(max(map(len, one)) for one in rounds) / len(rounds), rounds=rounds)
 
 
 def predict(
-    speculator: Speculator, calibration: Measurement, prompts: Sequence[Sequence[int]], policy: Policy, cfg: DictConfig
+    speculator: Speculator, calibration: Calibration, prompts: Sequence[Sequence[int]], policy: Policy, cfg: DictConfig
 ) -> list[Guess]:
     """The best trees of all sizes and depths with what they promise, the most promising first."""
-    assert calibration.rates is not None
-    rates = known(calibration.rates)
-    if not rates:
+    trees = calibration.trees(cfg.sizes)
+    if not trees:
         return []
     target, drafter = speculator.target, speculator.drafter
     context = round(statistics.median(map(len, prompts))) + cfg.max_new_tokens // 2
-    room = target.context - max(*cfg.sizes, len(rates), 1) - 2
-    trees = candidates(rates, cfg.sizes)
+    room = target.context - max(*cfg.sizes, *(tree.size for tree in trees), 1) - 2
     costs = measure_costs(
         target,
         drafter,
         policy,
         trees,
         context=max(1, min(context, room)),
-        emitted=max(1, round(calibration.tally.tau or 1)),
+        emitted=max(1, round(calibration.tau or 1)),
         watch=lambda items, what: track(items, description=what),
     )
     guesses = []
     for tree in trees:
-        tokens, seconds = expected_tokens(tree, rates), costs.round(tree)
+        tokens, seconds = calibration.tokens(tree), costs.round(tree)
         guesses.append(Guess(tree, tokens, seconds, tokens * costs.verified[0] / seconds))
     return sorted(guesses, key=lambda guess: -guess.speedup)
 

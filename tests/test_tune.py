@@ -14,9 +14,13 @@ from drafttrain import tune
 from drafttrain.data.template import ChatPieces
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
+from drafttrain.drafter.ensemble import Ensemble
+from drafttrain.drafter.ngram import NGram
+from drafttrain.drafter.ssm import Ssm
 from drafttrain.drafter.suffix import Suffix
 from drafttrain.packaging.decoding import read_plan
 from drafttrain.target.model import Target
+from drafttrain.tree.forest import Forest
 from drafttrain.tree.topology import Tree
 from tests.helpers import packed_place, place_words, tiny_chat_target
 from tests.packaging.made import overfitted, packed
@@ -121,3 +125,16 @@ def test_bad_input_is_one_line(name: str, place: Path, tmp_path: Path, capsys: p
     *_, last = capsys.readouterr().err.strip().splitlines()
     assert last.startswith("drafttrain.tune: ") and re.search(message, last), last
     assert not (tmp_path / "run").exists()
+
+
+def test_an_ensemble_shares_its_drafts(place: Path, target: Target, tmp_path: Path) -> None:
+    members = [Ssm(target, layers=[0, 1]), NGram(target)]
+    package = packed(tmp_path / "package", Ensemble(target, members=members).eval(), target, plan=Plan(Tree.chain(2)))
+    tune.main(words(place, tmp_path / "run", package=package, max_new_tokens=20))
+    result = json.loads((tmp_path / "run" / tune.RESULT).read_text())
+    assert result["rates"] is None and result["predicted"] and len(result["raced"]) >= 2
+    assert all(guess["paths"]["growth"] == "forest" and guess["nodes"] <= 4 for guess in result["predicted"])
+    assert all(guess["tokens"] > 1 for guess in result["predicted"])
+    assert all(row["same_as_plain"] == row["prompts"] and row["growth"] == "forest" for row in result["raced"])
+    plan = read_plan(package / "decoding.yaml")
+    assert isinstance(plan.tree, Forest) or not plan.tree.size

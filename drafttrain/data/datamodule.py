@@ -5,8 +5,11 @@ Nothing here holds state: batch k of epoch e is a pure function of the settings,
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -124,6 +127,10 @@ class ConversationData:
         """Rows left out, by reason."""
         self.cut = 0
         """Rows kept that were cut to max_length."""
+        self.weights: list[Tensor] | None = None
+        """Of the labels of each row kept, (s) float32; None is all alike."""
+        self.digest: str | None = None
+        """Which rows a part holds and what they weigh; None for what is no part."""
         self._supervised = 0
         chosen = self.set.indices(SPLITS[split])
         if set_aside >= len(chosen) > 0 or (take_set_aside and not set_aside):
@@ -197,6 +204,29 @@ class ConversationData:
         mask[0] = False
         return ids, mask
 
+    def part(self, places: Sequence[int], weights: Sequence[Tensor] | None = None) -> ConversationData:
+        """Some of these rows, as data of their own.
+
+        Args:
+            places: of the rows; their order is kept.
+            weights: for each of them (s) float32, how much each of its tokens counts as a label.
+        Raises: InputError if no row is left.
+        """
+        if not places:
+            raise InputError(f"{self.name}, split {self.split}: no row is left to learn from")
+        part = copy.copy(self)
+        for name in ("indices", "lengths", "supervised_per_row"):
+            setattr(part, name, [getattr(self, name)[place] for place in places])
+        part._supervised, part.counts, part.cut = sum(part.supervised_per_row), {}, 0
+        part.weights = None if weights is None else [weight.float() for weight in weights]
+        marks = hashlib.sha256(",".join(map(str, part.indices)).encode())
+        for row, weight in enumerate(part.weights or ()):
+            if weight.shape != (part.lengths[row],):
+                raise ValueError(f"row {row} has {part.lengths[row]} tokens and weights of shape {tuple(weight.shape)}")
+            marks.update(weight.numpy().tobytes())
+        part.digest = marks.hexdigest()[:16]
+        return part
+
     def batch(self, places: Sequence[int]) -> Batch:
         """Rows as one batch; a place ~i (that is -i - 1) is row i with nothing supervised, see `EpochSampler`."""
         rows = []
@@ -204,7 +234,14 @@ class ConversationData:
             i = place if place >= 0 else ~place
             ids, mask = self.row(i)
             rows.append((ids, mask if place >= 0 else torch.zeros_like(mask), self.indices[i]))
-        return collate(rows)
+        batch = collate(rows)
+        if self.weights is None:
+            return batch
+        weights = torch.zeros(batch.input_ids.shape)
+        for row, place in enumerate(places):
+            own = self.weights[place if place >= 0 else ~place]
+            weights[row, : len(own)] = own
+        return replace(batch, weights=weights)
 
     def summary(self) -> str:
         """One line for the console: rows, tokens, the supervised share, and what was left out."""

@@ -66,12 +66,16 @@ class Plan:
         )
 
     def made_by(self, drafter: Drafter | None) -> Plan:
-        """The same plan, its drafts of the law that this drafter can make. Raises InputError if none is as asked for."""
-        if drafter is None or drafter.can_draw or not self.tree.size:
+        """The same plan as this drafter carries it out: its tree, and drafts of a law that it can make. Raises InputError if none
+        is as asked for."""
+        if drafter is None or not self.tree.size:
             return self
+        plan = replace(self, tree=drafter.shaped(self.tree))
+        if drafter.can_draw:
+            return plan
         if self.sampled:
             raise InputError(f"sampled=true: {type(drafter).__name__} copies its drafts and draws none, leave it out")
-        return replace(self, sampled=False)
+        return replace(plan, sampled=False)
 
     @property
     def rule_name(self) -> str:

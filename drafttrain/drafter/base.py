@@ -48,8 +48,11 @@ class Drafter(nn.Module, abc.ABC):
     growths: ClassVar[tuple[type[Growth], ...]] = (Tree,)
     """Kinds of trees that it can fill."""
     learns: ClassVar[bool] = True
-    """Whether there is anything to train. False: it has no weights."""
-    can_draw: ClassVar[bool] = True
+    """Whether a run trains it. False: it is measured and packaged as it is."""
+    writes: ClassVar[bool] = False
+    """Whether it is a language model that reads tokens alone, whose loss counts labels by their weights. Where its teacher-forced
+    guesses of a text are right, it would have written the same text by itself."""
+    can_draw: bool = True
     """Whether it has laws that drafts can be drawn from. False: its drafts are a function of the text at any temperature."""
     target: Target
 
@@ -125,6 +128,10 @@ class Drafter(nn.Module, abc.ABC):
                 f"{where}: a node has {tree.max_children} children, this drafter proposes from {self.choices} tokens: give "
                 "a narrower tree, or train with a larger draft_vocab"
             )
+
+    def shaped(self, tree: Growth) -> Growth:
+        """A tree as this drafter grows it: itself, unless several drafters grow one each."""
+        return tree
 
     def at(self, dtype: torch.dtype, target: Target | None = None) -> Drafter:
         """A copy of this drafter in another dtype, in evaluation mode, for decoding.

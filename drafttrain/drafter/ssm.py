@@ -64,6 +64,8 @@ class _Rows:
     """(b s d) the target's features, where its law is needed."""
     by_target: bool
     """Did the target write these rows? Only then are they text to learn by heart."""
+    weights: Tensor | None
+    """(b s) of the labels, where they do not count alike."""
 
 
 class Ssm(BorrowsHead, Autoregressive):
@@ -87,6 +89,8 @@ class Ssm(BorrowsHead, Autoregressive):
         chunk: positions whose logits exist at one time in the loss.
     Raises: InputError for another vocabulary, layers that are not there, pickled weights, code of a directory's own.
     """
+
+    writes = True
 
     def __init__(
         self,
@@ -203,7 +207,7 @@ class Ssm(BorrowsHead, Autoregressive):
         if bool(written.any()):
             assert generator is not None
             parts.append(self._as_written(batch, written, generator))
-        out, labels, given, teachers = [], [], [], []
+        out, labels, given, teachers, weights = [], [], [], [], []
         for rows in parts:
             chosen = rows.mask[:, 1:]
             out.append(self.network.whole(rows.ids)[:, :-1][chosen])  # t d
@@ -211,6 +215,9 @@ class Ssm(BorrowsHead, Autoregressive):
             given.append(torch.full_like(labels[-1], rows.by_target, dtype=torch.bool))
             if rows.teacher is not None:
                 teachers.append(rows.teacher[:, :-1][chosen])
+            if rows.weights is not None:
+                weights.append(rows.weights[:, 1:][chosen])
+        weight = torch.cat(weights) if weights else None
         hidden, text, by_target = torch.cat(out), torch.cat(labels), torch.cat(given)
         found = mixed(
             hidden,
@@ -219,6 +226,7 @@ class Ssm(BorrowsHead, Autoregressive):
             self.mixture,
             teacher=torch.cat(teachers) if teachers else None,
             teacher_head=self._teacher_head,
+            weights=weight,
             trained=[p for p in self.network.output.parameters() if p.requires_grad] if "head" in self.own else (),
             chunk=self.chunk,
         )
@@ -230,7 +238,7 @@ class Ssm(BorrowsHead, Autoregressive):
         sums["accuracy"] = (right, own)
         # Every parameter takes part, so that no process waits for a gradient that another one has.
         nothing = torch.stack([p.sum() for p in self.parameters()]).sum() * 0.0
-        return Loss((found.total + nothing).float(), count, sums)
+        return Loss((found.total + nothing).float(), count if weight is None else weight.sum(), sums)
 
     def _as_given(self, batch: Batch, features: Features, chosen: Tensor, device: torch.device) -> _Rows:
         ids, mask = (
@@ -242,7 +250,10 @@ class Ssm(BorrowsHead, Autoregressive):
             teacher = None
         if teacher is not None:
             teacher = teacher[chosen.to(teacher.device)].to(device)
-        return _Rows(ids.to(device), mask.to(device), teacher, True)
+        weights = batch.weights
+        if weights is not None:
+            weights = weights[chosen.to(weights.device)].to(device)
+        return _Rows(ids.to(device), mask.to(device), teacher, True, weights)
 
     def _as_written(self, batch: Batch, chosen: Tensor, generator: torch.Generator) -> _Rows:
         """The drafter's own answers, behind prompts of these rows, and what the target makes of them."""
@@ -251,7 +262,12 @@ class Ssm(BorrowsHead, Autoregressive):
         with torch.autocast(device.type, enabled=False):
             found = self.target.features(answers.input_ids, answers.lengths, Needs(last_hidden=True)).last_hidden
         assert found is not None
-        return _Rows(answers.input_ids.to(device), answers.loss_mask.to(device), found.to(device), False)
+        weights = None
+        if batch.weights is not None:
+            # What it writes itself counts as much as the row that it is written in the place of.
+            own = batch.weights[chosen.to(batch.weights.device)].amax(1, keepdim=True).to(device)
+            weights = own.expand(answers.input_ids.shape)
+        return _Rows(answers.input_ids.to(device), answers.loss_mask.to(device), found.to(device), False, weights)
 
     def _teacher_head(self, hidden: Tensor) -> Tensor:
         """(... d) the target's features -> (... w) its logits of what can be proposed."""
@@ -269,6 +285,29 @@ class Ssm(BorrowsHead, Autoregressive):
         if parts:
             found[:, 1:][chosen] = self.to_target_ids(torch.cat(parts))
         return found[:, :, None]
+
+    @torch.no_grad()
+    def overlap(self, batch: Batch, features: Features) -> Tensor:
+        """(b s) float32, teacher-forced: for every label sum_v min(p, q), how often a draft of it would be kept at temperature 1;
+        0 elsewhere.
+
+        Args:
+            features: with the target's last hidden states.
+        """
+        device = self.network.device
+        ids, chosen = batch.input_ids.to(device), batch.loss_mask[:, 1:].to(device)
+        assert features.last_hidden is not None
+        teacher = features.last_hidden.to(device)[:, :-1][chosen]  # t d
+        out = self.network.whole(ids)[:, :-1][chosen]
+        found = torch.zeros(ids.shape, device=device)
+        parts = []
+        for mine, theirs in zip(out.split(self.chunk), teacher.split(self.chunk), strict=True):
+            p = self.target.head(theirs.to(self.target.dtype)).float().softmax(-1)  # c v
+            p = p if self.draft_ids is None else p[:, self.draft_ids]
+            parts.append(torch.minimum(p, self.head(mine).float().softmax(-1)).sum(-1))
+        if len(out):
+            found[:, 1:][chosen] = torch.cat(parts)
+        return found
 
     # Decoding ---------------------------------------------------------------------------------------------------
     def open(self, rows: int, capacity: int) -> SsmState:

@@ -91,6 +91,7 @@ def mixed(
     *,
     teacher: Tensor | None = None,
     teacher_head: Callable[[Tensor], Tensor] | None = None,
+    weights: Tensor | None = None,
     trained: Sequence[Tensor] = (),
     chunk: int = 256,
 ) -> Mixed:
@@ -102,6 +103,7 @@ def mixed(
         head: (c d) -> (c w) draft logits.
         teacher: (t d') what the target's head reads there; needed where the mixture reads its law.
         teacher_head: (c d') -> (c w) the target's logits of the same vocabulary.
+        weights: (t) float32 of the positions in the total; None is all alike.
         trained: parameters that `head` multiplies with, where they are trained.
         chunk: positions whose logits exist at one time.
     """
@@ -120,13 +122,15 @@ def mixed(
         for name in mixture.names:
             if name == TEXT:
                 known = labels[part] >= 0
-                values.append((losses.cross_entropy(logits, labels[part].clamp_min(0)) * known).sum())
+                values.append(losses.cross_entropy(logits, labels[part].clamp_min(0)) * known)
             else:
                 assert aim is not None
-                values.append(mixture.divergence(name)(logits, aim).sum())
-        sums = torch.stack(values)
-        weights = sums.new_tensor([mixture.weights[name] for name in mixture.names])
-        return (weights * sums).sum(), sums, logits.detach().argmax(-1)
+                values.append(mixture.divergence(name)(logits, aim))
+        each = torch.stack(values)  # m c
+        sums = each.sum(-1)
+        counted = sums if weights is None else (each * weights[part]).sum(-1)
+        by_loss = sums.new_tensor([mixture.weights[name] for name in mixture.names])
+        return (by_loss * counted).sum(), sums, logits.detach().argmax(-1)
 
     made = in_chunks(hidden[:, None], goal, judge, parts=len(mixture.names), chunk=chunk, trained=trained)
     return Mixed(made.total, dict(zip(mixture.names, made.sums[0].unbind(), strict=True)), made.noted[:, 0])

@@ -10,6 +10,8 @@ from drafttrain.decoding.plan import TUNED, Plan
 from drafttrain.target.change import words
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
+from drafttrain.tree.forest import Forest
+from drafttrain.tree.topology import Growth
 
 _GENERATE = '''\
 """Speculative decoding with this package, called by transformers:
@@ -145,20 +147,31 @@ def card(config: dict[str, Any], metrics: dict[str, Any], plan: Plan, *, as_mode
 
 def _origin(config: dict[str, Any]) -> tuple[bool, str | None]:
     """Whether anything was trained, and the name of the conversations that drafts are copied from."""
-    return bool(config["shape"]["parameters"]), config["drafter"].get("corpus")
+    corpora = [node["corpus"] for node in (config["drafter"], *_members(config)) if node.get("corpus")]
+    return bool(config["shape"]["parameters"]), " and ".join(dict.fromkeys(map(str, corpora))) or None
+
+
+def _members(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of an ensemble, what is told of each; of any other drafter none."""
+    found: list[dict[str, Any]] = config["drafter"].get("members", [])
+    return found
 
 
 def _facts(config: dict[str, Any], as_model: bool) -> list[str]:
     """What the drafter is, a sentence or two each."""
     shape, length = config["shape"], config["trained_length"]
     learned, corpus = _origin(config)
+    kinds = [node["_target_"].rpartition(".")[2] for node in _members(config)]
+    together = [f"Drafters that draft side by side: {', '.join(kinds)}. Their trees are merged and checked in one pass."]
     if not learned:
         more = f", or in the conversations of {corpus} that lie in here" if corpus else ""
         return [
+            *(together if kinds else []),
             f"No weights: nothing was trained. Drafts are what followed earlier in the text at hand, prompt and answer{more}.",
             "Where nothing like the end of the text stood before, nothing is drafted.",
         ]
     return [
+        *(together if kinds else []),
         f"{shape['parameters']:,} trained parameters, stored as {shape['dtype']}; {_IN_WHOLE if as_model else _BORROWED}",
         f"Drafts from the target's whole vocabulary of {shape['vocab_size']:,} tokens."
         if shape["draft_vocab"] == shape["vocab_size"]
@@ -199,19 +212,23 @@ def _front(name: str, licence: str | None) -> str:
     return "".join(f"\n{line}" for line in lines)
 
 
+def _shape(tree: Growth) -> str:
+    if not tree.size:
+        return "no drafts"
+    if isinstance(tree, Forest):
+        return "; ".join(f"{_shape(one)} by member {number}" for number, one in enumerate(tree.trees, start=1))
+    if isinstance(tree, Confident):
+        return f"a chain of at most {tree.size}, ended where the drafter's likeliest token has less than {tree.stop_below:g}"
+    if tree.is_chain:
+        return f"a chain of {tree.size}"
+    if isinstance(tree, Dynamic):
+        return f"a dynamic tree of {tree.size} drafts, at most {tree.max_depth} deep (top_k {tree.top_k})"
+    return f"a tree of {tree.size} drafts, {tree.max_depth} deep"
+
+
 def describe(plan: Plan) -> str:
     """A plan in words."""
-    tree = plan.tree
-    if not tree.size:
-        shape = "no drafts (plain decoding)"
-    elif isinstance(tree, Confident):
-        shape = f"a chain of at most {tree.size}, ended where the drafter's likeliest token has less than {tree.stop_below:g}"
-    elif tree.is_chain:
-        shape = f"a chain of {tree.size}"
-    elif isinstance(tree, Dynamic):
-        shape = f"a dynamic tree of {tree.size} drafts, at most {tree.max_depth} deep (top_k {tree.top_k})"
-    else:
-        shape = f"a tree of {tree.size} drafts, {tree.max_depth} deep"
+    shape = _shape(plan.tree) if plan.tree.size else "no drafts (plain decoding)"
     policy = plan.policy
     reading = (f", repetition_penalty {policy.repetition_penalty:g}" if policy.repetition_penalty != 1 else "") + (
         f", min_new_tokens {policy.min_new_tokens}" if policy.min_new_tokens else ""

@@ -20,6 +20,7 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.checking import check_keys
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
+from drafttrain.tree.forest import Forest
 from drafttrain.tree.topology import MOST_NODES, Growth, Tree, check_size
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ _GROWTHS: dict[str, type[Dynamic] | type[Confident]] = {"dynamic": Dynamic, "cha
 _TEXT = """\
 # How this drafter decodes unless told otherwise.
 # tree: one entry for each drafted token, the ranks on the way to it from the last chosen token ([] decodes plainly); or how
-# it grows, such as {{growth: dynamic, depth: 5, top_k: 8, total: 24}} or {{growth: chain, k: 6, stop_below: 0.3}}.
+# it grows, such as {{growth: dynamic, depth: 5, top_k: 8, total: 24}} or {{growth: chain, k: 6, stop_below: 0.3}}. An ensemble
+# has a tree for each member: {{growth: forest, trees: [[[0], [0, 0]], {{growth: chain, k: 6, stop_below: 0.3}}]}}.
 tree:{tree}
 # What the tree above costs at most: drafted tokens that the target checks in one pass, and their depth.
 budget: {{nodes: {nodes}, depth: {depth}}}
@@ -140,11 +142,14 @@ def tree_of(value: Any) -> Growth:
 
     `static` or `eagle1_static` (the 25 nodes of EAGLE-1), `medusa` (the 63 of Medusa), `plain` or 0 (no drafts), a chain's
     length or `chain:<length>`, `expand:4x2x1` (that many children per node, depth by depth), `dynamic:5x8x24` (EAGLE-2:
-    depth, top_k, total), a list of paths of ranks, also as text, or a mapping as `Growth.spec` gives it.
+    depth, top_k, total), a list of paths of ranks, also as text, or a mapping as `Growth.spec` gives it. For an ensemble, a tree
+    for each member with `+` between them: `4+expand:2x1`.
 
     Raises: InputError for anything else, and for a malformed tree.
     """
     if isinstance(value, str):
+        if "+" in value:
+            return _checked(Forest(tuple(tree_of(one) for one in value.split("+"))))
         name, _, rest = value.strip().partition(":")
         if value.strip() in ("static", "eagle1_static"):
             return Tree.eagle1_static()
@@ -177,6 +182,11 @@ def tree_of(value: Any) -> Growth:
     elif _whole(value):
         check_size(value)
         return Tree.chain(value)
+    elif isinstance(value, dict) and value.get("growth") == "forest":
+        check_keys(value, ("growth", "trees"), "tree")
+        if not isinstance(value["trees"], list):
+            raise InputError(f"tree.trees is {str(value['trees'])[:80]}, needs a list with one tree for each member")
+        return _checked(Forest(tuple(tree_of(one) for one in value["trees"])))
     elif isinstance(value, dict) and str(value.get("growth")) in _GROWTHS:
         kind = _GROWTHS[str(value["growth"])]
         check_keys(value, ("growth", *(field.name for field in fields(kind))), "tree")
@@ -192,7 +202,7 @@ def tree_of(value: Any) -> Growth:
         return Tree.from_paths(paths) if paths else Tree.chain(0)
     raise InputError(
         f"tree {str(value)[:80]!r} is not known: give static, medusa, plain, a chain's length such as 4, expand:4x2x1, "
-        "dynamic:5x8x24, or a list of paths such as [[0],[1],[0,0]]"
+        "dynamic:5x8x24, a list of paths such as [[0],[1],[0,0]], or for an ensemble one for each member, such as 4+3"
     )
 
 

@@ -58,6 +58,8 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 
 STORED = ("draft_ids", "corpus_ids")
 """Settings that are long lists of ids: they are stored as tensors, not in the config."""
+MEMBERS = "members"
+"""The setting of a drafter that holds others: each with its class, draft vocabulary and settings, its tensors under its number."""
 
 _KEYS = ("format", "made_with", "drafter", "needs", "shape", "trained_length", "target", "training")
 _NEEDS = ("last_hidden", "layers", "logits")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from drafttrain.packaging.manifest import (
     CONFIG,
     DECODING,
     DTYPES,
+    MEMBERS,
     STORED,
     TENSORS,
     WHOLE_TENSORS,
@@ -114,8 +116,7 @@ def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
     """
     folder = Path(folder).expanduser()
     config = read_config(folder)
-    kind = class_of(config["drafter"]["_target_"], str(folder / CONFIG))
-    settings = _checked_settings(config["drafter"], kind, folder)
+    told = _described(config["drafter"], config["shape"]["draft_vocab"], folder)
     check_target(config, target, folder)
     if "adapter" in config and target.adapter is None:
         raise InputError(f"{folder} drafts for a tuned target, this is the original: open it with drafttrain.load")
@@ -123,11 +124,7 @@ def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: _facts(file, name) for name in file.keys()}  # noqa: SIM118 - not a dict
-            if "draft_ids" in _parameters(kind):
-                settings["draft_ids"] = _draft_ids(file, found, config, target, path)
-            if "corpus_ids" in _parameters(kind):
-                settings["corpus_ids"] = _corpus_ids(file, found, settings["corpus"], path)
-            drafter = _built(kind, target, settings, folder)
+            drafter = _built(told, file, found, target, folder)
             if (needs := needs_of(drafter)) != config["needs"]:
                 raise InputError(f"{folder / CONFIG}: needs are {config['needs']}, this drafter has {needs}")
             expected = {name: (tuple(t.shape), _stored(t, config)) for name, t in owned(drafter).items()}
@@ -148,18 +145,60 @@ def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
     return drafter.eval()
 
 
+@dataclass(frozen=True)
+class _Described:
+    """A drafter as config.json has it: the package's own, or a member of that."""
+
+    kind: type[Drafter]
+    settings: dict[str, Any]
+    """Apart from those that are stored as tensors, and from members."""
+    draft_vocab: Any
+    members: tuple[_Described, ...] = ()
+    prefix: str = ""
+    """Of its tensors' names."""
+
+
+def _described(node: dict[str, Any], draft_vocab: Any, folder: Path) -> _Described:
+    """What can be checked of a drafter, and of its members, without its tensors."""
+    where = f"{folder / CONFIG}: drafter"
+    kind = class_of(node["_target_"], str(folder / CONFIG))
+    settings = _checked_settings(node, kind, where)
+    if MEMBERS not in _parameters(kind):
+        return _Described(kind, settings, draft_vocab)
+    listed, members = settings.pop(MEMBERS), []
+    if not isinstance(listed, list) or not listed:
+        raise InputError(f"{where}.{MEMBERS} is {str(listed)[:40]}, needs a list of drafters")
+    for number, inner in enumerate(listed):
+        here = f"{where}.{MEMBERS}[{number}]"
+        if not isinstance(inner, dict) or not isinstance(inner.get("_target_"), str):
+            raise InputError(f"{here} lacks _target_, the name of its class")
+        own = class_of(inner["_target_"], here)
+        if MEMBERS in _parameters(own):
+            raise InputError(f"{here} is {own.__name__}: a member has no members of its own")
+        told = _checked_settings(inner, own, here, also=("draft_vocab",))
+        members.append(_Described(own, told, told.pop("draft_vocab"), prefix=f"{MEMBERS}.{number}."))
+    return _Described(kind, settings, draft_vocab, tuple(members))
+
+
 def _parameters(kind: type[Drafter]) -> dict[str, inspect.Parameter]:
     parameters = dict(inspect.signature(kind.__init__).parameters)
     return {name: p for name, p in parameters.items() if name not in ("self", "target")}
 
 
-def _checked_settings(node: dict[str, Any], kind: type[Drafter], folder: Path) -> dict[str, Any]:
-    """Exactly the settings that the class takes, each of its default's type."""
-    where = f"{folder / CONFIG}: drafter"
+def _checked_settings(
+    node: dict[str, Any], kind: type[Drafter], where: str, also: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Exactly the settings that the class takes, each of its default's type.
+
+    Args:
+        also: what else is told there.
+    """
     parameters = {name: p for name, p in _parameters(kind).items() if name not in STORED}
-    check_keys(node, ("_target_", *parameters), where)
+    check_keys(node, ("_target_", *also, *parameters), where)
     settings = {name: value for name, value in node.items() if name != "_target_"}
     for name, value in settings.items():
+        if name in also:
+            continue
         default = parameters[name].default
         if default is inspect.Parameter.empty or default is None:
             continue
@@ -177,7 +216,20 @@ def _chance_kept(target: Target) -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=devices)
 
 
-def _built(kind: type[Drafter], target: Target, settings: dict[str, Any], folder: Path) -> Drafter:
+def _built(told: _Described, file: Any, found: dict[str, Any], target: Target, folder: Path) -> Drafter:
+    """The drafter with its first weights. What it is sized by is read and checked before.
+
+    Args:
+        found: names, shapes and dtypes of the tensors in the file.
+    """
+    kind, settings, path = told.kind, dict(told.settings), folder / TENSORS
+    names = _parameters(kind)
+    if "draft_ids" in names:
+        settings["draft_ids"] = _draft_ids(file, found, told, target, path)
+    if "corpus_ids" in names:
+        settings["corpus_ids"] = _corpus_ids(file, found, told, path)
+    if MEMBERS in names:
+        settings[MEMBERS] = [_built(member, file, found, target, folder) for member in told.members]
     try:
         with _chance_kept(target):
             return kind(target=target, **settings)
@@ -195,35 +247,32 @@ def _stored(tensor: Tensor, config: dict[str, Any]) -> str:
     return DTYPES[config["shape"]["dtype"]] if tensor.is_floating_point() else _HEADER_DTYPES.get(tensor.dtype, "?")
 
 
-def _draft_ids(
-    file: Any, found: dict[str, Any], config: dict[str, Any], target: Target, path: Path
-) -> list[int] | None:
+def _draft_ids(file: Any, found: dict[str, Any], told: _Described, target: Target, path: Path) -> list[int] | None:
     """The reduced draft vocabulary, read and checked before anything is sized by it."""
-    told = config["shape"]["draft_vocab"]
-    if "draft_ids" not in found:
-        if told != target.vocab_size:
-            raise InputError(
-                f"{path} lacks draft_ids, the ids of its {str(told)[:40]} draft tokens: the package is damaged"
-            )
+    name, size = f"{told.prefix}draft_ids", told.draft_vocab
+    if name not in found:
+        if size != target.vocab_size:
+            raise InputError(f"{path} lacks {name}, the ids of its {str(size)[:40]} draft tokens: the package is damaged")
         return None
-    (shape, dtype), v = found["draft_ids"], target.vocab_size
-    if dtype != "I64" or len(shape) != 1 or not 2 <= shape[0] <= v or shape[0] != told:
+    (shape, dtype), v = found[name], target.vocab_size
+    if dtype != "I64" or len(shape) != 1 or not 2 <= shape[0] <= v or shape[0] != size:
         raise InputError(
-            f"{path}: draft_ids is {dtype} of shape {list(shape)}, needs I64 of {told} ids, at most the target's {v}"
+            f"{path}: {name} is {dtype} of shape {list(shape)}, needs I64 of {size} ids, at most the target's {v}"
         )
-    ids = file.get_tensor("draft_ids")
+    ids = file.get_tensor(name)
     if int(ids.min()) < 0 or int(ids.max()) >= v or not bool((ids[1:] > ids[:-1]).all()):
-        raise InputError(f"{path}: draft_ids must ascend within the target's vocabulary 0..{v - 1}, each id once")
+        raise InputError(f"{path}: {name} must ascend within the target's vocabulary 0..{v - 1}, each id once")
     return ids.tolist()
 
 
-def _corpus_ids(file: Any, found: dict[str, Any], corpus: str | None, path: Path) -> Tensor | None:
+def _corpus_ids(file: Any, found: dict[str, Any], told: _Described, path: Path) -> Tensor | None:
     """The text that a drafter copies from. What a package names as its corpus is never read from elsewhere."""
+    name, corpus = f"{told.prefix}corpus_ids", told.settings["corpus"]
     if corpus is None:
         return None
-    if found.get("corpus_ids", ((), ""))[1] != "I64":
-        raise InputError(f"{path} lacks corpus_ids, the text of its corpus {str(corpus)[:80]}: the package is damaged")
-    ids: Tensor = file.get_tensor("corpus_ids")
+    if found.get(name, ((), ""))[1] != "I64":
+        raise InputError(f"{path} lacks {name}, the text of its corpus {str(corpus)[:80]}: the package is damaged")
+    ids: Tensor = file.get_tensor(name)
     return ids
 
 

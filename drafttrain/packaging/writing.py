@@ -30,6 +30,7 @@ from drafttrain.packaging.manifest import (
     DTYPES,
     FOLDERS,
     FORMAT,
+    MEMBERS,
     METRICS,
     STORED,
     TENSORS,
@@ -130,7 +131,8 @@ def save_package(
             "parameters": adapter.size,
             "digest": adapter.digest,
         }
-    class_of(config["drafter"]["_target_"], "this drafter")
+    for node in (config["drafter"], *config["drafter"].get(MEMBERS, ())):
+        class_of(node["_target_"], "this drafter")
     texts = {
         CONFIG: _json(config),
         DECODING: write_plan(plan),
@@ -310,7 +312,14 @@ def _whole(drafter: Drafter, dtype: torch.dtype) -> tuple[str, dict[str, Tensor]
 
 def _settings_of(drafter: Drafter) -> dict[str, Any]:
     """Settings apart from those that are stored as tensors."""
-    return {name: value for name, value in drafter.settings().items() if name not in STORED}
+    found = _unstored(drafter.settings())
+    if MEMBERS in found:
+        found[MEMBERS] = [_unstored(member) for member in found[MEMBERS]]
+    return found
+
+
+def _unstored(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in STORED}
 
 
 def _short(name: str) -> str:

@@ -106,7 +106,10 @@ def measure(
 
     With no prompts nothing is measured, and nothing is made up.
     """
-    trees, fast = dict(config.acceptance), dict(config.speed)
+    shaped = speculator.drafter.shaped
+    trees, fast = (
+        {name: tree and shaped(tree) for name, tree in table.items()} for table in (config.acceptance, config.speed)
+    )
     if calibrate is not None:
         trees |= {f"calibrated_{size}": calibrate(size) for size in config.calibrated}
         fast |= {f"calibrated_{size}": calibrate(size) for size in config.calibrated_speed}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from drafttrain.processes import rank, world_size
 from drafttrain.target.adapter import Trained, tuned
 from drafttrain.target.features import LiveFeatures, OnlineFeatures
 from drafttrain.target.model import Target
+from drafttrain.training.boost import Boost
 from drafttrain.training.checkpoint import CheckpointConfig, Keeper, refuse_full_disk
 from drafttrain.training.course import Stream, TrainerConfig
 from drafttrain.training.decode_callback import DecodeCallback, EvalConfig
@@ -45,6 +46,14 @@ class Settings:
     tree: Growth
     joint: Joint | None = None
     """How the target is trained too; None leaves it frozen."""
+    boost: Boost | None = None
+    """How several drafters are fitted one after the other; None fits one."""
+
+    @property
+    def unmeasured(self) -> Settings:
+        """The same fit, of which nothing is decoded before it is done."""
+        quiet = replace(self.eval, every=None, prompts=0, sim_rows=0, speed_prompts=0, patience=None)
+        return replace(self, eval=quiet)
 
 
 @dataclass(kw_only=True)
@@ -79,6 +88,10 @@ class Ready:
     def facts(self) -> dict[str, Any] | None:
         """How it was trained, plain JSON values; None if it was not."""
         return None
+
+    def report(self) -> dict[str, Any]:
+        """What the package's metrics shall say further, plain JSON values."""
+        return {}
 
 
 @dataclass(kw_only=True)
@@ -168,7 +181,7 @@ def prepare(
     *,
     calibration: ConversationData | None = None,
     adapter: Trained | None = None,
-    make_source: Callable[..., OnlineFeatures],
+    make_source: Callable[..., OnlineFeatures | LiveFeatures],
     show: Callable[[Mapping[str, float | None], int], None],
     say: Callable[[str], None],
 ) -> Training:

@@ -15,17 +15,22 @@ from drafttrain.target.model import Target
 from drafttrain.training.module import DraftModule
 
 
+def content_of(data: ConversationData) -> str:
+    """A digest of the whole set that rows are from."""
+    content = hashlib.sha256()
+    for array in (data.set.ids, data.set.offsets, data.set.mask, data.set.split):
+        content.update(np.ascontiguousarray(array).tobytes())
+    return content.hexdigest()[:16]
+
+
 def facts_of(
     config: dict[str, Any], target: Target, data: ConversationData, module: DraftModule, world: int
 ) -> dict[str, Any]:
     """What decides which update comes next. A run is only resumed where all of it is the same."""
-    content = hashlib.sha256()
-    for array in (data.set.ids, data.set.offsets, data.set.mask, data.set.split):
-        content.update(np.ascontiguousarray(array).tobytes())
     in_rate = ("warmup", "schedule", "end_factor", "horizon")
     return {
         "target": target.fingerprint,
-        "data": content.hexdigest()[:16],
+        "data": content_of(data),
         "rows": {name: value for name, value in config["data"].items() if name not in ("_target_", "path")},
         "drafter": config["drafter"],
         "draft_vocab": config["draft_vocab"],
@@ -36,6 +41,7 @@ def facts_of(
         "features": {"keep_dtype": config["features"]["keep_dtype"]},
         "processes": world,
         "seed": config["seed"],
+        **({} if data.digest is None else {"part": data.digest}),
     }
 
 

@@ -20,6 +20,8 @@ CALIBRATION = Tree.from_counts(
     }
 )  # fmt: skip
 """42 nodes, wide at the top and seven deep: rates are counted in it."""
+SHARING = Tree.from_counts({(): 4, (0,): 3, (1,): 1, (0, 0): 2, (0, 1): 1, (0, 0, 0): 2, **{(0,) * k: 1 for k in range(4, 8)}})
+"""17 nodes, eight deep: what each member of an ensemble adds is counted in it. Narrower, since every member grows one."""
 
 
 def known(rates: Sequence[Sequence[float | None]]) -> list[list[float]]:

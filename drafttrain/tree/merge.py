@@ -47,11 +47,13 @@ class Merged:
         return found
 
 
-def merge(proposals: Sequence[Proposal]) -> Merged:
+def merge(proposals: Sequence[Proposal], vocab_size: int | None = None) -> Merged:
     """Merge by path.
 
     Args:
         proposals: of the same rows, whole trees of any law but UNKNOWN; rows may differ in shape and in size.
+        vocab_size: where given, the whole is of law IID also if every proposal is ONE_HOT, with point masses over so many tokens:
+            which rule judges it does not depend then on what happened to be proposed.
     Raises: InputError if there are none, one is of unknown law, or is itself merged.
     """
     if not proposals:
@@ -72,7 +74,7 @@ def merge(proposals: Sequence[Proposal]) -> Merged:
     real = torch.cat([_real(one) for one in proposals], 1)
     lands = _first_of_path(tokens, parents, real)
     parents = torch.where(parents < 0, -1, lands.gather(1, parents.clamp(min=0)))
-    law, q, q_rows = _laws(proposals, tokens)
+    law, q, q_rows = _laws(proposals, tokens, vocab_size)
     if any(one.counts is not None for one in proposals):
         # Padding goes behind the real nodes of all drafters; their order stays.
         order = (~real).long().argsort(dim=1, stable=True)
@@ -88,6 +90,24 @@ def merge(proposals: Sequence[Proposal]) -> Merged:
     else:
         counts = None
     return Merged(Proposal(tokens, parents, law, q, q_rows, counts, lands), drafter, node)
+
+
+def without_repeats(one: Proposal) -> Proposal:
+    """A merged proposal of law ONE_HOT with every path once, so that the target reads it once.
+
+    A second proposal of a path changes nothing here: where its token was refused, the target's law has none of it left. Of a
+    token that was drawn this does not hold.
+    """
+    assert one.law is Law.ONE_HOT and one.lands is not None
+    kept = _real(one) & (one.lands == torch.arange(one.size, device=one.tokens.device))
+    counts = kept.sum(1)
+    n = int(counts.max())
+    order = (~kept).long().argsort(dim=1, stable=True)  # of the nodes that stay, in their order, the others behind them
+    place = order.argsort(1)
+    tokens, parents = (value.gather(1, order)[:, :n] for value in (one.tokens, one.parents))
+    there = torch.arange(n, device=tokens.device) < counts[:, None]
+    parents = torch.where((parents < 0) | ~there, -1, place.gather(1, parents.clamp(min=0)))
+    return Proposal(tokens, parents, Law.ONE_HOT, counts=counts)
 
 
 def _real(one: Proposal) -> Tensor:
@@ -112,11 +132,13 @@ def _first_of_path(tokens: Tensor, parents: Tensor, real: Tensor) -> Tensor:
         first = found
 
 
-def _laws(proposals: Sequence[Proposal], tokens: Tensor) -> tuple[Law, Tensor | None, Tensor | None]:
+def _laws(
+    proposals: Sequence[Proposal], tokens: Tensor, vocab_size: int | None
+) -> tuple[Law, Tensor | None, Tensor | None]:
     """The law of the whole, and each node's own law as a row of q."""
-    if all(one.law is Law.ONE_HOT or not one.size for one in proposals):
+    if vocab_size is None and all(one.law is Law.ONE_HOT or not one.size for one in proposals):
         return Law.ONE_HOT, None, None
-    v = max((one.q.shape[-1] for one in proposals if one.q is not None), default=0)
+    v = max((one.q.shape[-1] for one in proposals if one.q is not None), default=vocab_size or 0)
     laws, rows = [], []
     offset = 0
     for one in proposals:

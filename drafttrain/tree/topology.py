@@ -65,7 +65,7 @@ class Growth(abc.ABC):
     @property
     @abc.abstractmethod
     def kind(self) -> str:
-        """"plain" (no drafts), "chain", "static" or "dynamic"."""
+        """"plain" (no drafts), "chain", "static", "dynamic" or "forest"."""
 
     @property
     def title(self) -> str:

@@ -55,6 +55,35 @@ def test_long_rows_are_cut_or_dropped_and_counted(folder: Path) -> None:
     assert ConversationData(folder, split="held_out").indices == [0, 1]
 
 
+def test_a_part_is_data_of_its_own(folder: Path) -> None:
+    whole = ConversationData(folder, max_length=60)
+    part = whole.part([0, 2, 3])
+    assert part.indices == [whole.indices[i] for i in (0, 2, 3)] and part.lengths == [whole.lengths[i] for i in (0, 2, 3)]
+    assert part.supervised == sum(whole.supervised_per_row[i] for i in (0, 2, 3)) and part.weights is None and len(part) == 3
+    for mine, theirs in enumerate((0, 2, 3)):
+        assert all(torch.equal(a, b) for a, b in zip(part.row(mine), whole.row(theirs), strict=True))
+    assert part.batch([0, 1]).weights is None and part.part([1, 2]).indices == part.indices[1:]
+    assert whole.digest is None and part.digest != whole.part([0, 2]).digest and part.digest == whole.part([0, 2, 3]).digest
+    assert len(whole) == 4 and "left out" in whole.summary() and "left out" not in part.summary()
+    with pytest.raises(InputError, match="no row is left to learn from"):
+        whole.part([])
+
+
+def test_labels_of_a_part_may_have_weights(folder: Path) -> None:
+    whole = ConversationData(folder)
+    weights = [torch.rand(whole.lengths[i], generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    part = whole.part([0, 1, 2], weights)
+    batch = part.batch([2, ~0])
+    assert batch.weights is not None and batch.weights.shape == batch.input_ids.shape
+    assert torch.equal(batch.weights[0, : whole.lengths[2]], weights[2]) and not batch.weights[0, whole.lengths[2] :].any()
+    assert torch.equal(batch.weights[1], weights[0]) and not batch.loss_mask[1].any()
+    moved = batch.to("cpu")
+    assert moved.weights is not None and torch.equal(moved.weights, batch.weights)
+    assert part.digest not in (whole.part([0, 1, 2]).digest, whole.part([0, 1, 2], [2 * one for one in weights]).digest)
+    with pytest.raises(ValueError, match="row 0 has 80 tokens and weights of shape"):
+        whole.part([0, 1], weights[1:])
+
+
 def test_nothing_left_gives_the_counts(folder: Path) -> None:
     with pytest.raises(
         InputError, match=r"none of its 5 rows can be used \(5 no supervised token in the first 2 tokens\)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,59 @@ def test_the_loss_of_every_label_by_hand(origin: str) -> None:
         sum(weights[name] * value for name, value in sums.items()), rel=1e-3
     )
     assert int(loss.parts["accuracy"][0]) == right and set(loss.parts) == set(drafter.loss_parts)
+
+
+def test_labels_count_by_their_weights() -> None:
+    """A label of weight 0 is none, one of weight 2 is there twice, and the loss is divided by the sum of all weights."""
+    target, drafter = make(layers=[0, 2], loss={"forward_kl": 1.0, "cross_entropy": 0.5})
+    one, two = row([10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 1, 1]), row([5, 6, 7, 8], [0, 0, 1, 1], 1)
+    batch = collate([one, two])
+    weights = torch.ones(2, 6)
+    weights[0, 2:4], weights[1] = 0.0, 2.0
+    found = drafter.loss(replace(batch, weights=weights), features(target, batch))
+    found.total.backward()
+    slopes = {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}
+    drafter.zero_grad()
+    same = collate([row([10, 11, 12, 13, 14, 15], [0, 0, 0, 0, 1, 1]), two, two])
+    expected = drafter.loss(same, features(target, same))
+    expected.total.backward()
+    torch.testing.assert_close(found.total, expected.total)
+    assert float(found.count) == float(expected.count) == 6
+    for name, p in drafter.named_parameters():
+        torch.testing.assert_close(slopes[name], p.grad, rtol=1e-4, atol=1e-6)
+    assert float(found.parts["forward_kl"][1]) == 6, "what is reported is the plain mean"
+    nothing = drafter.loss(replace(batch, weights=torch.zeros(2, 6)), features(target, batch))
+    assert float(nothing.total) == float(nothing.count) == 0.0
+
+
+def test_its_own_answers_count_as_the_rows_they_stand_for() -> None:
+    target, drafter = make(layers=[0, 2], on_policy=1.0, on_policy_tokens=4)
+    batch = collate([row([10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 1, 1]), row([5, 6, 7, 8], [0, 0, 1, 1], 1)])
+    chance = torch.Generator().manual_seed(0)
+    plain = drafter.loss(batch, features(target, batch), generator=chance)
+    chance = torch.Generator().manual_seed(0)
+    weights = torch.tensor([[3.0], [0.0]]).expand(2, 6)
+    weighed = drafter.loss(replace(batch, weights=weights), features(target, batch), generator=chance)
+    chance = torch.Generator().manual_seed(0)
+    other = drafter.loss(replace(batch, weights=3.0 - weights), features(target, batch), generator=chance)
+    torch.testing.assert_close(weighed.total + other.total, 3 * plain.total)
+    assert 0 < float(weighed.total) < 3 * float(plain.total) and float(weighed.count + other.count) == 3 * float(plain.count)
+
+
+@pytest.mark.parametrize("origin", ["cut", "cut, reduced vocabulary", "new"])
+def test_the_overlap_of_every_label_by_hand(origin: str) -> None:
+    target, drafter = make(**ORIGINS[origin], chunk=2)
+    batch = collate([row([10, 11, 12, 13, 14, 15], [0, 0, 1, 0, 1, 1]), row([5, 6, 7, 8], [0, 0, 1, 1], 1)])
+    found = drafter.overlap(batch, features(target, batch))
+    assert found.shape == batch.input_ids.shape and not found[~batch.loss_mask].any()
+    for place, label in batch.loss_mask.nonzero().tolist():
+        text = batch.input_ids[place, :label][None]
+        with torch.no_grad():
+            p = target.model(input_ids=text).logits[0, -1].softmax(-1)
+            q = drafter.to_target_law(drafter.head(drafter.network.whole(text)[:, -1]).softmax(-1))[0]
+        assert float(found[place, label]) == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-4)
+    whole = Ssm(target, layers=[0, 1, 2])
+    torch.testing.assert_close(whole.overlap(batch, features(target, batch))[batch.loss_mask], torch.ones(5), rtol=1e-4, atol=1e-4)
 
 
 def test_the_gradient_is_that_of_the_plain_computation() -> None:

@@ -75,6 +75,29 @@ def test_values_and_gradients_are_those_of_the_direct_computation(chunk: int, be
     assert not calm.total.requires_grad
 
 
+def test_positions_may_count_differently() -> None:
+    """In the total and its gradient alone: the losses' own sums are plain ones."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, goal = (torch.randn(5, 6, generator=generator) for _ in range(2))
+    labels, weights = torch.tensor([0, 3, -1, 5, 2]), torch.tensor([0.5, 0.0, 2.0, 1.0, 0.25])
+    mixture = Mixture({TEXT: 0.5, "forward_kl": 2.0})
+    one = hidden.clone().requires_grad_()
+    text = losses.cross_entropy(one, labels.clamp_min(0)) * (labels >= 0)
+    law = losses.forward_kl(one, goal)
+    expected = (weights * (0.5 * text + 2.0 * law)).sum()
+    expected.backward()
+    other = hidden.clone().requires_grad_()
+    found = mixed(
+        other, labels, lambda h: h, mixture, teacher=goal, teacher_head=lambda h: h, weights=weights, chunk=2
+    )
+    found.total.backward()
+    torch.testing.assert_close(found.total, expected)
+    assert one.grad is not None and other.grad is not None
+    torch.testing.assert_close(other.grad, one.grad)
+    torch.testing.assert_close(found.sums[TEXT], text.detach().sum())
+    torch.testing.assert_close(found.sums["forward_kl"], law.detach().sum())
+
+
 def test_text_alone_reads_no_law() -> None:
     mixture = Mixture({TEXT: 1.0, "forward_kl": 0.0})
     assert not mixture.reads_law and mixture.reads_text

@@ -10,7 +10,7 @@ from drafttrain.decoding.rules import greedy, multi_step
 from drafttrain.errors import InputError
 from drafttrain.flow import Law, Proposal
 from drafttrain.nn.sampling import untried
-from drafttrain.tree.merge import merge
+from drafttrain.tree.merge import merge, without_repeats
 from drafttrain.tree.topology import Tree
 from tests.decoding.rounds import DRAFT, TARGET, Round, Uniform, judged, p_value
 from tests.decoding.rounds import grow as drafted
@@ -95,6 +95,29 @@ def test_greedy_descends_into_either_drafters_branch() -> None:
     argmax = torch.tensor([[5, 7, 0, 0, 4, 2]])  # after the anchor 5, after 5 7, after 7 4, after 4 2
     kept = greedy(argmax, found)
     assert found.tokens[0, kept.path[0]].tolist() == [5, 7, 4] and kept.next_token.item() == 2
+
+
+def test_point_masses_where_a_vocabulary_is_given() -> None:
+    one, two = proposal([[5, 6]], Tree.chain(2), Law.ONE_HOT), proposal([[5]], Tree.chain(1), Law.ONE_HOT)
+    found = merge([one, two], vocab_size=8).proposal
+    assert found.law is Law.IID and found.q is not None and found.q_rows is not None
+    for node, token in enumerate((5, 6, 5)):
+        assert found.q[0, found.q_rows[0, node]].tolist() == [float(token == other) for other in range(8)]
+    wor = proposal([[3, 1]], Tree.expansion([2]), Law.WOR)
+    assert merge([wor, one], vocab_size=8).proposal.q.shape[-1] == merge([wor, one]).proposal.q.shape[-1] == 8  # type: ignore[union-attr]
+
+
+def test_repeats_go_and_everything_else_stays_in_order() -> None:
+    one = proposal([[5, 6, 1, 2], [5, 6, 1, 2]], FORK, Law.ONE_HOT)
+    two = proposal([[6, 2, 3], [7, 2, 3]], Tree.chain(3), Law.ONE_HOT)
+    found = without_repeats(merge([one, two]).proposal)
+    assert found.tokens.tolist()[0][:5] == [5, 6, 1, 2, 3] and found.parents.tolist()[0][:5] == [-1, -1, 0, 1, 3]
+    assert found.tokens.tolist()[1] == [5, 6, 1, 2, 7, 2, 3] and found.parents.tolist()[1] == [-1, -1, 0, 1, -1, 4, 5]
+    assert found.counts.tolist() == [5, 7] and found.lands is None and found.parents[0, 5:].tolist() == [-1, -1]  # type: ignore[union-attr]
+    padded = Proposal(two.tokens, two.parents, two.law, counts=torch.tensor([1, 0]))
+    found = without_repeats(merge([padded, two]).proposal)
+    assert found.counts.tolist() == [3, 3] and found.tokens.tolist() == [[6, 2, 3], [7, 2, 3]]  # type: ignore[union-attr]
+    assert found.parents.tolist() == [[-1, 0, 1]] * 2
 
 
 def test_what_cannot_be_merged() -> None:

@@ -1,0 +1,188 @@
+"""Several drafters side by side, their trees merged into one (Miao et al. 2023, SpecInfer, arXiv:2305.09781, section 3).
+
+Members may be of any kinds, language models, heads or drafters that copy text. In every round each reads what became true and
+grows its own tree with uniform numbers of its own; what they propose is merged by path, every proposal with the law that it was
+made by (`drafttrain.tree.merge`), so that the text stays the target's. Members draft one after the other.
+
+Departs from the paper: siblings are judged by member, not in an order drawn anew for every round, which is exact too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.drafter.base import Drafter, Fresh
+from drafttrain.errors import InputError
+from drafttrain.flow import Batch, Features, Law, Loss, Needs, Proposal
+from drafttrain.nn.sampling import Policy
+from drafttrain.target.model import Target
+from drafttrain.tree.confident import Confident
+from drafttrain.tree.dynamic import Dynamic
+from drafttrain.tree.forest import Forest
+from drafttrain.tree.merge import merge, without_repeats
+from drafttrain.tree.topology import Growth, Tree, check_size
+
+
+@dataclass
+class EnsembleState:
+    members: list[Any]
+    """Each member's own."""
+    rows: list[int]
+    """Numbers of the rows, as they were when the state was opened."""
+
+
+class Ensemble(Drafter):
+    """Drafters that draft for the same target at once.
+
+    A tree that is none for several members is grown by each of them.
+
+    Args:
+        members: of this very target, in the order in which their drafts are judged.
+    Raises: InputError if there are none, or one is an ensemble or drafts for another target.
+    """
+
+    growths = (Forest, Tree, Dynamic, Confident)
+    learns = False
+
+    def __init__(self, target: Target, *, members: Sequence[Drafter]) -> None:
+        super().__init__(target)
+        if not members:
+            raise InputError("an ensemble has no members: give at least one drafter")
+        for number, member in enumerate(members, start=1):
+            if not isinstance(member, Drafter) or isinstance(member, Ensemble):
+                raise InputError(f"member {number} is {type(member).__name__}, needs a drafter by itself")
+            if member.target is not target:
+                raise InputError(f"member {number} drafts for another target than the ensemble's")
+        self.members = nn.ModuleList(members)
+        needs = [member.needs for member in members]
+        self.needs = Needs(
+            last_hidden=any(one.last_hidden for one in needs),
+            layers=tuple(sorted({layer for one in needs for layer in one.layers})),
+            logits=any(one.logits for one in needs),
+        )
+        self.can_draw = any(member.can_draw for member in members)
+
+    # What it is -------------------------------------------------------------------------------------------------
+    @property
+    def drafters(self) -> list[Drafter]:
+        return cast("list[Drafter]", list(self.members))
+
+    def settings(self) -> dict[str, Any]:
+        """Each member as the class that it is, how many tokens it proposes from, and its settings. Who builds the ensemble
+        again builds the members first."""
+        return {"members": [{"_target_": _name(one), "draft_vocab": one.choices, **one.settings()} for one in self.drafters]}
+
+    def at(self, dtype: torch.dtype, target: Target | None = None) -> Drafter:
+        copies = [member.at(dtype, target) for member in self.drafters]
+        return Ensemble(target or self.target, members=copies).eval().requires_grad_(False)
+
+    @property
+    def max_depth(self) -> int | None:
+        depths = [member.max_depth for member in self.drafters]
+        return None if None in depths else max(depth for depth in depths if depth is not None)
+
+    @property
+    def choices(self) -> int:
+        """Of the member that proposes from the most tokens."""
+        return max(member.choices for member in self.drafters)
+
+    @property
+    def trained_vocabulary(self) -> tuple[str, ...]:
+        return tuple(
+            f"members.{number}.{name}" for number, member in enumerate(self.drafters) for name in member.trained_vocabulary
+        )
+
+    def describe(self) -> dict[str, Any]:
+        told = [
+            f"{type(member).__name__} ({', '.join(f'{name} {value}' for name, value in member.describe().items())})"
+            for member in self.drafters
+        ]
+        return {"members": "; ".join(told)}
+
+    def shaped(self, tree: Growth) -> Growth:
+        if isinstance(tree, Forest) or not tree.size:
+            return tree
+        return Forest(tuple(_as_deep_as(member, tree) for member in self.drafters))
+
+    def check(self, tree: Growth, where: str = "the tree") -> None:
+        forest = self.shaped(tree)
+        if not isinstance(forest, Forest):
+            return
+        check_size(max(forest.size, forest.reads), where)
+        if len(forest.trees) != len(self.members):
+            raise InputError(
+                f"{where} has {len(forest.trees)} trees, this ensemble {len(self.members)} members: give one tree for each"
+            )
+        for number, (member, own) in enumerate(zip(self.drafters, forest.trees, strict=True), start=1):
+            if own.size:
+                member.check(own, f"{where}, member {number}")
+
+    # Training ---------------------------------------------------------------------------------------------------
+    def loss(self, batch: Batch, features: Features, *, generator: torch.Generator | None = None) -> Loss:
+        raise InputError("an ensemble is not trained as one: train its members, each by itself, or with experiment=specinfer")
+
+    # Decoding ---------------------------------------------------------------------------------------------------
+    def open(self, rows: int, capacity: int) -> EnsembleState:
+        return EnsembleState([member.open(rows, capacity) for member in self.drafters], list(range(rows)))
+
+    def select(self, state: EnsembleState, rows: Tensor) -> None:
+        for member, own in zip(self.drafters, state.members, strict=True):
+            member.select(own, rows)
+        state.rows = [state.rows[row] for row in rows.tolist()]
+
+    def propose(
+        self,
+        state: EnsembleState,
+        fresh: Fresh,
+        tree: Growth,
+        policy: Policy,
+        u: Tensor | None,
+        law: Law = Law.WOR,
+    ) -> Proposal:
+        if not isinstance(tree, Forest):
+            raise TypeError(f"an ensemble grows a Forest, this is a {type(tree).__name__}: see Ensemble.shaped")
+        made = [one for one in self.drafts(state, fresh, tree, policy, u, law) if one is not None and one.size]
+        if not made:
+            nothing = fresh.tokens.new_empty(len(fresh.tokens), 0)
+            return Proposal(nothing, nothing, Law.ONE_HOT)
+        if u is None:
+            return without_repeats(merge(made).proposal)
+        return merge(made, vocab_size=self.target.vocab_size).proposal
+
+    def drafts(
+        self,
+        state: EnsembleState,
+        fresh: Fresh,
+        forest: Forest,
+        policy: Policy,
+        u: Tensor | None,
+        law: Law,
+    ) -> list[Proposal | None]:
+        """What each member proposes; None of one that is left out, which reads nothing either.
+
+        Args:
+            u: (b n) uniform numbers, each member's behind those of the members before it.
+        """
+        found: list[Proposal | None] = []
+        begin = 0
+        for member, own, tree in zip(self.drafters, state.members, forest.trees, strict=True):
+            numbers = None
+            if u is not None and tree.can_draw and member.can_draw:
+                numbers = u[:, begin : begin + tree.size]
+            how = Law.ONE_HOT if numbers is None else law
+            found.append(member.propose(own, fresh, tree, policy, numbers, how) if tree.size else None)
+            begin += tree.size
+        return found
+
+
+def _name(drafter: Drafter) -> str:
+    return f"{type(drafter).__module__}.{type(drafter).__qualname__}"
+
+
+def _as_deep_as(member: Drafter, tree: Growth) -> Growth:
+    return tree if member.max_depth is None or tree.max_depth <= member.max_depth else tree.capped(member.max_depth)

@@ -1,0 +1,149 @@
+"""What boost-tuning hands over: the members as one drafter, what was told of each, and how they share a budget of drafts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from drafttrain.data.datamodule import ConversationData
+from drafttrain.decoding.measure import Watch, unwatched
+from drafttrain.decoding.members import followed
+from drafttrain.decoding.plan import Plan
+from drafttrain.decoding.speculator import Speculator
+from drafttrain.drafter.ensemble import Ensemble
+from drafttrain.errors import InputError
+from drafttrain.flow import Batch, Features
+from drafttrain.target.features import LiveFeatures, OnlineFeatures
+from drafttrain.target.model import Target
+from drafttrain.training.boost import Boost, Collective, references
+from drafttrain.training.prepare import Ready, Settings, Training, usable_prompts
+from drafttrain.training.resume import content_of
+from drafttrain.training.run import Run
+from drafttrain.tree.choice import SHARING
+from drafttrain.tree.share import alone, shared
+from drafttrain.tree.topology import Growth, Tree
+
+
+class Borrowed(LiveFeatures):
+    """Features that several fits read one after the other, and that none of them closes."""
+
+    def __init__(self, source: OnlineFeatures) -> None:
+        super().__init__(source.target, source.needs)
+        self.source = source
+
+    def features(self, batch: Batch) -> Features:
+        return self.source.features(batch)
+
+    def describe(self) -> str:
+        return "features: those of the whole run"
+
+
+@dataclass(kw_only=True)
+class Boosted(Ready):
+    """An ensemble that was fitted in one run."""
+
+    found: Collective
+    trainings: Sequence[Training]
+    """Of the models that were fitted, the one left out too."""
+
+    @property
+    def updates(self) -> int:
+        return sum(one.updates for one in self.trainings)
+
+    @property
+    def trained_length(self) -> int:
+        return max(one.trained_length for one in self.trainings)
+
+    def facts(self) -> dict[str, Any]:
+        return {"members": [one.facts() for one in self.trainings], "ended": self.found.ended}
+
+    def report(self) -> dict[str, Any]:
+        return {"members": self.found.rows, "ended": self.found.ended}
+
+
+def procedure_facts(config: dict[str, Any], target: Target, data: ConversationData) -> dict[str, Any]:
+    """What decides which rows each model is fitted on. A run is only resumed where all of it is the same; each fit has facts of its
+    own beside these."""
+    names = ("drafter", "draft_vocab", "init_from", "optim", "seed")
+    ends = ("share_new_tokens", "nodes")  # of what is measured at the end alone
+    return {
+        "target": target.fingerprint,
+        "data": content_of(data),
+        "rows": {name: value for name, value in config["data"].items() if name not in ("_target_", "path")},
+        "boost": {name: value for name, value in config["boost"].items() if name not in ends},
+        **{name: config[name] for name in names},
+    }
+
+
+def note_member(run: Run, number: int, row: Mapping[str, Any]) -> None:
+    """A model's line into the run's metrics, by its number."""
+    numbers = {f"boost/{name}": float(value) for name, value in row.items() if isinstance(value, int | float)}
+    numbers |= {f"boost/overlap_{other}": value for other, value in enumerate(row["overlap"], start=1)}
+    for logger in run.loggers:
+        logger.log_metrics(numbers, number)
+
+
+def together(
+    settings: Settings,
+    config: dict[str, Any],
+    run: Run,
+    target: Target,
+    data: ConversationData,
+    found: Collective,
+    trainings: Sequence[Training],
+    *,
+    calibration: ConversationData | None,
+    watch: Watch,
+    say: Callable[[str], None],
+) -> Boosted:
+    """The members as one drafter, and the trees that it is measured with.
+
+    Args:
+        calibration: rows set aside, where drafts are to be shared by what each member adds.
+    """
+    ensemble, final = Ensemble(target, members=found.members), settings.final
+    speculator = Speculator(target, ensemble, Plan(settings.tree))
+    if settings.boost is not None and settings.boost.nodes is not None and calibration is not None:
+        shares = share_nodes(speculator, calibration, settings.boost, seed=config["seed"], watch=watch)
+        say("drafts are shared: " + ("; ".join(f"{name}: {tree.title}" for name, tree in shares.items()) or "nothing was kept"))
+        final = dataclasses.replace(final, acceptance={**final.acceptance, **shares}, speed={**final.speed, **shares})
+        for tree in [*shares.values()][:1]:
+            speculator.plan = Plan(tree).made_by(ensemble)
+    return Boosted(
+        config=config,
+        settings=dataclasses.replace(settings, final=final),
+        run=run,
+        target=target,
+        drafter=ensemble,
+        speculator=speculator,
+        prompts=usable_prompts(target, data, settings, say),
+        found=found,
+        trainings=trainings,
+    )
+
+
+def share_nodes(
+    speculator: Speculator, rows: ConversationData, config: Boost, *, seed: int, watch: Watch = unwatched
+) -> dict[str, Growth]:
+    """Trees by name: the members' own of `config.nodes` drafts together, the first; and for each member one of as many drafts that
+    it grows alone, since more drafts keep more whoever makes them.
+
+    Args:
+        rows: whose prompts are decoded; no member was fitted on them.
+    """
+    ensemble, target, nodes = speculator.drafter, speculator.target, config.nodes
+    assert isinstance(ensemble, Ensemble) and nodes is not None
+    narrow = min(member.choices for member in ensemble.drafters)
+    wide = Tree.from_paths([path for path in SHARING.paths if max(path) < narrow])
+    room = config.share_new_tokens
+    prompts = [one.prompt for one in references(target, rows, 1) if len(one.prompt) + room <= target.context]
+    if not prompts:
+        raise InputError(f"no row set aside leaves {room} tokens of the target's context: lower boost.share_new_tokens")
+    rounds = followed(target, ensemble, prompts, wide, max_new_tokens=room, seed=seed, watch=watch)
+    count = len(ensemble.drafters)
+    found: dict[str, Growth] = {f"together_{nodes}": shared(rounds, nodes)}
+    for member in range(count if count > 1 else 0):
+        found[f"member_{member + 1}_alone_{nodes}"] = alone(rounds, nodes, member)
+    return {name: tree for name, tree in found.items() if tree.size}
