@@ -3,7 +3,8 @@
 The run's folder gets config.yaml, metrics.csv, checkpoints/, acceptance.png and package/. A run that was stopped or killed goes
 on with resume=last and ends with the same weights as if nothing had happened. Several processes: accelerate launch.
 
-A drafter that learns nothing, since it copies its drafts from text, is measured and packaged as it is.
+A drafter that learns nothing, since it copies its drafts from text or is the target with layers left out, is measured and packaged
+as it is.
 """
 
 from __future__ import annotations

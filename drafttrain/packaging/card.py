@@ -152,6 +152,8 @@ def _facts(config: dict[str, Any], as_model: bool) -> list[str]:
     """What the drafter is, a sentence or two each."""
     shape, length = config["shape"], config["trained_length"]
     learned, corpus = _origin(config)
+    if "skip_attention" in config["drafter"]:
+        return _left_out(config["drafter"])
     if not learned:
         more = f", or in the conversations of {corpus} that lie in here" if corpus else ""
         return [
@@ -167,6 +169,16 @@ def _facts(config: dict[str, Any], as_model: bool) -> list[str]:
         "fewer drafts may be kept."
         if length
         else "The length of the rows it was trained on was not recorded.",
+    ]
+
+
+def _left_out(drafter: dict[str, Any]) -> list[str]:
+    """Of a drafter that is the target without some of its sub-layers."""
+    named = {name: drafter[f"skip_{name}"] for name in ("attention", "mlp")}
+    told = [f"{name} of layers {', '.join(map(str, layers))}" for name, layers in named.items() if layers]
+    return [
+        "No weights: nothing was trained. Drafts are the target's own, with some of its sub-layers left out.",
+        f"Left out, layers counted from 0: {'; '.join(told) or 'nothing'}.".replace("mlp of", "MLP of"),
     ]
 
 
