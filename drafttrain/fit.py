@@ -22,9 +22,10 @@ import hydra.utils
 import torch
 from omegaconf import DictConfig
 
-from drafttrain.data.conversations import HELD_OUT
+from drafttrain.data.conversations import HELD_OUT, write_json
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
+from drafttrain.drafter.selfspec import SelfSpec
 from drafttrain.errors import InputError
 from drafttrain.packaging.beginning import check_beginning, read_beginning, take_weights
 from drafttrain.packaging.writing import check_export, save_package
@@ -44,6 +45,7 @@ from drafttrain.training.final import Worth, measure
 from drafttrain.training.pairing import check_device, check_set, draft_vocabulary, lay_out
 from drafttrain.training.prepare import Ready, Settings, Training, kept_in_memory, prepare, prepare_untrained
 from drafttrain.training.run import Run, open_run
+from drafttrain.training.skips import Found
 from drafttrain.training.trainer import quiet_lightning, trainer_of
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
@@ -58,6 +60,8 @@ ONLY_LEARNING = {
     "export_assistant": ("false", "there is no language model to write"),
 }
 """Settings that must be off for a drafter that learns nothing, and why."""
+SEARCHED = "search.json"
+"""Every choice that a search tried, in a run's folder."""
 STOPPED_BY_SIGNAL = 143
 """Exit code of a run that a signal stopped: it is not done, and can be resumed."""
 
@@ -72,6 +76,8 @@ def main(cfg: DictConfig) -> None:
         target = load_target(cfg, data, held_out)
         drafter = make_drafter(cfg, target, data, held_out)
         check_export(drafter, cfg.export_assistant)
+        searched = search(cfg, settings, run, drafter, data)
+        drafter = drafter if searched is None else searched.drafter
         if drafter.learns:
             ready = learn(cfg, settings, run, target, drafter, data, held_out, calibration)
         else:
@@ -79,6 +85,8 @@ def main(cfg: DictConfig) -> None:
             log_config(run.loggers, ready.config)
         if rank() == 0:
             worth = evaluate(ready, held_out)
+            if searched is not None and settings.search is not None:
+                worth.settings["search"] = searched.row(settings.search)
             package = pack(cfg, ready, worth)
             say(f"the package is in {package}")
             say(f"took {clock(time.monotonic() - began)} in all, {peak_memory()} of memory at most")
@@ -115,7 +123,10 @@ def read_settings(cfg: DictConfig) -> Settings:
         build(cfg.final),
         build(cfg.tree),
         build(cfg.joint),
+        build(cfg.search),
     )
+    if settings.search is not None:
+        settings.search.check(kind)
     if not settings.tree.size:
         raise InputError("the tree is empty: give tree=chain tree.k=4, or tree=static")
     if trains_target(cfg) and cfg.target.get("pack", False) not in ("auto", False):
@@ -220,6 +231,28 @@ def make_adapter(cfg: DictConfig, settings: Settings, target: Target, drafter: D
     adapter = settings.joint.adapter(target, seed=cfg.seed)
     say("target: stays frozen (joint.rank=0)" if adapter is None else adapter.describe())
     return adapter
+
+
+def search(cfg: DictConfig, settings: Settings, run: Run, drafter: Drafter, data: ConversationData) -> Found | None:
+    """The drafter that leaves out what was found best, where a search was asked for; every trial goes into a file of the run.
+
+    On the first process alone, which measures and packages.
+    """
+    if settings.search is None or rank() != 0:
+        return None
+    assert isinstance(drafter, SelfSpec)
+    began = time.monotonic()
+    settings.final.check(drafter)
+    found = settings.search.run(
+        drafter, settings.tree, data, seed=cfg.seed, watch=lambda items, what: track(items, description=what)
+    )
+    write_json(run.folder / SEARCHED, {"objective": settings.search.objective, "trials": [trial.row() for trial in found.trials]})
+    best, tau = found.best, "none" if found.best.tau is None else f"{found.best.tau:.2f}"
+    say(
+        f"searched {len(found.trials)} choices in {clock(time.monotonic() - began)}; best by {settings.search.objective}: "
+        f"skip_attention={list(best.choice[0])} skip_mlp={list(best.choice[1])}, {best.value:.3f} (tau {tau})"
+    )
+    return found
 
 
 # --- the run -----------------------------------------------------------------------------------------------------------

@@ -148,9 +148,12 @@ def test_what_learns_nothing_is_measured_and_packaged(
     if experiment == "suffix":
         small += [f"drafter.corpus={folder}", "drafter.corpus_tokens=300"]
     if experiment == "selfspec":
-        small += ["drafter.skip_attention=[1]", "drafter.skip_mlp=[2]"]
+        pytest.importorskip("optuna")
+        small += ["drafter.skip_attention=[1]", "drafter.skip_mlp=[2]", "search.trials=3", "search.prompts=2"]
+        small += ["search.max_new_tokens=5", "search.first_tokens=16"]
     fit.main([f"experiment={experiment}", f"run_dir={run}", *small])
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.csv", "acceptance.png", "package"}
+    searched = {"search.json"} if experiment == "selfspec" else set()
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.csv", "acceptance.png", "package", *searched}
     assert "course" not in capsys.readouterr().out
     (row,) = read_metrics(run / "metrics.csv")
     assert not any(name.startswith(("train/", "val/", "sim/")) for name in row)
@@ -244,6 +247,8 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
         (["drafter=suffix", "draft_vocab=0", "drafter.corpus=builtin:smollm2"], "belongs to another target"),
         (["drafter=selfspec"], "skip_attention=[10, 12, 14, 16, 18, 20, 22, 24]: needs a list of layers of target tiny-llama"),
         (["drafter=selfspec", "init_from=/nowhere"], "init_from=/nowhere: SelfSpec learns nothing"),
+        (["drafter=selfspec", "search=skips", "search.trials=0"], "search.trials=0"),
+        (["search=skips"], "search chooses what drafter=selfspec leaves out, the drafter is Eagle1: set search=null"),
         (["drafter=early_exit"], "exit_layer=5: needs the number of a layer of target tiny-llama, from 0 to 2"),
         (["drafter=early_exit", "drafter.exit=1"], "Did you mean drafter.exit_layer"),
         (["features.keep_dtype=int4"], "features.keep_dtype=int4"),

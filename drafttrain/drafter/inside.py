@@ -19,7 +19,7 @@ from drafttrain.flow import Begun, Law, Proposal
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.sampling import Policy
 from drafttrain.nn.stack import Steps
-from drafttrain.tree.growth import Growth
+from drafttrain.tree.topology import Growth
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Draft & Verify (Zhang et al. 2024, arXiv:2309.08168): the target drafts for itself, with some of its attention and some of its
 MLP sub-layers left out. Nothing is trained.
 
-What is left out is given, or searched by decoding (`drafttrain.training.skips`).
+What is left out is given, or searched by decoding (`search=skips`).
 
 As in the source, a draft reads the keys and values that the whole target has made of the text, and those of drafted tokens are its
 own, until verification overwrites them. Departs from it:

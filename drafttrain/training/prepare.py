@@ -30,6 +30,7 @@ from drafttrain.training.module import DraftModule
 from drafttrain.training.optim import AdamW
 from drafttrain.training.resume import facts_of, refuse_other_run
 from drafttrain.training.run import Run
+from drafttrain.training.skips import SkipSearch
 from drafttrain.tree.topology import Growth
 
 
@@ -45,6 +46,8 @@ class Settings:
     tree: Growth
     joint: Joint | None = None
     """How the target is trained too; None leaves it frozen."""
+    search: SkipSearch | None = None
+    """How what a drafter leaves out of the target is searched; None takes it as given."""
 
 
 @dataclass(kw_only=True)

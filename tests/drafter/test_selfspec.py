@@ -1,4 +1,4 @@
-"""The target drafting for itself without some of its sub-layers: exact text, true keys and values, and nothing read twice in vain."""
+"""The target drafting for itself without some of its sub-layers: exact text, true keys and values, no vain reading."""
 
 from __future__ import annotations
 

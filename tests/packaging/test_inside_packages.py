@@ -1,4 +1,4 @@
-"""Packages of drafters that are a part of the target: what is left out in the manifest, the adapter's tensors, nothing of the target."""
+"""Packages of drafters that are a part of the target: numbers of layers, an adapter's tensors, and nothing of the target."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import drafttrain
 from drafttrain.decoding.plan import Plan
+from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.early_exit import EarlyExit
 from drafttrain.drafter.inside import Inside
 from drafttrain.drafter.selfspec import SelfSpec
@@ -70,9 +71,7 @@ def test_round_trip(name: str, target: Target, tmp_path: Path) -> None:
     speculator = drafttrain.load(folder, target, dtype="float32")
     for policy in (Policy(), Policy(1.0)):
         plan = Plan(Tree.expansion([2, 1]), policy)
-        ours, _ = drafttrain.decoding.speculator.Speculator(target, drafter, plan, dtype="float32").generate(
-            PROMPTS, max_new_tokens=12, seed=2
-        )
+        ours, _ = Speculator(target, drafter, plan, dtype="float32").generate(PROMPTS, max_new_tokens=12, seed=2)
         theirs, _ = speculator.generate(PROMPTS, max_new_tokens=12, plan=plan, seed=2)
         assert [(o.ids, o.runs) for o in ours] == [(o.ids, o.runs) for o in theirs]
         if policy.greedy:
