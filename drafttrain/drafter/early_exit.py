@@ -85,7 +85,7 @@ class EarlyExit(Inside):
         self.exit_layer, self.heads, self.kv_heads, self.mlp, self.chunk = exit_layer, heads, kv_heads, mlp, chunk
         self.mixture = Mixture(FORWARD_KL if loss is None else loss, beta)
         self.needs = Needs(last_hidden=self.mixture.reads_law, layers=(exit_layer,))
-        self.common = target.stack.whole[: exit_layer + 1]
+        self.common = target.stack.whole[: exit_layer + 1]  # refuses a target whose layers cannot be run apart
         self.block = Block(target.width, *self._shape(), mlp=mlp, base=_rotary_base(target))
         # The target's own, to begin with.
         self.norm: nn.Module = copy.deepcopy(getattr(target.base, target.final_norm())).float()

@@ -61,6 +61,7 @@ class Stack:
         self.whole: Steps = tuple(Step(number, layer) for number, layer in enumerate(model.decoder_layers))
         words = inspect.signature(type(model.decoder_layers[0]).forward).parameters
         self._cache_word = next((word for word in ("cache", "past_key_values", "layer_past") if word in words), "cache")
+        self._norm = model.final_norm()
         self._check()
 
     def __len__(self) -> int:
@@ -74,7 +75,7 @@ class Stack:
 
     def norm(self, hidden: Tensor) -> Tensor:
         """(b s d) residual stream behind the last layer -> (b s d) what the head reads."""
-        out: Tensor = getattr(self.model.base, self.model.final_norm())(hidden)
+        out: Tensor = getattr(self.model.base, self._norm)(hidden)
         return out
 
     def spot(self, hidden: Tensor, cache: KVCache, among: Tensor | None = None, depths: Tensor | None = None) -> Spot:
@@ -210,7 +211,7 @@ class Stack:
         model = self.model
         ids = torch.arange(1, 7, device=model.device)[None] * max(1, model.vocab_size // 7) % model.vocab_size
         try:
-            assert model.final_norm(), "its final norm was not found"
+            assert self._norm, "its final norm was not found"
             ours, own = model.new_cache(1, 8), model.new_cache(1, 8)
             gap = size = 0.0
             for part in (ids[:, :4], ids[:, 4:]):

@@ -153,7 +153,7 @@ def _facts(config: dict[str, Any], as_model: bool) -> list[str]:
     shape, length = config["shape"], config["trained_length"]
     learned, corpus = _origin(config)
     if "skip_attention" in config["drafter"]:
-        return _left_out(config["drafter"])
+        return [*_left_out(config["drafter"]), _vocabulary(shape)]
     if not learned:
         more = f", or in the conversations of {corpus} that lie in here" if corpus else ""
         return [
@@ -162,14 +162,18 @@ def _facts(config: dict[str, Any], as_model: bool) -> list[str]:
         ]
     return [
         f"{shape['parameters']:,} trained parameters, stored as {shape['dtype']}; {_IN_WHOLE if as_model else _BORROWED}",
-        f"Drafts from the target's whole vocabulary of {shape['vocab_size']:,} tokens."
-        if shape["draft_vocab"] == shape["vocab_size"]
-        else f"Drafts from {shape['draft_vocab']:,} of the target's {shape['vocab_size']:,} tokens; the others are never drafted.",
+        _vocabulary(shape),
         f"Trained on rows of at most {length:,} tokens. Beyond that it still drafts and the text is still the target's; only "
         "fewer drafts may be kept."
         if length
         else "The length of the rows it was trained on was not recorded.",
     ]
+
+
+def _vocabulary(shape: dict[str, Any]) -> str:
+    if shape["draft_vocab"] == shape["vocab_size"]:
+        return f"Drafts from the target's whole vocabulary of {shape['vocab_size']:,} tokens."
+    return f"Drafts from {shape['draft_vocab']:,} of the target's {shape['vocab_size']:,} tokens; the others are never drafted."
 
 
 def _left_out(drafter: dict[str, Any]) -> list[str]:
