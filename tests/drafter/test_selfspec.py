@@ -134,6 +134,38 @@ def test_a_layer_reads_a_token_twice_only_where_the_draft_differs(tree: str) -> 
     assert len(output.ids) == 9
 
 
+@pytest.mark.parametrize("tree", TREES)
+def test_what_a_growth_says_was_read_was_read(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verification finds the entries of drafted tokens by these numbers."""
+    target, drafter = make()
+    rounds: list[list[torch.Tensor]] = []
+    expand, propose = SelfSpec.expand, SelfSpec.propose
+    compared = 0
+
+    def read(self: SelfSpec, state: Any, tokens: torch.Tensor, *more: Any) -> Any:
+        rounds[-1].append(tokens)
+        return expand(self, state, tokens, *more)
+
+    def spy(self: SelfSpec, *given: Any) -> Any:
+        nonlocal compared
+        rounds.append([])
+        out = propose(self, *given)
+        tokens = torch.cat((out.tokens.new_empty(len(out.tokens), 0), *rounds[-1]), 1)
+        there = out.read >= 0
+        assert int(out.read.max()) < tokens.shape[1] and bool(there.any())
+        assert torch.equal(tokens.gather(1, out.read.clamp_min(0))[there], out.tokens[there])
+        for row in range(len(out.read)):
+            kept = out.read[row][there[row]].tolist()
+            assert len(set(kept)) == len(kept), "each its own"
+        compared += int(there.sum())
+        return out
+
+    monkeypatch.setattr(SelfSpec, "expand", read)
+    monkeypatch.setattr(SelfSpec, "propose", spy)
+    decode(target, drafter, PROMPTS, Plan(TREES[tree], Policy(1.0)), max_new_tokens=6, stop_ids=())
+    assert compared > 10
+
+
 def test_a_reduced_vocabulary_is_proposed_from_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = make(**SKIPS["the last, few tokens"])
     seen: list[int] = []
