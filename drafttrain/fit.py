@@ -4,7 +4,8 @@ The run's folder gets config.yaml, metrics.csv, checkpoints/, acceptance.png and
 on with resume=last and ends with the same weights as if nothing had happened. Several processes: accelerate launch.
 
 With boost=collective several drafters are trained one after the other, each in its own folder in members/, and packaged as one.
-A drafter that learns nothing, since it copies its drafts from text or is made of packages, is measured and packaged as it is.
+A drafter that learns nothing, since it copies its drafts from text, is made of packages or is the target with layers left out, is
+measured and packaged as it is.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ import hydra.utils
 import torch
 from omegaconf import DictConfig
 
-from drafttrain.data.conversations import HELD_OUT
+from drafttrain.data.conversations import HELD_OUT, write_json
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
+from drafttrain.drafter.selfspec import SelfSpec
 from drafttrain.errors import InputError
 from drafttrain.packaging.beginning import check_beginning, read_beginning, take_weights
 from drafttrain.packaging.gathering import check_packages
@@ -52,6 +54,7 @@ from drafttrain.training.pairing import check_device, check_set, draft_vocabular
 from drafttrain.training.prepare import Ready, Settings, Training, kept_in_memory, prepare, prepare_untrained
 from drafttrain.training.resume import refuse_other_run
 from drafttrain.training.run import Run, open_run
+from drafttrain.training.skips import Found
 from drafttrain.training.trainer import quiet_lightning, trainer_of
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
@@ -67,6 +70,8 @@ ONLY_LEARNING = {
     "export_assistant": ("false", "there is no language model to write"),
 }
 """Settings that must be off for a drafter that learns nothing, and why."""
+SEARCHED = "search.json"
+"""Every choice that a search tried, in a run's folder."""
 STOPPED_BY_SIGNAL = 143
 """Exit code of a run that a signal stopped: it is not done, and can be resumed."""
 
@@ -81,6 +86,8 @@ def main(cfg: DictConfig) -> None:
         target = load_target(cfg, data, held_out)
         drafter = make_drafter(cfg, target, data, held_out)
         check_export(drafter, cfg.export_assistant)
+        searched = search(cfg, settings, run, drafter, data)
+        drafter = drafter if searched is None else searched.drafter
         if settings.boost is not None:
             ready: Ready = boost(cfg, settings, run, target, drafter, data, held_out, calibration)
         elif drafter.learns:
@@ -90,6 +97,8 @@ def main(cfg: DictConfig) -> None:
             log_config(run.loggers, ready.config)
         if rank() == 0:
             worth = evaluate(ready, held_out)
+            if searched is not None and settings.search is not None:
+                worth.settings["search"] = searched.row(settings.search)
             package = pack(cfg, ready, worth)
             say(f"the package is in {package}")
             say(f"took {clock(time.monotonic() - began)} in all, {peak_memory()} of memory at most")
@@ -129,10 +138,13 @@ def read_settings(cfg: DictConfig) -> Settings:
         build(cfg.tree),
         build(cfg.joint),
         build(cfg.boost),
+        build(cfg.search),
     )
     if settings.boost is not None:
         settings.boost.check_kind(kind)
         refuse_with_boost(cfg)
+    if settings.search is not None:
+        settings.search.check(kind)
     if not settings.tree.size:
         raise InputError("the tree is empty: give tree=chain tree.k=4, or tree=static")
     if trains_target(cfg) and cfg.target.get("pack", False) not in ("auto", False):
@@ -258,6 +270,28 @@ def make_adapter(cfg: DictConfig, settings: Settings, target: Target, drafter: D
     adapter = settings.joint.adapter(target, seed=cfg.seed)
     say("target: stays frozen (joint.rank=0)" if adapter is None else adapter.describe())
     return adapter
+
+
+def search(cfg: DictConfig, settings: Settings, run: Run, drafter: Drafter, data: ConversationData) -> Found | None:
+    """The drafter that leaves out what was found best, where a search was asked for; every trial goes into a file of the run.
+
+    On the first process alone, which measures and packages.
+    """
+    if settings.search is None or rank() != 0:
+        return None
+    assert isinstance(drafter, SelfSpec)
+    began = time.monotonic()
+    settings.final.check(drafter)
+    found = settings.search.run(
+        drafter, settings.tree, data, seed=cfg.seed, watch=lambda items, what: track(items, description=what)
+    )
+    write_json(run.folder / SEARCHED, {"objective": settings.search.objective, "trials": [trial.row() for trial in found.trials]})
+    best, tau = found.best, "none" if found.best.tau is None else f"{found.best.tau:.2f}"
+    say(
+        f"searched {len(found.trials)} choices in {clock(time.monotonic() - began)}; best by {settings.search.objective}: "
+        f"skip_attention={list(best.choice[0])} skip_mlp={list(best.choice[1])}, {best.value:.3f} (tau {tau})"
+    )
+    return found
 
 
 # --- the run -----------------------------------------------------------------------------------------------------------

@@ -86,6 +86,19 @@ class Law(str, enum.Enum):
 
 
 @dataclass(frozen=True)
+class Begun:
+    """The lower layers of the pass that verifies, where drafting has run them already on the target's own cache. The entries that
+    they wrote stand behind the committed ones."""
+
+    layer: int
+    """The last layer that was run."""
+    hidden: Tensor
+    """(b t d) residual stream behind it, of the tokens read, in the order of their entries."""
+    places: Tensor
+    """(b n+1) int64: which of them the anchor and each node are, -1 for one not read."""
+
+
+@dataclass(frozen=True)
 class Proposal:
     """A tree of drafted tokens per row. Siblings are checked in index order, which must not depend on the drawn tokens."""
 
@@ -107,6 +120,11 @@ class Proposal:
     Only it has children; the others are further proposals of its token. None: no path is proposed twice."""
     places: Tensor | None = None
     """(b n) int64: the node of the tree asked for that each node stands for, where a row may lack some. None: its own number."""
+    read: Tensor | None = None
+    """(b n) int64: number of each node among those that the drafter read while growing, in that order; -1 for one it did not read.
+    None where that is not known."""
+    begun: Begun | None = None
+    """What drafting has done of the pass that verifies; None: nothing."""
 
     @property
     def size(self) -> int:

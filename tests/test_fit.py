@@ -32,7 +32,7 @@ from drafttrain.tree.topology import Tree
 from drafttrain.wiring.conf import conf_dir
 from tests.training.parts import same, write_tiny_set
 
-UNTRAINED = ["ngram", "suffix"]
+UNTRAINED = ["ngram", "selfspec", "suffix"]
 """Experiments whose drafters learn nothing."""
 SEVERAL = ["specinfer"]
 """Experiments that fit more than one drafter: see test_boost_fit.py."""
@@ -80,7 +80,8 @@ def test_every_experiment_fits_and_packages(target: Target, folder: Path, tmp_pa
     small += ["trainer.max_steps=3", "trainer.max_epochs=null"]
     small += ["trainer.log_every=1", "eval.every=2", "eval.prompts=2", "eval.max_new_tokens=6", "eval.speed_prompts=0"]
     vocabulary = [] if "paper" in experiment else ["draft_vocab=64"]
-    small += ["drafter.layers=[0, 2]"] if experiment == "ssm" else []  # the experiment cuts layers that only its own target has
+    # What names layers that only the experiment's own target has.
+    small += {"ssm": ["drafter.layers=[0, 2]"], "early_exit": ["drafter.exit_layer=1"]}.get(experiment, [])
     fit.main([f"experiment={experiment}", f"run_dir={run}", *small, *vocabulary, *QUICK])
     names = {path.name for path in run.iterdir()}
     pictures = {"acceptance.png"} | ({"heads.png"} if experiment in WITH_HEADS else set())
@@ -154,8 +155,13 @@ def test_what_learns_nothing_is_measured_and_packaged(
     small = ["target=tiny", "data=set", f"data.path={folder}", *QUICK]
     if experiment == "suffix":
         small += [f"drafter.corpus={folder}", "drafter.corpus_tokens=300"]
+    if experiment == "selfspec":
+        pytest.importorskip("optuna")
+        small += ["drafter.skip_attention=[1]", "drafter.skip_mlp=[2]", "search.trials=3", "search.prompts=2"]
+        small += ["search.max_new_tokens=5", "search.first_tokens=16"]
     fit.main([f"experiment={experiment}", f"run_dir={run}", *small])
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.csv", "acceptance.png", "package"}
+    searched = {"search.json"} if experiment == "selfspec" else set()
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.csv", "acceptance.png", "package", *searched}
     assert "course" not in capsys.readouterr().out
     (row,) = read_metrics(run / "metrics.csv")
     assert not any(name.startswith(("train/", "val/", "sim/")) for name in row)
@@ -248,6 +254,12 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
         (["drafter=ngram", "draft_vocab=0", "drafter.min_gram=2"], "Did you mean drafter.min_ngram"),
         (["drafter=suffix", "draft_vocab=0", "tree.k=30"], "30 deep, this drafter fills 24"),
         (["drafter=suffix", "draft_vocab=0", "drafter.corpus=builtin:smollm2"], "belongs to another target"),
+        (["drafter=selfspec"], "skip_attention=[10, 12, 14, 16, 18, 20, 22, 24]: needs a list of layers of target tiny-llama"),
+        (["drafter=selfspec", "init_from=/nowhere"], "init_from=/nowhere: SelfSpec learns nothing"),
+        (["drafter=selfspec", "search=skips", "search.trials=0"], "search.trials=0"),
+        (["search=skips"], "search chooses what drafter=selfspec leaves out, the drafter is Eagle1: set search=null"),
+        (["drafter=early_exit"], "exit_layer=5: needs the number of a layer of target tiny-llama, from 0 to 2"),
+        (["drafter=early_exit", "drafter.exit=1"], "Did you mean drafter.exit_layer"),
         (["features.keep_dtype=int4"], "features.keep_dtype=int4"),
         (["draft_vocab=2"], "final.acceptance.static_25: a node has 4 children, this drafter proposes from"),
         (["tree=chain", "tree.k=2000"], "the tree: 2000 nodes are asked for"),

@@ -12,7 +12,7 @@ import torch
 
 from drafttrain.decoding.measure import Watch, unwatched
 from drafttrain.drafter.base import Drafter, Fresh
-from drafttrain.flow import Features
+from drafttrain.flow import Begun, Features
 from drafttrain.nn.sampling import Policy
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Growth
@@ -100,7 +100,14 @@ def _verifier(target: Target, drafter: Drafter, policy: Policy, context: int, mo
         among[:, 0] = True
         depths = torch.ones(1, positions, dtype=torch.int64, device=device)
         depths[0, 0] = 0
-        hidden = target.step(new, cache, among=among[None], depths=depths, layers=drafter.needs.layers).hidden
+        begun = None
+        if drafter.begins is not None and drafts:
+            # As of a chain, whose last draft alone has been through none of the layers.
+            places = torch.arange(positions, device=device)[None]
+            places[0, -1] = -1
+            begun = Begun(drafter.begins, target.embed(new[:, :-1]), places)
+        layers = drafter.needs.layers
+        hidden = target.step(new, cache, among=among[None], depths=depths, layers=layers, begun=begun).hidden
         logits = target.head(hidden)
         return logits.argmax(-1).tolist() if policy.greedy else policy.probs(logits).sum().item()
 
@@ -120,6 +127,11 @@ def _grower(
     device = target.device
     most = max((max(tree.size, tree.reads) for tree in trees), default=0)
     state: Any = drafter.open(1, context + len(trees) * (repeats + 1) * emitted + most + 1)
+    if drafter.inside:
+        cache = target.new_cache(1, context + most + 1)
+        target.step(torch.arange(context, device=device)[None] % target.vocab_size, cache)
+        cache.commit(torch.tensor([context], device=device))
+        drafter.attach(state, cache)
 
     def fresh(count: int) -> Fresh:
         ids = torch.arange(count, device=device)[None] % target.vocab_size

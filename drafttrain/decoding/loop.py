@@ -161,6 +161,8 @@ class _Decoding:
         s = int(lengths.max())
         longest = max(len(self.prompts[row]) + self.limits[row] for row in self.rows)
         capacity = longest + self.plan.tree.size + 1
+        if self.drafter and self.drafter.inside:
+            capacity += self.plan.tree.reads
         ids = torch.tensor([prompt + [0] * (s - len(prompt)) for prompt in prompts], device=device)
         self.cache = self.target.new_cache(len(prompts), capacity)
         needs = self.drafter.needs if self.drafter else None
@@ -181,6 +183,7 @@ class _Decoding:
         if self.drafter:
             room = max(self.plan.tree.size, self.plan.tree.reads)
             self.state = self.drafter.open(len(prompts), longest + room + 1)
+            self.drafter.attach(self.state, self.cache)
             tokens = torch.cat((ids[:, 1:], ids[:, :1]), 1)
             tokens[places, lengths - 1] = self.anchor
             hidden = out.hidden if self.drafter.needs.last_hidden else None
@@ -218,6 +221,7 @@ class _Decoding:
             among=among,
             depths=torch.nn.functional.pad(depths, (1, 0)),
             layers=needs.layers if needs else (),
+            begun=proposal.begun,
         )
         logits = self.target.head(out.hidden)  # b n+1 v
         nothing = None

@@ -54,6 +54,8 @@ class Drafter(nn.Module, abc.ABC):
     guesses of a text are right, it would have written the same text by itself."""
     can_draw: bool = True
     """Whether it has laws that drafts can be drawn from. False: its drafts are a function of the text at any temperature."""
+    inside: ClassVar[bool] = False
+    """Whether it is a part of the target, and drafts on the target's own cache."""
     target: Target
 
     def __init__(self, target: Target) -> None:
@@ -77,6 +79,13 @@ class Drafter(nn.Module, abc.ABC):
     def open(self, rows: int, capacity: int) -> Any:
         """A decoding state for some rows: what the drafter remembers between rounds."""
 
+    def attach(self, state: Any, cache: KVCache) -> None:
+        """Told once, behind `open`: the target's own cache of these rows, whose committed entries are the tokens before the anchor.
+
+        It is for drafters that are `inside`. They may write behind the committed entries, where the pass that verifies writes too;
+        to commit, and to select rows, is not theirs.
+        """
+
     @abc.abstractmethod
     def propose(
         self, state: Any, fresh: Fresh, tree: Growth, policy: Policy, u: Tensor | None, law: Law = Law.WOR
@@ -95,6 +104,11 @@ class Drafter(nn.Module, abc.ABC):
     @property
     def max_depth(self) -> int | None:
         """Deepest tree this drafter can fill; None is no limit of its own."""
+        return None
+
+    @property
+    def begins(self) -> int | None:
+        """The target's last layer that drafts have been through when they are verified; None: they begin anew."""
         return None
 
     @property

@@ -7,6 +7,8 @@ Cache) and the drafters alike.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -37,7 +39,7 @@ class KVCache(Cache):
         """The same numbers on the host: slices need them, and a device would have to be waited for."""
 
     def advance(self, entries: int) -> None:
-        """Count so many more entries of every row as committed. The device is not waited for."""
+        """Count so many more entries of every row as committed, or fewer. The device is not waited for."""
         self.lengths = self.lengths + entries
         self._host = [length + entries for length in self._host]
 
@@ -120,6 +122,21 @@ class KVCache(Cache):
                 for tensor in (*self.keys, *self.values):
                     tensor[rows, :, goal] = tensor[rows, :, source]
         self.set_lengths(self.lengths + counts)
+
+    def arrange(self, order: Tensor, layers: Iterable[int]) -> None:
+        """Put the new entries of some layers into another order; nothing is committed.
+
+        Args:
+            order: (b n) which of the new entries becomes the i-th. What is not named is lost.
+        """
+        straight = torch.arange(order.shape[1], device=order.device)
+        if bool((order == straight).all()):
+            return
+        rows = torch.arange(self.rows, device=order.device)[:, None]
+        source, goal = self.lengths[:, None] + order, self.lengths[:, None] + straight
+        for layer in layers:
+            for tensor in (self.keys[layer], self.values[layer]):
+                tensor[rows, :, goal] = tensor[rows, :, source]
 
     def select(self, rows: Tensor) -> None:
         """Keep only some rows, in the given order; rows may repeat."""

@@ -108,22 +108,40 @@ class CausalLM:
             depths: (b|1 t) int64, the position of each of these t relative to the entries before them; None means 0, 1, 2...
                 Positions beyond the model's context are taken for its last one.
         """
-        s = ids.shape[1]
-        if among is None:
-            among = torch.ones(1, s, s, dtype=torch.bool, device=ids.device).tril()
-        t = among.shape[-1]
-        if depths is None:
-            depths = torch.arange(t, device=ids.device)[None]
-        positions = (cache.lengths - (t - s))[:, None] + depths  # b t
+        masks, positions = self.where(ids.shape[1], cache, among, depths)
         out = self.base(
-            input_ids=ids,
-            attention_mask=self._masks(cache, among, positions),
-            position_ids=positions[:, t - s :].clamp_max(self.context - 1),
-            use_cache=True,
-            **{self._cache_word: cache},
+            input_ids=ids, attention_mask=masks, position_ids=positions, use_cache=True, **{self._cache_word: cache}
         )
         hidden: Tensor = out.last_hidden_state
         return hidden
+
+    def where(self, s: int, cache: KVCache, among: Tensor | None, depths: Tensor | None) -> tuple[Any, Tensor]:
+        """What layers are told of s new tokens behind the committed ones; arguments as in `read`.
+
+        Returns: a mask in the form that the attention backend wants, or one for each kind of layer ("full_attention",
+            "sliding_attention"); (b s) positions.
+        """
+        device = cache.lengths.device
+        if among is None:
+            among = torch.ones(1, s, s, dtype=torch.bool, device=device).tril()
+        t = among.shape[-1]
+        if depths is None:
+            depths = torch.arange(t, device=device)[None]
+        positions = (cache.lengths - (t - s))[:, None] + depths  # b t
+        return self._masks(cache, among, positions), positions[:, t - s :].clamp_max(self.context - 1)
+
+    def kind_of(self, layer: int) -> str:
+        """Of a layer's attention, as masks are named."""
+        return "full_attention" if self._windows[layer] is None else "sliding_attention"
+
+    def final_norm(self) -> str:
+        """Name of the norm behind the last layer, among the children of `base`; empty if it is not found."""
+        norms = [
+            name
+            for name, module in self.base.named_children()
+            if module is not self.embedding and getattr(getattr(module, "weight", None), "shape", None) == (self.width,)
+        ]
+        return norms[0] if len(norms) == 1 else ""
 
     def probe(self) -> None:
         """The wrapper must compute the model's own logits, plain and through the cache. Raises: InputError if it does not."""

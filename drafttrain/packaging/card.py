@@ -161,6 +161,8 @@ def _facts(config: dict[str, Any], as_model: bool) -> list[str]:
     """What the drafter is, a sentence or two each."""
     shape, length = config["shape"], config["trained_length"]
     learned, corpus = _origin(config)
+    if "skip_attention" in config["drafter"]:
+        return [*_left_out(config["drafter"]), _vocabulary(shape)]
     kinds = [node["_target_"].rpartition(".")[2] for node in _members(config)]
     together = [f"Drafters that draft side by side: {', '.join(kinds)}. Their trees are merged and checked in one pass."]
     if not learned:
@@ -173,13 +175,27 @@ def _facts(config: dict[str, Any], as_model: bool) -> list[str]:
     return [
         *(together if kinds else []),
         f"{shape['parameters']:,} trained parameters, stored as {shape['dtype']}; {_IN_WHOLE if as_model else _BORROWED}",
-        f"Drafts from the target's whole vocabulary of {shape['vocab_size']:,} tokens."
-        if shape["draft_vocab"] == shape["vocab_size"]
-        else f"Drafts from {shape['draft_vocab']:,} of the target's {shape['vocab_size']:,} tokens; the others are never drafted.",
+        _vocabulary(shape),
         f"Trained on rows of at most {length:,} tokens. Beyond that it still drafts and the text is still the target's; only "
         "fewer drafts may be kept."
         if length
         else "The length of the rows it was trained on was not recorded.",
+    ]
+
+
+def _vocabulary(shape: dict[str, Any]) -> str:
+    if shape["draft_vocab"] == shape["vocab_size"]:
+        return f"Drafts from the target's whole vocabulary of {shape['vocab_size']:,} tokens."
+    return f"Drafts from {shape['draft_vocab']:,} of the target's {shape['vocab_size']:,} tokens; the others are never drafted."
+
+
+def _left_out(drafter: dict[str, Any]) -> list[str]:
+    """Of a drafter that is the target without some of its sub-layers."""
+    named = {name: drafter[f"skip_{name}"] for name in ("attention", "mlp")}
+    told = [f"{name} of layers {', '.join(map(str, layers))}" for name, layers in named.items() if layers]
+    return [
+        "No weights: nothing was trained. Drafts are the target's own, with some of its sub-layers left out.",
+        f"Left out, layers counted from 0: {'; '.join(told) or 'nothing'}.".replace("mlp of", "MLP of"),
     ]
 
 

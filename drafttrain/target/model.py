@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from drafttrain.errors import InputError
-from drafttrain.flow import Features, Needs
+from drafttrain.flow import Begun, Features, Needs
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.causal import CausalLM
+from drafttrain.nn.stack import Stack
 from drafttrain.target import fingerprint
 
 if TYPE_CHECKING:
@@ -76,6 +78,11 @@ class Target(CausalLM):
         return self._fingerprint
 
     # Parts ------------------------------------------------------------------------------------------------------
+    @cached_property
+    def stack(self) -> Stack:
+        """Its decoder layers, to be run one by one. Raises: InputError for a family in which that cannot be done."""
+        return Stack(self)
+
     def embed(self, ids: Tensor) -> Tensor:
         """(...) int64 -> (... d), rows of the input embedding."""
         return nn.functional.embedding(ids, self.embedding.weight)
@@ -108,6 +115,7 @@ class Target(CausalLM):
         among: Tensor | None = None,
         depths: Tensor | None = None,
         layers: tuple[int, ...] = (),
+        begun: Begun | None = None,
     ) -> Pass:
         """Read s new tokens behind the committed ones; nothing is committed.
 
@@ -116,7 +124,11 @@ class Target(CausalLM):
             among: (b|1 s s) bool, which new tokens each new token sees; None means causal order.
             depths: (b|1 s) int64, position of each new token relative to the row's length; None means 0, 1, 2...
             layers: decoder layers whose outputs are wanted.
+            begun: what of this very pass was done while drafting; it goes on from there. Needs `among` and `depths`.
         """
+        if begun is not None:
+            assert among is not None and depths is not None
+            return Pass(*self.stack.finish(ids, cache, begun, among=among, depths=depths, layers=layers))
         with self._capture(layers) as outputs:
             hidden = self.read(ids, cache, among=among, depths=depths)
         return Pass(hidden=hidden, layers=dict(outputs))

@@ -31,6 +31,7 @@ from drafttrain.training.module import DraftModule
 from drafttrain.training.optim import AdamW
 from drafttrain.training.resume import facts_of, refuse_other_run
 from drafttrain.training.run import Run
+from drafttrain.training.skips import SkipSearch
 from drafttrain.tree.topology import Growth
 
 
@@ -48,6 +49,8 @@ class Settings:
     """How the target is trained too; None leaves it frozen."""
     boost: Boost | None = None
     """How several drafters are fitted one after the other; None fits one."""
+    search: SkipSearch | None = None
+    """How what a drafter leaves out of the target is searched; None takes it as given."""
 
     @property
     def unmeasured(self) -> Settings:

@@ -120,6 +120,7 @@ def grow_confident(
     n = len(tokens)
     nodes = torch.arange(n, device=device).expand(b, n)
     drafted = torch.stack(tokens, 1) if tokens else counts.new_empty(b, 0)
+    read = torch.where(nodes < tree.k - 1, nodes, -1)  # the last of a whole chain is not read
     if u is None or not laws:
-        return Proposal(drafted, nodes - 1, Law.ONE_HOT if u is None else Law.IID, counts=counts)
-    return Proposal(drafted, nodes - 1, Law.IID, torch.stack(laws, 1), nodes, counts)
+        return Proposal(drafted, nodes - 1, Law.ONE_HOT if u is None else Law.IID, counts=counts, read=read)
+    return Proposal(drafted, nodes - 1, Law.IID, torch.stack(laws, 1), nodes, counts, read=read)

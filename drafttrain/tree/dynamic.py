@@ -108,7 +108,9 @@ def grow_dynamic(speaker: Speaker, state: Any, hidden: Tensor, logits: Tensor, t
     place = torch.arange(k, device=device).expand(b, k)  # their numbers among the candidates
     among = torch.eye(k, dtype=torch.bool, device=device).expand(b, k, k)
     values, ids, parents = [value], [tokens], [torch.full_like(tokens, -1)]
+    read: list[Tensor] = []
     for depth in range(1, tree.depth):
+        read.append(place)
         out, logits = speaker.expand(state, tokens, above, depth, among)  # b k d, b k w
         found = logits.float().log_softmax(-1).topk(k)
         children = (value[:, :, None] + found.values).flatten(1)  # b k*k
@@ -129,10 +131,14 @@ def grow_dynamic(speaker: Speaker, state: Any, hidden: Tensor, logits: Tensor, t
     number = torch.full((b, tree.candidates + 1), -1, device=device)  # of each candidate in the tree; last the anchor's
     number.scatter_(1, kept, torch.arange(tree.total, device=device).expand(b, -1))
     above_kept = torch.cat(parents, 1).gather(1, kept)  # b total, -1 = anchor
+    reading = torch.full((b, tree.candidates), -1, device=device)  # number of each candidate among those read
+    if read:
+        reading.scatter_(1, torch.cat(read, 1), torch.arange(len(read) * k, device=device).expand(b, -1))
     return Proposal(
         torch.cat(ids, 1).gather(1, kept),
         number.gather(1, torch.where(above_kept < 0, tree.candidates, above_kept)),
         Law.ONE_HOT,
+        read=reading.gather(1, kept),
     )
 
 

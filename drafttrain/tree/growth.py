@@ -85,6 +85,15 @@ def _plan(tree: Tree) -> tuple[_Level, ...]:
     return tuple(plan)
 
 
+@lru_cache(maxsize=256)
+def _reading(tree: Tree) -> Tensor:
+    """(n) number of each node among those that are read, -1 for one without children."""
+    numbers = torch.full((tree.size,), -1)
+    for number, node in enumerate(node for level in _plan(tree) for node in level.grown):
+        numbers[node] = number
+    return numbers
+
+
 def grow(
     speaker: Speaker,
     state: Any,
@@ -176,6 +185,8 @@ def _fill(
                 level.among.to(device),
             )
     parents = torch.tensor(tree.parents, dtype=torch.int64, device=device).expand(b, -1)
+    read = _reading(tree).to(device).expand(b, -1)
     if u is None:
-        return Proposal(tokens, parents, Law.ONE_HOT)
-    return Proposal(tokens, parents, Law.IID if tree.is_chain else law, torch.cat(laws, 1), q_rows.to(device).expand(b, -1))
+        return Proposal(tokens, parents, Law.ONE_HOT, read=read)
+    drawn_by = Law.IID if tree.is_chain else law
+    return Proposal(tokens, parents, drawn_by, torch.cat(laws, 1), q_rows.to(device).expand(b, -1), read=read)

@@ -56,6 +56,20 @@ def test_commit_moves_the_accepted_path_together():
     assert keys(cache, 1) == [3, 20, 23]
 
 
+def test_new_entries_of_some_layers_are_put_into_another_order():
+    cache = KVCache(2, 8)
+    for layer in range(2):
+        cache.update(*(sign * entries([[1, 2], [3, 0]], None)[0] for sign in (1, -1)), layer)
+    cache.commit(torch.tensor([2, 1]))
+    for layer in range(2):
+        cache.update(*(sign * entries([[10, 11, 12], [20, 21, 22]], None)[0] for sign in (1, -1)), layer)
+    cache.arrange(torch.tensor([[0, 2, 1], [2, 0, 1]]), [0])
+    assert cache.lengths.tolist() == [2, 1]
+    assert keys(cache, 0, 5) == [1, 2, 10, 12, 11] and keys(cache, 1, 4) == [3, 22, 20, 21]
+    assert torch.equal(cache.values[0], -cache.keys[0])
+    assert cache.keys[1][0, 0, :5, 0].tolist() == [1, 2, 10, 11, 12] and cache.keys[1][1, 0, :4, 0].tolist() == [3, 20, 21, 22]
+
+
 def test_mask_shows_the_prefix_and_the_ancestors_only():
     cache = KVCache(2, 10)
     write(cache, [[1, 2, 3], [4, 0, 0]])

@@ -14,7 +14,7 @@ from drafttrain.decoding.loop import decode
 from drafttrain.decoding.measure import Prompts, Watch, unwatched
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
-from drafttrain.flow import Needs
+from drafttrain.flow import Begun, Needs
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.sampling import Policy
 from drafttrain.target.model import Pass, Target
@@ -41,10 +41,11 @@ class SharedPrompt(Target):
         among: Tensor | None = None,
         depths: Tensor | None = None,
         layers: tuple[int, ...] = (),
+        begun: Begun | None = None,
     ) -> Pass:
         rows, s = ids.shape
         if among is not None or depths is not None or cache.longest or not bool((ids == ids[:1]).all()):
-            return super().step(ids, cache, among=among, depths=depths, layers=layers)
+            return super().step(ids, cache, among=among, depths=depths, layers=layers, begun=begun)
         one = self.new_cache(1, s)
         out = super().step(ids[:1], one, layers=layers)
         for layer, (keys, values) in enumerate(zip(one.keys, one.values, strict=True)):

@@ -1,0 +1,101 @@
+"""Drafters that are a part of the target: some of its layers, run on its own cache.
+
+What the target has read stays in its cache as the target made it. A draft reads it there, writes behind it, and what it wrote is
+taken back. Layers that the draft runs just as the target does need not be run again for the tokens it has read: verification
+goes on behind them.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from drafttrain.drafter.base import Fresh
+from drafttrain.drafter.borrowing import BorrowsHead
+from drafttrain.flow import Begun, Law, Proposal
+from drafttrain.nn.cache import KVCache
+from drafttrain.nn.sampling import Policy
+from drafttrain.nn.stack import Steps
+from drafttrain.tree.topology import Growth
+
+
+@dataclass
+class InsideState:
+    shared: KVCache | None = None
+    """The target's own."""
+    depths: list[int] = field(default_factory=list)
+    """Of the drafted nodes read this round, in the order of their entries; 0 is the anchor's children."""
+    stream: list[Tensor] = field(default_factory=list)
+    """(b m d) residual streams behind the layers that verification need not run, of the tokens read this round."""
+
+
+class Inside(BorrowsHead, abc.ABC):
+    """Runs `common` steps, which are the target's first layers as they are, then `rest`."""
+
+    inside = True
+    common: Steps = ()
+    rest: Steps = ()
+
+    @property
+    def begins(self) -> int | None:
+        return len(self.common) - 1 if self.common else None
+
+    def open(self, rows: int, capacity: int) -> InsideState:
+        return InsideState()
+
+    def attach(self, state: InsideState, cache: KVCache) -> None:
+        state.shared = cache
+
+    def select(self, state: InsideState, rows: Tensor) -> None:
+        """The loop selects the rows of the target's cache."""
+
+    def propose(
+        self,
+        state: InsideState,
+        fresh: Fresh,
+        tree: Growth,
+        policy: Policy,
+        u: Tensor | None,
+        law: Law = Law.WOR,
+    ) -> Proposal:
+        cache = _cache_of(state)
+        committed = cache.lengths
+        state.depths, state.stream = [], []
+        try:
+            proposal = super().propose(state, fresh, tree, policy, u, law)
+        finally:
+            cache.set_lengths(committed)
+        if not self.common or proposal.read is None:
+            return proposal
+        anchor = proposal.read.new_zeros(len(proposal.read), 1)
+        places = torch.cat((anchor, torch.where(proposal.read < 0, -1, proposal.read + 1)), 1)
+        return replace(proposal, begun=Begun(len(self.common) - 1, torch.cat(state.stream, 1), places))
+
+    def read_anchor(self, state: InsideState, fresh: Fresh) -> Tensor:
+        """(b 1 d) the residual stream at each row's last committed token."""
+        rows = torch.arange(len(fresh.tokens), device=fresh.tokens.device)
+        return self._read(state, fresh.tokens[rows, fresh.counts - 1][:, None], None, None)
+
+    def read_drafts(self, state: InsideState, tokens: Tensor, depth: int, among: Tensor) -> Tensor:
+        """(b m) drafted nodes of one depth -> (b m d) the residual stream there; arguments as in `Speaker.expand`."""
+        state.depths += [depth - 1] * tokens.shape[1]
+        return self._read(state, tokens, among, torch.tensor([state.depths], device=tokens.device))
+
+    def _read(self, state: InsideState, tokens: Tensor, among: Tensor | None, depths: Tensor | None) -> Tensor:
+        stack, cache = self.target.stack, _cache_of(state)
+        hidden = stack.embed(tokens)
+        spot = stack.spot(hidden, cache, among, depths)
+        hidden = stack.run(hidden, spot, self.common)
+        state.stream.append(hidden)
+        hidden = stack.run(hidden, spot, self.rest)
+        cache.advance(tokens.shape[1])
+        return hidden
+
+
+def _cache_of(state: InsideState) -> KVCache:
+    if state.shared is None:
+        raise ValueError("a drafter that is a part of the target drafts on its cache: attach(state, cache) behind open")
+    return state.shared
