@@ -16,6 +16,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from drafttrain.checks import path_of, switch, whole
 from drafttrain.data.conversations import Journal, Row
 from drafttrain.data.datamodule import set_folder
 from drafttrain.data.folder import SetFolder
@@ -67,17 +68,15 @@ def main(cfg: DictConfig) -> None:
 
 def check_settings(cfg: DictConfig) -> None:
     for key, least in (("rows", 1), ("held_out", 0), ("slots", 1), ("preview", 0)):
-        value = cfg[key]
-        if (value is None and key == "rows") or (type(value) is int and value >= least):
-            continue
-        raise InputError(f"{key}={value}: needs a whole number of at least {least}")
+        whole(key, cfg[key], least, null="every row there is" if key == "rows" else "")
     for key in ("strict", "resume", "adopt", "keep_journal"):
-        if not isinstance(cfg[key], bool):
-            raise InputError(f"{key}={cfg[key]}: needs true or false")
+        switch(key, cfg[key])
     if cfg.out is None and cfg.preview:
         cfg.out = ""
     elif not str(cfg.out or "").strip():
         raise InputError("needs out=<folder of the set>")
+    else:
+        path_of("out", cfg.out)
 
 
 def check_folder(folder: SetFolder, cfg: DictConfig) -> None:

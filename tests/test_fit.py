@@ -256,7 +256,7 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
         (["data.limit_rows=x"], "limit_rows=x: needs a whole number"),
         (["data.temperatures=[a]"], "temperatures=['a']: needs a list of numbers"),
         (["data.labels=questions"], "labels=questions: give one of answers, all"),
-        (["drafter.noise=nan"], "weights and noise of at least 0"),
+        (["drafter.noise=nan"], "noise=nan: needs a finite number of at least 0"),
         (["eval.max_new_tokens=10000"], "none of the 4 held-out prompts"),
     ],
 )

@@ -394,7 +394,7 @@ def _from_record(record: Any) -> Row | tuple[int, str]:
         behind = span[1]
     if not isinstance(finish, list) or len(finish) != len(spans) or not all(reason in FINISH for reason in finish):
         raise ValueError(f"its answers do not each end by one of {', '.join(FINISH)}")
-    if not isinstance(temperature, float | int) or isinstance(temperature, bool) or not 0 <= temperature < float("inf"):
+    if not isinstance(temperature, float | int) or isinstance(temperature, bool) or not 0 <= temperature < 1e30:
         raise ValueError("its temperature is not a number")
     return Row(record["row"], tuple(ids), tuple((a, b) for a, b in spans), tuple(finish), float(temperature))
 

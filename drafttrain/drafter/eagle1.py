@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from drafttrain.checks import number, switch, whole
 from drafttrain.drafter.base import Autoregressive, AutoregressiveState, Fresh
 from drafttrain.drafter.borrowing import BorrowsHead, sizes_of_inputs
 from drafttrain.errors import InputError
@@ -67,9 +67,13 @@ class Eagle1(BorrowsHead, Autoregressive):
         chunk: int = 1024,
     ) -> None:
         super().__init__(target, draft_ids)
-        weights = (regression, classification, noise)
-        if not all(0 <= weight < math.inf for weight in weights) or regression + classification == 0 or chunk < 1:
-            raise InputError("eagle1 needs weights and noise of at least 0, one weight above 0, and chunk >= 1")
+        for name, weight in (("regression", regression), ("classification", classification), ("noise", noise)):
+            number(name, weight)
+        if regression + classification == 0:
+            raise InputError("regression and classification are both 0: give one of them a weight above 0")
+        for name, given in (("bias", bias), ("noise_scaled", noise_scaled), ("balance_input", balance_input)):
+            switch(name, given)
+        whole("chunk", chunk, 1)
         self.bias, self.regression, self.classification = bias, regression, classification
         self.divergence, self.noise, self.noise_scaled, self.balance_input = divergence, noise, noise_scaled, balance_input
         self.chunk = chunk

@@ -20,6 +20,7 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.checking import check_keys
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
+from drafttrain.tree.files import read_yaml
 from drafttrain.tree.topology import MOST_NODES, Growth, Tree, check_size
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,9 @@ def read_plan(path: Path, drafter: Drafter | None = None) -> Plan:
     try:
         if path.stat().st_size > _LARGEST_FILE:
             raise InputError(f"{path} has {path.stat().st_size} bytes: not a decoding plan")
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not path.is_file():
+            raise FileNotFoundError
+        found = read_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing: the package is not whole") from error
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:

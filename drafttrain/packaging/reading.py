@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -127,6 +128,7 @@ def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
                 settings["draft_ids"] = _draft_ids(file, found, config, target, path)
             if "corpus_ids" in _parameters(kind):
                 settings["corpus_ids"] = _corpus_ids(file, found, settings["corpus"], path)
+            _refuse_larger(kind, target, settings, found, folder)
             drafter = _built(kind, target, settings, folder)
             if (needs := needs_of(drafter)) != config["needs"]:
                 raise InputError(f"{folder / CONFIG}: needs are {config['needs']}, this drafter has {needs}")
@@ -136,6 +138,8 @@ def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
             tensors = {name: file.get_tensor(name) for name in here}
         if whole:
             path = folder / WHOLE_TENSORS
+            if not path.is_file():
+                raise InputError(f"{folder} lacks {WHOLE_TENSORS}, the drafter's tensors: get the package again")
             with safe_open(path, framework="pt") as file:
                 names = {place_of(name, drafter)[1]: name for name in whole}
                 found = {names.get(name, name): _facts(file, name) for name in file.keys()}  # noqa: SIM118 - not a dict
@@ -175,6 +179,22 @@ def _chance_kept(target: Target) -> AbstractContextManager[None]:
     """New modules draw their first weights; what a package loads replaces them, so the random state stays as it was."""
     devices = [target.device] if target.device.type == "cuda" else []
     return torch.random.fork_rng(devices=devices)
+
+
+def _refuse_larger(
+    kind: type[Drafter], target: Target, settings: dict[str, Any], found: dict[str, Any], folder: Path
+) -> None:
+    """Raise InputError if the settings ask for more than the files hold; so far only their headers are read."""
+    held = [shape for shape, _ in found.values()]
+    whole = folder / WHOLE_TENSORS
+    if whole.is_file():
+        with safe_open(whole, framework="pt") as file:
+            held += [_facts(file, name)[0] for name in file.keys()]  # noqa: SIM118 - not a dict
+    try:
+        with _chance_kept(target):
+            kind.check_held(target, settings, len(held), sum(map(math.prod, held)))
+    except InputError as error:
+        raise InputError(f"{folder / CONFIG}: drafter.{error}") from error
 
 
 def _built(kind: type[Drafter], target: Target, settings: dict[str, Any], folder: Path) -> Drafter:

@@ -12,11 +12,12 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
+from drafttrain.checks import path_of
 from drafttrain.errors import InputError
 from drafttrain.processes import await_word, give_word, on_another_machine, rank
 from drafttrain.runs import run_dir
 from drafttrain.target.load import resolve_device, resolve_dtype
-from drafttrain.training.checkpoint import LAST, read_checkpoint
+from drafttrain.training.checkpoint import LAST, check_whole, read_checkpoint
 
 
 @dataclass
@@ -49,7 +50,7 @@ def open_run(cfg: DictConfig, say: Callable[[str], None]) -> Iterator[Run]:
     A folder that holds nothing in the end, because the run was refused, is removed again.
     """
     if cfg.resume is not None and cfg.resume != "last":
-        given = Path(str(cfg.resume)).expanduser().absolute()
+        given = path_of("resume", cfg.resume).absolute()
         if not given.is_file():
             raise InputError(f"resume={cfg.resume}: give last, or the path of a checkpoint")
         cfg.run_dir = cfg.run_dir or str(given.parent.parent)
@@ -77,7 +78,9 @@ def read_resumed(cfg: DictConfig, run: Run, say: Callable[[str], None]) -> dict[
     if cfg.resume == "last" and not path.exists():
         say(f"{run.folder} holds no checkpoint yet: starts from the beginning")
         return None
-    return read_checkpoint(path)
+    state = read_checkpoint(path)
+    check_whole(state, path)
+    return state
 
 
 def settle_dtype(cfg: DictConfig, run: Run) -> None:
@@ -93,7 +96,8 @@ def settle_dtype(cfg: DictConfig, run: Run) -> None:
         shutil.rmtree(run.scratch, ignore_errors=True)
         if asked:
             if run.resumed is not None:
-                dtype = run.resumed["facts"]["target"]["dtype"]
+                marks = run.resumed["facts"]["target"]
+                dtype = str(marks.get("dtype", "")) if isinstance(marks, dict) else ""
             else:
                 found = resolve_dtype("auto", resolve_device(cfg.target.get("device", "auto")), "throughput")
                 dtype = str(found).removeprefix("torch.")
