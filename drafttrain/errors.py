@@ -1,4 +1,4 @@
-"""The one kind of error a person can mend: it says what was given, what is needed and how to get it. And what the system refuses."""
+"""The one kind of error a person can mend: it says what was given, what is needed and how to get it; and what systems refuse."""
 
 from __future__ import annotations
 

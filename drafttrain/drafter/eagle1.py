@@ -136,7 +136,8 @@ class Eagle1(BorrowsHead, Autoregressive):
         count = chosen.sum().float()
         if hidden.shape[1] < 3:
             # No row reaches a label. Every parameter still takes part, so that no process waits for a gradient.
-            return Loss(torch.stack([p.sum() for p in self.parameters()]).sum().float() * 0.0, count, {})
+            parts = {name: (count * 0.0, count) for name in self.loss_parts}
+            return Loss(torch.stack([p.sum() for p in self.parameters()]).sum().float() * 0.0, count, parts)
         inputs = hidden[:, :-2].to(self.dtype)
         if generator is not None and self.noise:
             width = torch.full((len(ids), 1, 1), self.noise, device=device, dtype=self.dtype)
@@ -171,6 +172,8 @@ class Eagle1(BorrowsHead, Autoregressive):
         assert features.last_hidden is not None
         device = self.fc.weight.device
         ids = batch.input_ids.to(device)
+        if ids.shape[1] < 3:
+            return torch.full_like(ids, -1)[:, :, None]
         positions = torch.arange(ids.shape[1] - 2, device=device)[None]
         out = self(features.last_hidden.to(device)[:, :-2], ids[:, 1:-1], positions)
         chosen = batch.loss_mask[:, 2:].to(device)

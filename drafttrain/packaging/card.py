@@ -185,7 +185,7 @@ def _tuned(adapter: dict[str, Any] | None, change: Any) -> str:
         return ""
     try:
         told = f"Measured: {words(change)}."
-    except (KeyError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError, OverflowError):
         told = "How far it went from the original was not measured: `python -m drafttrain.evaluate` does."
     linears = ", ".join(f"`{name}`" for name in adapter["linears"])
     return _CHANGED.format(rank=adapter["rank"], parameters=adapter["parameters"], linears=linears, change=told)

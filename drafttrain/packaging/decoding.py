@@ -26,6 +26,7 @@ from drafttrain.tree.topology import MOST_NODES, Growth, Tree, check_size
 log = logging.getLogger(__name__)
 
 _LARGEST_FILE = 1 << 20
+_LONG_CHAIN = 32
 _AUTO = "auto"
 _KEYS = ("tree", "budget", "policy", "sampled", "rule")
 _BUDGET = ("nodes", "depth")
@@ -37,8 +38,8 @@ _GROWTHS: dict[str, type[Dynamic] | type[Confident]] = {"dynamic": Dynamic, "cha
 
 _TEXT = """\
 # How this drafter decodes unless told otherwise.
-# tree: one entry for each drafted token, the ranks on the way to it from the last chosen token ([] decodes plainly); or how
-# it grows, such as {{growth: dynamic, depth: 5, top_k: 8, total: 24}} or {{growth: chain, k: 6, stop_below: 0.3}}.
+# tree: one entry for each drafted token, the ranks on the way to it from the last chosen token ([] decodes plainly); or a chain's
+# length; or how it grows, such as {{growth: dynamic, depth: 5, top_k: 8, total: 24}} or {{growth: chain, k: 6, stop_below: 0.3}}.
 tree:{tree}
 # What the tree above costs at most: drafted tokens that the target checks in one pass, and their depth.
 budget: {{nodes: {nodes}, depth: {depth}}}
@@ -64,6 +65,8 @@ def write_plan(plan: Plan) -> str:
     else:
         assert isinstance(found, list)
         tree = "".join(f"\n  - {path}" for path in found) or " []"
+        if plan.tree.is_chain and len(found) > _LONG_CHAIN:  # Its paths grow with the square of its length.
+            tree = f" {len(found)}"
     return _TEXT.format(
         tree=tree,
         nodes=plan.tree.size,
