@@ -188,13 +188,16 @@ def _refuse_larger(
     held = [shape for shape, _ in found.values()]
     whole = folder / WHOLE_TENSORS
     if whole.is_file():
-        with safe_open(whole, framework="pt") as file:
-            held += [_facts(file, name)[0] for name in file.keys()]  # noqa: SIM118 - not a dict
+        try:
+            with safe_open(whole, framework="pt") as file:
+                held += [_facts(file, name)[0] for name in file.keys()]  # noqa: SIM118 - not a dict
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{whole} cannot be read: {error}") from error
     try:
         with _chance_kept(target):
             kind.check_held(target, settings, len(held), sum(map(math.prod, held)))
     except InputError as error:
-        raise InputError(f"{folder / CONFIG}: drafter.{error}") from error
+        raise InputError(f"{folder / CONFIG}: drafter: {error}") from error
 
 
 def _built(kind: type[Drafter], target: Target, settings: dict[str, Any], folder: Path) -> Drafter:
