@@ -8,6 +8,7 @@ and listed by reason. With preview=N nothing is written: tokens and mask of N ro
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -42,7 +43,7 @@ HELD_OUT_SHARE = 5
 def main(cfg: DictConfig) -> None:
     check_settings(cfg)
     writing: SynthesisConfig = build(cfg.writing)
-    folder = SetFolder(set_folder(cfg.out) if cfg.preview else cfg.out)
+    folder = SetFolder(set_folder(cfg.out, "out") if cfg.preview and cfg.out else cfg.out)
     if not cfg.preview:
         check_folder(folder, cfg)
     tokenizer = tokenizer_alone(cfg.target)
@@ -61,6 +62,9 @@ def main(cfg: DictConfig) -> None:
             finish(folder, cfg, prompts, tokenizer, speed)
     finally:
         journal.close()
+        if rank() == 0:
+            with contextlib.suppress(OSError):
+                folder.path.rmdir()  # if nothing was written
 
 
 # --- before long work starts -----------------------------------------------------------------------------------------
@@ -146,8 +150,6 @@ def enter(folder: SetFolder, cfg: DictConfig) -> Journal:
     settle = cfg.target.get("dtype") == "auto"
     if rank() == 0:
         try:
-            folder.create()
-            journal = folder.open_journal(0)
             dtype = ""
             if settle:
                 there = folder.recorded()
@@ -156,6 +158,8 @@ def enter(folder: SetFolder, cfg: DictConfig) -> Journal:
                 else:
                     found = resolve_dtype("auto", resolve_device(cfg.target.get("device", "auto")), "throughput")
                     dtype = str(found).removeprefix("torch.")
+            folder.create()
+            journal = folder.open_journal(0)
         except InputError as error:
             give_word(str(error), refuse=True)
             raise

@@ -25,14 +25,16 @@ _BUCKET = 1.125
 """Rows whose lengths differ by less than this factor are mixed freely; it bounds padding at about a tenth."""
 
 
-def set_folder(path: Path | str) -> Path:
+def set_folder(path: Path | str, name: str = "data.path") -> Path:
     """The folder of a set; `builtin:smollm2` is the one that the package ships for the embedded target.
 
+    Args:
+        name: of the setting.
     Raises: InputError when there is no such built-in set.
     """
     text = str(path)
     if not text.startswith(BUILTIN):
-        return path_of("the set", text)
+        return path_of(name, text)
     sets = Path(__file__).parent / "sets"
     name = text.removeprefix(BUILTIN)
     found = sorted(p.name for p in sets.iterdir() if p.is_dir()) if sets.is_dir() else []

@@ -167,7 +167,7 @@ def _rank(found: tuple[int, int, int, int, Place]) -> tuple[int, int, int]:
 
 def _read_corpus(corpus: str, target: Target, tokens: int) -> Tensor:
     """(t) int64 the first training rows of a set, a separator behind each."""
-    read = read_set(set_folder(corpus))
+    read = read_set(set_folder(corpus, "drafter.corpus"))
     fingerprint.refuse_other(read.manifest["target"]["fingerprint"], target.fingerprint, f"corpus={corpus}")
     taken: list[Tensor] = []
     total = 0

@@ -100,7 +100,7 @@ def open_prompts(prompts: object, columns: dict[str, str | None]) -> Source:
         raise InputError(f"prompts={prompts}: give {BUILTIN}smollm2, the folder of a conversation set, or a file")
     path = path_of("prompts", prompts)
     if prompts.startswith(BUILTIN) or path.is_dir():
-        folder = set_folder(prompts)
+        folder = set_folder(prompts, "prompts")
         if path.is_dir() and not (path / MANIFEST).is_file():
             raise InputError(f"prompts={prompts} is a folder without {MANIFEST}: give a conversation set or a file")
         return Source(prompts, data=read_set(folder))

@@ -175,7 +175,8 @@ def test_files_are_read_without_running_code(tmp_path: Path) -> None:
     for share in (1, 2, 3):
         (tmp_path / f"short{share}.ckpt").write_bytes((tmp_path / "whole.ckpt").read_bytes()[: -1000 * share])
     # Opcodes that a pickle machine stumbles over in many ways: what it raises is the library's own.
-    for place, data in enumerate((b"", b"\x80\x02.", b"\x80\x02h\x07.", b"\x80\x02}(K\x01.", b"\x80\x02\x85.", b"(dp0\n.", b"\x80\x02cos\nx\n.")):
+    odd = (b"", b"\x80\x02.", b"\x80\x02h\x07.", b"\x80\x02}(K\x01.", b"\x80\x02\x85.", b"(dp0\n.", b"\x80\x02cos\nx\n.")
+    for place, data in enumerate(odd):
         (tmp_path / f"pickle{place}.ckpt").write_bytes(data)
     (tmp_path / "folder.ckpt").mkdir()
     unread = ("evil", "cut", "short1", "short2", "short3", "folder", *(f"pickle{place}" for place in range(7)))
