@@ -33,9 +33,11 @@ def disk_full(error: BaseException) -> str:
 
 
 def _file_refused(error: BaseException) -> str:
-    for one in _behind(error):
+    one: BaseException | None = error
+    while one is not None:
         if isinstance(one, OSError) and one.errno in _REFUSED and one.filename is not None:
             return f"{one.filename} cannot be used: {one.strerror}"
+        one = one.__cause__
     return ""
 
 

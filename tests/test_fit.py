@@ -25,6 +25,7 @@ from drafttrain.reporting.progress import ConsoleProgress
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import read_checkpoint
+from drafttrain.training.run import Run
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
 from drafttrain.wiring.conf import conf_dir
@@ -287,9 +288,33 @@ def test_a_place_that_cannot_take_the_package_is_found_before_training(
     run = tmp_path / "run"
     (run / "package").mkdir(parents=True)
     (run / "package" / "thesis.tex").write_text("mine")
+    (run / "config.yaml").touch()
     monkeypatch.setattr(fit, "load_target", lambda *_: pytest.fail("the target was loaded"))
     assert "holds other files (thesis.tex)" in refusal(capsys, words(folder, run, "resume=last"))
     assert (run / "package" / "thesis.tex").read_text() == "mine"
+
+
+def test_a_folder_of_somebody_is_not_taken_for_a_run(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "home"
+    (mine / "scratch" / "deep").mkdir(parents=True)
+    (mine / "scratch" / "thesis.tex").write_text("mine")
+    (mine / "metrics.csv").write_text("mine")
+    before = {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()}
+    assert "is no run's folder" in refusal(capsys, words(folder, mine, "resume=last"))
+    loose = mine / "last.ckpt"
+    torch.save({"format": 1}, loose)
+    said = refusal(capsys, ["experiment=smoke", f"data.path={folder}", f"resume={loose}"])
+    assert "lies in no run's folder: give run_dir=<folder of the run> too" in said
+    loose.unlink()
+    (mine / "config.yaml").touch()
+    Run(mine).clear_scratch()
+    assert {path: path.read_bytes() for path in mine.rglob("*") if path.is_file() and path.name != "config.yaml"} == before
+    (mine / "scratch" / "1").mkdir()
+    (mine / "scratch" / "1" / "features.bin").touch()
+    Run(mine).clear_scratch()
+    assert not (mine / "scratch" / "1").exists() and (mine / "scratch" / "thesis.tex").exists()
 
 
 def test_checkpoints_that_are_none_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -186,6 +186,8 @@ def read_set(folder: Path | str) -> ConversationSet:
         raise InputError(f"{damaged} (negative ids, or a row number that is negative or appears twice)")
     if int(split.max()) > HELD_OUT:
         raise InputError(f"{damaged} (a split that is neither train nor held-out)")
+    if int(tensors["cut"].max()) >= len(FINISH) or not bool((tensors["temperature"] >= 0).all()):
+        raise InputError(f"{damaged} (a temperature or an end of an answer that there is none of)")
     mask = np.unpackbits(tensors["mask_bits"], count=len(ids)).astype(bool)
     for name, value in (("conversations", count), ("tokens", len(ids)), ("supervised_tokens", int(mask.sum()))):
         if manifest.get(name) != value:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,9 @@ from drafttrain.target.load import resolve_device, resolve_dtype
 from drafttrain.training.checkpoint import LAST, check_whole, read_checkpoint
 
 
+CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
+
+
 @dataclass
 class Run:
     """The run's folder and what is resumed from it."""
@@ -30,15 +32,24 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
+        return self.folder / CHECKPOINTS
 
     @property
     def scratch(self) -> Path:
         return self.folder / "scratch"
 
+    def clear_scratch(self) -> None:
+        """Remove kept features and the folders they leave empty; nothing else, whatever folder was given as the run's."""
+        if self.scratch.is_dir():
+            for path in (*self.scratch.glob("*/features.bin"), *self.scratch.glob("features.bin")):
+                path.unlink(missing_ok=True)
+            for path in (*self.scratch.iterdir(), self.scratch):
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+
     def keep_config(self, cfg: DictConfig) -> None:
         """Write config.yaml; that of a run's first part stays."""
-        config = self.folder / "config.yaml"
+        config = self.folder / CONFIG
         if rank() == 0 and not config.exists():
             config.write_text(OmegaConf.to_yaml(cfg), encoding="utf-8")
 
@@ -53,6 +64,8 @@ def open_run(cfg: DictConfig, say: Callable[[str], None]) -> Iterator[Run]:
         given = path_of("resume", cfg.resume).absolute()
         if not given.is_file():
             raise InputError(f"resume={cfg.resume}: give last, or the path of a checkpoint")
+        if not cfg.run_dir and given.parent.name != CHECKPOINTS:
+            raise InputError(f"resume={cfg.resume} lies in no run's folder: give run_dir=<folder of the run> too")
         cfg.run_dir = cfg.run_dir or str(given.parent.parent)
     folder = run_dir(cfg, resume=cfg.resume is not None)
     run = Run(folder)
@@ -64,11 +77,11 @@ def open_run(cfg: DictConfig, say: Callable[[str], None]) -> Iterator[Run]:
     except BaseException:
         # The corrected command must find its folder free.
         if rank() == 0 and not run.checkpoints.exists() and cfg.resume is None:
-            (folder / "config.yaml").unlink(missing_ok=True)
+            (folder / CONFIG).unlink(missing_ok=True)
         raise
     finally:
         if rank() == 0:
-            shutil.rmtree(run.scratch, ignore_errors=True)
+            run.clear_scratch()
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
@@ -76,6 +89,11 @@ def open_run(cfg: DictConfig, say: Callable[[str], None]) -> Iterator[Run]:
 def read_resumed(cfg: DictConfig, run: Run, say: Callable[[str], None]) -> dict[str, Any] | None:
     path = run.checkpoints / LAST if cfg.resume == "last" else Path(str(cfg.resume)).expanduser().absolute()
     if cfg.resume == "last" and not path.exists():
+        if not (run.folder / CONFIG).is_file():
+            raise InputError(
+                f"run_dir={run.folder} is no run's folder, it has neither {CHECKPOINTS}/{LAST} nor {CONFIG}: give the folder of an "
+                "earlier run, or leave resume out and give a new one"
+            )
         say(f"{run.folder} holds no checkpoint yet: starts from the beginning")
         return None
     state = read_checkpoint(path)
@@ -93,7 +111,7 @@ def settle_dtype(cfg: DictConfig, run: Run) -> None:
     asked = cfg.target.get("dtype") == "auto"
     dtype = ""
     if rank() == 0:
-        shutil.rmtree(run.scratch, ignore_errors=True)
+        run.clear_scratch()
         if asked:
             if run.resumed is not None:
                 marks = run.resumed["facts"]["target"]
