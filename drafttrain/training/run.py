@@ -18,7 +18,6 @@ from drafttrain.runs import run_dir
 from drafttrain.target.load import resolve_device, resolve_dtype
 from drafttrain.training.checkpoint import LAST, check_whole, read_checkpoint
 
-
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 
 
@@ -41,11 +40,11 @@ class Run:
     def clear_scratch(self) -> None:
         """Remove kept features and the folders they leave empty; nothing else, whatever folder was given as the run's."""
         if self.scratch.is_dir():
-            for path in (*self.scratch.glob("*/features.bin"), *self.scratch.glob("features.bin")):
-                path.unlink(missing_ok=True)
-            for path in (*self.scratch.iterdir(), self.scratch):
+            ours = [path for path in self.scratch.iterdir() if path.name.isdecimal()]  # a process's own
+            for folder in (*ours, self.scratch):
                 with contextlib.suppress(OSError):
-                    path.rmdir()
+                    (folder / "features.bin").unlink(missing_ok=True)
+                    folder.rmdir()
 
     def keep_config(self, cfg: DictConfig) -> None:
         """Write config.yaml; that of a run's first part stays."""
