@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from drafttrain.checks import path_of
 from drafttrain.data.conversations import write_json
 from drafttrain.data.datamodule import BUILTIN, ConversationData
 from drafttrain.decoding import exactness
@@ -34,7 +35,7 @@ from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.reporting.console import table, track
 from drafttrain.reporting.figures import acceptance_curve
 from drafttrain.reporting.rows import accepted_cells, pair, same_text_cell, verdicts
-from drafttrain.runs import provenance, run_dir
+from drafttrain.runs import check_run_dir, fresh_folder, provenance
 from drafttrain.target import change
 from drafttrain.target.model import Target
 from drafttrain.target.prompts import Source, open_prompts
@@ -52,7 +53,7 @@ _STAGES = ("prefill", "draft", "verify", "host")
 @door("evaluate", text=("package", "prompts"))
 def main(cfg: DictConfig) -> None:
     check_settings(cfg)
-    package = Path(cfg.package).expanduser()
+    package = path_of("package", cfg.package)
     config = read_config(package)
     source = open_prompts(cfg.prompts, columns_of(cfg))
     target: Target = build(cfg.target, work="decode")
@@ -63,20 +64,20 @@ def main(cfg: DictConfig) -> None:
     warn_of_length(config, prompts, cfg.max_new_tokens)
     growths = trees_of(cfg, speculator, drafter)
     check_rules(cfg, growths, drafter)
-    folder = run_dir(cfg, resume=False)
-    rows = measure(speculator, prompts, growths, cfg)
-    result = {
-        "settings": settings_of(cfg, source, prompts, speculator),
-        "rows": rows,
-        "target_change": changed(target, source, cfg),
-        "parity": parity(speculator, drafter, prompts[: cfg.parity_prompts], cfg.max_new_tokens),
-        "exactness": exact(speculator, prompts, growths, cfg) if cfg.exactness else None,
-        "provenance": provenance(cfg),
-    }
-    write_json(folder / RESULT, result)
-    acceptance_curve([row for row in rows if row["nodes"]], folder / PICTURE, title=str(Path(cfg.package).name))
-    show(result)
-    say(f"wrote {folder / RESULT} and {folder / PICTURE}")
+    with fresh_folder(cfg) as folder:
+        rows = measure(speculator, prompts, growths, cfg)
+        result = {
+            "settings": settings_of(cfg, source, prompts, speculator),
+            "rows": rows,
+            "target_change": changed(target, source, cfg),
+            "parity": parity(speculator, drafter, prompts[: cfg.parity_prompts], cfg.max_new_tokens),
+            "exactness": exact(speculator, prompts, growths, cfg) if cfg.exactness else None,
+            "provenance": provenance(cfg),
+        }
+        write_json(folder / RESULT, result)
+        acceptance_curve([row for row in rows if row["nodes"]], folder / PICTURE, title=str(Path(cfg.package).name))
+        show(result)
+        say(f"wrote {folder / RESULT} and {folder / PICTURE}")
 
 
 # --- before long work starts ---------------------------------------------------------------------------------------------
@@ -93,6 +94,7 @@ def check_settings(cfg: DictConfig) -> None:
     exactness.check_draws(cfg.exactness_draws, cfg.exactness_prompts)
     check_seed(cfg.seed)
     check_dtype(cfg.dtype)
+    check_run_dir(cfg.run_dir, resume=False)
     for key in ("temperatures", "chains", "trees"):
         if not OmegaConf.is_list(cfg[key]):
             raise InputError(f"{key}={cfg[key]}: needs a list, such as '{key}=[{1 if key != 'trees' else 'package'}]'")
@@ -183,7 +185,7 @@ def warn_of_length(config: dict[str, Any], prompts: Sequence[Sequence[int]], lim
 
 def trees_of(cfg: DictConfig, speculator: Speculator, drafter: Drafter) -> list[Growth]:
     """The trees to compare, as this drafter can fill them, each once."""
-    package = Path(cfg.package).expanduser()
+    package = path_of("package", cfg.package)
     found = [
         packaged_tree(value, speculator, package) if of_package(value) else chosen_tree(value) for value in named_trees(cfg)
     ]

@@ -21,10 +21,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import hydra.utils
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from drafttrain.checks import shown as text_of
+from drafttrain.checks import switch, whole
 from drafttrain.data.conversations import HELD_OUT, write_json
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
@@ -33,7 +34,7 @@ from drafttrain.errors import InputError
 from drafttrain.packaging.beginning import check_beginning, read_beginning, take_weights
 from drafttrain.packaging.gathering import check_packages
 from drafttrain.packaging.manifest import PACKAGE
-from drafttrain.packaging.writing import check_export, save_package
+from drafttrain.packaging.writing import check_export, check_place, save_package
 from drafttrain.processes import peak_memory, rank, world_size
 from drafttrain.reporting.console import clock, console, table, track
 from drafttrain.reporting.figures import acceptance_curve, head_accuracies
@@ -56,8 +57,8 @@ from drafttrain.training.resume import refuse_other_run
 from drafttrain.training.run import Run, open_run
 from drafttrain.training.skips import Found
 from drafttrain.training.trainer import quiet_lightning, trainer_of
-from drafttrain.wiring.building import build
-from drafttrain.wiring.doors import door
+from drafttrain.wiring.building import build, named_by
+from drafttrain.wiring.doors import STOPPED_BY_SIGNAL, door
 
 WHOLE = {"limit_tokens": None, "limit_rows": None, "temperatures": None, "labels": "answers", "set_aside": 0}
 """Held-out rows are answers of all temperatures, whatever part of the set is trained on."""
@@ -72,8 +73,7 @@ ONLY_LEARNING = {
 """Settings that must be off for a drafter that learns nothing, and why."""
 SEARCHED = "search.json"
 """Every choice that a search tried, in a run's folder."""
-STOPPED_BY_SIGNAL = 143
-"""Exit code of a run that a signal stopped: it is not done, and can be resumed."""
+LARGEST_SEED = (1 << 32) - 1
 
 
 @door("fit")
@@ -83,6 +83,7 @@ def main(cfg: DictConfig) -> None:
     data, held_out = read_data(cfg)
     calibration = read_calibration(cfg, settings)
     with open_run(cfg, say) as run, logged(cfg, run):
+        check_place(run.folder / PACKAGE)
         target = load_target(cfg, data, held_out)
         drafter = make_drafter(cfg, target, data, held_out)
         check_export(drafter, cfg.export_assistant)
@@ -109,19 +110,17 @@ def main(cfg: DictConfig) -> None:
 
 def read_settings(cfg: DictConfig) -> Settings:
     """Everything that can be refused by looking at the configuration alone."""
-    if type(cfg.seed) is not int or cfg.seed < 0:
-        raise InputError(f"seed={cfg.seed}: needs a whole number of at least 0")
-    if type(cfg.draft_vocab) is not int or cfg.draft_vocab < 0:
-        raise InputError(f"draft_vocab={cfg.draft_vocab}: needs a number of ids, or 0 for all")
-    if not isinstance(cfg.export_assistant, bool):
-        raise InputError(f"export_assistant={cfg.export_assistant}: needs true or false")
-    kind = drafter_class(cfg)
+    whole("seed", cfg.seed, 0, LARGEST_SEED)
+    whole("draft_vocab", cfg.draft_vocab)
+    switch("export_assistant", cfg.export_assistant)
+    kind = kind_of(cfg)
     if cfg.draft_vocab and "draft_ids" not in inspect.signature(kind).parameters:
         raise InputError(f"draft_vocab={cfg.draft_vocab}: {kind.__name__} has no draft vocabulary, set it to 0")
     if not kind.learns:
         refuse_learning(cfg, kind.__name__)
     if "packages" in cfg.drafter:
         check_packages(plain(cfg)["drafter"]["packages"])
+    train_target = trains_target(cfg)
     trainer: TrainerConfig = build(cfg.trainer)
     if trainer.batch_tokens is None and trainer.batch_rows is None:
         raise InputError("give trainer.batch_tokens or trainer.batch_rows")
@@ -147,17 +146,20 @@ def read_settings(cfg: DictConfig) -> Settings:
         settings.search.check(kind)
     if not settings.tree.size:
         raise InputError("the tree is empty: give tree=chain tree.k=4, or tree=static")
-    if trains_target(cfg) and cfg.target.get("pack", False) not in ("auto", False):
+    if train_target and cfg.target.get("pack", False) not in ("auto", False):
         raise InputError(f"target.pack={cfg.target.pack}: packed weights cannot be trained jointly, set target.pack=auto or false")
     if cfg.init_from is not None:
         check_beginning(str(cfg.init_from))
     return settings
 
 
-def drafter_class(cfg: DictConfig) -> type[Drafter]:
-    """What the configuration names, by itself or as what a function makes."""
-    found = hydra.utils.get_object(cfg.drafter._target_)
-    kind: type[Drafter] = found if isinstance(found, type) else typing.get_type_hints(found)["return"]
+def kind_of(cfg: DictConfig) -> type[Drafter]:
+    """The drafter's class, named by itself or as what a function makes. Raises InputError for another thing."""
+    kind = named_by(cfg.drafter)
+    if not isinstance(kind, type):
+        kind = typing.get_type_hints(kind).get("return")
+    if not (isinstance(kind, type) and issubclass(kind, Drafter)):
+        raise InputError(f"drafter._target_={text_of(cfg.drafter._target_)} is no drafter: give drafter=<choice>, see --help")
     return kind
 
 
@@ -184,6 +186,8 @@ def refuse_with_boost(cfg: DictConfig) -> None:
 
 
 def trains_target(cfg: DictConfig) -> bool:
+    if cfg.joint is not None and not (OmegaConf.is_dict(cfg.joint) and "rank" in cfg.joint):
+        raise InputError(f"joint={text_of(cfg.joint)}: give joint=lora, or null for a frozen target")
     return cfg.joint is not None and bool(cfg.joint.rank)
 
 
@@ -228,7 +232,7 @@ def logged(cfg: DictConfig, run: Run) -> Iterator[None]:
 def load_target(cfg: DictConfig, data: ConversationData, held_out: ConversationData | None) -> Target:
     """The target, checked against the set that it must have written."""
     began = time.monotonic()
-    takes = inspect.signature(hydra.utils.get_object(cfg.target._target_)).parameters
+    takes = inspect.signature(named_by(cfg.target)).parameters
     objects: dict[str, Any] = {"work": "throughput"} if "work" in takes else {}
     if trains_target(cfg) and "pack" in takes:
         objects["pack"] = False  # An adapter needs plain linears; the tuned target is packed at the end.
@@ -247,7 +251,7 @@ def make_drafter(
     objects: dict[str, Any] = {"target": target}
     given = None
     if cfg.init_from is not None:
-        given = read_beginning(str(cfg.init_from), target, drafter_class(cfg), cfg.draft_vocab)
+        given = read_beginning(str(cfg.init_from), target, kind_of(cfg), cfg.draft_vocab)
         ids = getattr(given, "draft_ids", None)
         objects |= {} if ids is None else {"draft_ids": ids}
     elif cfg.draft_vocab:
@@ -335,7 +339,7 @@ def learn(
     train(training)
     if training.module.stopped == "signal":
         say(f"stopped by a signal after update {training.updates}: continue with resume=last run_dir={home or run.folder}")
-        raise SystemExit(STOPPED_BY_SIGNAL)
+        raise SystemExit(STOPPED_BY_SIGNAL)  # It is not done, and can be resumed.
     if rank() == 0:
         use_best(cfg, training)
     return training

@@ -11,13 +11,13 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.text import Text
 
+from drafttrain.checks import path_of, whole
 from drafttrain.data.template import ChatPieces
 from drafttrain.decoding.loop import Listener, Output
 from drafttrain.decoding.plan import Plan
@@ -29,7 +29,7 @@ from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
 from drafttrain.packaging.manifest import DECODING, read_config
 from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.target.load import tokenizer_alone
-from drafttrain.target.model import Target
+from drafttrain.target.model import Target, outside
 from drafttrain.tree.topology import Growth, Tree
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
@@ -46,7 +46,7 @@ _CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in 
 @door("generate", text=("prompt", "system", "package", "tree", "rule"))
 def main(cfg: DictConfig) -> None:
     policy = check_settings(cfg)
-    package = Path(cfg.package).expanduser()
+    package = path_of("package", cfg.package)
     read_config(package)
     prompt = prompt_of(cfg)
     need_tokenizer(cfg)
@@ -59,7 +59,7 @@ def main(cfg: DictConfig) -> None:
     conversation = Conversation(target, chat=cfg.chat, system=cfg.system)
     for number, said in enumerate([prompt] if prompt is not None else turns()):
         try:
-            ids = conversation.prompt(said, cfg.max_new_tokens)
+            ids = conversation.prompt(readable(said), cfg.max_new_tokens)
         except InputError as error:
             if prompt is not None:
                 raise
@@ -75,8 +75,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def check_settings(cfg: DictConfig) -> Policy:
-    if type(cfg.max_new_tokens) is not int or cfg.max_new_tokens < 1:
-        raise InputError(f"max_new_tokens={cfg.max_new_tokens}: needs a whole number of at least 1")
+    whole("max_new_tokens", cfg.max_new_tokens, 1)
     if cfg.mark not in MARKS:
         raise InputError(f"mark={cfg.mark}: give one of {', '.join(MARKS)}")
     for key in ("chat", "compare"):
@@ -98,6 +97,8 @@ def check_settings(cfg: DictConfig) -> Policy:
         raise InputError('prompt is empty: give prompt="...", or leave it out to be asked')
     if cfg.system is not None and not cfg.chat:
         raise InputError("system has no place without a chat template: leave it out, or set chat=true")
+    if cfg.system is not None:
+        readable(str(cfg.system), "system")
     check_seed(cfg.seed)
     check_dtype(cfg.dtype)
     return policy
@@ -115,17 +116,20 @@ def prompt_of(cfg: DictConfig) -> str | None:
         return readable(str(cfg.prompt))
     if sys.stdin is not None and sys.stdin.isatty():
         return None
-    text = "" if sys.stdin is None else sys.stdin.read()
+    try:
+        text = "" if sys.stdin is None else sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input is not {error.encoding.upper()} (byte {error.start + 1}): save it as that") from error
     if not text.strip():
         raise InputError('nothing to answer: give prompt="...", or text on standard input')
     return readable(text.strip("\n"))
 
 
-def readable(text: str) -> str:
+def readable(text: str, what: str = "the prompt") -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InputError(f"the prompt is not UTF-8 (character {error.start + 1}): save or type it as UTF-8") from error
+        raise InputError(f"{what} is not UTF-8 (character {error.start + 1}): save or type it as UTF-8") from error
     return text
 
 
@@ -159,6 +163,9 @@ def turns() -> Iterator[str]:
         except EOFError:
             print()
             return
+        except UnicodeDecodeError as error:
+            print(f"generate: that was not {error.encoding.upper()}: type it again", file=sys.stderr)
+            continue
         if not said.strip():
             return
         yield said
@@ -191,6 +198,8 @@ class Conversation:
         ids = [*self.ids, *more]
         if not ids:
             raise InputError("the prompt has no tokens: say something")
+        if max(ids) >= self.target.vocab_size:
+            raise InputError(outside(max(ids), self.target))
         if len(ids) >= self.target.context:
             raise InputError(
                 f"{len(ids)} tokens, the target's context holds {self.target.context}: shorten, or start anew"

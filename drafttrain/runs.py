@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import os
 import platform
 import random
 import re
 import shlex
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from drafttrain.checks import path_of
 from drafttrain.errors import InputError, disk_full
 from drafttrain.processes import await_word, give_word, on_another_machine, rank
 
@@ -130,7 +134,7 @@ def run_dir(config: DictConfig, *, resume: bool | None = None) -> Path:
         if on_another_machine():
             if not given:
                 raise InputError("processes on several machines cannot agree on a folder alone: give run_dir=<shared folder>")
-            return Path(given).expanduser().absolute()
+            return path_of("run_dir", given).absolute()
         return Path(await_word("the run's folder"))
     try:
         folder = _choose_run_dir(given, resume, Path("runs"))
@@ -141,18 +145,45 @@ def run_dir(config: DictConfig, *, resume: bool | None = None) -> Path:
     return folder
 
 
-def _choose_run_dir(given: str | None, resume: bool, root: Path) -> Path:
-    name = "-".join(filter(None, [current.door, _file_part(current.choices.get("experiment"))]))
-    if given:
-        folder = Path(given).expanduser().absolute()
-        if folder.exists() and not folder.is_dir():
-            raise InputError(f"run_dir={given} is a file: give a folder")
+def check_run_dir(given: object, *, resume: bool) -> Path | None:
+    """The folder that `run_dir` names, looked at and not made; None where none is named.
+
+    Raises: InputError if it cannot be used.
+    """
+    if given is None or given == "":
+        return None
+    folder = path_of("run_dir", given).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"run_dir={given} is a file: give a folder")
+    try:
         held = sorted(p.name + "/" * p.is_dir() for p in folder.iterdir()) if folder.exists() else []
-        if held and not resume:
-            listed = ", ".join(held[:6]) + (f" and {len(held) - 6} more" if len(held) > 6 else "")
-            raise InputError(f"run_dir={given} already holds {listed}: give another run_dir, or continue it with resume=last")
-        if resume and not held:
-            raise InputError(f"run_dir={given} holds nothing to resume: give the folder of an earlier run, or leave resume out")
+    except OSError as error:
+        raise InputError(f"run_dir={given} cannot be read: {error.strerror}") from error
+    if held and not resume:
+        listed = ", ".join(held[:6]) + (f" and {len(held) - 6} more" if len(held) > 6 else "")
+        raise InputError(f"run_dir={given} already holds {listed}: give another run_dir, or continue it with resume=last")
+    if resume and not held:
+        raise InputError(f"run_dir={given} holds nothing to resume: give the folder of an earlier run, or leave resume out")
+    if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"run_dir={given} cannot be written to: give another folder")
+    return folder
+
+
+@contextlib.contextmanager
+def fresh_folder(config: DictConfig) -> Iterator[Path]:
+    """As `run_dir` for a run that is not resumed; the folder goes again if nothing is in it in the end."""
+    folder = run_dir(config, resume=False)
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _choose_run_dir(given: object, resume: bool, root: Path) -> Path:
+    name = "-".join(filter(None, [current.door, _file_part(current.choices.get("experiment"))]))
+    folder = check_run_dir(given, resume=resume)
+    if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -8,6 +8,7 @@ and listed by reason. With preview=N nothing is written: tokens and mask of N ro
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from drafttrain.checks import path_of, switch, whole
 from drafttrain.data.conversations import Journal, Row
 from drafttrain.data.datamodule import set_folder
 from drafttrain.data.folder import SetFolder
@@ -41,7 +43,7 @@ HELD_OUT_SHARE = 5
 def main(cfg: DictConfig) -> None:
     check_settings(cfg)
     writing: SynthesisConfig = build(cfg.writing)
-    folder = SetFolder(set_folder(cfg.out) if cfg.preview else cfg.out)
+    folder = SetFolder(set_folder(cfg.out, "out") if cfg.preview and cfg.out else cfg.out)
     if not cfg.preview:
         check_folder(folder, cfg)
     tokenizer = tokenizer_alone(cfg.target)
@@ -60,6 +62,9 @@ def main(cfg: DictConfig) -> None:
             finish(folder, cfg, prompts, tokenizer, speed)
     finally:
         journal.close()
+        if rank() == 0:
+            with contextlib.suppress(OSError):
+                folder.path.rmdir()  # if nothing was written
 
 
 # --- before long work starts -----------------------------------------------------------------------------------------
@@ -67,17 +72,15 @@ def main(cfg: DictConfig) -> None:
 
 def check_settings(cfg: DictConfig) -> None:
     for key, least in (("rows", 1), ("held_out", 0), ("slots", 1), ("preview", 0)):
-        value = cfg[key]
-        if (value is None and key == "rows") or (type(value) is int and value >= least):
-            continue
-        raise InputError(f"{key}={value}: needs a whole number of at least {least}")
+        whole(key, cfg[key], least, null="every row there is" if key == "rows" else "")
     for key in ("strict", "resume", "adopt", "keep_journal"):
-        if not isinstance(cfg[key], bool):
-            raise InputError(f"{key}={cfg[key]}: needs true or false")
+        switch(key, cfg[key])
     if cfg.out is None and cfg.preview:
         cfg.out = ""
     elif not str(cfg.out or "").strip():
         raise InputError("needs out=<folder of the set>")
+    else:
+        path_of("out", cfg.out)
 
 
 def check_folder(folder: SetFolder, cfg: DictConfig) -> None:
@@ -147,8 +150,6 @@ def enter(folder: SetFolder, cfg: DictConfig) -> Journal:
     settle = cfg.target.get("dtype") == "auto"
     if rank() == 0:
         try:
-            folder.create()
-            journal = folder.open_journal(0)
             dtype = ""
             if settle:
                 there = folder.recorded()
@@ -157,6 +158,8 @@ def enter(folder: SetFolder, cfg: DictConfig) -> Journal:
                 else:
                     found = resolve_dtype("auto", resolve_device(cfg.target.get("device", "auto")), "throughput")
                     dtype = str(found).removeprefix("torch.")
+            folder.create()
+            journal = folder.open_journal(0)
         except InputError as error:
             give_word(str(error), refuse=True)
             raise

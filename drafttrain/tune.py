@@ -13,11 +13,11 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from drafttrain.checks import path_of
 from drafttrain.data.conversations import write_json
 from drafttrain.decoding.costs import measure_costs
 from drafttrain.decoding.measure import Measurement
@@ -31,16 +31,16 @@ from drafttrain.nn.sampling import Policy, check_seed
 from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
 from drafttrain.packaging.manifest import DECODING, read_config
 from drafttrain.packaging.reading import load_drafter, target_for
-from drafttrain.packaging.writing import change_plan
+from drafttrain.packaging.writing import change_plan, check_change
 from drafttrain.reporting.console import table, track
-from drafttrain.runs import provenance, run_dir
+from drafttrain.runs import check_run_dir, fresh_folder, provenance
 from drafttrain.target.model import Target
 from drafttrain.target.prompts import open_prompts
 from drafttrain.tree.choice import CALIBRATION, SHARING, candidates, known
 from drafttrain.tree.forest import Forest
 from drafttrain.tree.search import expected_tokens
 from drafttrain.tree.share import Followed, candidate_forests, expected
-from drafttrain.tree.topology import Growth, Tree
+from drafttrain.tree.topology import Growth, Tree, check_size
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
 
@@ -52,8 +52,10 @@ SHOWN = 12
 @door("tune", text=("package", "prompts"))
 def main(cfg: DictConfig) -> None:
     policy = check_settings(cfg)
-    package = Path(cfg.package).expanduser()
+    package = path_of("package", cfg.package)
     read_config(package)
+    if cfg.write:
+        check_change(package)
     source = open_prompts(cfg.prompts, OmegaConf.to_container(cfg.columns))  # type: ignore[arg-type]
     target: Target = build(cfg.target, work="decode")
     target = target_for(package, target)
@@ -61,31 +63,31 @@ def main(cfg: DictConfig) -> None:
     speculator = Speculator(target, drafter, read_plan(package / DECODING, drafter), dtype=cfg.dtype)
     prompts = source.ids(target, cfg.calibration_prompts + cfg.race_prompts, say)
     more = [fit(Plan(tree_of(value)), drafter, f"trees: {value}").tree for value in cfg.trees]
-    folder = run_dir(cfg, resume=False)
-    calibration = calibrate(speculator, prompts[: cfg.calibration_prompts], policy, cfg)
-    guesses = predict(speculator, calibration, prompts, policy, cfg)
-    show_guesses(guesses)
-    plans = racing(guesses, [speculator.plan.tree, *more], policy, drafter, cfg)
-    # Prompts that were not calibrated on, where there are enough.
-    unseen = prompts[cfg.calibration_prompts :] or prompts
-    raced = race(speculator, unseen[: cfg.race_prompts], plans, cfg)
-    winner = choose(raced, policy)
-    show_race(raced, guesses)
-    result = {
-        "settings": {key: plain_value(cfg[key]) for key in ("temperature", "top_k", "top_p", "max_new_tokens", "seed")},
-        "prompts": source.name,
-        "rates": calibration.rates,
-        "predicted": [guess.row() for guess in guesses],
-        "raced": [found.row() for found in raced],
-        "chosen": {"tree": winner.tree.title, "rule": winner.rule_name, "nodes": winner.tree.size},
-        "provenance": provenance(cfg),
-    }
-    write_json(folder / RESULT, result)
-    say(verdict(winner, raced))
-    if cfg.write:
-        change_plan(package, winner)
-        say(f"{package / DECODING} now says so")
-    say(f"wrote {folder / RESULT}")
+    with fresh_folder(cfg) as folder:
+        calibration = calibrate(speculator, prompts[: cfg.calibration_prompts], policy, cfg)
+        guesses = predict(speculator, calibration, prompts, policy, cfg)
+        show_guesses(guesses)
+        plans = racing(guesses, [speculator.plan.tree, *more], policy, drafter, cfg)
+        # Prompts that were not calibrated on, where there are enough.
+        unseen = prompts[cfg.calibration_prompts :] or prompts
+        raced = race(speculator, unseen[: cfg.race_prompts], plans, cfg)
+        winner = choose(raced, policy)
+        show_race(raced, guesses)
+        result = {
+            "settings": {key: plain_value(cfg[key]) for key in ("temperature", "top_k", "top_p", "max_new_tokens", "seed")},
+            "prompts": source.name,
+            "rates": calibration.rates,
+            "predicted": [guess.row() for guess in guesses],
+            "raced": [found.row() for found in raced],
+            "chosen": {"tree": winner.tree.title, "rule": winner.rule_name, "nodes": winner.tree.size},
+            "provenance": provenance(cfg),
+        }
+        write_json(folder / RESULT, result)
+        say(verdict(winner, raced))
+        if cfg.write:
+            change_plan(package, winner)
+            say(f"{package / DECODING} now says so")
+        say(f"wrote {folder / RESULT}")
 
 
 # --- before long work starts -----------------------------------------------------------------------------------------------
@@ -104,8 +106,10 @@ def check_settings(cfg: DictConfig) -> Policy:
     for size in cfg.sizes:
         if type(size) is not int or size < 1:
             raise InputError(f"sizes: {size!r} is not a whole number of at least 1")
+        check_size(size, "sizes")
     check_seed(cfg.seed)
     check_dtype(cfg.dtype)
+    check_run_dir(cfg.run_dir, resume=False)
     policy = Policy(cfg.temperature, cfg.top_k, cfg.top_p).simplest()
     for value in cfg.trees:
         if not tree_of(value).size:

@@ -194,6 +194,26 @@ def test_exactness_on_demand(place: Path, tmp_path: Path, capsys: pytest.Capture
     assert "would have been noticed with 90% probability" in said.err
 
 
+def test_a_failure_leaves_no_folder_and_prompts_beyond_the_model_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_chat_target(vocab_size=260)
+    place = packed_place(tmp_path, target, Eagle1(target), plan=Plan(Tree.chain(2)))
+    (place / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "the"}\n')
+    few = ("chains=[1]", "trees=[]", "temperatures=[0.0]", "speed_prompts=0", "parity_prompts=0", "max_new_tokens=2")
+    evaluate.main(words(place, tmp_path / "run", *few))
+    assert "left out rows 2: the tokenizer gives id 260" in capsys.readouterr().err
+    (place / "prompts.jsonl").write_text('{"prompt": "the"}\n')
+    with pytest.raises(SystemExit):
+        evaluate.main(words(place, tmp_path / "none", *few))
+    assert "none of its 1 rows can be used: 1 the tokenizer gives id 260" in capsys.readouterr().err
+    (place / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    monkeypatch.setattr(evaluate, "measure", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        evaluate.main(words(place, tmp_path / "broken", *few))
+    assert not (tmp_path / "none").exists() and not (tmp_path / "broken").exists()
+
+
 def test_training_and_decoding_agree(run: tuple[dict[str, Any], Path]) -> None:
     found = run[0]["parity"]
     assert found["agree"] and 0.2 < found["accept_at_1"] == found["sim_accept_at_1"] < 1 and found["rounds"] > 9
@@ -295,6 +315,9 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "half an exactness": (lambda p, t: ["exactness=maybe"], "exactness=maybe: give true or false"),
     "too few draws": (lambda p, t: ["exactness_draws=100"], "exactness_draws=100: 4 prompts need .* at least 160"),
     "no top_p": (lambda p, t: ["top_p=nan"], "top_p is nan"),
+    "prompts that are a prompt": (lambda p, t: [f"prompts={'why ' * 99}"], "File name too long"),
+    "a number as folder": (lambda p, t: ["run_dir=2024"], "run_dir=2024: needs a path"),
+    "columns that are none": (lambda p, t: ["columns=5"], "columns holds several settings"),
     "folder in use": (lambda p, t: [f"run_dir={p}"], "already holds"),
     "prompt too long": (
         lambda p, t: [f"prompts={made(t, json.dumps({'prompt': 'x' * 600}))}"],

@@ -27,6 +27,7 @@ from drafttrain.reporting.progress import ConsoleProgress
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import read_checkpoint
+from drafttrain.training.run import Run
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
 from drafttrain.wiring.conf import conf_dir
@@ -277,8 +278,21 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
         (["data.limit_rows=x"], "limit_rows=x: needs a whole number"),
         (["data.temperatures=[a]"], "temperatures=['a']: needs a list of numbers"),
         (["data.labels=questions"], "labels=questions: give one of answers, all"),
-        (["drafter.noise=nan"], "weights and noise of at least 0"),
+        (["drafter.noise=nan"], "noise=nan: needs a finite number of at least 0"),
         (["eval.max_new_tokens=10000"], "none of the 4 held-out prompts"),
+        (["tree=chain", "tree.k=1000000000"], "1000000000 nodes are asked for, at most 1024"),
+        (["tree=expansion", "tree.widths=[9000,9000]"], "9000 nodes are asked for"),
+        (["joint=5"], "joint=5: give joint=lora"),
+        (["joint={}"], "give joint=lora, or null"),
+        (["drafter=null"], "drafter=null: fit needs one drafter, of eagle1"),
+        (["drafter._target_=drafttrain.nowhere"], "drafter._target_=drafttrain.nowhere cannot be imported"),
+        (["drafter._target_=builtins.dict"], "drafter._target_=builtins.dict is no drafter"),
+        (["final=null"], "final holds several settings"),
+        (["init_from=/nowhere"], "init_from=/nowhere cannot be used: package=/nowhere does not exist"),
+        (["drafter=medusa", "drafter.heads=4", "final.calibrated=[2000]", "data.set_aside=4"], "2000 nodes are asked for"),
+        (["target.vocab_size=x"], "target.vocab_size=x: needs a whole number"),
+        (["target.width=30"], "needs a multiple of 8"),
+        (["resume=5"], "resume=5: needs a path"),
     ],
 )
 def test_wrong_settings(
@@ -287,6 +301,52 @@ def test_wrong_settings(
     run = tmp_path / "run"
     assert said in refusal(capsys, words(folder, run, *more))
     assert not run.exists()
+
+
+def test_a_place_that_cannot_take_the_package_is_found_before_training(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    (run / "package").mkdir(parents=True)
+    (run / "package" / "thesis.tex").write_text("mine")
+    (run / "config.yaml").touch()
+    monkeypatch.setattr(fit, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    assert "holds other files (thesis.tex)" in refusal(capsys, words(folder, run, "resume=last"))
+    assert (run / "package" / "thesis.tex").read_text() == "mine"
+
+
+def test_a_folder_of_somebody_is_not_taken_for_a_run(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "home"
+    (mine / "scratch" / "deep").mkdir(parents=True)
+    (mine / "scratch" / "thesis.tex").write_text("mine")
+    (mine / "metrics.csv").write_text("mine")
+    before = {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()}
+    assert "is no run's folder" in refusal(capsys, words(folder, mine, "resume=last"))
+    loose = mine / "last.ckpt"
+    torch.save({"format": 1}, loose)
+    said = refusal(capsys, ["experiment=smoke", f"data.path={folder}", f"resume={loose}"])
+    assert "lies in no run's folder: give run_dir=<folder of the run> too" in said
+    loose.unlink()
+    (mine / "config.yaml").touch()
+    Run(mine).clear_scratch()
+    assert {path: path.read_bytes() for path in mine.rglob("*") if path.is_file() and path.name != "config.yaml"} == before
+    (mine / "scratch" / "1").mkdir()
+    (mine / "scratch" / "1" / "features.bin").touch()
+    Run(mine).clear_scratch()
+    assert not (mine / "scratch" / "1").exists() and (mine / "scratch" / "thesis.tex").exists()
+
+
+def test_checkpoints_that_are_none_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    last.parent.mkdir(parents=True)
+    torch.save({"format": 1, "weights": {}}, last)
+    assert "last.ckpt lacks optimiser" in refusal(capsys, words(folder, tmp_path / "run", "resume=last"))
+    other = tmp_path / "other.ckpt"
+    other.write_bytes(b"\x80\x02.")
+    assert "cannot be read as a checkpoint" in refusal(capsys, words(folder, tmp_path / "run", f"resume={other}"))
+    assert last.exists()
 
 
 def test_data_that_cannot_be_learned_from(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

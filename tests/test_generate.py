@@ -16,6 +16,7 @@ import drafttrain
 from drafttrain import generate
 from drafttrain.decoding.loop import Output
 from drafttrain.decoding.plan import Plan
+from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.ngram import NGram
 from drafttrain.errors import InputError
 from drafttrain.generate import Conversation, Screen, Unfolding
@@ -23,7 +24,7 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
-from tests.helpers import packed_place, place_words, tiny_tokenizer
+from tests.helpers import packed_place, place_words, tiny_chat_target, tiny_tokenizer
 from tests.packaging.made import overfitted, packed
 
 PROMPT = "hello ${you}: [a, b]"
@@ -202,6 +203,15 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "half a seed": (lambda p: ["prompt=a", "seed=1.5"], "seed=1.5: needs"),
     "a dtype of whole numbers": (lambda p: ["prompt=a", "dtype=int8"], "dtype=int8: give one of auto"),
     "half a character": (lambda p: ["prompt=\udcff"], "not UTF-8"),
+    "half a character in the system's text": (lambda p: ["prompt=a", "system=\udcff"], "system is not UTF-8"),
+    "a package whose name is a text": (lambda p: ["prompt=a", f"package={'long ' * 80}"], "File name too long"),
+    "nobody's package": (lambda p: ["prompt=a", "package=~nobody-of-that-name/x"], "package=~nobody-of-that-name/x can be no path"),
+    "code that was not allowed": (
+        lambda p: ["prompt=a", "target.trust_remote_code=no"],
+        "target.trust_remote_code=no: needs true or false",
+    ),
+    "tokens without end": (lambda p: ["prompt=a", f"max_new_tokens={10**30}"], "from 1 to 2147483647"),
+    "a temperature beyond floats": (lambda p: ["prompt=a", f"temperature={10**400}"], "temperature is 1000"),
     "top_k of a greedy policy": (lambda p: ["prompt=a", "top_k=-3"], "top_k is -3"),
     "min_p above 1": (lambda p: ["prompt=a", "min_p=2"], "min_p is 2, needs"),
     "a penalty of words": (lambda p: ["prompt=a", "repetition_penalty=much"], "repetition_penalty is much, needs a finite number"),
@@ -224,6 +234,46 @@ def test_bad_input_is_one_line(
     assert caught.value.code == 2
     *_, last = capsys.readouterr().err.strip().splitlines()
     assert last.startswith("drafttrain.generate: ") and re.search(message, last), last
+
+
+def test_bytes_that_are_no_text_on_standard_input(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"good \xff bad"), encoding="utf-8"))
+    with pytest.raises(SystemExit) as caught:
+        generate.main(place_words(place))
+    assert caught.value.code == 2 and "standard input is not UTF-8 (byte 6)" in capsys.readouterr().err
+
+
+def test_what_cannot_be_read_does_not_end_a_conversation(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    lines: Iterator[str | Exception] = iter([UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), "\udcff", "hello", ""])
+
+    def typed(_: str) -> str:
+        line = next(lines)
+        if isinstance(line, Exception):
+            raise line
+        return line
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("builtins.input", typed)
+    generate.main(place_words(place, "max_new_tokens=4"))
+    found = capsys.readouterr()
+    assert "that was not UTF-8" in found.err and "the prompt is not UTF-8" in found.err and found.out.count("tau ") == 1
+
+
+def test_a_tokenizer_larger_than_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tiny_chat_target(vocab_size=260)
+    place = packed_place(tmp_path, target, Eagle1(target), plan=Plan(Tree.chain(2)))
+    generate.main(place_words(place, "prompt=a", "max_new_tokens=2"))
+    with pytest.raises(SystemExit) as caught:
+        generate.main(place_words(place, "prompt=the", "max_new_tokens=2"))
+    assert caught.value.code == 2 and "gives id 260, the model's vocabulary ends at 259" in capsys.readouterr().err
 
 
 def test_a_target_without_a_tokenizer_is_refused_before_it_is_read(

@@ -105,6 +105,8 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "package missing": (lambda p: ["package=nowhere"], "does not exist"),
     "prompts missing": (lambda p: ["prompts=nowhere.jsonl"], "does not exist"),
     "no sizes": (lambda p: ["sizes=4"], "needs a list"),
+    "a size beyond one pass": (lambda p: ["sizes=[100000]"], "sizes: 100000 nodes are asked for, at most 1024"),
+    "a number as folder": (lambda p: ["run_dir=2024"], "run_dir=2024: needs a path"),
     "a size of nothing": (lambda p: ["sizes=[0]"], "whole number of at least 1"),
     "a tree of nothing": (lambda p: ["trees=[plain]"], "drafts nothing"),
     "unknown tree": (lambda p: ["trees=[octopus]"], "'octopus' is not known"),

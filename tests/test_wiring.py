@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from drafttrain import runs
+from drafttrain import processes, runs
 from drafttrain.errors import InputError
 from drafttrain.wiring.building import build
 from drafttrain.wiring.composing import compose
@@ -175,6 +176,25 @@ def test_own_configurations(conf: Path, tmp_path: Path) -> None:
         compose("fit", [], config_dir=tmp_path / "absent")
 
 
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("optim=5", "optim=5: optim holds several settings, give optim.<setting>=... of lr, betas"),
+        ("optim=null", "optim holds several settings"),
+        ("target=5", "target holds several settings, give target.<setting>=... of path"),
+        ("~seed", "~seed: seed cannot be left out"),
+        ("~optim", "cannot be left out"),
+        ("target=null", "target=null: fit needs one target, of large, small"),
+        ("~target", "~target: fit needs one target"),
+        ("logger=null", "fit needs one logger, of csv, none"),
+        ("seed=" + "9" * 5000, "cannot read"),
+    ],
+)
+def test_what_a_door_needs_stays(conf: Path, override: str, wanted: str) -> None:
+    assert wanted in refusal(override)
+    assert compose("fit", ["optim={}"]).optim.lr == 1e-3
+
+
 def test_missing_setting_is_named_with_its_meaning(conf: Path) -> None:
     message = refusal(name="generate")
     assert "needs package=... (a folder that fit made)" in message
@@ -270,6 +290,56 @@ def test_door_runs_and_reports(conf: Path, capsys: pytest.CaptureFixture[str]) -
 
     with pytest.raises(ZeroDivisionError):
         open_door(lambda cfg: 1 / 0)
+
+
+def test_what_the_system_refuses_is_one_line(conf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(main: Callable[[DictConfig], Any]) -> str:
+        with pytest.raises(SystemExit) as left:
+            open_door(main)
+        said = capsys.readouterr().err
+        assert left.value.code == 2 and said.count("\n") == 1 and "Traceback" not in said
+        return said
+
+    def failing(error: BaseException) -> Callable[[DictConfig], None]:
+        def main(cfg: DictConfig) -> None:
+            raise error
+
+        return main
+
+    assert "x/y cannot be used: Permission denied" in told(failing(PermissionError(errno.EACCES, "Permission denied", "x/y")))
+    assert "File name too long" in told(lambda cfg: (tmp_path / ("a" * 300)).is_file())
+    assert "larger than this system allows" in told(failing(OSError(errno.EFBIG, "File too large")))
+    assert "memory is full" in told(failing(MemoryError()))
+    said = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+    assert "memory is full" in told(failing(RuntimeError(said)))
+    assert "drafttrain.fit: a  b [2Jc" in told(failing(InputError("a\n\n b\x1b[2Jc\n")))
+    with pytest.raises(FileNotFoundError):
+        open_door(failing(FileNotFoundError(errno.ENOENT, "No such file", "x")))
+
+
+def test_a_term_signal_lets_a_door_tidy_up(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, tidied = signal.getsignal(signal.SIGTERM), []
+
+    def main(cfg: DictConfig) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)  # a second one does not disturb it
+            tidied.append(True)
+
+    with pytest.raises(SystemExit) as left:
+        open_door(main)
+    assert left.value.code == 143 and tidied and "stopped by a signal" in capsys.readouterr().err
+    assert before is signal.SIG_DFL and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_any_character_can_be_written(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", out)
+    open_door(lambda cfg: print("naïve 🙂"))
+    out.flush()
+    assert raw.getvalue().decode("latin-1") == "naïve \\U0001f642\n" and out.errors == "strict"
 
 
 def test_door_shows_the_traceback_on_request(
@@ -368,6 +438,41 @@ def test_run_dir_is_named_and_used_folders_are_refused(conf: Path, tmp_path: Pat
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").touch()
     assert "is a file" in refused("run_dir=file")
+    assert "run_dir=2024: needs a path; one that looks like a number needs quotes" in refused("run_dir=2024")
+    assert "needs a path" in refused("run_dir=[a]") and "needs a path" in refused("run_dir=true")
+    assert "File name too long" in refused(f"run_dir={'a' * 300}")
+    assert "is not UTF-8" in refused("run_dir='\udcff'")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    assert "cannot be made" in refused("run_dir=dangling")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    assert runs.run_dir(compose("fit", ["run_dir=link"])) == tmp_path / "link"
+    assert runs.run_dir(compose("fit", ["run_dir='my runs/ü'"])).is_dir()
+
+
+def test_a_folder_in_which_nothing_came_about_goes(conf: Path, tmp_path: Path) -> None:
+    config = compose("fit", ["run_dir=mine"])
+    with pytest.raises(ZeroDivisionError), runs.fresh_folder(config) as folder:
+        assert folder.is_dir()
+        _ = 1 / 0
+    assert not (tmp_path / "mine").exists()
+    with runs.fresh_folder(config) as folder:
+        (folder / "result").touch()
+    assert (tmp_path / "mine" / "result").exists()
+
+
+def test_a_word_of_somebody_else_is_not_heard(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(processes, "WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(processes, "_calls", 0)
+    pid = os.getpid()
+    word = {"word": "/evil", "refused": False, "pid": pid, "started": processes._started(pid)}
+    processes._meeting_file(1).write_text(json.dumps(word))
+    assert processes.await_word("a folder") == "/evil"
+    monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
+    processes._meeting_file(2).write_text(json.dumps(word))
+    with pytest.raises(InputError, match="did rank 0 stop"):
+        processes.await_word("a folder")
 
 
 def test_resume_without_a_folder_takes_the_newest(conf: Path, tmp_path: Path) -> None:
@@ -385,7 +490,7 @@ def test_resume_without_a_folder_takes_the_newest(conf: Path, tmp_path: Path) ->
 
 RANKS = """
 import sys, time
-from drafttrain import runs
+from drafttrain import processes, runs
 from drafttrain.wiring.doors import door
 
 @door("fit")
@@ -443,7 +548,7 @@ def test_processes_that_rank_0_starts_itself_agree(conf: Path) -> None:
     """As Lightning's own launcher does it: rank 0 runs first and starts the same command with LOCAL_RANK set."""
     parent = """
 import os, subprocess, sys
-from drafttrain import runs
+from drafttrain import processes, runs
 from drafttrain.wiring.doors import door
 
 @door("fit")

@@ -186,6 +186,8 @@ def read_set(folder: Path | str) -> ConversationSet:
         raise InputError(f"{damaged} (negative ids, or a row number that is negative or appears twice)")
     if int(split.max()) > HELD_OUT:
         raise InputError(f"{damaged} (a split that is neither train nor held-out)")
+    if int(tensors["cut"].max()) >= len(FINISH) or not bool((tensors["temperature"] >= 0).all()):
+        raise InputError(f"{damaged} (a temperature or an end of an answer that there is none of)")
     mask = np.unpackbits(tensors["mask_bits"], count=len(ids)).astype(bool)
     for name, value in (("conversations", count), ("tokens", len(ids)), ("supervised_tokens", int(mask.sum()))):
         if manifest.get(name) != value:
@@ -394,7 +396,7 @@ def _from_record(record: Any) -> Row | tuple[int, str]:
         behind = span[1]
     if not isinstance(finish, list) or len(finish) != len(spans) or not all(reason in FINISH for reason in finish):
         raise ValueError(f"its answers do not each end by one of {', '.join(FINISH)}")
-    if not isinstance(temperature, float | int) or isinstance(temperature, bool) or not 0 <= temperature < float("inf"):
+    if not isinstance(temperature, float | int) or isinstance(temperature, bool) or not 0 <= temperature < 1e30:
         raise ValueError("its temperature is not a number")
     return Row(record["row"], tuple(ids), tuple((a, b) for a, b in spans), tuple(finish), float(temperature))
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafttrain.checks import path_of, shown
 from drafttrain.data.conversations import HELD_OUT, TRAIN, ConversationSet, check_vocabulary, read_set
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch
@@ -27,14 +28,16 @@ _BUCKET = 1.125
 """Rows whose lengths differ by less than this factor are mixed freely; it bounds padding at about a tenth."""
 
 
-def set_folder(path: Path | str) -> Path:
+def set_folder(path: Path | str, name: str = "data.path") -> Path:
     """The folder of a set; `builtin:smollm2` is the one that the package ships for the embedded target.
 
+    Args:
+        name: of the setting.
     Raises: InputError when there is no such built-in set.
     """
     text = str(path)
     if not text.startswith(BUILTIN):
-        return Path(text).expanduser()
+        return path_of(name, text)
     sets = Path(__file__).parent / "sets"
     name = text.removeprefix(BUILTIN)
     found = sorted(p.name for p in sets.iterdir() if p.is_dir()) if sets.is_dir() else []
@@ -109,11 +112,9 @@ class ConversationData:
         ):
             if value is not None and not (type(value) is int and value >= least):
                 raise InputError(f"{name}={value}: needs a whole number of at least {least}, or null for no limit")
-        numbers = temperatures is None or (
-            not isinstance(temperatures, str) and all(isinstance(value, int | float) for value in temperatures)
-        )
-        if not numbers or (temperatures is not None and not len(temperatures)):
-            raise InputError(f"temperatures={temperatures}: needs a list of numbers such as [0.0], or null for all")
+        listed = isinstance(temperatures, list | tuple) and temperatures and all(type(one) in (int, float) for one in temperatures)
+        if temperatures is not None and not listed:
+            raise InputError(f"temperatures={shown(temperatures)}: needs a list of numbers such as [0.0], or null for all")
         self.name = str(path) if not isinstance(path, ConversationSet) else "the set"
         self.set = path if isinstance(path, ConversationSet) else read_set(set_folder(path))
         self.split, self.max_length, self.labels = split, max_length, labels

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from drafttrain.checks import path_of
 from drafttrain.data.conversations import (
     LOCKS,
     MANIFEST,
@@ -42,7 +43,7 @@ class SetFolder:
     """What lies in an output folder, and what is still to be written."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
+        self.path = path_of("out", path) if str(path) else Path()
 
     def check(self, *, resume: bool, adopt: bool) -> None:
         """Raise InputError if the folder cannot be written to, holds foreign files, or may not be continued.
@@ -93,6 +94,9 @@ class SetFolder:
                 raise InputError(
                     f"{path} does not say how its rows were made ({', '.join(PARTS)}): give another folder"
                 )
+            marks = found["target"].get("fingerprint")
+            if not isinstance(marks, dict) or not all(isinstance(value, str) for value in marks.values()):
+                raise InputError(f"{path} does not say which target wrote its rows (target.fingerprint): give another folder")
             return {part: found[part] for part in PARTS}
         return None
 

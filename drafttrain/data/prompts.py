@@ -27,7 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drafttrain.errors import InputError
+from drafttrain.checks import path_of, shown
+from drafttrain.errors import InputError, first_line
 
 SHAPES = (
     "conversations [{from, value}]",
@@ -40,6 +41,7 @@ COLUMNS = ("conversations", "messages", "prompt", "turns", "instruction", "input
 _USER = {"user", "human", "prompter"}
 _ASSISTANT = {"assistant", "gpt", "model", "bot", "chatgpt", "bard", "bing"}
 _SYSTEM = {"system", "developer"}
+MOST_ROWS = 10_000_000
 _HEAD = 100
 """Rows of a data set that its identity is made from."""
 
@@ -87,6 +89,8 @@ class SelfWritten:
     def read(self, limit: int | None) -> Prompts:
         if limit is None:
             raise InputError("self-written conversations never end by themselves: give rows=<number>")
+        if limit > MOST_ROWS:
+            raise InputError(f"rows={limit}: at most {MOST_ROWS} self-written conversations make a set")
         return Prompts([(row, None) for row in range(limit)], source={"kind": "self"})
 
 
@@ -103,7 +107,7 @@ class PromptFile:
 
     def read(self, limit: int | None) -> Prompts:
         """Rows numbered up to `limit`. Raises InputError if the file cannot be read or no row has a known shape."""
-        path = Path(self.path).expanduser()
+        path = path_of("prompts.path", self.path)
         if path.is_dir():
             raise InputError(
                 f"prompts.path={self.path} is a folder: give a file, or use prompts=dataset prompts.path={self.path}"
@@ -135,6 +139,10 @@ class PromptDataset:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", _named(self.columns))
+        for name in ("path", "name", "split", "revision"):
+            value = getattr(self, name)
+            if not (isinstance(value, str) and value) and not (value is None and name in ("name", "revision")):
+                raise InputError(f"prompts.{name}={shown(value)}: needs text")
 
     def read(self, limit: int | None) -> Prompts:
         """Rows numbered up to `limit`. Raises InputError if it cannot be loaded or no row has a known shape."""
@@ -162,7 +170,7 @@ class PromptDataset:
     def _load(self) -> Any:
         import datasets
 
-        folder = Path(self.path).expanduser()
+        folder = path_of("prompts.path", self.path)
         try:
             if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
                 loaded = datasets.load_from_disk(str(folder))
@@ -176,8 +184,7 @@ class PromptDataset:
         except InputError:
             raise
         except Exception as error:  # The package raises many kinds.
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise InputError(f"data set {self.path} cannot be loaded: {lines[0]}") from error
+            raise InputError(f"data set {self.path} cannot be loaded: {first_line(error)}") from error
 
 
 def nothing_left(label: str, prompts: Prompts) -> InputError:
@@ -367,12 +374,14 @@ def _from_messages(messages: list[tuple[str, str]], system: str | None) -> Promp
 
 def _named(columns: dict[str, Any]) -> dict[str, str]:
     """Columns that are named otherwise than their shape."""
+    if not isinstance(columns, dict):
+        raise InputError(f"prompts.columns={shown(columns)}: needs names of columns by their shape, such as {{prompt: question}}")
     for name, column in columns.items():
         if name not in COLUMNS:
             listed = ", ".join(COLUMNS)
             raise InputError(f"prompts.columns.{name}: there is no such shape; columns can be named for {listed}")
         if column is not None and not isinstance(column, str):
-            raise InputError(f"prompts.columns.{name}={column}: needs the name of a column")
+            raise InputError(f"prompts.columns.{name}={shown(column)}: needs the name of a column")
     return {name: column for name, column in columns.items() if column is not None}
 
 
@@ -406,8 +415,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
-    except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from error
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise InputError(f"{path} cannot be read as parquet: {first_line(error)}") from error
 
 
 def _json_rows(path: Path, *, packed: bool) -> Iterator[tuple[int, Any]]:

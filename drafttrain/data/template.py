@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from drafttrain.data.conversations import Row
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, first_line
 
 Message = dict[str, str]
 
@@ -41,7 +41,7 @@ class ChatPieces:
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
         except Exception as error:  # Templates raise what they like.
-            raise InputError(f"the chat template refuses: {error}") from error
+            raise InputError(f"the chat template refuses: {first_line(error)}") from error
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -156,6 +156,15 @@ class Drafter(nn.Module, abc.ABC):
         copy = type(self)(target=target or self.target, **self.settings())
         copy.load_state_dict(self.state_dict())
         return copy.to(device=self.device, dtype=dtype).eval().requires_grad_(False)
+
+    @classmethod
+    def check_held(cls, target: Target, settings: Mapping[str, Any], tensors: int, weights: int) -> None:
+        """Raise InputError if settings ask for more than a package holds: what they ask for is made before it is compared.
+
+        Args:
+            settings: of the types that the class takes, not checked further.
+            tensors, weights: how many the package holds.
+        """
 
     @property
     def owns_all(self) -> bool:

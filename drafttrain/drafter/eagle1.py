@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from drafttrain.checks import number, switch, whole
 from drafttrain.drafter.base import Autoregressive, AutoregressiveState, Fresh
 from drafttrain.drafter.borrowing import BorrowsHead, sizes_of_inputs
 from drafttrain.errors import InputError
@@ -67,9 +67,13 @@ class Eagle1(BorrowsHead, Autoregressive):
         chunk: int = 1024,
     ) -> None:
         super().__init__(target, draft_ids)
-        weights = (regression, classification, noise)
-        if not all(0 <= weight < math.inf for weight in weights) or regression + classification == 0 or chunk < 1:
-            raise InputError("eagle1 needs weights and noise of at least 0, one weight above 0, and chunk >= 1")
+        for name, weight in (("regression", regression), ("classification", classification), ("noise", noise)):
+            number(name, weight)
+        if regression + classification == 0:
+            raise InputError("regression and classification are both 0: give one of them a weight above 0")
+        for name, given in (("bias", bias), ("noise_scaled", noise_scaled), ("balance_input", balance_input)):
+            switch(name, given)
+        whole("chunk", chunk, 1)
         self.bias, self.regression, self.classification = bias, regression, classification
         self.divergence, self.noise, self.noise_scaled, self.balance_input = divergence, noise, noise_scaled, balance_input
         self.chunk = chunk
@@ -132,7 +136,8 @@ class Eagle1(BorrowsHead, Autoregressive):
         count = chosen.sum().float()
         if hidden.shape[1] < 3:
             # No row reaches a label. Every parameter still takes part, so that no process waits for a gradient.
-            return Loss(torch.stack([p.sum() for p in self.parameters()]).sum().float() * 0.0, count, {})
+            parts = {name: (count * 0.0, count) for name in self.loss_parts}
+            return Loss(torch.stack([p.sum() for p in self.parameters()]).sum().float() * 0.0, count, parts)
         inputs = hidden[:, :-2].to(self.dtype)
         if generator is not None and self.noise:
             width = torch.full((len(ids), 1, 1), self.noise, device=device, dtype=self.dtype)
@@ -167,6 +172,8 @@ class Eagle1(BorrowsHead, Autoregressive):
         assert features.last_hidden is not None
         device = self.fc.weight.device
         ids = batch.input_ids.to(device)
+        if ids.shape[1] < 3:
+            return torch.full_like(ids, -1)[:, :, None]
         positions = torch.arange(ids.shape[1] - 2, device=device)[None]
         out = self(features.last_hidden.to(device)[:, :-2], ids[:, 1:-1], positions)
         chosen = batch.loss_mask[:, 2:].to(device)

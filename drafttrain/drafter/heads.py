@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import abc
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drafttrain.checks import shown, switch, whole
 from drafttrain.drafter.base import Heads
 from drafttrain.drafter.borrowing import BorrowsHead
 from drafttrain.errors import InputError
@@ -27,6 +29,10 @@ from drafttrain.target.model import Target
 
 TOPS = (1, 5, 10)
 """Ranks up to which a head's accuracy is reported."""
+MOST_HEADS = 64
+"""Of one drafter: a head guesses a token, and no text goes on as guessed for so long. What a package asks for is built before its
+tensors are compared, so it must have an end."""
+MOST_BLOCKS = 64
 TEXT = "cross_entropy"
 """The loss against the text's own tokens; all others are against the target's law."""
 
@@ -77,15 +83,14 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
         chunk: int = 256,
     ) -> None:
         super().__init__(target, draft_ids)
-        for name, value in (("heads", heads), ("blocks", blocks), ("chunk", chunk)):
-            if type(value) is not int or value < 1:
-                raise InputError(f"{name}={value}: needs a whole number of at least 1")
-        if not isinstance(own_head, bool):
-            raise InputError(f"own_head={own_head}: needs true or false")
+        whole("heads", heads, 1, MOST_HEADS)
+        whole("blocks", blocks, 1, MOST_BLOCKS)
+        whole("chunk", chunk, 1)
+        switch("own_head", own_head)
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
             raise InputError(f"decay={decay}: needs a number above 0, at most 1")
-        if loss != TEXT and loss not in losses.DIVERGENCES:
-            raise InputError(f"loss {loss} is not known: give one of {', '.join((TEXT, *losses.DIVERGENCES))}")
+        if not isinstance(loss, str) or (loss != TEXT and loss not in losses.DIVERGENCES):
+            raise InputError(f"loss {shown(loss)} is not known: give one of {', '.join((TEXT, *losses.DIVERGENCES))}")
         self.blocks, self.own_head, self.decay, self.loss_name, self.chunk = blocks, own_head, decay, loss, chunk
         self._count = heads
         self.projections: nn.ParameterList | None = None
@@ -94,6 +99,13 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
             self.projections = nn.ParameterList([nn.Parameter(rows.clone()) for _ in range(heads)])
         self.heads = nn.ModuleList(self.make_head(k) for k in range(1, heads + 1))
         self.to(target.device)
+
+    @classmethod
+    def check_held(cls, target: Target, settings: Mapping[str, Any], tensors: int, weights: int) -> None:
+        heads, blocks = settings["heads"], settings["blocks"]
+        needed = heads * blocks * target.width**2  # at least
+        if needed > weights:
+            raise InputError(f"heads={heads}, blocks={blocks} need at least {needed:,} weights, the package holds {weights:,}")
 
     @property
     def count(self) -> int:

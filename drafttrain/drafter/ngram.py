@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from drafttrain.checks import whole
 from drafttrain.drafter.base import Retrieval
 from drafttrain.errors import InputError
 from drafttrain.target.model import Target
 
 PREFER = ("recent", "frequent")
+LONGEST = 64
+"""Match that is looked for: each length costs a look-up and a key of that length with every token. `suffix` has no such cost."""
 
 
 class NGram(Retrieval):
@@ -41,9 +44,9 @@ class NGram(Retrieval):
         occurrences: int = 32,
     ) -> None:
         super().__init__(target)
-        for name, value in (("max_ngram", max_ngram), ("min_ngram", min_ngram), ("occurrences", occurrences)):
-            if type(value) is not int or value < 1:
-                raise InputError(f"{name}={value}: needs a whole number of at least 1")
+        whole("max_ngram", max_ngram, 1, LONGEST)
+        whole("min_ngram", min_ngram, 1)
+        whole("occurrences", occurrences, 1)
         if min_ngram > max_ngram:
             raise InputError(f"min_ngram={min_ngram} is above max_ngram={max_ngram}: the shortest match cannot be the longer one")
         if prefer not in PREFER:

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from drafttrain.checks import path_of, shown, whole
 from drafttrain.drafter.lending import LentEmbedding, LentHead, LentNorm
 from drafttrain.errors import InputError, first_line
+from drafttrain.nn.attention import TREE_BACKENDS
 from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
 
@@ -33,6 +35,7 @@ _VOLATILE = ("_name_or_path", "transformers_version", "architectures", "auto_map
 _LISTS = ("architectures", "token_id", "token_ids")
 """Ends of names in a config whose lists do not go by layers."""
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl")
+MOST_LAYERS = 1024
 
 
 # Cut from the target ---------------------------------------------------------------------------------------------------
@@ -116,15 +119,19 @@ def new(target: Target, layers: int, sizes: Mapping[str, int | None]) -> Any:
     Args:
         sizes: by the names of `SIZES`; None is the target's own.
     """
-    if layers < 1:
-        raise InputError(f"layers={layers}: needs a whole number of at least 1, or a list of the target's layers")
+    return _made(*_like(target, layers, sizes), target.attention)
+
+
+def _like(target: Target, layers: int, sizes: Mapping[str, int | None]) -> tuple[Any, Any]:
+    """The class and the config of a new network."""
+    if not 1 <= layers <= MOST_LAYERS:
+        raise InputError(f"layers={shown(layers)}: needs a whole number from 1 to {MOST_LAYERS}, or a list of the target's layers")
     count = len(target.decoder_layers)
     config = _same_with(target.config, [k % count for k in range(layers)])
     for name, value in sizes.items():
         if value is None:
             continue
-        if type(value) is not int or value < 1:
-            raise InputError(f"{name}={value}: needs a whole number of at least 1, or null for the target's own")
+        whole(name, value, 1, null="the target's own")
         if getattr(config, SIZES[name], None) is None:
             raise InputError(
                 f"{name}={value}: the family of target {target.name} ({config.model_type}) has no {SIZES[name]}"
@@ -142,22 +149,62 @@ def new(target: Target, layers: int, sizes: Mapping[str, int | None]) -> Any:
             config.head_dim = width // heads
         if before is not None and getattr(config, "query_pre_attn_scalar", None) == before:
             config.query_pre_attn_scalar = config.head_dim
-    return _made(_class_of(target, config), config, target.attention)
+    return _class_of(target, config), config
 
 
 def described(settings: Mapping[str, Any]) -> Any:
     """A network with random weights by its config, as a package keeps it."""
+    return _made(*_told(settings), None)
+
+
+def _told(settings: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The class and the config that a package describes."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if not isinstance(settings, Mapping) or not isinstance(settings.get("model_type"), str) or "auto_map" in settings:
         raise InputError("config: needs a transformers config with its model_type, without code of its own")
+    _refuse_kernels(settings, "config")
+    if settings.get("quantization_config") is not None:
+        raise InputError("config: is quantised and cannot be trained")
     try:
         config = AutoConfig.for_model(**settings)
         config = _without_dropout(config)
         kind = AutoModelForCausalLM._model_mapping[type(config)]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except Exception as error:  # Each family checks its config in its own way.
         raise InputError(f"config describes no causal LM of transformers: {first_line(error)}") from error
-    return _made(kind, config, None)
+    return kind, config
+
+
+def _refuse_kernels(settings: Mapping[str, Any], where: str) -> None:
+    """Raise InputError if a config asks for kernels, which transformers would fetch from elsewhere and run."""
+    for name, value in settings.items():
+        if "implementation" in str(name):
+            known = (None, *TREE_BACKENDS) if "attn" in name else (value,)
+            if value not in known or "/" in str(value):
+                raise InputError(f"{where}.{name} is {shown(value)}: only what transformers itself brings is run")
+        elif isinstance(value, Mapping):
+            _refuse_kernels(value, f"{where}.{name}")
+
+
+def check_held(
+    target: Target,
+    layers: object,
+    sizes: Mapping[str, int | None],
+    config: Mapping[str, Any] | None,
+    tensors: int,
+    weights: int,
+) -> None:
+    """Raise InputError if a new network, or one by its config, would be larger than what a package holds. Nothing is allocated."""
+    if config is None and type(layers) is not int:
+        return
+    kind, found = _told(config) if config is not None else _like(target, layers, sizes)  # type: ignore[arg-type]
+    count = getattr(found, "num_hidden_layers", 0)
+    if type(count) is int and count > tensors:
+        raise InputError(f"{count} layers are described, the package holds {tensors} tensors")
+    with torch.device("meta"):
+        needed = sum(p.numel() for p in _made(kind, found, None).parameters())
+    if needed > weights:
+        raise InputError(f"a network of {needed:,} weights is described, the package holds {weights:,}")
 
 
 # From a directory ----------------------------------------------------------------------------------------------------------
@@ -167,7 +214,7 @@ def from_directory(path: str, target: Target) -> Any:
     """The network in a directory of `transformers`; only safetensors is read, and no code of its own is run."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = Path(path).expanduser()
+    folder = path_of("drafter.path", path)
     if not (folder / "config.json").is_file():
         raise InputError(
             f"drafter.path={path} is no directory with a config.json: give one of a transformers causal LM"
@@ -184,6 +231,9 @@ def from_directory(path: str, target: Target) -> Any:
                 f"drafter.path={path} brings its own Python code, which is never run: give a family of transformers"
             ) from error
         raise InputError(f"drafter.path={path}: its config cannot be read: {first_line(error)}") from error
+    _refuse_kernels(config.to_dict() | {"attn_implementation": config._attn_implementation}, f"drafter.path={path}: config")
+    if (folder / "adapter_config.json").exists():
+        raise InputError(f"drafter.path={path} holds an adapter, whose weights belong to another model: merge it and save that")
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(f"drafter.path={path} is quantised and cannot be trained: give an unquantised model")
     if getattr(config, "is_encoder_decoder", False) or type(config) not in AutoModelForCausalLM._model_mapping:

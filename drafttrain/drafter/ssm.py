@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafttrain.checks import shown, whole
 from drafttrain.drafter import origins
 from drafttrain.drafter.base import Autoregressive, AutoregressiveState, Fresh
 from drafttrain.drafter.borrowing import BorrowsHead
@@ -119,8 +120,7 @@ class Ssm(BorrowsHead, Autoregressive):
             raise InputError(
                 "on_policy: a loss against the text alone learns nothing from the drafter's own answers: add a divergence"
             )
-        if type(chunk) is not int or chunk < 1:
-            raise InputError(f"chunk={chunk}: needs a whole number of at least 1")
+        whole("chunk", chunk, 1)
         self.chunk = chunk
         self.needs = Needs(last_hidden=self.mixture.reads_law)
         given = dict(config) if isinstance(config, Mapping) else config
@@ -134,6 +134,13 @@ class Ssm(BorrowsHead, Autoregressive):
         self.network = Network(self.model, f"the drafter ({self._called})")
         self._check_vocabulary()
         self.network.probe()
+
+    @classmethod
+    def check_held(cls, target: Target, settings: Mapping[str, Any], tensors: int, weights: int) -> None:
+        if settings["path"] is not None:
+            raise InputError(f"path={shown(settings['path'])}: a package holds its drafter itself and names no directory")
+        sizes = {name: settings[name] for name in origins.SIZES}
+        origins.check_held(target, settings["layers"], sizes, settings["config"], tensors, weights)
 
     # What it is -------------------------------------------------------------------------------------------------
     def settings(self) -> dict[str, Any]:
@@ -355,17 +362,17 @@ class Ssm(BorrowsHead, Autoregressive):
                 f"the drafter's origin is {' and '.join(given) or 'not given'}: give one of layers=[..] (cut from the target), "
                 "layers=<a number> (new), path=<a directory>"
             )
-        if isinstance(layers, Sequence) and not isinstance(layers, str):
+        if isinstance(layers, list | tuple):
             self.origin["layers"] = layers = list(layers)
         elif layers is not None and type(layers) is not int:
-            raise InputError(f"layers={layers}: needs a whole number, or a list of the target's layers such as [0, 1]")
+            raise InputError(f"layers={shown(layers)}: needs a whole number, or a list of the target's layers such as [0, 1]")
         sized = [name for name, value in self.sizes.items() if value is not None]
         if sized and type(layers) is not int:
             raise InputError(
                 f"{sized[0]}={self.sizes[sized[0]]}: only a new network takes sizes, and that is layers=<a number>"
             )
-        if isinstance(own, str) or not all(part in origins.PARTS for part in own):
-            raise InputError(f"own={own}: needs a list of some of {', '.join(origins.PARTS)}")
+        if not isinstance(own, list | tuple) or not all(part in origins.PARTS for part in own):
+            raise InputError(f"own={shown(own)}: needs a list of some of {', '.join(origins.PARTS)}")
         if own and not self._is_cut:
             raise InputError(f"own={list(own)}: only a cut borrows of the target; set it to []")
         found = tuple(part for part in origins.PARTS if part in own) if self._is_cut else origins.PARTS

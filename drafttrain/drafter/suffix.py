@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafttrain.checks import whole
 from drafttrain.data.conversations import TRAIN, read_set
 from drafttrain.data.datamodule import set_folder
 from drafttrain.drafter.automaton import SuffixAutomaton
@@ -24,7 +25,7 @@ from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
-from drafttrain.tree.topology import Tree
+from drafttrain.tree.topology import MOST_NODES, Tree
 
 APART = -1
 """Stands between two texts of a corpus; no token has this id."""
@@ -61,10 +62,10 @@ class Suffix(Retrieval):
         corpus_ids: Tensor | list[int] | None = None,
     ) -> None:
         super().__init__(target)
-        whole = {"max_match": max_match, "min_match": min_match, "deepest": deepest, "corpus_tokens": corpus_tokens}
-        for name, value in whole.items():
-            if type(value) is not int or value < 1:
-                raise InputError(f"{name}={value}: needs a whole number of at least 1")
+        whole("max_match", max_match, 1, MOST_NODES)
+        whole("min_match", min_match, 1)
+        whole("deepest", deepest, 1, MOST_NODES)
+        whole("corpus_tokens", corpus_tokens, 1)
         if min_match > max_match:
             raise InputError(f"min_match={min_match} is above max_match={max_match}: the shortest match cannot be the longer one")
         if not (corpus is None or isinstance(corpus, str)):
@@ -166,7 +167,7 @@ def _rank(found: tuple[int, int, int, int, Place]) -> tuple[int, int, int]:
 
 def _read_corpus(corpus: str, target: Target, tokens: int) -> Tensor:
     """(t) int64 the first training rows of a set, a separator behind each."""
-    read = read_set(set_folder(corpus))
+    read = read_set(set_folder(corpus, "drafter.corpus"))
     fingerprint.refuse_other(read.manifest["target"]["fingerprint"], target.fingerprint, f"corpus={corpus}")
     taken: list[Tensor] = []
     total = 0

@@ -92,8 +92,8 @@ DIVERGENCES: dict[str, Divergence] = {
 
 
 def divergence(name: str) -> Divergence:
-    if name not in DIVERGENCES:
-        raise InputError(f"loss {name} is not known: give one of {', '.join(DIVERGENCES)}")
+    if not isinstance(name, str) or name not in DIVERGENCES:
+        raise InputError(f"loss {str(name)[:80]} is not known: give one of {', '.join(DIVERGENCES)}")
     return DIVERGENCES[name]
 
 

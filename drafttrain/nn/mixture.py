@@ -6,7 +6,6 @@ Every loss of a position reads the same two rows of logits, which exist for one 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,7 +39,7 @@ class Mixture:
         if odd:
             raise InputError(f"loss {odd[0]} is not known: give weights for some of {', '.join(KNOWN)}")
         for name, weight in self.weights.items():
-            if not _number(weight) or not 0 <= weight < math.inf:
+            if not _number(weight) or not 0 <= weight < 1e30:
                 raise InputError(f"loss.{name}={weight}: needs a number of at least 0")
         if not any(self.weights.values()):
             raise InputError(f"all weights of the loss are 0: give one of {', '.join(KNOWN)} a weight above 0")

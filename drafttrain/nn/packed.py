@@ -84,6 +84,12 @@ def pack(module: nn.Module) -> int:
     return count
 
 
+def check(setting: object) -> None:
+    """Raise InputError unless a setting says whether to pack."""
+    if not isinstance(setting, bool) and setting != "auto":
+        raise InputError(f"pack={str(setting)[:80]}: give auto, true or false")
+
+
 def wanted(setting: str | bool, size: int) -> bool:
     """Should layers of this many bytes be packed here?
 
@@ -93,8 +99,7 @@ def wanted(setting: str | bool, size: int) -> bool:
         setting: true, false, or auto: on an x86 processor whose memory is at least four times what the copies take.
     Raises: InputError for another setting, or if packing is asked for and cannot be had.
     """
-    if setting not in (True, False, "auto"):
-        raise InputError(f"pack={setting}: give auto, true or false")
+    check(setting)
     there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     if setting is True and not there:
         raise InputError("pack=true needs a PyTorch built with oneDNN: give pack=auto or pack=false")

@@ -17,6 +17,7 @@ from torch import Tensor
 from drafttrain.errors import InputError
 from drafttrain.nn.processing import Processor, Text, biased, penalised, processed, unfinished
 
+_COLDEST = 1e-30
 _HEAD = 512
 """Largest probabilities looked at first by top-p; a full sort follows only where they hold too little."""
 
@@ -55,6 +56,8 @@ class Policy:
     def __post_init__(self) -> None:
         if not (_number(self.temperature) and 0 <= self.temperature < math.inf):
             raise InputError(f"temperature is {self.temperature}, needs a finite number of at least 0 (0 is greedy)")
+        if 0 < self.temperature < _COLDEST:
+            raise InputError(f"temperature is {self.temperature}, less than float32 can divide by: give 0, which is greedy")
         if not _number(self.top_k) or not 0 <= self.top_k < math.inf or self.top_k != int(self.top_k):
             raise InputError(f"top_k is {self.top_k}, needs a whole number of at least 0 (0 keeps every token)")
         if not (_number(self.top_p) and 0 < self.top_p <= 1):
@@ -142,7 +145,9 @@ class Policy:
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """One that a float can hold, or an infinity, or NaN."""
+    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 1000
+    return whole or isinstance(value, float)
 
 
 def _pairs(bias: object) -> tuple[tuple[int, float], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from drafttrain.checks import path_of
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.packaging.manifest import read_config
@@ -11,7 +12,11 @@ from drafttrain.target.model import Target
 
 def check_beginning(folder: str) -> None:
     """What can be refused before the target is there."""
-    if "adapter" in read_config(folder):
+    try:
+        config = read_config(path_of("init_from", folder))
+    except InputError as error:
+        raise InputError(f"init_from={folder} cannot be used: {error}") from error
+    if "adapter" in config:
         raise InputError(
             f"init_from={folder} was trained jointly with its target, which would begin anew as the original: give a package of "
             "heads alone, such as experiment=medusa1 makes, or continue that run with resume=last"
@@ -24,7 +29,10 @@ def read_beginning(folder: str, target: Target, kind: type[Drafter], draft_vocab
     Args:
         kind: the class to be trained; draft_vocab: ids that it shall propose from, 0 for all.
     """
-    given = load_drafter(folder, target)
+    try:
+        given = load_drafter(folder, target)
+    except InputError as error:
+        raise InputError(f"init_from={folder} cannot be used: {error}") from error
     if type(given) is not kind:
         raise InputError(f"init_from={folder} holds a {type(given).__name__}, the drafter is a {kind.__name__}")
     if given.choices != (draft_vocab or target.vocab_size):

@@ -214,7 +214,7 @@ def _tuned(adapter: dict[str, Any] | None, change: Any) -> str:
         return ""
     try:
         told = f"Measured: {words(change)}."
-    except (KeyError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError, OverflowError):
         told = "How far it went from the original was not measured: `python -m drafttrain.evaluate` does."
     linears = ", ".join(f"`{name}`" for name in adapter["linears"])
     return _CHANGED.format(rank=adapter["rank"], parameters=adapter["parameters"], linears=linears, change=told)
@@ -270,33 +270,45 @@ def _table(rows: list[dict[str, Any]]) -> str:
             f"{row.get('growth', '?')} {row['nodes']}" if row.get("nodes") else str(row.get("growth", "?")),
             str(row.get("rule", "?")),
             _ranged(row.get("tau"), row.get("tau_interval")),
-            " ".join(_number(value) for value in row.get("accept_at") or ()) or "-",
+            " ".join(_number(value) for value in _list(row.get("accept_at"))) or "-",
             _ranged(row.get("speedup"), row.get("speedup_interval"), "x"),
             str(row.get("prompts", "?")),
             str(row.get("rounds", "?")),
             str(row.get("guarantee", "?")),
         )
         lines.append("| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |")
-    slower = [row for row in rows if (row.get("speedup") or 1) < 1]
+    slower = [row for row in rows if _is_number(row.get("speedup")) and row["speedup"] < 1]
     if slower:
         lines += ["", f"{len(slower)} of these decode **slower** than no drafts at all (speed below 1)."]
     return "\n".join(lines)
 
 
+def _is_number(value: Any) -> bool:
+    """One that can be written in a table: what a file holds may be anything."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else []
+
+
 def _number(value: Any, form: str = ".2f") -> str:
-    return format(value, form) if isinstance(value, int | float) else "-"
+    return format(value, form) if _is_number(value) else "-"
 
 
 def _ranged(value: Any, interval: Any, unit: str = "") -> str:
-    if not isinstance(value, int | float):
+    if not _is_number(value):
         return "-"
     shown = f"{value:.2f}{unit}"
-    if isinstance(interval, list | tuple) and all(isinstance(end, int | float) for end in interval):
-        shown += f" [{interval[0]:.2f}, {interval[1]:.2f}]"
+    ends = _list(interval)
+    if len(ends) == 2 and all(map(_is_number, ends)):
+        shown += f" [{ends[0]:.2f}, {ends[1]:.2f}]"
     return shown
 
 
-def _settings(settings: dict[str, Any]) -> str:
+def _settings(settings: Any) -> str:
+    if not isinstance(settings, dict):
+        return ""
     listed = [f"{name} {value}" for name, value in settings.items() if isinstance(value, str | int | float | bool)]
     return f"Measured with: {', '.join(listed)}." if listed else ""
 

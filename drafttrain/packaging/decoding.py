@@ -20,12 +20,14 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.checking import check_keys
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
+from drafttrain.tree.files import read_yaml
 from drafttrain.tree.forest import Forest
 from drafttrain.tree.topology import MOST_NODES, Growth, Tree, check_size
 
 log = logging.getLogger(__name__)
 
 _LARGEST_FILE = 1 << 20
+_LONG_CHAIN = 32
 _AUTO = "auto"
 _KEYS = ("tree", "budget", "policy", "sampled", "rule")
 _BUDGET = ("nodes", "depth")
@@ -37,9 +39,9 @@ _GROWTHS: dict[str, type[Dynamic] | type[Confident]] = {"dynamic": Dynamic, "cha
 
 _TEXT = """\
 # How this drafter decodes unless told otherwise.
-# tree: one entry for each drafted token, the ranks on the way to it from the last chosen token ([] decodes plainly); or how
-# it grows, such as {{growth: dynamic, depth: 5, top_k: 8, total: 24}} or {{growth: chain, k: 6, stop_below: 0.3}}. An ensemble
-# has a tree for each member: {{growth: forest, trees: [[[0], [0, 0]], {{growth: chain, k: 6, stop_below: 0.3}}]}}.
+# tree: one entry for each drafted token, the ranks on the way to it from the last chosen token ([] decodes plainly); or a chain's
+# length; or how it grows, such as {{growth: dynamic, depth: 5, top_k: 8, total: 24}} or {{growth: chain, k: 6, stop_below: 0.3}}.
+# An ensemble has a tree for each member: {{growth: forest, trees: [[[0], [0, 0]], {{growth: chain, k: 6, stop_below: 0.3}}]}}.
 tree:{tree}
 # What the tree above costs at most: drafted tokens that the target checks in one pass, and their depth.
 budget: {{nodes: {nodes}, depth: {depth}}}
@@ -65,6 +67,8 @@ def write_plan(plan: Plan) -> str:
     else:
         assert isinstance(found, list)
         tree = "".join(f"\n  - {path}" for path in found) or " []"
+        if plan.tree.is_chain and len(found) > _LONG_CHAIN:  # Its paths grow with the square of its length.
+            tree = f" {len(found)}"
     return _TEXT.format(
         tree=tree,
         nodes=plan.tree.size,
@@ -96,7 +100,9 @@ def read_plan(path: Path, drafter: Drafter | None = None) -> Plan:
     try:
         if path.stat().st_size > _LARGEST_FILE:
             raise InputError(f"{path} has {path.stat().st_size} bytes: not a decoding plan")
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not path.is_file():
+            raise FileNotFoundError
+        found = read_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing: the package is not whole") from error
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:

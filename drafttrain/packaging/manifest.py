@@ -31,6 +31,7 @@ from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.packaging.checking import check_keys, some
 from drafttrain.target import fingerprint
+from drafttrain.target.adapter import LARGEST_RANK
 from drafttrain.target.model import Target
 
 FORMAT = 1
@@ -67,7 +68,6 @@ _SHAPE = ("width", "vocab_size", "draft_vocab", "parameters", "dtype")
 _TARGET = ("name", "model_type", "licence", "fingerprint")
 _ADAPTER = ("rank", "alpha", "linears", "parameters", "digest")
 _PICKLED = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib"}
-_LARGEST_RANK = 1 << 16
 _LARGEST_CONFIG = 16 << 20
 _CLASS = re.compile(r"(drafttrain\.drafter\.[a-z_][a-z0-9_]*)\.([A-Z]\w*)")
 
@@ -121,6 +121,12 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     for name in ("drafter", "training"):
         if not isinstance(config[name], dict):
             raise InputError(f"{path}: {name} is not a mapping")
+    for name in ("width", "vocab_size", "draft_vocab", "parameters"):
+        if type(config["shape"][name]) is not int or config["shape"][name] < 0:
+            raise InputError(f"{path}: shape.{name} is {str(config['shape'][name])[:40]}, needs a whole number")
+    for name in ("name", "model_type", "licence"):
+        if not isinstance(config["target"][name], str) and not (name == "licence" and config["target"][name] is None):
+            raise InputError(f"{path}: target.{name} is {str(config['target'][name])[:40]}, needs text")
     if not isinstance(config["shape"]["dtype"], str) or config["shape"]["dtype"] not in DTYPES:
         raise InputError(
             f"{path}: shape.dtype is {str(config['shape']['dtype'])[:40]}: one of {', '.join(DTYPES)} is read"
@@ -142,14 +148,14 @@ def _check_adapter(config: dict[str, Any], folder: Path) -> None:
         raise InputError(f"{folder} lacks {ADAPTER}, what was trained of its target: get the package again")
     check_keys(found, _ADAPTER, f"{path}: adapter")
     rank, alpha, linears = found["rank"], found["alpha"], found["linears"]
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= _LARGEST_RANK:
-        raise InputError(f"{path}: adapter.rank is {str(rank)[:40]}, needs a whole number from 1 to {_LARGEST_RANK}")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= LARGEST_RANK:
+        raise InputError(f"{path}: adapter.rank is {str(rank)[:40]}, needs a whole number from 1 to {LARGEST_RANK}")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < 1e30:
         raise InputError(f"{path}: adapter.alpha is {str(alpha)[:40]}, needs a number above 0")
     if not isinstance(linears, list) or not linears or not all(isinstance(name, str) for name in linears):
         raise InputError(f"{path}: adapter.linears is {str(linears)[:80]}, needs names such as q_proj")
-    if not isinstance(found["digest"], str):
-        raise InputError(f"{path}: adapter.digest is not a digest")
+    if not isinstance(found["digest"], str) or type(found["parameters"]) is not int:
+        raise InputError(f"{path}: adapter.digest is not a digest, or adapter.parameters no whole number")
 
 
 def read_metrics(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -167,6 +173,8 @@ def checked_metrics(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(folder).expanduser() / METRICS
     try:
+        if path.exists() and (not path.is_file() or path.stat().st_size > _LARGEST_CONFIG):
+            raise InputError(f"{path} is no file, or larger than any package's: get the package again")
         found = json.loads(path.read_bytes(), parse_constant=_no_constant)
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing: the package is not whole") from error
@@ -230,7 +238,9 @@ def check_target(config: dict[str, Any], target: Target, folder: str | os.PathLi
 
 def is_package(folder: Path) -> bool:
     try:
-        found = json.loads((folder / CONFIG).read_bytes()[:_LARGEST_CONFIG])
+        if not (folder / CONFIG).is_file() or (folder / CONFIG).stat().st_size > _LARGEST_CONFIG:
+            return False
+        found = json.loads((folder / CONFIG).read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
     drafter = found.get("drafter") if isinstance(found, dict) else None

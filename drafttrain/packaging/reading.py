@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -133,6 +134,8 @@ def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
             tensors = {name: file.get_tensor(name) for name in here}
         if whole:
             path = folder / WHOLE_TENSORS
+            if not path.is_file():
+                raise InputError(f"{folder} lacks {WHOLE_TENSORS}, the drafter's tensors: get the package again")
             with safe_open(path, framework="pt") as file:
                 names = {place_of(name, drafter)[1]: name for name in whole}
                 found = {names.get(name, name): _facts(file, name) for name in file.keys()}  # noqa: SIM118 - not a dict
@@ -216,6 +219,25 @@ def _chance_kept(target: Target) -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=devices)
 
 
+def _refuse_larger(
+    kind: type[Drafter], target: Target, settings: dict[str, Any], found: dict[str, Any], folder: Path
+) -> None:
+    """Raise InputError if the settings ask for more than the files hold; so far only their headers are read."""
+    held = [shape for shape, _ in found.values()]
+    whole = folder / WHOLE_TENSORS
+    if whole.is_file():
+        try:
+            with safe_open(whole, framework="pt") as file:
+                held += [_facts(file, name)[0] for name in file.keys()]  # noqa: SIM118 - not a dict
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{whole} cannot be read: {error}") from error
+    try:
+        with _chance_kept(target):
+            kind.check_held(target, settings, len(held), sum(map(math.prod, held)))
+    except InputError as error:
+        raise InputError(f"{folder / CONFIG}: drafter: {error}") from error
+
+
 def _built(told: _Described, file: Any, found: dict[str, Any], target: Target, folder: Path) -> Drafter:
     """The drafter with its first weights. What it is sized by is read and checked before.
 
@@ -230,6 +252,7 @@ def _built(told: _Described, file: Any, found: dict[str, Any], target: Target, f
         settings["corpus_ids"] = _corpus_ids(file, found, told, path)
     if MEMBERS in names:
         settings[MEMBERS] = [_built(member, file, found, target, folder) for member in told.members]
+    _refuse_larger(kind, target, settings, found, folder)
     try:
         with _chance_kept(target):
             return kind(target=target, **settings)

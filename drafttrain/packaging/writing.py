@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -45,6 +46,7 @@ from drafttrain.packaging.manifest import (
     read_metrics,
 )
 from drafttrain.target.model import Target
+from drafttrain.tree.topology import Tree
 from drafttrain.version import version
 
 LICENCES = {"smollm2": "Apache-2.0"}
@@ -173,18 +175,34 @@ def change_plan(folder: str | os.PathLike[str], plan: Plan) -> None:
     Raises: InputError if it is not a package or cannot be written to; what lay there is then still whole.
     """
     folder = Path(folder).expanduser()
-    as_model = (folder / WHOLE_TENSORS).is_file()
-    texts = {DECODING: write_plan(plan), CARD: card(read_config(folder), read_metrics(folder), plan, as_model=as_model)}
-    for name, text in texts.items():
+    for name, text in _texts_of_plan(folder, plan).items():
         scratch = folder / f".{name}.new"
         try:
-            scratch.write_text(text, encoding="utf-8")
+            scratch.unlink(missing_ok=True)
+            # A new file, never one that lies there: what came with the package may be a link to elsewhere.
+            with scratch.open("x", encoding="utf-8") as file:
+                file.write(text)
             scratch.chmod(0o644)
             scratch.replace(folder / name)
         except OSError as error:
             raise InputError(f"{folder / name} cannot be written: {error.strerror}") from error
         finally:
-            scratch.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                scratch.unlink(missing_ok=True)
+
+
+def check_change(folder: str | os.PathLike[str]) -> None:
+    """Raise InputError if another plan could not be put into a package. Worth calling before long work."""
+    folder = Path(folder).expanduser()
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"{folder} cannot be written to: make it writable, or leave it as it is with write=false")
+    _texts_of_plan(folder, Plan(Tree.chain(0)))
+
+
+def _texts_of_plan(folder: Path, plan: Plan) -> dict[str, str]:
+    """The files that say how a package decodes."""
+    as_model = (folder / WHOLE_TENSORS).is_file()
+    return {DECODING: write_plan(plan), CARD: card(read_config(folder), read_metrics(folder), plan, as_model=as_model)}
 
 
 def check_place(folder: str | os.PathLike[str]) -> None:
@@ -238,11 +256,12 @@ def _put(scratch: Path, folder: Path) -> None:
     if folder.exists():
         old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
         old.rmdir()  # some systems do not rename onto a folder that exists
-        folder.rename(old)
     try:
-        scratch.rename(folder)
-    except BaseException:
         if old is not None:
+            folder.rename(old)
+        scratch.rename(folder)
+    except BaseException:  # also a signal
+        if old is not None and old.exists() and not folder.exists():
             old.rename(folder)
         raise
     if old is not None:

@@ -19,6 +19,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from drafttrain.checks import shown
 from drafttrain.errors import InputError
 from drafttrain.processes import rank
 
@@ -143,6 +144,12 @@ def wandb_loggers(
     modes = ("online", "offline", "disabled")
     if mode not in modes:
         raise InputError(f"logger.mode={mode}: needs one of {', '.join(modes)}")
+    texts = {"project": project, "name": name, "entity": entity, "group": group}
+    for key, value in texts.items():
+        if not (isinstance(value, str) and value) and (value is not None or key == "project"):
+            raise InputError(f"logger.{key}={shown(value)}: needs text")
+    if not isinstance(tags, list | tuple) or not all(isinstance(tag, str) for tag in tags):
+        raise InputError(f"logger.tags={shown(tags)}: needs a list of words, [] for none")
     if importlib.util.find_spec("wandb") is None:
         raise InputError("logger=wandb needs the package wandb: pip install 'drafttrain[wandb]', or logger=csv")
     folder = Path(run_dir)

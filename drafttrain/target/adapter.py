@@ -23,6 +23,7 @@ from drafttrain.target.model import Target
 
 ALL = "all"
 EXTRA = "pip install 'drafttrain[medusa2]'"
+LARGEST_RANK = 1 << 16
 _NAME = "drafttrain"
 
 

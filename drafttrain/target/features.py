@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from drafttrain.checks import shown
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Needs
@@ -82,8 +83,8 @@ class OnlineFeatures:
         if keep_dtype not in KEEP:
             raise InputError(f"features.keep_dtype={keep_dtype}: give one of {', '.join(KEEP)}")
         for name, value in (("budget_gb", budget_gb), ("disk_gb", disk_gb)):
-            if not value >= 0:
-                raise InputError(f"features.{name}={value}: needs a number of at least 0")
+            if type(value) not in (int, float) or not value >= 0:
+                raise InputError(f"features.{name}={shown(value)}: needs a number of at least 0")
         beyond = [layer for layer in needs.layers if not 0 <= layer < len(target.decoder_layers)]
         if beyond:
             raise InputError(f"layer {beyond[0]} asked for; target {target.name} has layers 0..{len(target.decoder_layers) - 1}")

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from drafttrain.checks import number, path_of, shown, switch, whole
 from drafttrain.errors import InputError, first_line
 from drafttrain.nn import packed
 from drafttrain.nn.attention import check_backend
@@ -42,8 +43,8 @@ def resolve_device(device: str) -> torch.device:
     try:
         found = torch.device(device)
         torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device={device} cannot be used here: {error}") from error
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+        raise InputError(f"device={shown(device)} cannot be used here: {first_line(error)}") from error
     return found
 
 
@@ -54,9 +55,9 @@ def resolve_dtype(dtype: str, device: torch.device, work: str) -> torch.dtype:
         work: "decode" times products over the few positions of a verification pass, "throughput" over many.
     """
     if dtype != "auto":
-        chosen = getattr(torch, dtype, None)
+        chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else None
         if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
-            raise InputError(f"dtype={dtype}: give auto, float32, bfloat16 or float16")
+            raise InputError(f"dtype={shown(dtype)}: give auto, float32, bfloat16 or float16")
         return chosen
     if device.type != "cpu":
         return torch.bfloat16
@@ -160,8 +161,10 @@ def hf(
     """Any decoder-only causal LM of `transformers`: a directory, or a hub id when the hub can be reached."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    switch("target.trust_remote_code", trust_remote_code)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     check_backend(attention)
+    packed.check(pack)
     where, config = _read_config(path, **common)
     where_to = resolve_device(device)
     kind = resolve_dtype(dtype, where_to, work)
@@ -207,7 +210,7 @@ def _read_config(path: str, *, revision: str | None, trust_remote_code: bool) ->
 
     if not path:
         raise InputError("target.path is empty: give the directory or the hub id of a causal LM")
-    local = Path(path).expanduser()
+    local = path_of("target.path", path)
     if local.exists() and not (local / "config.json").is_file():
         raise InputError(f"target.path={path} has no config.json: give the directory of a transformers model")
     if local.is_dir() and (local / "drafter.safetensors").exists():
@@ -270,7 +273,14 @@ def tiny(
 
     check_backend(attention)
     if family not in TINY:
-        raise InputError(f"target.family={family}: give one of {', '.join(TINY)}")
+        raise InputError(f"target.family={shown(family)}: give one of {', '.join(TINY)}")
+    whole("target.vocab_size", vocab_size, 3, 1 << 20)
+    whole("target.width", width, 8, 1 << 14)
+    if width % 8:
+        raise InputError(f"target.width={width}: needs a multiple of 8, for four heads of an even width")
+    whole("target.layers", layers, 1, 1 << 10)
+    whole("target.seed", seed)
+    number("target.sharpness", sharpness, above=0)
     common: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": width,
@@ -315,8 +325,9 @@ def tokenizer_alone(settings: Mapping[str, Any]) -> Any | None:
     if builder == f"{__name__}.smollm2":
         path, revision, remote = str(_smollm2_folder()), None, False
     elif builder == f"{__name__}.hf":
-        path, revision = settings["path"], settings.get("revision")
-        remote = bool(settings.get("trust_remote_code", False))
+        path, revision = settings.get("path", ""), settings.get("revision")
+        remote = settings.get("trust_remote_code", False)
+        switch("target.trust_remote_code", remote)
     else:
         return None
     from transformers import AutoTokenizer

@@ -36,6 +36,14 @@ class Pass:
     """{l: (b s d)} outputs of the layers asked for."""
 
 
+def outside(token: int, target: Target) -> str:
+    """Why an id that a tokenizer gave cannot be read."""
+    return (
+        f"the tokenizer gives id {token}, the model's vocabulary ends at {target.vocab_size - 1}: give the tokenizer it was "
+        "trained with, or a model whose embedding was resized for the added tokens"
+    )
+
+
 class Target(CausalLM):
     """A frozen causal LM. Not an `nn.Module`: whoever holds it neither saves it nor wraps it nor trains it."""
 

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from drafttrain.checks import path_of
 from drafttrain.data.conversations import MANIFEST, ConversationSet, check_vocabulary, read_set
 from drafttrain.data.datamodule import BUILTIN, set_folder
 from drafttrain.data.prompts import PromptFile, Prompts, Skipped, by_reason, nothing_left, some
 from drafttrain.data.template import ChatPieces
 from drafttrain.errors import InputError
 from drafttrain.target import fingerprint
-from drafttrain.target.model import Target
+from drafttrain.target.model import Target, outside
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Source:
             own = (target.original or target).fingerprint
             fingerprint.refuse_other(self.data.manifest["target"]["fingerprint"], own, self.label)
             check_vocabulary(self.data, target.vocab_size, self.label)
-            found = list(enumerate(self.data.prompts(limit), start=1))
+            found = [(number, ids) for number, ids in enumerate(self.data.prompts(limit), start=1) if ids]
             if not found:
                 raise InputError(f"{self.label} has no held-out conversations to decode from: give a file of prompts")
         else:
@@ -71,9 +72,12 @@ class Source:
             if prompt is None or (limit is not None and len(found) == limit):
                 continue
             try:
-                found.append(
-                    (number, pieces.first_prompt([*prompt.lead(), {"role": "user", "content": prompt.users[0]}]))
-                )
+                ids = pieces.first_prompt([*prompt.lead(), {"role": "user", "content": prompt.users[0]}])
+                if not ids:
+                    raise InputError("no tokens")
+                if max(ids) >= target.vocab_size:
+                    raise InputError(outside(max(ids), target))
+                found.append((number, ids))
             except InputError as error:
                 refused.append(Skipped(number, str(error)))
         if not found:
@@ -94,9 +98,9 @@ def open_prompts(prompts: object, columns: dict[str, str | None]) -> Source:
     """
     if not isinstance(prompts, str) or not prompts.strip():
         raise InputError(f"prompts={prompts}: give {BUILTIN}smollm2, the folder of a conversation set, or a file")
-    path = Path(prompts).expanduser()
+    path = path_of("prompts", prompts)
     if prompts.startswith(BUILTIN) or path.is_dir():
-        folder = set_folder(prompts)
+        folder = set_folder(prompts, "prompts")
         if path.is_dir() and not (path / MANIFEST).is_file():
             raise InputError(f"prompts={prompts} is a folder without {MANIFEST}: give a conversation set or a file")
         return Source(prompts, data=read_set(folder))

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from drafttrain.checks import shown, whole
 from drafttrain.data.conversations import Journal, Row
 from drafttrain.data.prompts import Prompt
 from drafttrain.data.template import REASONING_END, ChatPieces
@@ -14,7 +15,7 @@ from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import generation
 from drafttrain.target.generation import Script, Segment
-from drafttrain.target.model import Target
+from drafttrain.target.model import Target, outside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +43,21 @@ class SynthesisConfig:
     def __post_init__(self) -> None:
         if isinstance(self.user, dict):
             object.__setattr__(self, "user", Policy(**self.user))
+        if not isinstance(self.user, Policy):
+            raise InputError(f"writing.user={shown(self.user)}: needs writing.user.temperature, .top_k and .top_p")
         if not self.user.only_cuts:
             raise InputError(f"writing.user is {self.user}: synthesis takes temperature, top_k and top_p")
         for name in ("temperatures", "turns"):
             values = getattr(self, name)
             if not isinstance(values, list) or not values or not all(type(v) in (int, float) for v in values):
-                raise InputError(f"writing.{name}={values}: needs a list of at least one number")
-        if min(self.turns) < 1 or not all(type(turns) is int for turns in self.turns):
-            raise InputError(f"writing.turns={self.turns}: needs whole numbers of at least 1")
-        if min(self.max_answer, self.max_user) < 1 or self.max_length < 8:
-            raise InputError("synthesis needs max_answer >= 1, max_user >= 1 and max_length >= 8")
+                raise InputError(f"writing.{name}={shown(values)}: needs a list of at least one number")
+        if not all(type(turns) is int and turns >= 1 for turns in self.turns):
+            raise InputError(f"writing.turns={shown(self.turns)}: needs whole numbers of at least 1")
+        for name, least in (("max_answer", 1), ("max_user", 1), ("max_length", 8)):
+            whole(f"writing.{name}", getattr(self, name), least)
+        whole("writing.seed", self.seed, 0, (1 << 63) - 1)
+        if self.system is not None and not isinstance(self.system, str):
+            raise InputError(f"writing.system={shown(self.system)}: needs text, or null")
         for temperature in self.temperatures:
             Policy(temperature, self.top_k, self.top_p)
 
@@ -110,6 +116,9 @@ class _Writer:
                 read, by_user = lead
                 if len(ids) + len(read) + 2 > self.config.max_length:
                     problem = f"prompt longer than max_length {self.config.max_length}"
+                    break
+                if beyond := [token for token in read if token >= self.target.vocab_size]:
+                    problem = outside(beyond[0], self.target)
                     break
                 limit = self.config.max_user if by_user else self.config.max_answer
                 limit = min(limit, self.config.max_length - len(ids) - len(read))

@@ -8,12 +8,24 @@ import torch
 
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
+from drafttrain.errors import InputError
 from drafttrain.training.module import Source
 from drafttrain.tree.search import sparse
-from drafttrain.tree.topology import Tree
+from drafttrain.tree.topology import Tree, check_size
 
 RANKS = 10
 """Choices of a head that a tree may use (Cai et al. 2024, arXiv:2401.10774, section 2.3.3)."""
+
+
+def check_calibrated(nodes: int, drafter: Drafter, where: str) -> None:
+    """Raise InputError if a drafter's heads cannot fill a tree of so many nodes. Worth calling before long work."""
+    check_size(nodes, where)
+    ranks, room = min(RANKS, drafter.choices), 0
+    for depth in range(1, (drafter.max_depth or 0) + 1):
+        room += ranks**depth
+        if room >= nodes:
+            return
+    raise InputError(f"{where}={nodes}: the {ranks} best choices of {drafter.max_depth} heads fill {room} nodes at most")
 
 
 @torch.no_grad()

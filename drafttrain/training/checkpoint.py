@@ -8,11 +8,9 @@ code of the file's.
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import signal
 import threading
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +20,23 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
+from drafttrain.checks import whole
 from drafttrain.data.conversations import write_atomic
 from drafttrain.errors import InputError
 from drafttrain.processes import rank
 from drafttrain.training.decode_callback import DecodeCallback
 from drafttrain.training.module import DraftModule
 
+_PARTS: dict[str, tuple[str, ...]] = {
+    "weights": (),
+    "optimiser": (),
+    "progress": ("position", "updates", "empty_windows", "supervised", "seconds"),
+    "keeper": ("best", "best_update", "without_progress"),
+    "decode": ("measured_at", "evaluations", "tau", "seconds"),
+    "facts": ("target",),
+    "settings": (),
+}
+"""What a checkpoint holds beside its format."""
 FORMAT = 1
 LAST, BEST = "last.ckpt", "best.ckpt"
 
@@ -42,10 +51,8 @@ class CheckpointConfig:
     """Numbered ones to keep beside last and best, the newest; a link costs no room while it is the newest."""
 
     def __post_init__(self) -> None:
-        if self.every is not None and not (type(self.every) is int and self.every >= 1):
-            raise InputError(f"checkpoint.every={self.every}: needs a whole number of at least 1, or null")
-        if not (type(self.keep) is int and self.keep >= 0):
-            raise InputError(f"checkpoint.keep={self.keep}: needs a whole number of at least 0")
+        whole("checkpoint.every", self.every, 1, null="one at each evaluation")
+        whole("checkpoint.keep", self.keep)
 
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
@@ -59,12 +66,29 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise InputError(f"there is no checkpoint {path}") from error
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+    except PermissionError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    except Exception as error:  # What lies there may be anything, and is read by a library's own rules.
         raise InputError(f"{path} cannot be read as a checkpoint: it is damaged or not one of this program's") from error
     form = state.get("format") if isinstance(state, dict) else None
-    if form != FORMAT:
-        raise InputError(f"{path}: checkpoint format {form}, this version reads {FORMAT}")
+    if type(form) is not int or form != FORMAT:
+        raise InputError(f"{path}: checkpoint format {str(form)[:40]}, this version reads {FORMAT}")
     return state
+
+
+def check_whole(state: Mapping[str, Any], path: Path) -> None:
+    """Raise InputError unless a checkpoint holds all that a run goes on from."""
+    for part, names in _PARTS.items():
+        found = state.get(part)
+        if part == "decode" and found is None:
+            continue
+        lacking = [name for name in names if not isinstance(found, dict) or name not in found]
+        if lacking or not isinstance(found, dict):
+            raise InputError(f"{path} lacks {part}{': ' if lacking else ''}{', '.join(lacking)}: it is damaged, give another one")
+    counts = [state["progress"][name] for name in ("position", "updates", "empty_windows")]
+    times = [state["progress"][name] for name in ("supervised", "seconds")]
+    if not all(type(one) is int and one >= 0 for one in counts) or not all(type(one) in (int, float) and one >= 0 for one in times):
+        raise InputError(f"{path} says that its run was at {str(state['progress'])[:120]}: it is damaged, give another one")
 
 
 def refuse_full_disk(folder: Path, module: nn.Module) -> None:

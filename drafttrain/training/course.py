@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from drafttrain.checks import number, whole
 from drafttrain.data.datamodule import ConversationData, EpochSampler
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch
@@ -43,12 +44,9 @@ class TrainerConfig:
         if self.max_epochs is None and self.max_steps is None and self.max_minutes is None:
             raise InputError("nothing ends the run: give trainer.max_epochs, trainer.max_steps or trainer.max_minutes")
         for name in ("batch_tokens", "batch_rows", "max_epochs", "max_steps", "accumulate", "log_every"):
-            value = getattr(self, name)
-            lacking = value is None and name in ("accumulate", "log_every")
-            if lacking or (value is not None and not (type(value) is int and value >= 1)):
-                raise InputError(f"trainer.{name}={value}: needs a whole number of at least 1")
-        if self.max_minutes is not None and not self.max_minutes > 0:
-            raise InputError(f"trainer.max_minutes={self.max_minutes}: needs a number above 0, or null")
+            null = "" if name in ("accumulate", "log_every") else "no limit"
+            whole(f"trainer.{name}", getattr(self, name), 1, null=null)
+        number("trainer.max_minutes", self.max_minutes, above=0, null="no limit")
 
     def sampler(self, data: ConversationData, *, seed: int, rank: int, world: int) -> EpochSampler:
         """This process's micro-batches. Raises InputError if an update would not hold the longest row."""

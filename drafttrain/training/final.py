@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from drafttrain.checks import shown, whole
 from drafttrain.decoding.conditions import conditions, dtype_name
 from drafttrain.decoding.measure import Watch, unwatched
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
+from drafttrain.training.calibrate import check_calibrated
 from drafttrain.tree.topology import Growth
 
 
@@ -39,9 +41,7 @@ class FinalConfig:
     def __post_init__(self) -> None:
         least = {"prompts": 0, "max_new_tokens": 1, "batch": 1, "speed_prompts": 0, "speed_new_tokens": 1, "change_rows": 0}
         for name, low in least.items():
-            value = getattr(self, name)
-            if not (type(value) is int and value >= low):
-                raise InputError(f"final.{name}={value}: needs a whole number of at least {low}")
+            whole(f"final.{name}", getattr(self, name), low)
         for name in ("acceptance", "speed"):
             trees = getattr(self, name)
             if not isinstance(trees, Mapping):
@@ -52,8 +52,8 @@ class FinalConfig:
 
         for name in ("calibrated", "calibrated_speed"):
             sizes = getattr(self, name)
-            if isinstance(sizes, str) or not all(type(size) is int and size >= 1 for size in sizes):
-                raise InputError(f"final.{name}={sizes}: needs a list of numbers of nodes, [] for none")
+            if not isinstance(sizes, list | tuple) or not all(type(size) is int and size >= 1 for size in sizes):
+                raise InputError(f"final.{name}={shown(sizes)}: needs a list of numbers of nodes, [] for none")
 
     @property
     def calibrates(self) -> bool:
@@ -66,6 +66,9 @@ class FinalConfig:
                 f"final.calibrated: {type(drafter).__name__} has no heads whose accuracy could make a tree; set final.calibrated "
                 "and final.calibrated_speed to [], python -m drafttrain.tune makes trees for any drafter"
             )
+        for name in ("calibrated", "calibrated_speed"):
+            for size in getattr(self, name):
+                check_calibrated(size, drafter, f"final.{name}")
         for table in ("acceptance", "speed"):
             for name, tree in getattr(self, table).items():
                 if tree is not None:

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafttrain.checks import number, shown, whole
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Loss
 from drafttrain.nn import losses
-from drafttrain.target.adapter import ALL, Trained, need_peft
+from drafttrain.target.adapter import ALL, LARGEST_RANK, Trained, need_peft
 from drafttrain.target.model import Target
 from drafttrain.training.course import Course
 from drafttrain.training.module import DraftModule, Source
@@ -55,21 +56,17 @@ class Joint:
     """Positions whose logits exist at one time in the loss of the target."""
 
     def __post_init__(self) -> None:
-        for name, least in (("rank", 0), ("chunk", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise InputError(f"joint.{name}={value}: needs a whole number of at least {least}")
+        whole("joint.rank", self.rank, 0, LARGEST_RANK)
+        whole("joint.chunk", self.chunk, 1)
         for name in ("alpha", "lambda_0", "head_lr_factor", "dropout"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not (value >= 0 and math.isfinite(value)):
-                raise InputError(f"joint.{name}={value}: needs a number of at least 0")
+            number(f"joint.{name}", getattr(self, name))
         if not (self.alpha > 0 and self.head_lr_factor > 0 and self.dropout < 1):
             raise InputError("joint needs alpha and head_lr_factor above 0, and dropout below 1")
         if self.ramp not in RAMPS:
             raise InputError(f"joint.ramp={self.ramp}: give one of {', '.join(RAMPS)}")
-        names = not isinstance(self.linears, str) and self.linears and all(isinstance(one, str) for one in self.linears)
+        names = isinstance(self.linears, list | tuple) and self.linears and all(isinstance(one, str) for one in self.linears)
         if self.linears != ALL and not names:
-            raise InputError(f"joint.linears={self.linears}: give all, or a list of names such as [q_proj, v_proj]")
+            raise InputError(f"joint.linears={shown(self.linears)}: give all, or a list of names such as [q_proj, v_proj]")
         if self.rank:
             need_peft()
 

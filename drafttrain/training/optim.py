@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from drafttrain.checks import number, shown, whole
 from drafttrain.errors import InputError
 
 SCHEDULES = ("cosine", "linear", "constant")
@@ -40,21 +41,21 @@ class AdamW:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise InputError(f"optim.schedule={self.schedule}: give one of {', '.join(SCHEDULES)}")
-        if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise InputError(f"optim.lr={self.lr}: needs a number above 0")
-        pair = isinstance(self.betas, Sequence) and len(self.betas) == 2
-        if not pair or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in self.betas):
-            raise InputError(f"optim.betas={self.betas}: needs two numbers from 0 to below 1")
-        if not self.weight_decay >= 0 or not self.eps > 0 or not 0 <= self.end_factor <= 1:
-            raise InputError("optim needs weight_decay >= 0, eps > 0 and end_factor from 0 to 1")
-        if not 0 <= self.warmup < math.inf or (self.warmup >= 1 and self.warmup != int(self.warmup)):
+        number("optim.lr", self.lr, above=0)
+        pair = isinstance(self.betas, list | tuple) and len(self.betas) == 2
+        if not pair or not all(type(beta) in (int, float) and 0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"optim.betas={shown(self.betas)}: needs two numbers from 0 to below 1")
+        number("optim.weight_decay", self.weight_decay)
+        number("optim.eps", self.eps, above=0)
+        number("optim.end_factor", self.end_factor)
+        if self.end_factor > 1:
+            raise InputError(f"optim.end_factor={self.end_factor}: needs a share of lr from 0 to 1")
+        number("optim.warmup", self.warmup)
+        if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise InputError(f"optim.warmup={self.warmup}: needs a whole number of updates, or a share of the run below 1")
-        if self.horizon is not None and self.horizon < 1:
-            raise InputError(f"optim.horizon={self.horizon}: needs at least 1, or null for the run's last update")
+        whole("optim.horizon", self.horizon, 1, null="the run's last update")
         for name in ("clip_norm", "clip_value"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InputError(f"optim.{name}={value}: needs a number above 0, or null")
+            number(f"optim.{name}", getattr(self, name), above=0, null="no clipping")
 
     def resolve(self, updates: int | None) -> Rate:
         """The schedule of a run of so many updates; None is a run that only a clock ends.

@@ -16,7 +16,7 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, first_line
 from drafttrain.processes import rank, world_size
 from drafttrain.target.adapter import Trained, tuned
 from drafttrain.target.features import LiveFeatures, OnlineFeatures
@@ -250,7 +250,10 @@ def prepare(
     refuse_full_disk(run.folder, module)
     if run.resumed is not None:
         refuse_other_run(run.resumed, facts, config, say)
-        module.continue_from(run.resumed)
+        try:
+            module.continue_from(run.resumed)
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            raise InputError(f"the checkpoint's weights do not fit ({first_line(error)}): give another checkpoint") from error
         keeper.load_state_dict(run.resumed["keeper"])
         if run.resumed["decode"] is not None:
             decode.load_state_dict(run.resumed["decode"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +11,14 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
+from drafttrain.checks import path_of
 from drafttrain.errors import InputError
 from drafttrain.processes import await_word, give_word, on_another_machine, rank
 from drafttrain.runs import run_dir
 from drafttrain.target.load import resolve_device, resolve_dtype
-from drafttrain.training.checkpoint import LAST, read_checkpoint
+from drafttrain.training.checkpoint import LAST, check_whole, read_checkpoint
+
+CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 
 
 @dataclass
@@ -29,15 +31,24 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
+        return self.folder / CHECKPOINTS
 
     @property
     def scratch(self) -> Path:
         return self.folder / "scratch"
 
+    def clear_scratch(self) -> None:
+        """Remove kept features and the folders they leave empty; nothing else, whatever folder was given as the run's."""
+        if self.scratch.is_dir():
+            ours = [path for path in self.scratch.iterdir() if path.name.isdecimal()]  # a process's own
+            for folder in (*ours, self.scratch):
+                with contextlib.suppress(OSError):
+                    (folder / "features.bin").unlink(missing_ok=True)
+                    folder.rmdir()
+
     def keep_config(self, cfg: DictConfig) -> None:
         """Write config.yaml; that of a run's first part stays."""
-        config = self.folder / "config.yaml"
+        config = self.folder / CONFIG
         if rank() == 0 and not config.exists():
             config.write_text(OmegaConf.to_yaml(cfg), encoding="utf-8")
 
@@ -49,9 +60,11 @@ def open_run(cfg: DictConfig, say: Callable[[str], None]) -> Iterator[Run]:
     A folder that holds nothing in the end, because the run was refused, is removed again.
     """
     if cfg.resume is not None and cfg.resume != "last":
-        given = Path(str(cfg.resume)).expanduser().absolute()
+        given = path_of("resume", cfg.resume).absolute()
         if not given.is_file():
             raise InputError(f"resume={cfg.resume}: give last, or the path of a checkpoint")
+        if not cfg.run_dir and given.parent.name != CHECKPOINTS:
+            raise InputError(f"resume={cfg.resume} lies in no run's folder: give run_dir=<folder of the run> too")
         cfg.run_dir = cfg.run_dir or str(given.parent.parent)
     folder = run_dir(cfg, resume=cfg.resume is not None)
     run = Run(folder)
@@ -63,11 +76,11 @@ def open_run(cfg: DictConfig, say: Callable[[str], None]) -> Iterator[Run]:
     except BaseException:
         # The corrected command must find its folder free.
         if rank() == 0 and not run.checkpoints.exists() and cfg.resume is None:
-            (folder / "config.yaml").unlink(missing_ok=True)
+            (folder / CONFIG).unlink(missing_ok=True)
         raise
     finally:
         if rank() == 0:
-            shutil.rmtree(run.scratch, ignore_errors=True)
+            run.clear_scratch()
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
@@ -75,9 +88,16 @@ def open_run(cfg: DictConfig, say: Callable[[str], None]) -> Iterator[Run]:
 def read_resumed(cfg: DictConfig, run: Run, say: Callable[[str], None]) -> dict[str, Any] | None:
     path = run.checkpoints / LAST if cfg.resume == "last" else Path(str(cfg.resume)).expanduser().absolute()
     if cfg.resume == "last" and not path.exists():
+        if not (run.folder / CONFIG).is_file():
+            raise InputError(
+                f"run_dir={run.folder} is no run's folder, it has neither {CHECKPOINTS}/{LAST} nor {CONFIG}: give the folder of an "
+                "earlier run, or leave resume out and give a new one"
+            )
         say(f"{run.folder} holds no checkpoint yet: starts from the beginning")
         return None
-    return read_checkpoint(path)
+    state = read_checkpoint(path)
+    check_whole(state, path)
+    return state
 
 
 def settle_dtype(cfg: DictConfig, run: Run) -> None:
@@ -90,10 +110,11 @@ def settle_dtype(cfg: DictConfig, run: Run) -> None:
     asked = cfg.target.get("dtype") == "auto"
     dtype = ""
     if rank() == 0:
-        shutil.rmtree(run.scratch, ignore_errors=True)
+        run.clear_scratch()
         if asked:
             if run.resumed is not None:
-                dtype = run.resumed["facts"]["target"]["dtype"]
+                marks = run.resumed["facts"]["target"]
+                dtype = str(marks.get("dtype", "")) if isinstance(marks, dict) else ""
             else:
                 found = resolve_dtype("auto", resolve_device(cfg.target.get("device", "auto")), "throughput")
                 dtype = str(found).removeprefix("torch.")

@@ -71,7 +71,9 @@ class Confident(Growth):
 
 def chain(k: int, stop_below: float = 0.0) -> Growth:
     """A chain as settings name it: of k drafts, or of at most k where a threshold is given."""
-    return Confident(k=k, stop_below=stop_below) if stop_below and k else Tree.chain(k)
+    if (type(stop_below) in (int, float) and stop_below == 0) or (type(k) is int and k == 0):
+        return Tree.chain(k)
+    return Confident(k=k, stop_below=stop_below)
 
 
 def goes_on(logits: Tensor, stop_below: float) -> Tensor:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from drafttrain.checks import path_of
 from drafttrain.errors import InputError
 from drafttrain.tree.topology import Tree
 
@@ -24,7 +23,7 @@ def read_tree(path: str) -> Tree:
 
     Raises: InputError naming the file and what is wrong in it.
     """
-    found = _read(path)
+    found = _read(path, "tree.path")
     try:
         if isinstance(found, dict) and list(found) == ["parents"]:
             return Tree(tuple(_parents(found["parents"])))
@@ -42,7 +41,7 @@ def table(given: str | Sequence[Any], what: str) -> Table:
 
     Raises: InputError for anything else.
     """
-    found, where = (_read(given), f"{given}: ") if isinstance(given, str) else (given, "")
+    found, where = (_read(given, what), f"{given}: ") if isinstance(given, str) else (given, "")
     if not isinstance(found, list | tuple) or not found:
         raise InputError(f"{where}{what} are {_what(found)}, need a list of numbers, or of lists of numbers")
     rows = [found] if not any(isinstance(entry, list | tuple) for entry in found) else found
@@ -50,7 +49,7 @@ def table(given: str | Sequence[Any], what: str) -> Table:
         if not isinstance(row, list | tuple) or not row:
             raise InputError(f"{where}{what} have a row {_what(row)}, need numbers in every row")
         for value in row:
-            if type(value) not in (int, float) or not (math.isfinite(value) and 0 <= value <= 1):
+            if type(value) not in (int, float) or not 0 <= value <= 1:
                 raise InputError(f"{where}{what} hold {str(value)[:40]}, need numbers from 0 to 1")
     return [[float(value) for value in row] for row in rows]
 
@@ -61,12 +60,32 @@ def _parents(found: Any) -> list[int]:
     return found
 
 
-def _read(path: str) -> Any:
-    file = Path(path).expanduser()
+class _PlainLoader(yaml.SafeLoader):
+    """Plain values, each written where it stands: ten lines that refer to each other can unfold to more than memory holds."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"it refers to another place (*{self.peek_event().anchor}): write the value itself")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [key.value for key, _ in getattr(node, "value", ()) if isinstance(key, yaml.ScalarNode)]
+        if len(set(keys)) < len(keys):
+            raise yaml.YAMLError(f"the key {next(key for key in keys if keys.count(key) > 1)[:80]!r} stands there twice")
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(text: str) -> Any:
+    """Plain values of a YAML text. Raises: yaml.YAMLError, ValueError, RecursionError."""
+    return yaml.load(text, Loader=_PlainLoader)
+
+
+def _read(path: str, name: str) -> Any:
+    file = path_of(name, path)
     try:
         if file.stat().st_size > _LARGEST:
             raise InputError(f"{path} has {file.stat().st_size} bytes, more than any tree needs")
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
+        return read_yaml(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InputError(f"{path} does not exist: give a JSON or YAML file") from error
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:

@@ -15,7 +15,7 @@ import numpy as np
 
 from drafttrain.errors import InputError
 from drafttrain.tree.files import table
-from drafttrain.tree.topology import Tree
+from drafttrain.tree.topology import Tree, check_size
 
 Path = tuple[int, ...]
 Rates = str | Sequence[float] | Sequence[Sequence[float]]
@@ -43,6 +43,7 @@ def sequoia(rates: Rates, nodes: int, depth: int | None = None) -> Tree:
             raise InputError(f"rates {row} add up to {sum(row):g}: at most one child is the accepted one, so at most to 1")
     if type(nodes) is not int or nodes < 1:
         raise InputError(f"tree.nodes is {nodes!r}, needs a whole number of at least 1")
+    check_size(nodes)
     if depth is not None and (type(depth) is not int or depth < 1):
         raise InputError(f"tree.depth is {depth!r}, needs a whole number of at least 1, or null")
     if depth is None and len(rows) == 1:
@@ -125,6 +126,7 @@ def sparse(accuracies: Rates, nodes: int) -> Tree:
     room = sum(math.prod(len(head) for head in heads[: depth + 1]) for depth in range(len(heads)))
     if type(nodes) is not int or not 1 <= nodes <= room:
         raise InputError(f"tree.nodes is {nodes!r}, needs a whole number from 1 to {room}, which is all that these heads fill")
+    check_size(nodes)
     chosen: list[Path] = []
     waiting: list[tuple[float, int, Path]] = []
 

@@ -109,18 +109,21 @@ class Tree(Growth):
     def chain(cls, k: int) -> Tree:
         """k nodes, each the only child of the one before; k = 0 is the empty proposal of plain decoding."""
         if type(k) is not int or k < 0:
-            raise InputError(f"chain length is {k}, needs a whole number of at least 0")
+            raise InputError(f"chain length is {str(k)[:40]}, needs a whole number of at least 0")
+        check_size(k)
         return cls(tuple(range(-1, k - 1)))
 
     @classmethod
     def expansion(cls, widths: Sequence[int]) -> Tree:
         """Every node at depth i gets widths[i] children, the anchor at depth 0 (SpecInfer, section 3)."""
-        if not widths or min(widths) < 1:
-            raise InputError(f"expansion widths are {list(widths)}, needs one width of at least 1 per depth")
+        listed = isinstance(widths, Sequence) and not isinstance(widths, str)
+        if not listed or not widths or not all(type(width) is int and width >= 1 for width in widths):
+            raise InputError(f"expansion widths are {str(widths)[:80]}, needs one width of at least 1 per depth, such as [2, 2, 1]")
         parents: list[int] = []
         level = [-1]
         for width in widths:
             first = len(parents)
+            check_size(first + len(level) * width)
             parents += [node for node in level for _ in range(width)]
             level = list(range(first, len(parents)))
         return cls(tuple(parents))
@@ -173,7 +176,7 @@ class Tree(Growth):
 
         Cai et al. 2024 (arXiv:2401.10774); child counts as in its public code, medusa/model/medusa_choices.py.
         """
-        if name not in _MEDUSA:
+        if not isinstance(name, str) or name not in _MEDUSA:
             raise InputError(f"there is no Medusa tree {str(name)[:80]!r}: give one of {', '.join(_MEDUSA)}")
         return cls.from_counts(_MEDUSA[name])
 

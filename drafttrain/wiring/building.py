@@ -42,6 +42,17 @@ def build(node: Any, /, **objects: Any) -> Any:
     return call if wants_partial else call()
 
 
+def named_by(node: Any) -> Any:
+    """What a node's `_target_` names; nothing is built. Raises InputError for a node that names nothing there is."""
+    if not isinstance(node, DictConfig) or OmegaConf.is_missing(node, "_target_") or "_target_" not in node:
+        raise InputError(f"cannot build {node!r}: the node names no _target_")
+    where = node._get_full_key(None) or "node"
+    try:
+        return hydra.utils.get_object(node["_target_"])
+    except Exception as error:
+        raise InputError(f"{where}._target_={node['_target_']} cannot be imported: {first_line(error)}") from error
+
+
 def _unwrap(error: BaseException) -> BaseException:
     cause: BaseException = error
     while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
@@ -58,11 +69,9 @@ def check_calls(node: DictConfig, extra: tuple[str, ...] = ()) -> None:
                 check_calls(inner)
     if "_target_" not in node:
         return
-    where = node._get_full_key(None) or "node"
-    try:
-        target = hydra.utils.get_object(node["_target_"])
-    except Exception as error:
-        raise InputError(f"{where}._target_={node['_target_']} cannot be imported: {first_line(error)}") from error
+    where, target = node._get_full_key(None) or "node", named_by(node)
+    if not callable(target):
+        raise InputError(f"{where}._target_={node['_target_']} is {type(target).__name__}, nothing that can be built")
     try:
         parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):

@@ -114,7 +114,7 @@ def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str
     for word in words:
         try:
             override = OverridesParser.create().parse_override(word)
-        except (OverrideParseException, HydraException) as error:
+        except (OverrideParseException, HydraException, ValueError) as error:
             key, _, value = word.partition("=")
             raise InputError(
                 f"cannot read {word!r}: {first_line(error)}. A value with spaces, brackets, commas, quotes or colons needs "
@@ -186,6 +186,8 @@ def _check_group(
         raise InputError(f"{given}: {door_name} has no choice of {group}.{hint} Its choices are of: {join(usable)}")
     value = None if override.is_delete() else override.value()
     options = group_options(group, search)
+    if value is None and choices.get(group) is not None:
+        raise InputError(f"{given}: {door_name} needs one {group}, of {join(options)}")
     for name in value if isinstance(value, list) else [value]:
         if name is not None and str(name) not in options:
             raise InputError(unknown_choice(str(given), group, str(name), options))
@@ -196,6 +198,14 @@ def _check_key(override: Override, config: DictConfig, choices: dict[str, Any]) 
         return
     if not has_key(config, override.key_or_group):
         raise InputError(unknown_key(str(override.input_line), override.key_or_group, config, choices))
+    key = override.key_or_group
+    if key not in config:
+        return
+    if override.is_delete():
+        raise InputError(f"{override.input_line}: {key} cannot be left out")
+    if OmegaConf.is_dict(config[key]) and not isinstance(override.value(), dict):
+        inside = join(str(name) for name in config[key] if not str(name).startswith("_"))
+        raise InputError(f"{override.input_line}: {key} holds several settings, give {key}.<setting>=... of {inside}")
 
 
 def _check_experiment(door_name: str, search: Sequence[str], config: DictConfig, choices: dict[str, Any]) -> None:

@@ -6,29 +6,37 @@ configures logging.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import re
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from drafttrain import runs
-from drafttrain.errors import InputError, disk_full
+from drafttrain.errors import InputError, refused_by_system
 from drafttrain.processes import rank, world_size
 from drafttrain.wiring.composing import invocation_of
 from drafttrain.wiring.usage import help_text
 
 TRACEBACK_VARIABLE = "DRAFTTRAIN_TRACEBACK"
+STOPPED_BY_SIGNAL = 143
+"""Exit code behind a TERM signal."""
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f\x80-\x9f]+")
 
 
 def door(name: str, *, text: Sequence[str] = ("prompt",)) -> Callable[[Callable[[DictConfig], Any]], Callable[..., Any]]:
     """Make a command of a function: `conf/<name>.yaml` composed with the command line, errors as one line, exit codes.
 
     The command takes `key=value` words, `--help`, `--cfg job` (print the configuration; `--resolve` to resolve references) and
-    `--config-dir DIR` (one's own configurations). Exit codes: 0 done, 2 wrong input or disk full, 130 interrupted.
+    `--config-dir DIR` (one's own configurations). Exit codes: 0 done, 2 wrong input, or a file, disk or memory that cannot be had,
+    130 interrupted, 143 stopped by a TERM signal.
 
     Args:
         name: the primary configuration and the door's name.
@@ -36,31 +44,37 @@ def door(name: str, *, text: Sequence[str] = ("prompt",)) -> Callable[[Callable[
     """
 
     def decorate(main: Callable[[DictConfig], Any]) -> Callable[..., Any]:
+        def opened(words: list[str]) -> Any:
+            options, overrides = _options_of(words)
+            if options["help"]:
+                print(help_text(name, main, overrides, text, options["config_dir"]))
+                return None
+            invocation = invocation_of(
+                name, overrides, text=text, config_dir=options["config_dir"], check_missing=not options["cfg"]
+            )
+            if options["cfg"]:
+                print(OmegaConf.to_yaml(invocation.config, resolve=options["resolve"]), end="")
+                return None
+            runs.current = invocation
+            return main(invocation.config)
+
         @functools.wraps(main)
         def command(argv: Sequence[str] | None = None) -> Any:
-            words = list(sys.argv[1:] if argv is None else argv)
             before = runs.current
             try:
-                options, overrides = _options_of(words)
-                if options["help"]:
-                    print(help_text(name, main, overrides, text, options["config_dir"]))
-                    return None
-                invocation = invocation_of(
-                    name, overrides, text=text, config_dir=options["config_dir"], check_missing=not options["cfg"]
-                )
-                if options["cfg"]:
-                    print(OmegaConf.to_yaml(invocation.config, resolve=options["resolve"]), end="")
-                    return None
-                runs.current = invocation
-                return main(invocation.config)
+                with _ended_by_term(), _any_character():
+                    return opened(list(sys.argv[1:] if argv is None else argv))
             except KeyboardInterrupt:
                 _complain(name, "interrupted")
                 raise SystemExit(130) from None
+            except _Terminated:
+                _complain(name, "stopped by a signal")
+                raise SystemExit(STOPPED_BY_SIGNAL) from None
             except BrokenPipeError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 raise SystemExit(1) from None
             except Exception as error:
-                message = str(error) if isinstance(error, InputError) else disk_full(error)
+                message = str(error) if isinstance(error, InputError) else refused_by_system(error)
                 if not message:
                     raise
                 if os.environ.get(TRACEBACK_VARIABLE, "0") != "0" or os.environ.get("HYDRA_FULL_ERROR", "0") != "0":
@@ -75,9 +89,47 @@ def door(name: str, *, text: Sequence[str] = ("prompt",)) -> Callable[[Callable[
     return decorate
 
 
+class _Terminated(BaseException):
+    """A TERM signal came."""
+
+
+@contextlib.contextmanager
+def _ended_by_term() -> Iterator[None]:
+    """A TERM signal ends what runs inside as an error would, so that it tidies up behind itself."""
+
+    def end(_number: int, _frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # A second one must not disturb the tidying.
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _any_character() -> Iterator[None]:
+    """What standard output's encoding lacks is written as an escape: a model may write any character."""
+    stream: Any = sys.stdout
+    strict = getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure")
+    if strict:
+        stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        if strict:
+            with contextlib.suppress(ValueError):  # closed meanwhile
+                stream.reconfigure(errors="strict")
+
+
 def _complain(name: str, message: str) -> None:
+    """One line, whatever the message quotes: names in files may hold line ends and a terminal's control characters."""
     place = f" (rank {rank()})" if world_size() > 1 else ""
-    print(f"drafttrain.{name}{place}: {message}", file=sys.stderr, flush=True)
+    print(f"drafttrain.{name}{place}: {_CONTROLS.sub(' ', message).strip()}", file=sys.stderr, flush=True)
 
 
 def _options_of(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -252,10 +252,30 @@ def test_targets_without_a_rotary_layer_are_refused():
         Eagle1(Target(model, None, "gpt2"))
 
 
-@pytest.mark.parametrize("settings", [{"divergence": "nope"}, {"noise": -1.0}, {"regression": 0.0, "classification": 0.0}])
-def test_bad_settings_are_refused(settings):
-    with pytest.raises(InputError):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"divergence": "nope"}, "loss nope"),
+        ({"divergence": ["jsd"]}, "loss .'jsd'. is not known"),
+        ({"noise": -1.0}, "noise=-1.0"),
+        ({"noise": "much"}, "noise=much: needs a finite number"),
+        ({"regression": 0.0, "classification": 0.0}, "both 0"),
+        ({"bias": "no"}, "bias=no: needs true or false"),
+        ({"chunk": 1.5}, "chunk=1.5: needs a whole number"),
+    ],
+)
+def test_bad_settings_are_refused(settings, message):
+    with pytest.raises(InputError, match=message):
         make(**settings)
+
+
+def test_rows_too_short_for_a_label_count_nothing():
+    target, drafter = make()
+    batch = row([3, 4], [0, 1])
+    true = features(target, batch)
+    loss = drafter.loss(batch, true)
+    assert loss.parts.keys() == set(drafter.loss_parts) and all(float(value) == 0 for value, _ in loss.parts.values())
+    assert drafter.guesses(batch, true).tolist() == [[[-1], [-1]]]
 
 
 def test_rotary_settings_of_the_target_are_carried_over():

@@ -1,6 +1,7 @@
 """Medusa's and Hydra's heads: labels, start, loss, the tokens they read, exactness, and trees calibrated on their accuracy."""
 
 import itertools
+import json
 
 import pytest
 import torch
@@ -17,12 +18,14 @@ from drafttrain.flow import Batch, Features, Needs
 from drafttrain.nn import losses
 from drafttrain.nn.chunks import Judged
 from drafttrain.nn.sampling import Policy
+from drafttrain.packaging.reading import load_drafter
 from drafttrain.target import load
 from drafttrain.target.features import OnlineFeatures
-from drafttrain.training.calibrate import calibrated, head_accuracy
+from drafttrain.training.calibrate import calibrated, check_calibrated, head_accuracy
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
 from tests.decoding.test_loop import p_value
+from tests.packaging.made import packed
 from tests.training.parts import write_tiny_set
 
 KINDS = {"medusa": Medusa, "hydra_heads": HydraHeads}
@@ -338,6 +341,7 @@ def test_a_calibrated_tree_is_of_the_likeliest_paths():
     [
         ({"heads": 0}, "heads=0"),
         ({"heads": 2.0}, "heads=2.0"),
+        ({"heads": 65}, "heads=65: needs a whole number from 1 to 64"),
         ({"blocks": 0}, "blocks=0"),
         ({"own_head": "yes"}, "own_head=yes"),
         ({"decay": 0}, "decay=0"),
@@ -349,6 +353,38 @@ def test_a_calibrated_tree_is_of_the_likeliest_paths():
 def test_bad_settings_are_refused(kind, settings, message):
     with pytest.raises(InputError, match=message):
         make(kind, **settings)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 10**9}, "heads=1000000000, blocks=1 need at least"),
+        ({"blocks": 64}, "heads=3, blocks=64 need at least"),
+        ({"heads": 0}, "heads=0"),
+        ({"loss": "mse"}, "loss mse is not known"),
+    ],
+)
+def test_a_package_cannot_ask_for_more_than_it_holds(kind, changes, message, tmp_path, monkeypatch):
+    target, drafter = make(kind)
+    package = packed(tmp_path / "package", drafter, target, plan=Plan(Tree.chain(2)))
+    config = json.loads((package / "config.json").read_text())
+    config["drafter"] |= changes
+    (package / "config.json").write_text(json.dumps(config))
+    if "need" in message:
+        monkeypatch.setattr(KINDS[kind], "__init__", lambda *_, **__: pytest.fail("it was built"))
+    with pytest.raises(InputError, match=message):
+        load_drafter(package, target)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_calibrated_tree_that_heads_cannot_fill_is_refused(kind):
+    _, drafter = make(kind, heads=2, draft_ids=[0, 1, 5, 9])
+    check_calibrated(4 + 16, drafter, "final.calibrated")
+    with pytest.raises(InputError, match=r"final\.calibrated=21: the 4 best choices of 2 heads fill 20 nodes at most"):
+        check_calibrated(21, drafter, "final.calibrated")
+    with pytest.raises(InputError, match="at most 1024 can be checked"):
+        check_calibrated(5000, drafter, "final.calibrated")
 
 
 @pytest.mark.parametrize("kind", KINDS)

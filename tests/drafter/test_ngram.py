@@ -87,6 +87,7 @@ def test_nodes_keep_their_numbers_in_the_shape(target: Target) -> None:
         ({"max_ngram": 0}, "max_ngram=0"),
         ({"min_ngram": 1.5}, "min_ngram=1.5"),
         ({"max_ngram": True}, "max_ngram=True"),
+        ({"max_ngram": 65}, "max_ngram=65: needs a whole number from 1 to 64"),
         ({"min_ngram": 4}, "min_ngram=4 is above max_ngram=3"),
         ({"prefer": "rare"}, "prefer=rare: give one of recent, frequent"),
         ({"occurrences": 0}, "occurrences=0"),

@@ -502,9 +502,17 @@ def edit(directory: Path, **changes: Any) -> None:
     (directory / "config.json").write_text(json.dumps(found | changes))
 
 
+def test_an_adapter_beside_the_weights_is_refused(directory: Path) -> None:
+    """transformers would read its weights, pickled or not, and name another model's."""
+    (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "somewhere/else", "peft_type": "LORA"}')
+    with pytest.raises(InputError, match="holds an adapter"):
+        Ssm(load.tiny(), path=str(directory))
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"attn_implementation": "someone/kernel"}, "only what transformers itself brings is run"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
         ({"model_type": "t5"}, "decoder-only"),
         ({"model_type": "bogus"}, "cannot be read"),
@@ -530,10 +538,13 @@ def test_unfit_directories_are_refused(directory: Path, changes: dict[str, Any],
         ({"layers": [True]}, "from 0 to 2"),
         ({"layers": "4"}, "whole number, or a list"),
         ({"layers": 1.5}, "whole number, or a list"),
-        ({"layers": 0}, "at least 1"),
+        ({"layers": 0}, "from 1 to 1024"),
+        ({"layers": 5000}, "from 1 to 1024"),
         ({"path": "/nowhere"}, "no directory with a config.json"),
         ({"layers": [0], "own": ["nose"]}, "embedding, norm, head"),
         ({"layers": [0], "own": "head"}, "needs a list"),
+        ({"layers": [0], "own": 5}, "needs a list"),
+        ({"path": 5}, "drafter.path=5: needs a path"),
         ({"layers": 2, "own": ["head"]}, "only a cut borrows"),
         ({"layers": [0], "width": 32}, "only a new network takes sizes"),
         ({"layers": 2, "width": 30}, "even, whole share"),

@@ -130,6 +130,8 @@ def test_drafts_are_those_of_a_brute_force_search(target: Target, with_corpus: b
         ({"max_match": 0}, "max_match=0"),
         ({"min_match": 1.5}, "min_match=1.5"),
         ({"deepest": True}, "deepest=True"),
+        ({"deepest": 10**9}, "deepest=1000000000: needs a whole number from 1 to 1024"),
+        ({"max_match": 1025}, "max_match=1025"),
         ({"min_match": 5, "max_match": 4}, "min_match=5 is above max_match=4"),
         ({"corpus": 3}, "corpus=3: needs builtin"),
         ({"corpus": "builtin:nothing"}, "there is no such set"),

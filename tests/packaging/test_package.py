@@ -313,8 +313,32 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: edit_plan(p, "rule: auto", "rule: !!python/object/apply:os.system ['touch marker']"),
         "could not determine a constructor",
     ),
+    "plan: what refers elsewhere": (
+        lambda p: edit_plan(p, "sampled: auto", "sampled: &a [1, 2]\nrule2: *a"),
+        r"cannot be read: it refers to another place \(\*a\)",
+    ),
+    "plan: what unfolds without end": (lambda p: edit_plan(p, "sampled: auto", f"sampled:\n{laughs()}"), "refers to another place"),
+    "plan: a key twice": (lambda p: edit_plan(p, "rule: auto", "rule: auto\nrule: block"), "the key 'rule' stands there twice"),
+    "plan: a pipe": (lambda p: ((p / DECODING).unlink(), os.mkfifo(p / DECODING)), "lacks decoding.yaml"),
+    "plan: a number beyond floats": (
+        lambda p: edit_plan(p, "temperature: 0.0", "temperature: 1" + "0" * 400),
+        "temperature is 1000",
+    ),
+    "a name that is none": (lambda p: change(p / CONFIG, lambda c: c["target"].update(name=5)), "target.name is 5, needs text"),
+    "a licence that is none": (lambda p: change(p / CONFIG, lambda c: c["target"].update(licence=[])), "target.licence is"),
+    "parameters in words": (
+        lambda p: change(p / CONFIG, lambda c: c["shape"].update(parameters="many")),
+        "shape.parameters is many, needs a whole number",
+    ),
     "plan: no YAML": (lambda p: (p / DECODING).write_text("a: ["), "cannot be read"),
 }
+
+
+def laughs() -> str:
+    """A few lines of YAML that unfold to 10^12 entries."""
+    lines = ["    a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"    a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+    return "\n".join(lines)
 
 
 def edit_plan(package: Path, old: str, new: str) -> None:
@@ -332,6 +356,57 @@ def test_damage_is_refused_by_name(name: str, package: Path, target: Target, mon
         drafttrain.load(package, target)
     assert "package" in str(caught.value)
     assert not (package.parent / "marker").exists()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"accept_at": 5, "speedup": "fast", "tau": [1], "tau_interval": [], "temperature": 10**400}],
+        [{"speedup": True, "speedup_interval": [1], "nodes": {}, "growth": None, "rule": ["|"], "guarantee": {"a": 1}}],
+        [{"accept_at": [None, "x", [2]], "tau": 1e308, "tau_interval": ["a", "b"], "rounds": "\n| x"}],
+        [3],
+        "rows",
+    ],
+)
+def test_garbage_in_the_metrics_does_not_keep_a_plan_from_being_changed(rows: Any, package: Path, target: Target) -> None:
+    (package / METRICS).write_text(json.dumps({"settings": [1], "rows": rows, "target_change": [0]}))
+    writing.check_change(package)
+    writing.change_plan(package, Plan(Tree.chain(2)))
+    assert drafttrain.load(package, target).plan.tree == Tree.chain(2)
+    assert "(`decoding.yaml`)" in (package / CARD).read_text()
+
+
+def test_metrics_that_are_no_file_are_not_waited_for(package: Path) -> None:
+    (package / METRICS).unlink()
+    os.mkfifo(package / METRICS)
+    assert read_metrics(package)["rows"] == []
+
+
+def test_changing_a_plan_writes_through_no_link(package: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    for name in (DECODING, CARD):
+        (package / f".{name}.new").symlink_to(tmp_path / "mine")
+    writing.change_plan(package, Plan(Tree.chain(2)))
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert decoding.read_plan(package / DECODING).tree == Tree.chain(2)
+    assert not [path.name for path in package.iterdir() if path.name.startswith(".")]
+    (package / f".{CARD}.new").mkdir()
+    with pytest.raises(InputError, match=r"README\.md cannot be written"):
+        writing.change_plan(package, Plan(Tree.chain(3)))
+
+
+def test_a_package_that_cannot_be_changed_is_found_early(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writing.check_change(package)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(InputError, match="write=false"):
+        writing.check_change(package)
+
+
+def test_a_long_chain_is_read_in_a_moment(target: Target, tmp_path: Path) -> None:
+    plan = Plan(Tree.chain(1000))
+    (tmp_path / DECODING).write_text(decoding.write_plan(plan))
+    assert (tmp_path / DECODING).stat().st_size < 2000 and decoding.read_plan(tmp_path / DECODING) == plan
 
 
 @pytest.mark.parametrize(
@@ -577,6 +652,24 @@ def test_a_full_disk_leaves_the_old_package(
         return "-old-" not in folder.name
 
     with pytest.raises(OSError, match="No space"):
+        packed(package, drafter, target, plan=Plan(Tree.chain(1)))
+    assert snapshot(package) == before
+    assert [p.name for p in package.parent.iterdir()] == ["package"]
+
+
+def test_an_interruption_between_the_two_moves_leaves_the_old_package(
+    package: Path, target: Target, drafter: Eagle1, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, rename = snapshot(package), Path.rename
+
+    def moved_and_interrupted(self: Path, goal: Path) -> Path:
+        found = rename(self, goal)
+        if "-old-" in Path(goal).name:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(Path, "rename", moved_and_interrupted)
+    with pytest.raises(KeyboardInterrupt):
         packed(package, drafter, target, plan=Plan(Tree.chain(1)))
     assert snapshot(package) == before
     assert [p.name for p in package.parent.iterdir()] == ["package"]

@@ -161,6 +161,15 @@ def config(package: Path, **changes: Any) -> None:
 
 
 EMBEDDING = "model.embed_tokens.weight"
+BY_CONFIG: dict[str, Any] = {"layers": None, "width": None, "heads": None}
+
+
+def as_llama(package: Path, **changes: Any) -> None:
+    """The package describes its network by a config."""
+    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    config(package, **BY_CONFIG, config={"model_type": "llama", **sizes, **changes})
+
+
 
 
 @pytest.mark.parametrize(
@@ -174,15 +183,23 @@ EMBEDDING = "model.embed_tokens.weight"
             lambda p: tensors(p / TENSORS, lambda t: t.update({f"model.{EMBEDDING}": torch.zeros(320, 32)})),
             "unexpected model",
         ),
-        (lambda p: (p / WHOLE_TENSORS).unlink(), "cannot be read"),
+        (lambda p: (p / WHOLE_TENSORS).unlink(), "2 layers are described, the package holds 0 tensors"),
         (lambda p: (p / WHOLE_TENSORS).write_bytes(b"\x80\x04"), "cannot be read"),
         (lambda p: (p / WHOLE / "pytorch_model.bin").write_bytes(b""), r"pytorch_model\.bin.*only safetensors"),
-        (lambda p: config(p, layers=5), "missing"),
+        (lambda p: config(p, layers=3), r"a network of [\d,]+ weights is described, the package holds [\d,]+"),
+        (lambda p: config(p, layers=10**9), "from 1 to 1024"),
+        (lambda p: config(p, layers=1024), "1024 layers are described"),
+        (lambda p: config(p, mlp=1 << 30), "weights is described"),
+        (lambda p: as_llama(p, hidden_size=1 << 15), "weights is described"),
+        (lambda p: as_llama(p, num_hidden_layers=1 << 40), "layers are described"),
+        (lambda p: as_llama(p, hidden_size="wide"), "no causal LM|no LlamaForCausalLM"),
+        (lambda p: as_llama(p, attn_implementation="someone/kernel"), "only what transformers itself"),
+        (lambda p: as_llama(p, quantization_config={"quant_method": "fp8"}), "is quantised"),
         (
             lambda p: config(p, layers=None, width=None, heads=None, config={"model_type": "llama", "auto_map": {}}),
             "without code of its own",
         ),
-        (lambda p: config(p, layers=None, width=None, heads=None, path="/somewhere"), "no directory"),
+        (lambda p: config(p, **BY_CONFIG, path=str(p / WHOLE)), "names no directory"),
         (lambda p: config(p, own="head"), r"own is 'head', needs list"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

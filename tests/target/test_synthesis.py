@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -272,6 +273,49 @@ def test_other_settings_are_refused_with_what_differs(
     other = save_target(tiny_chat_target(ALTERNATING), tmp_path / "template")
     assert "chat_template" in refused(f"target.path={other}")
     assert (whole / "conversations.safetensors").read_bytes() == before
+
+
+def test_prompts_beyond_the_models_vocabulary_are_left_out(tmp_path: Path) -> None:
+    """A tokenizer with tokens that the model was never given."""
+    few = tiny_chat_target(vocab_size=260)
+    prompts: list[Prompt | None] = [Prompt(("a",)), Prompt(("the",)), Prompt(("an",))]
+    journal = Journal(tmp_path / "out")
+    synthesize(few, iter(list(enumerate(prompts))), config(), journal, slots=4)
+    journal.close()
+    rows, skipped = journal.finished()
+    assert list(rows) == [0] and {*skipped} == {1, 2}
+    assert all("the tokenizer gives id 26" in reason and "ends at 259" in reason for reason in skipped.values())
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["out=2024"], "out=2024: needs a path"),
+        ([f"out={'a' * 300}"], "File name too long"),
+        (["rows=100000000000"], "from 1 to 2147483647"),
+        (["rows=2000000000"], "at most 10000000 self-written conversations"),
+        (["writing.max_answer=x"], "writing.max_answer=x: needs a whole number of at least 1"),
+        (["writing.max_length=7"], "writing.max_length=7: needs a whole number of at least 8"),
+        (["writing.user=5"], "writing.user=5: needs writing.user.temperature"),
+        (["writing.system=5"], "writing.system=5: needs text"),
+        (["prompts=null"], "synthesize needs one prompts, of dataset, jsonl, self"),
+        (["prompts=jsonl", "prompts.path=5"], "prompts.path=5: needs a path"),
+        (["prompts=jsonl", "prompts.path=x", "prompts.columns=5"], "prompts.columns=5: needs names of columns"),
+        (["target.pack=1"], "pack=1: give auto, true or false"),
+        (["target.dtype=5"], "dtype=5: give auto"),
+        (["target.device=[a]"], "device=.* cannot be used here"),
+        (["target.trust_remote_code=off"], "target.trust_remote_code=off: needs true or false"),
+    ],
+)
+def test_what_no_setting_can_be(
+    folder: Path, tmp_path: Path, more: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        door.main([*arguments(folder, tmp_path / "out", "rows=2", *more)])
+    told = capsys.readouterr().err.strip()
+    assert caught.value.code == 2 and re.search(said, told) and "\n" not in told
+    assert not list(tmp_path.iterdir())
 
 
 def one_prompt(folder: Path) -> Path:

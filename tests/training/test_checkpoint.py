@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.decoding.plan import Plan
 from drafttrain.errors import InputError
 from drafttrain.target.model import Target
-from drafttrain.training.checkpoint import CheckpointConfig, Keeper, read_checkpoint, write_checkpoint
+from drafttrain.training.checkpoint import CheckpointConfig, Keeper, check_whole, read_checkpoint, write_checkpoint
 from drafttrain.training.decode_callback import DecodeCallback, EvalConfig
 from drafttrain.training.module import DraftModule
 from drafttrain.tree.topology import Tree
@@ -136,6 +137,30 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     assert updates_in(path) == 1 and names(tmp_path) == ["last.ckpt"]
 
 
+def test_what_a_run_cannot_go_on_from_is_refused(target: Target, data: ConversationData, tmp_path: Path) -> None:
+    module, stream = module_for(data, target, max_steps=1)
+    keep = keeper(tmp_path)
+    keep.facts = {"target": {}}
+    fit(module, stream, keep)
+    path = tmp_path / "last.ckpt"
+    whole = read_checkpoint(path)
+    check_whole(whole, path)
+    for change, said in (
+        (lambda state: state.pop("facts"), "lacks facts: target"),
+        (lambda state: state.update(facts=3), "lacks facts: target"),
+        (lambda state: state.update(settings=None), "lacks settings"),
+        (lambda state: state.update(weights=[1]), "lacks weights"),
+        (lambda state: state["progress"].pop("position"), "lacks progress: position"),
+        (lambda state: state["progress"].update(updates="many"), "says that its run was at"),
+        (lambda state: state["progress"].update(position=-1), "says that its run was at"),
+        (lambda state: state["keeper"].clear(), "lacks keeper: best, best_update, without_progress"),
+    ):
+        state = copy.deepcopy(whole)
+        change(state)
+        with pytest.raises(InputError, match=said):
+            check_whole(state, path)
+
+
 def test_files_are_read_without_running_code(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
@@ -144,6 +169,21 @@ def test_files_are_read_without_running_code(tmp_path: Path) -> None:
     torch.save({"format": 1, "x": Evil()}, tmp_path / "evil.ckpt")
     (tmp_path / "cut.ckpt").write_bytes(b"PK\x03\x04 not a checkpoint")
     torch.save({"state_dict": {}}, tmp_path / "foreign.ckpt")
-    for name, message in (("evil", "cannot be read"), ("cut", "cannot be read"), ("foreign", "format"), ("no", "no checkpoint")):
+    torch.save({"format": True}, tmp_path / "true.ckpt")
+    torch.save([1, 2], tmp_path / "list.ckpt")
+    write_checkpoint(tmp_path / "whole.ckpt", {"x": torch.zeros(1000)})
+    for share in (1, 2, 3):
+        (tmp_path / f"short{share}.ckpt").write_bytes((tmp_path / "whole.ckpt").read_bytes()[: -1000 * share])
+    # Opcodes that a pickle machine stumbles over in many ways: what it raises is the library's own.
+    odd = (b"", b"\x80\x02.", b"\x80\x02h\x07.", b"\x80\x02}(K\x01.", b"\x80\x02\x85.", b"(dp0\n.", b"\x80\x02cos\nx\n.")
+    for place, data in enumerate(odd):
+        (tmp_path / f"pickle{place}.ckpt").write_bytes(data)
+    (tmp_path / "folder.ckpt").mkdir()
+    unread = ("evil", "cut", "short1", "short2", "short3", "folder", *(f"pickle{place}" for place in range(7)))
+    for name, message in (
+        *((name, "cannot be read") for name in unread),
+        *((name, "format") for name in ("foreign", "true", "list")),
+        ("no", "no checkpoint"),
+    ):
         with pytest.raises(InputError, match=message):
             read_checkpoint(tmp_path / f"{name}.ckpt")

@@ -55,6 +55,7 @@ def test_settings() -> None:
     assert (tree.kind, tree.title, tree.is_chain, tree.size, tree.reads) == ("chain", "chain 4 above 0.5", True, 4, 4)
     assert tree.within(2) == tree.capped(2) == Confident(k=2, stop_below=0.5)
     assert tree.capped(0) == Tree.chain(0)
-    for k, stop_below, said in ((-1, 0.5, "tree.k is -1"), (2, 1.0, "stop_below is 1.0"), (2, -0.1, "stop_below"), (2, "a", "'a'")):
+    bad = ((-1, 0.5, "tree.k is -1"), (2, 1.0, "stop_below is 1.0"), (2, -0.1, "below"), (2, "a", "'a'"), (2, [], "below"))
+    for k, stop_below, said in bad:
         with pytest.raises(InputError, match=said):
             chain(k, stop_below)  # type: ignore[arg-type]

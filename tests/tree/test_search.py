@@ -138,6 +138,14 @@ def test_a_later_rank_waits_behind_an_earlier_one() -> None:
     assert sparse([[0.5, 0.1, 0.2]], 2).paths == ((0,), (1,))
 
 
+def test_trees_beyond_one_pass_are_not_searched_for() -> None:
+    for search in (lambda: sequoia([0.5, 0.2], 10**9), lambda: sequoia([0.5], 10**9), lambda: sparse([[0.5] * 10] * 12, 10**9)):
+        with pytest.raises(InputError, match="at most 1024 can be checked"):
+            search()
+    with pytest.raises(InputError, match="rates hold 1000"):
+        sequoia([10**400], 2)
+
+
 @pytest.mark.parametrize("nodes", [0, 85, True, 2.0])
 def test_more_nodes_than_heads_fill(nodes: int) -> None:
     with pytest.raises(InputError, match="from 1 to 84"):

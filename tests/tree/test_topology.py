@@ -92,9 +92,15 @@ def test_other_wrong_shapes_are_refused() -> None:
         Tree((-1, 0, -1))
     with pytest.raises(InputError, match="chain length is -1"):
         Tree.chain(-1)
-    for widths in ([], [2, 0]):
+    for widths in ([], [2, 0], 5, None, "22", [1.5], ["a"], [True]):
         with pytest.raises(InputError, match="expansion widths"):
-            Tree.expansion(widths)
+            Tree.expansion(widths)  # type: ignore[arg-type]
+    for huge in (lambda: Tree.chain(10**30), lambda: Tree.expansion([10**30]), lambda: Tree.expansion([1000, 1000, 1000, 1000])):
+        with pytest.raises(InputError, match="at most 1024 can be checked"):
+            huge()
+    for name in ("octopus", ["mc_sim_7b_63"], None):
+        with pytest.raises(InputError, match="no Medusa tree"):
+            Tree.medusa(name)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="depth cap"):
         Tree.chain(2).capped(-1)
     with pytest.raises(dataclasses.FrozenInstanceError):

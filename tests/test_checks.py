@@ -1,0 +1,63 @@
+"""Numbers, switches and paths as settings may have them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from drafttrain.checks import number, path_of, switch, whole
+from drafttrain.errors import InputError
+
+
+def test_whole_numbers() -> None:
+    for value in (2, 7, (1 << 31) - 1):
+        whole("k", value, 2)
+    whole("k", None, null="no limit")
+    for value in (1, 1.0, 2.5, True, "2", None, [], math.nan, math.inf):
+        with pytest.raises(InputError, match=r"^k=.*: needs a whole number of at least 2$"):
+            whole("k", value, 2)
+    with pytest.raises(InputError, match=r"needs a whole number from 2 to 2147483647"):
+        whole("k", 10**30, 2)
+    with pytest.raises(InputError, match=r"k=9: needs a whole number from 0 to 8, or null for none"):
+        whole("k", 9, 0, 8, null="none")
+
+
+def test_numbers() -> None:
+    for value in (0, 0.0, 3, 2.5, 1e300):
+        number("lr", value)
+    number("lr", None, null="none")
+    for value in (-1, -0.1, math.nan, math.inf, 10**400, True, "1", None, [1]):
+        with pytest.raises(InputError, match="needs a finite number of at least 0"):
+            number("lr", value)
+    with pytest.raises(InputError, match="lr=0: needs a finite number above 0"):
+        number("lr", 0, above=0)
+
+
+def test_switches() -> None:
+    switch("a", True)
+    for value in ("no", "false", 0, 1, None):
+        with pytest.raises(InputError, match="needs true or false"):
+            switch("a", value)
+
+
+def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert path_of("out", "~/a b/ü") == tmp_path / "a b" / "ü"
+    assert path_of("out", tmp_path / "none" / "deeper") == tmp_path / "none" / "deeper"
+    (tmp_path / "file").touch()
+    assert path_of("out", str(tmp_path / "file" / "below"))
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for given, said in (
+        (2024, "out=2024: needs a path; one that looks like a number needs quotes"),
+        ("", "needs a path"),
+        (None, "needs a path"),
+        ("~nobody-of-that-name/x", "can be no path"),
+        ("a\0b", "can be no path"),
+        ("a\udcff", "is not UTF-8"),
+        ("x" * 5000, "File name too long"),
+        (tmp_path / "loop", "symbolic links"),
+    ):
+        with pytest.raises(InputError, match=f"^out=.*{said[4:] if said.startswith('out=') else said}"):
+            path_of("out", given)
