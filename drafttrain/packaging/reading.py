@@ -115,7 +115,7 @@ def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
     folder = Path(folder).expanduser()
     config = read_config(folder)
     kind = class_of(config["drafter"]["_target_"], str(folder / CONFIG))
-    settings = _checked_settings(config["drafter"], kind, folder)
+    settings = checked_settings(config["drafter"], kind, f"{folder / CONFIG}: drafter")
     check_target(config, target, folder)
     if "adapter" in config and target.adapter is None:
         raise InputError(f"{folder} drafts for a tuned target, this is the original: open it with drafttrain.load")
@@ -153,9 +153,11 @@ def _parameters(kind: type[Drafter]) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in parameters.items() if name not in ("self", "target")}
 
 
-def _checked_settings(node: dict[str, Any], kind: type[Drafter], folder: Path) -> dict[str, Any]:
-    """Exactly the settings that the class takes, each of its default's type."""
-    where = f"{folder / CONFIG}: drafter"
+def checked_settings(node: dict[str, Any], kind: type[Drafter], where: str) -> dict[str, Any]:
+    """Exactly the settings that the class takes, each of its default's type, apart from those that are stored as tensors.
+
+    Raises: InputError.
+    """
     parameters = {name: p for name, p in _parameters(kind).items() if name not in STORED}
     check_keys(node, ("_target_", *parameters), where)
     settings = {name: value for name, value in node.items() if name != "_target_"}
