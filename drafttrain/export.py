@@ -96,7 +96,7 @@ def check_pair(package: Path, engine: str) -> Writer:
         engines would run the original, for which its drafter does not guess.
     """
     config = read_config(package)
-    write = pairs.writer_of(class_of(config["drafter"]["_target_"], str(package / CONFIG)), engine)
+    write = pairs.writer_of(class_of(config["drafter"]["_target_"], str(package / CONFIG)), engine, config["drafter"])
     if "adapter" in config:
         raise InputError(
             f"{package} was trained jointly with its target, which engines do not have: its drafter guesses for the tuned one. "

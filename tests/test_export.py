@@ -75,7 +75,7 @@ def test_warnings_alone_leave_with_zero(place: Path, tmp_path: Path, capsys: pyt
     ("kind", "message"),
     [
         (HydraHeads, "no engine runs Hydra's sequential heads.*custom_generate"),
-        (NGram, "no weights.*vllm serve.*prompt_lookup_max"),
+        (NGram, r'no weights.*vllm serve.*"prompt_lookup_max": 3, "prompt_lookup_min": 1\}'),
         (Suffix, "no weights.*arctic-inference"),
     ],
 )

@@ -23,7 +23,7 @@ from torch import Tensor
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError
 from drafttrain.layouts.block import Sizes, block_config, block_shapes, sizes_of
-from drafttrain.layouts.directory import Directory
+from drafttrain.layouts.directory import FLOATS, Directory
 from drafttrain.layouts.inspection import Inspection, Shapes, alike
 from drafttrain.layouts.rope import FALLBACK, effective
 from drafttrain.layouts.writing import Exported, Source, sglang_command, stored, vllm_command
@@ -39,10 +39,11 @@ _ARCHITECTURES = {
     "sglang": ("LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle", "MistralForCausalLMEagle"),
 }
 _EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "model.language_model.embed_tokens.weight")
-_HEADS = ("lm_head.weight", *_EMBEDDINGS)
 _NO_NORM = "layers.0.input_layernorm.weight"
 _QKV_BIASES = tuple(f"layers.0.self_attn.{name}_proj.bias" for name in "qkv")
 _SPECULATORS = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
+_COMPUTED = "rotary_emb.inv_freq"
+"""End of a name that older versions of transformers saved: engines pass over it, since it follows from the config."""
 
 
 # --- writing -------------------------------------------------------------------------------------------------------------
@@ -52,13 +53,12 @@ def write(source: Source) -> Exported:
     """Raises: InputError for what this engine cannot run: other families, biases it does not read, RoPE it does not know."""
     drafter, target, engine = source.drafter, source.target, source.engine
     assert isinstance(drafter, Eagle1)
-    config = block_config(target) if target.config.model_type in FAMILIES else {}
-    if not config:
+    if target.config.model_type not in FAMILIES:
         raise InputError(
-            f"to={engine}: target {target.name} is a {target.config.model_type}, whose block no engine's EAGLE-1 runs ("
-            f"{', '.join(FAMILIES)} are); the package itself decodes in transformers, by custom_generate"
+            f"to={engine}: target {target.name} is a {target.config.model_type}, whose block no engine's EAGLE-1 runs (they run "
+            f"those of {', '.join(FAMILIES)}); the package itself decodes in transformers, by custom_generate"
         )
-    config |= _family(target, engine)
+    config = block_config(target) | _family(target, engine)
     tensors = _tensors(drafter)
     _settle_bias(tensors, config, engine)
     if engine == "eagle":
@@ -183,7 +183,7 @@ def check(inspection: Inspection) -> None:
     if prefixed:
         inspection.add("model-prefix", f"{some(prefixed)}: engines put model. before these names themselves; take it away")
     sizes = sizes_of(config, inspection)
-    layers, vocab_size = inspection.whole(config, "num_hidden_layers", 1), inspection.whole(config, "vocab_size")
+    layers, vocab_size = inspection.whole(config, "num_hidden_layers"), inspection.whole(config, "vocab_size")
     if sizes is None or layers is None or vocab_size is None or not held:
         return
     _check_layers(inspection, layers)
@@ -191,7 +191,8 @@ def check(inspection: Inspection) -> None:
     _check_extras(inspection)
     named = {_NO_NORM, "lm_head.weight", "norm.weight", "d2t", "t2d", *prefixed}  # have faults of their own
     expected, optional = _shapes(inspection, sizes, layers, vocab_size)
-    optional |= {name: held[name].shape for name in named if name in held} | {"fc.bias": (sizes.width,)}
+    optional |= {name: held[name].shape for name in held if name in named or name.endswith(_COMPUTED)}
+    optional["fc.bias"] = (sizes.width,)
     inspection.compare(expected, optional, skips_unknown=engine == "sglang")
     inspection.weights(("d2t", "t2d"))
     inspection.borrowed("embed_tokens.weight", _EMBEDDINGS, "embedding", needed=engine != "vllm")
@@ -232,7 +233,7 @@ def _check_layers(inspection: Inspection, layers: int) -> None:
 def _check_biases(inspection: Inspection) -> None:
     config, held, engine = inspection.config, inspection.head.tensors, inspection.engine
     has = "fc.bias" in held
-    if engine == "vllm" and has and inspection.head.tensors["fc.bias"].dtype in ("F32", "F16", "BF16"):
+    if engine == "vllm" and has and inspection.head.tensors["fc.bias"].dtype in FLOATS:
         zero = not bool(inspection.head.read("fc.bias").any())
         inspection.add(
             "fc-bias-dropped",
@@ -290,16 +291,23 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Eagle1:
         its own, another RoPE.
     """
     config = _layer_config(head)
-    names = {_ours(name): name for name in head.tensors}
-    _refuse_others(head, config, names, target)
-    bias = "fc.bias" in names and bool(head.weight(names["fc.bias"], (target.width,)).any())
-    drafter = Eagle1(target, **{**known, "bias": known.get("bias", False) or bias})
+    names = {_ours(name): name for name in head.tensors if not name.endswith(_COMPUTED)}
+    _refuse_another_target(head, config, target)
+    _refuse_own_vocabulary(head, names, target)
     d = target.width
-    state: dict[str, Tensor] = {}
-    wanted = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items() if name != "draft_ids"}
-    for name, shape in wanted.items():
-        plain = name.replace("layer.", "layers.0.", 1)
-        state[name] = head.weight(names.get(plain, plain), shape)
+    bias = head.weight(names["fc.bias"], (d,)) if "fc.bias" in names else torch.zeros(d)
+    drafter = Eagle1(target, **{**known, "bias": known.get("bias", False) or bool(bias.any())})
+    shapes = {_theirs(name): tuple(t.shape) for name, t in drafter.state_dict().items() if name not in ("draft_ids", "fc.bias")}
+    odd = sorted(names.keys() - shapes.keys() - {"fc.bias", "embed_tokens.weight", "lm_head.weight"})
+    if odd or len(names) != sum(not name.endswith(_COMPUTED) for name in head.tensors):
+        what = some(odd) if odd else "a tensor under two names"
+        raise InputError(
+            f"{head.path} holds {what}: EAGLE-1 has one block of the target's kind, without a norm before its attention"
+        )
+    found = {name: head.weight(names.get(name, name), shape) for name, shape in shapes.items()}
+    state = {name: found[_theirs(name)] for name in drafter.state_dict() if _theirs(name) in found}
+    if drafter.bias:
+        state["fc.bias"] = bias
     state["fc.weight"] = torch.cat((state["fc.weight"][:, d:], state["fc.weight"][:, :d]), 1)
     drafter.load_state_dict(state, strict=False)  # draft_ids, where there are any, are set already.
     return drafter.eval()
@@ -324,12 +332,13 @@ def _ours(name: str) -> str:
     return name
 
 
-def _refuse_others(head: Directory, config: dict[str, Any], names: dict[str, str], target: Target) -> None:
+def _theirs(name: str) -> str:
+    return name.replace("layer.", "layers.0.", 1) if name.startswith("layer.") else name
+
+
+def _refuse_another_target(head: Directory, config: dict[str, Any], target: Target) -> None:
+    """Raise InputError unless the block's config is the target's, which it will be computed with."""
     own = target.config
-    known = {"fc.weight", "fc.bias", "embed_tokens.weight", "lm_head.weight"}
-    odd = sorted(name for name in names if name not in known and (not name.startswith("layers.0.") or name == _NO_NORM))
-    if odd:
-        raise InputError(f"{head.path} holds {some(odd)}: an EAGLE-1 head has one block without a norm before its attention")
     for key, mine in (("hidden_size", target.width), ("vocab_size", target.vocab_size)):
         if config.get(key, mine) != mine:
             raise InputError(f"{head.path}: {key} is {str(config[key])[:40]}, the target's is {mine}: it is another target's head")
@@ -342,6 +351,13 @@ def _refuse_others(head: Directory, config: dict[str, Any], names: dict[str, str
             f"{head.path} turns by RoPE with a base of {mine_rope[0]:g}, the target with {theirs[0]:g} (or their scalings differ): "
             "it was trained so, or its config.json lost rope_theta; correct that file if you know"
         )
+
+
+def _refuse_own_vocabulary(head: Directory, names: dict[str, str], target: Target) -> None:
+    """Raise InputError if the file has another embedding or head than the target, whose are borrowed."""
     for name, weight in (("embed_tokens.weight", target.embedding.weight), ("lm_head.weight", target.output.weight)):
-        if name in names and (head.tensors[names[name]].shape != tuple(weight.shape) or not alike(head.read(names[name]), weight)):
+        if name not in names:
+            continue
+        entry = head.tensors[names[name]]
+        if entry.shape != tuple(weight.shape) or entry.dtype not in FLOATS or not alike(head.read(names[name]), weight):
             raise InputError(f"{head.path}: {name} is not the target's own: eagle1 borrows the target's, and it is another one")

@@ -74,7 +74,7 @@ def check(inspection: Inspection, *, whole_file: bool = False) -> None:
     if prefixed:
         inspection.add("model-prefix", f"{some(prefixed)}: engines put model. before these names themselves; take it away")
     sizes = sizes_of(config, inspection)
-    layers, vocab_size = inspection.whole(config, "num_hidden_layers", 1), inspection.whole(config, "vocab_size")
+    layers, vocab_size = inspection.whole(config, "num_hidden_layers"), inspection.whole(config, "vocab_size")
     if sizes is None or layers is None or vocab_size is None or not held:
         return
     draft_size = vocabulary.draft_size_of(config, inspection, vocab_size)

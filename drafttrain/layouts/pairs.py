@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -30,23 +30,25 @@ TARGETS = ("vllm", "sglang", "eagle", "medusa", "speculators", "hf")
 """What `to` may be."""
 
 _IN_TRANSFORMERS = "its package decodes in transformers as it is: model.generate(..., custom_generate=<package>)"
-_UNSERVED: dict[type[Drafter], str] = {
+_UNSERVED: dict[type[Drafter], str] = {  # with the drafter's own settings in braces
     HydraHeads: f"no engine runs Hydra's sequential heads; {_IN_TRANSFORMERS}",
     NGram: (
         "it has no weights, and engines copy from the text by themselves: vllm serve <target> --speculative-config "
-        '\'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}\', or in '
-        "transformers model.generate(..., prompt_lookup_num_tokens=4)"
+        '\'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": {max_ngram}, "prompt_lookup_min": {min_ngram}}\', '
+        "or in transformers model.generate(..., prompt_lookup_num_tokens=4, max_matching_ngram_size={max_ngram})"
     ),
     Suffix: (
         "it has no weights, and vLLM has suffix decoding of its own (with arctic-inference installed): vllm serve <target> "
-        f'--speculative-config \'{{"method": "suffix"}}\'; {_IN_TRANSFORMERS}'
+        '--speculative-config \'{"method": "suffix"}\'; ' + _IN_TRANSFORMERS
     ),
 }
 
 
-def writer_of(kind: type[Drafter], engine: str) -> Writer:
+def writer_of(kind: type[Drafter], engine: str, settings: Mapping[str, Any]) -> Writer:
     """What writes this drafter for that engine.
 
+    Args:
+        settings: the drafter's.
     Raises: InputError for a pair that no engine serves, naming what would.
     """
     if engine not in TARGETS:
@@ -54,6 +56,8 @@ def writer_of(kind: type[Drafter], engine: str) -> Writer:
     layout = LAYOUTS.get(kind)
     if layout is None:
         why = _UNSERVED.get(kind, f"no engine's layout for it is known here; {_IN_TRANSFORMERS}")
+        for name, value in settings.items():
+            why = why.replace(f"{{{name}}}", str(value))
         raise InputError(f"to={engine}: a {kind.__name__} is not exported: {why}")
     if engine not in layout.ENGINES:
         what = (
