@@ -1,9 +1,11 @@
-"""Checks of what files hold: exact keys, the nearest valid name for a misspelt one."""
+"""Checks of what files hold: JSON without surprises, exact keys, the nearest valid name for a misspelt one."""
 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from drafttrain.errors import InputError
@@ -25,7 +27,35 @@ def check_keys(found: Any, known: Iterable[str], what: str, optional: Iterable[s
         raise InputError(f"{what} lacks {', '.join(lacking)}; nothing is guessed in its place")
 
 
+def read_json(path: Path, largest: int, what: str) -> Any:
+    """A JSON file of at most so many bytes, in which no key stands twice and every number is one.
+
+    Args:
+        what: what it should be, such as "a package's config".
+    Raises: InputError.
+    """
+    try:
+        if (size := path.stat().st_size) > largest:
+            raise InputError(f"{path} has {size} bytes: not {what}")
+        return json.loads(path.read_bytes(), object_pairs_hook=_once, parse_constant=_no_constant)
+    except (ValueError, RecursionError, OSError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+
+
 def some(names: Iterable[str], limit: int = 8) -> str:
     """The first names, and how many more there are."""
     listed = [str(name)[:160] for name in names]
     return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key[:80]!r} stands there twice")
+        found[key] = value
+    return found
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a number")

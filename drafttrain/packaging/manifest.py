@@ -29,7 +29,7 @@ from torch import Tensor
 
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
-from drafttrain.packaging.checking import check_keys, some
+from drafttrain.packaging.checking import check_keys, read_json, some
 from drafttrain.target import fingerprint
 from drafttrain.target.adapter import LARGEST_RANK
 from drafttrain.target.model import Target
@@ -67,7 +67,7 @@ _NEEDS = ("last_hidden", "layers", "logits")
 _SHAPE = ("width", "vocab_size", "draft_vocab", "parameters", "dtype")
 _TARGET = ("name", "model_type", "licence", "fingerprint")
 _ADAPTER = ("rank", "alpha", "linears", "parameters", "digest")
-_PICKLED = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib"}
+PICKLED = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib"}
 _LARGEST_CONFIG = 16 << 20
 _CLASS = re.compile(r"(drafttrain\.drafter\.[a-z_][a-z0-9_]*)\.([A-Z]\w*)")
 
@@ -83,7 +83,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
             f"package={folder} {'is a file' if folder.exists() else 'does not exist'}: give a package's folder"
         )
     inside = (folder / WHOLE).iterdir() if (folder / WHOLE).is_dir() else ()
-    pickled = sorted(path.name for path in (*folder.iterdir(), *inside) if path.suffix.lower() in _PICKLED)
+    pickled = sorted(path.name for path in (*folder.iterdir(), *inside) if path.suffix.lower() in PICKLED)
     if pickled:
         raise InputError(
             f"{folder} holds {some(pickled)}: such files can run code when read; only safetensors is accepted"
@@ -95,12 +95,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
             hint = "this looks like a target, which is given as target=hf target.path=<folder>"
         raise InputError(f"{folder} is not a package, it lacks {', '.join(lacking)}: {hint}")
     path = folder / CONFIG
-    try:
-        if path.stat().st_size > _LARGEST_CONFIG:
-            raise InputError(f"{path} has {path.stat().st_size} bytes: not a package's config")
-        config = json.loads(path.read_bytes(), object_pairs_hook=_once, parse_constant=_no_constant)
-    except (ValueError, RecursionError, OSError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
+    config = read_json(path, _LARGEST_CONFIG, "a package's config")
     form = config.get("format") if isinstance(config, dict) else None
     if form != FORMAT or isinstance(form, bool):
         newer = isinstance(form, int) and form > FORMAT
@@ -282,16 +277,3 @@ def owned(drafter: Drafter) -> dict[str, Tensor]:
 def needs_of(drafter: Drafter) -> dict[str, Any]:
     needs = drafter.needs
     return {"last_hidden": needs.last_hidden, "layers": list(needs.layers), "logits": needs.logits}
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {key[:80]!r} stands there twice")
-        found[key] = value
-    return found
-
-
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not a number")

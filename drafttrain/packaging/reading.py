@@ -165,7 +165,7 @@ def _described(node: dict[str, Any], draft_vocab: Any, folder: Path) -> _Describ
     """What can be checked of a drafter, and of its members, without its tensors."""
     where = f"{folder / CONFIG}: drafter"
     kind = class_of(node["_target_"], str(folder / CONFIG))
-    settings = _checked_settings(node, kind, where)
+    settings = checked_settings(node, kind, where)
     if MEMBERS not in _parameters(kind):
         return _Described(kind, settings, draft_vocab)
     listed, members = settings.pop(MEMBERS), []
@@ -178,7 +178,7 @@ def _described(node: dict[str, Any], draft_vocab: Any, folder: Path) -> _Describ
         own = class_of(inner["_target_"], here)
         if MEMBERS in _parameters(own):
             raise InputError(f"{here} is {own.__name__}: a member has no members of its own")
-        told = _checked_settings(inner, own, here, also=("draft_vocab",))
+        told = checked_settings(inner, own, here, also=("draft_vocab",))
         members.append(_Described(own, told, told.pop("draft_vocab"), prefix=f"{MEMBERS}.{number}."))
     return _Described(kind, settings, draft_vocab, tuple(members))
 
@@ -188,13 +188,14 @@ def _parameters(kind: type[Drafter]) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in parameters.items() if name not in ("self", "target")}
 
 
-def _checked_settings(
+def checked_settings(
     node: dict[str, Any], kind: type[Drafter], where: str, also: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Exactly the settings that the class takes, each of its default's type.
+    """Exactly the settings that the class takes, each of its default's type, apart from those that are stored as tensors.
 
     Args:
         also: what else is told there.
+    Raises: InputError.
     """
     parameters = {name: p for name, p in _parameters(kind).items() if name not in STORED}
     check_keys(node, ("_target_", *also, *parameters), where)

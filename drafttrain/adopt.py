@@ -1,0 +1,107 @@
+"""Make a package of a head that was trained elsewhere, so that it decodes here and `fit init_from=<package>` trains it further.
+
+Takes over EAGLE-1 heads (of vLLM, SGLang, EAGLE's authors, speculators), Medusa heads (of vLLM, FasterDecoding, speculators) and
+draft models (directories of transformers). What drafttrain's own drafter cannot be, such as another block than the target's, is
+refused with what differs. Only config.json and safetensors are read, and nothing of the directory is run.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from omegaconf import DictConfig
+
+from drafttrain.decoding.plan import Plan
+from drafttrain.drafter.base import Drafter
+from drafttrain.drafter.ssm import Ssm
+from drafttrain.errors import InputError
+from drafttrain.layouts.directory import Directory, how_to_convert, open_directory
+from drafttrain.layouts.origin import Origin, read_origin, refuse_other_target
+from drafttrain.layouts.pairs import reader_of
+from drafttrain.packaging.writing import check_place, save_package
+from drafttrain.runs import provenance
+from drafttrain.target.model import Target
+from drafttrain.tree.topology import Tree
+from drafttrain.wiring.building import build
+from drafttrain.wiring.doors import door
+
+
+@door("adopt", text=("head", "out"))
+def main(cfg: DictConfig) -> None:
+    check_settings(cfg)
+    check_place(cfg.out)
+    head = open_directory(cfg.head, "head")
+    refuse_pickles(head)
+    reader_of(head)
+    told = read_origin(head)
+    target: Target = build(cfg.target, work="decode")
+    drafter = read_drafter(head, target, told)
+    folder = save_package(
+        cfg.out,
+        drafter=drafter,
+        target=target,
+        plan=Plan(Tree.chain(min(cfg.chain, drafter.max_depth or cfg.chain))),
+        metrics={"settings": {}, "rows": []},
+        provenance={"adopted": True, **provenance(cfg)},
+        trained_length=cfg.trained_length or (told.trained_length if told else None),
+        dtype=dtype_of(head),
+        say=say,
+    )
+    say(f"{type(drafter).__name__} for {target.name}; measure it: python -m drafttrain.evaluate package={folder}")
+    say(f"train it further: python -m drafttrain.fit init_from={folder} {fit_words(drafter, head)}")
+
+
+def check_settings(cfg: DictConfig) -> None:
+    for key, least in (("chain", 1), ("trained_length", 1)):
+        value = cfg[key]
+        if not (value is None and key == "trained_length") and (type(value) is not int or value < least):
+            raise InputError(f"{key}={value}: needs a whole number of at least {least}")
+
+
+def refuse_pickles(head: Directory) -> None:
+    if head.tensors:
+        return
+    if head.pickled:
+        raise InputError(f"head={head.path}: {how_to_convert(head.pickled)}")
+    raise InputError(f"head={head.path} holds no safetensors file")
+
+
+def read_drafter(head: Directory, target: Target, told: Origin | None) -> Drafter:
+    """The drafter, with the settings that an export of drafttrain's tells; the random state stays as it was.
+
+    Args:
+        told: by `read_origin`.
+    Raises: InputError if it is another target's, or no drafter of drafttrain's.
+    """
+    kind, read = reader_of(head)
+    if told is not None:
+        refuse_other_target(told, target, head)
+    known = told.settings(kind, head) if told else {}
+    devices = [target.device] if target.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        return read(head, target, known)
+
+
+def dtype_of(head: Directory) -> str:
+    """In which the package keeps the weights without losing any of their bits."""
+    kinds = {entry.dtype for entry in head.tensors.values() if entry.dtype in ("F32", "F16", "BF16")}
+    return "bfloat16" if kinds == {"BF16"} else "float32"
+
+
+def fit_words(drafter: Drafter, head: Directory) -> str:
+    """What `fit` must be told to build the same drafter."""
+    own = 0 if drafter.choices == drafter.target.vocab_size else drafter.choices
+    words = [f"drafter={type(drafter).__module__.rpartition('.')[2]}", f"draft_vocab={own}"]
+    if isinstance(drafter, Ssm):
+        return " ".join([*words, "drafter.layers=null", f"drafter.path={head.path}"])
+    told = {name: value for name, value in drafter.settings().items() if name in ("bias", "heads", "blocks", "own_head")}
+    return " ".join([*words, *(f"drafter.{name}={str(value).lower()}" for name, value in told.items())])
+
+
+def say(text: str) -> None:
+    print(f"adopt: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

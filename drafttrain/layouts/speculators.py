@@ -1,0 +1,131 @@
+"""Directories that the library speculators writes, as vLLM's adapter reads them: the head's own keys at the top level, the block's
+in `transformer_layer_config`, the target in `speculators_config`, so that vLLM serves the directory as if it were a model.
+
+Read from: speculators 0.9 models/, and 0.1 models/eagle.py for EAGLE-1; vLLM 0.32 transformers_utils/configs/speculators.
+"""
+
+from __future__ import annotations
+
+from pathlib import PureWindowsPath
+from typing import Any
+
+from drafttrain.layouts import dflash, eagle3
+from drafttrain.layouts.directory import Directory
+from drafttrain.layouts.inspection import Inspection
+
+ENGINES = ("vllm",)
+SERVED = ("eagle3", "peagle", "dflash", "dspark")
+"""Types that vLLM's adapter knows."""
+TYPE = "speculators_model_type"
+_OWN_KEYS = ("norm_before_fc", "fc_norm", "norm_output", "tie_word_embeddings", "quantization_config")
+
+
+def recognises(head: Directory) -> bool:
+    return TYPE in head.config or "speculators_config" in head.config
+
+
+def default_engine(head: Directory) -> str:
+    return "vllm"
+
+
+def check(inspection: Inspection) -> None:
+    config = inspection.config
+    kind = config.get(TYPE)
+    _check_keys(inspection)
+    if kind == "mtp":
+        inspection.add(
+            "mtp-not-stitched", "a directory of type mtp is not served as it is: stitch it into the target's own checkpoint"
+        )
+        return
+    if kind not in SERVED:
+        inspection.add(
+            "speculators-type",
+            f"{TYPE} is {str(kind)[:40]}, vLLM's adapter knows {', '.join(SERVED)}"
+            + ("; import it with drafttrain.adopt and export it to=vllm" if kind == "eagle" else ""),
+        )
+        return
+    inner = config.get("transformer_layer_config")
+    if not isinstance(inner, dict):
+        return
+    plain = Inspection(Directory(inspection.head.path, _plain(config, inner), inspection.head.tensors, inspection.head.pickled),
+                       inspection.engine, inspection.target)  # fmt: skip
+    if kind in ("eagle3", "peagle"):
+        if "norm_before_residual" not in config:
+            inspection.add(
+                "norm-order-unsaid",
+                "norm_before_residual is not given: vLLM takes true, the library false; write what it was trained with",
+            )
+        if kind == "peagle":
+            plain.head.config["parallel_drafting"] = True
+        eagle3.check(plain, whole_file=True)
+        _forget_nested(plain)
+    else:
+        if kind == "dflash" and config.get("sliding_window_non_causal") is not True:
+            inspection.add(
+                "dflash-causal",
+                "sliding_window_non_causal is not true: vLLM makes all layers causal, those of full attention too; write true",
+            )
+        dflash.check(plain, spark=kind == "dspark")
+    inspection.findings += plain.findings
+
+
+def _check_keys(inspection: Inspection) -> None:
+    """What the adapter needs, and what makes it find another target."""
+    config = inspection.config
+    told = config.get("speculators_config")
+    told = told if isinstance(told, dict) else {}
+    methods, verifier = told.get("proposal_methods"), told.get("verifier")
+    first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
+    name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    places = {
+        TYPE: config.get(TYPE),
+        "transformer_layer_config": config.get("transformer_layer_config"),
+        "speculators_config.proposal_methods[0].speculative_tokens": first.get("speculative_tokens"),
+        "speculators_config.verifier.name_or_path": name,
+    }
+    if lacking := [key for key, value in places.items() if value is None]:
+        inspection.add("speculators-key-missing", f"{', '.join(lacking)} not given: vLLM does not start")
+    local = isinstance(name, str) and (name.startswith((".", "~", "/")) or PureWindowsPath(name).is_absolute())
+    if local:
+        inspection.add(
+            "verifier-path",
+            f"verifier.name_or_path is {str(name)[:80]}, a path of some machine: write the target's name",
+            fatal=False,
+        )
+    if "model_type" in config:
+        inspection.add("speculators-model-type", "model_type at the top level: readers take it for that model", fatal=False)
+    if config.get("draft_vocab_size") is None:
+        inspection.add("draft-vocab-missing", "draft_vocab_size is not given: write it, whatever it is")
+
+
+def _plain(config: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
+    """The config that vLLM's adapter makes of it."""
+    kind = config[TYPE]
+    found = {**inner, **{key: config[key] for key in _OWN_KEYS if key in config}}
+    found["draft_vocab_size"] = config.get("draft_vocab_size")
+    if config.get("target_hidden_size") is not None:
+        found["target_hidden_size"] = config["target_hidden_size"]
+    if kind in ("eagle3", "peagle"):
+        qwen = inner.get("model_type") == "qwen3"
+        found["architectures"] = ["Eagle3Qwen3ForCausalLM" if qwen else "Eagle3LlamaForCausalLM"]
+        found["norm_before_residual"] = config.get("norm_before_residual", True)
+        found[eagle3.KEY] = config.get(eagle3.KEY)
+        found["mask_token_id"] = config.get("mask_token_id")
+        if "num_aux_hidden_states" in config:
+            found["num_aux_hidden_states"] = config["num_aux_hidden_states"]
+        return found
+    ids = config.get("aux_hidden_state_layer_ids")
+    whole = isinstance(ids, list) and all(type(i) is int for i in ids)
+    found["architectures"] = ["Qwen3DSparkModel" if kind == "dspark" else "DFlashDraftModel"]
+    found |= {"model_type": "qwen3", "target_layer_ids": [i - 1 for i in ids] if whole and ids else ids}
+    # Whether sliding layers are causal is told by sliding_window_non_causal.
+    found["dflash_config"] = {"mask_token_id": config.get("mask_token_id"), "causal": False}
+    for key in ("block_size", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"):
+        if key in config:
+            found[key] = config[key]
+    return found
+
+
+def _forget_nested(plain: Inspection) -> None:
+    """SGLang's numbering has no place in this layout."""
+    plain.findings[:] = [finding for finding in plain.findings if finding.name != "layers-one-convention"]

@@ -1,0 +1,180 @@
+"""Put an exported directory in its place: whole, or not at all, and only if its own checks find nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from drafttrain.drafter.base import Drafter
+from drafttrain.errors import InputError
+from drafttrain.layouts.directory import CONFIG, Directory, open_directory
+from drafttrain.layouts.inspection import Finding, refuse
+from drafttrain.packaging.checking import some
+from drafttrain.target.model import Target
+
+MODEL = "model.safetensors"
+CARD = "README.md"
+VOCABULARIES = ("auto", "whole", "reduced")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is exported, and how."""
+
+    drafter: Drafter
+    target: Target
+    engine: str
+    dtype: torch.dtype
+    vocabulary: str = "auto"
+    """`reduced` keeps the package's draft vocabulary, `whole` drafts from every token, `auto` keeps it where the layout can."""
+    tokens: int = 4
+    """Drafted tokens a round, for the command that starts the engine."""
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """(w) int64 ids of the package's reduced draft vocabulary, on the CPU."""
+        ids: Tensor | None = getattr(self.drafter, "draft_ids", None)
+        return None if ids is None else ids.cpu()
+
+    def kept_ids(self, *, holds: bool, why: str) -> Tensor | None:
+        """The draft vocabulary that is written, where the layout holds one.
+
+        Args:
+            why: the reason why this layout holds none.
+        Raises: InputError if one is asked for and cannot be had.
+        """
+        ids = self.draft_ids
+        if self.vocabulary == "reduced" and ids is None:
+            raise InputError("vocabulary=reduced: this package drafts from the whole vocabulary; set vocabulary=auto")
+        if self.vocabulary == "reduced" and not holds:
+            raise InputError(f"vocabulary=reduced: {why}; set vocabulary=auto")
+        return ids if holds and self.vocabulary != "whole" else None
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A directory that is to be written."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    command: str
+    """That starts the engine with it; {out} stands for the directory, {target} for the target."""
+    file: str = MODEL
+    texts: dict[str, str] = field(default_factory=dict)
+    """Further files."""
+    tokenizer: bool = False
+    """Does the engine look for the target's tokenizer here?"""
+    notes: tuple[str, ...] = ()
+    """What a person should know."""
+
+
+def vllm_command(method: str, tokens: int, **more: Any) -> str:
+    settings = json.dumps({"method": method, "model": "{out}", "num_speculative_tokens": tokens, **more})
+    return f"vllm serve {{target}} --speculative-config '{settings}'"
+
+
+def sglang_command(algorithm: str, tokens: int) -> str:
+    return (
+        f"python -m sglang.launch_server --model-path {{target}} --speculative-algorithm {algorithm} "
+        f"--speculative-draft-model-path {{out}} --speculative-num-steps {tokens} --speculative-num-draft-tokens {tokens + 1}"
+    )
+
+
+def stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Copies in the dtype that is written, each with memory of its own; ids and marks stay as they are.
+
+    Raises: InputError if a weight is no finite number, or none any more in that dtype.
+    """
+    kept = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        whole = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+        kept[name] = whole.clone(memory_format=torch.contiguous_format)
+    bad = [name for name, tensor in kept.items() if tensor.is_floating_point() and not bool(tensor.isfinite().all())]
+    if bad:
+        word = str(dtype).removeprefix("torch.")
+        raise InputError(f"NaN or infinite weights in {some(bad)} as {word}: give dtype=float32, or train the drafter again")
+    return kept
+
+
+def check_out(out: str | os.PathLike[str]) -> Path:
+    """Where a directory can be put without touching anything. Worth calling before long work.
+
+    Raises: InputError unless it does not exist yet or is an empty folder, in a place that can be written to.
+    """
+    folder = Path(os.path.abspath(Path(out).expanduser()))
+    if folder.is_symlink():
+        raise InputError(f"out={out} is a link: give the folder itself")
+    above = next(parent for parent in folder.parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise InputError(f"out={out} cannot be made: {above} is not a folder that can be written to")
+    if not folder.exists():
+        return folder
+    if not folder.is_dir():
+        raise InputError(f"out={out} is a file: give a new folder")
+    held = sorted(entry.name for entry in folder.iterdir())
+    if held:
+        raise InputError(f"out={out} holds {some(held)}: give a new or an empty folder, nothing is ever replaced")
+    here = Path.cwd().resolve()
+    if here == folder.resolve() or folder.resolve() in here.parents:
+        raise InputError(f"out={out} holds the folder this program runs in: give a folder of its own")
+    return folder
+
+
+def put(
+    out: Path,
+    exported: Exported,
+    texts: dict[str, str],
+    tokenizer: Any | None,
+    check: Callable[[Directory], list[Finding]],
+) -> Path:
+    """Write a directory beside its place, check it there as if it were foreign, then put it in its place.
+
+    Args:
+        out: as `check_out` gives it.
+        texts: files beside those of the layout.
+        tokenizer: written where the layout wants one and the target has one.
+        check: what it finds in the directory keeps it from being put there.
+    Raises: InputError for what was found, OSError if the disk is full. `out` is then as it was.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        save_file(exported.tensors, scratch / exported.file, metadata={"format": "pt"})
+        for name, text in {CONFIG: as_json(exported.config), **exported.texts, **texts}.items():
+            (scratch / name).write_text(text, encoding="utf-8")
+        if exported.tokenizer and tokenizer is not None:
+            tokenizer.save_pretrained(scratch)
+        for file in filter(Path.is_file, scratch.rglob("*")):
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+            file.chmod(0o644)
+        scratch.chmod(0o755)
+        refuse(check(open_directory(scratch, "out")), f"this export to {out} would not work")
+        check_out(out)
+        was_there = out.exists()
+        if was_there:
+            out.rmdir()  # empty; some systems do not rename onto a folder that exists
+        try:
+            scratch.rename(out)
+        except BaseException:
+            if was_there:
+                out.mkdir()
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return out
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,0 +1,145 @@
+"""A head from elsewhere becomes a package that decodes, measures and begins a training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import drafttrain
+from drafttrain import adopt, export
+from drafttrain.decoding.loop import decode
+from drafttrain.decoding.plan import Plan
+from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.drafter.medusa import Medusa
+from drafttrain.drafter.ssm import Ssm
+from drafttrain.errors import InputError
+from drafttrain.layouts.directory import open_directory
+from drafttrain.packaging.beginning import check_beginning, read_beginning, take_weights
+from drafttrain.packaging.manifest import read_config
+from drafttrain.target.model import Target
+from drafttrain.tree.topology import Tree
+from tests.helpers import save_target
+from tests.layouts.made import read_back, same, stirred, tensors
+from tests.packaging.made import packed
+
+KINDS: dict[str, tuple[Any, str]] = {
+    "eagle1": (lambda target: Eagle1(target, bias=True), "sglang"),
+    "medusa": (lambda target: Medusa(target, heads=2, own_head=True), "vllm"),
+    "ssm": (lambda target: Ssm(target, layers=1, width=32, heads=2), "hf"),
+}
+
+
+@pytest.fixture(scope="module")
+def place(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target, and a foreign head of each kind in bfloat16."""
+    folder = tmp_path_factory.mktemp("adopt")
+    save_target(target, folder / "target")
+    for kind, (make, engine) in KINDS.items():
+        packed(folder / "package", stirred(make(target)), target, dtype="bfloat16", trained_length=48)
+        export.export_package(folder / "package", target, engine, folder / kind)
+        (folder / f"{kind}-ours").mkdir()
+        shutil.copytree(folder / kind, folder / f"{kind}-ours", dirs_exist_ok=True)
+        (folder / kind / "drafttrain.json").unlink()
+    return folder
+
+
+def words(place: Path, *more: str, **settings: Any) -> list[str]:
+    given = {"target": "hf", "target.path": place / "target", "target.dtype": "float32", "target.device": "cpu", **settings}
+    return [f"{key}={value}" for key, value in given.items()] + list(more)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_foreign_head_decodes_and_begins_a_training(
+    kind: str, place: Path, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "package"
+    adopt.main(words(place, head=place / kind, out=package, chain=3))
+    said = capsys.readouterr().err
+    assert f"init_from={package} drafter={kind} draft_vocab=0" in said
+    told = read_config(package)
+    assert told["shape"]["dtype"] == "bfloat16" and told["training"]["adopted"] and told["trained_length"] is None
+    speculator = drafttrain.load(package, target, dtype="float32")
+    assert speculator.plan.tree.max_depth == (2 if kind == "medusa" else 3)
+    outputs, tally = speculator.generate([[5, 6, 7]], max_new_tokens=8)
+    plain, _ = decode(target, None, [[5, 6, 7]], Plan(Tree.chain(0)), max_new_tokens=8)
+    assert outputs[0].ids == plain[0].ids and tally.drafted
+    check_beginning(str(package))
+    make = KINDS[kind][0]
+    fresh = make(target)
+    given = read_beginning(str(package), target, type(fresh), 0)
+    take_weights(fresh, given, str(package))
+    assert same(fresh, given)
+
+
+def test_an_export_keeps_what_its_package_knew(place: Path, target: Target, tmp_path: Path) -> None:
+    adopt.main(words(place, head=place / "eagle1-ours", out=tmp_path / "package"))
+    assert read_config(tmp_path / "package")["trained_length"] == 48
+    adopt.main(words(place, head=place / "eagle1-ours", out=tmp_path / "other", trained_length=7))
+    assert read_config(tmp_path / "other")["trained_length"] == 7
+
+
+def test_the_random_state_stays(place: Path, target: Target) -> None:
+    before = torch.get_rng_state()
+    adopt.read_drafter(open_directory(place / "medusa", "head"), target, None)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_pickles_are_refused_with_a_way(place: Path, tmp_path: Path, target: Target, capsys: pytest.CaptureFixture[str]) -> None:
+    """The way that is told really leads there."""
+    head = tmp_path / "head"
+    shutil.copytree(place / "eagle1", head)
+    torch.save(load_file(head / "model.safetensors"), head / "pytorch_model.bin")
+    (head / "model.safetensors").unlink()
+    with pytest.raises(SystemExit) as left:
+        adopt.main(words(place, head=head, out=tmp_path / "package"))
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and "pytorch_model.bin can run code when read" in said and not (tmp_path / "package").exists()
+    code = said.split('python -c "')[1].split('"')[0].replace("'pytorch_model.bin'", repr(str(head / "pytorch_model.bin")))
+    exec(code.replace("'model.safetensors'", repr(str(head / "model.safetensors"))), {})
+    (head / "pytorch_model.bin").unlink()
+    adopt.main(words(place, head=head, out=tmp_path / "package"))
+    assert (tmp_path / "package").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"head": "/nowhere"}, "head=/nowhere does not exist"),
+        ({"chain": 0}, "chain=0: needs a whole number"),
+        ({"trained_length": "long"}, "trained_length=long"),
+        ({"out": "{place}"}, "holds"),
+        ({"head": "{place}/package"}, "is a drafttrain package"),
+    ],
+)
+def test_bad_input_is_one_line(
+    settings: dict[str, Any], message: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"head": place / "eagle1", "out": tmp_path / "package", "target.path": "/nowhere"}
+    given |= {key: str(value).replace("{place}", str(place)) for key, value in settings.items()}
+    with pytest.raises(SystemExit) as left:
+        adopt.main(words(place, **given))
+    assert left.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_another_class_than_the_export_tells(place: Path, tmp_path: Path, target: Target) -> None:
+    head = Path(shutil.copytree(place / "eagle1-ours", tmp_path / "head"))
+    told = json.loads((head / "drafttrain.json").read_text())
+    for name in ("drafttrain.drafter.medusa.Medusa", "os.system"):
+        told["drafter"]["_target_"] = name
+        (head / "drafttrain.json").write_text(json.dumps(told))
+        with pytest.raises(InputError, match=r"the directory holds a Eagle1|is not a drafter of drafttrain"):
+            read_back(head, target)
+
+
+def test_what_reading_refuses_is_not_packaged(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = Path(shutil.copytree(place / "eagle1", tmp_path / "head"))
+    tensors(lambda t: t["fc.weight"][0, :1].fill_(torch.nan))(head)
+    with pytest.raises(SystemExit):
+        adopt.main(words(place, head=head, out=tmp_path / "package"))
+    assert "NaN or infinite values in fc.weight" in capsys.readouterr().err and not (tmp_path / "package").exists()

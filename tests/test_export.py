@@ -1,0 +1,260 @@
+"""The door: pairs that no engine serves are refused with what would, nothing is left half-written, a check is an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain import export
+from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.drafter.hydra_heads import HydraHeads
+from drafttrain.drafter.ngram import NGram
+from drafttrain.drafter.suffix import Suffix
+from drafttrain.errors import InputError
+from drafttrain.layouts import writing
+from drafttrain.layouts.inspection import Finding
+from drafttrain.layouts.writing import check_out
+from drafttrain.target.model import Target
+from tests.helpers import packed_place
+from tests.layouts.made import config, put, stirred
+from tests.packaging.made import packed
+
+
+@pytest.fixture(scope="module")
+def place(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the target and a package."""
+    return packed_place(tmp_path_factory.mktemp("export"), target, stirred(Eagle1(target)))
+
+
+def words(place: Path, **settings: Any) -> list[str]:
+    given = {"target": "hf", "target.path": place / "target", "target.dtype": "float32", "target.device": "cpu", **settings}
+    return [f"{key}={value}" for key, value in given.items()]
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_export_then_check(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "head"
+    export.main(words(place, package=place / "package", to="vllm", out=out))
+    told = capsys.readouterr()
+    assert told.out.startswith("vllm serve") and str(out) in told.out and '"num_speculative_tokens": 4' in told.out
+    assert "checked" in told.err
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "config.json", "drafttrain.json", "model.safetensors"]
+    assert all(path.stat().st_mode & 0o777 == 0o644 for path in out.iterdir()) and out.stat().st_mode & 0o777 == 0o755
+    assert [path.name for path in out.parent.iterdir()] == ["head"]
+    export.main([f"check={out}", f"against={place / 'target'}"])
+    assert "nothing found" in capsys.readouterr().out
+    put("lm_head.weight", 320, 64)(out)
+    with pytest.raises(SystemExit) as left:
+        export.main([f"check={out}"])
+    assert left.value.code == 1 and "head-shipped" in capsys.readouterr().out
+    config(tie_word_embeddings=True)(out)
+    put("lm_head.weight", 320, 64)(out)
+    with pytest.raises(SystemExit):
+        export.main([f"check={out}", "to=sglang"])
+    assert "tied-embeddings" in capsys.readouterr().out
+
+
+def test_warnings_alone_leave_with_zero(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], target: Target) -> None:
+    export.export_package(place / "package", target, "vllm", tmp_path / "head")
+    config(tie_word_embeddings=True)(tmp_path / "head")
+    export.main([f"check={tmp_path / 'head'}"])
+    assert "warning" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang", "eagle", "medusa", "speculators", "hf"])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (HydraHeads, "no engine runs Hydra's sequential heads.*custom_generate"),
+        (NGram, r'no weights.*vllm serve.*"prompt_lookup_max": 3, "prompt_lookup_min": 1\}'),
+        (Suffix, "no weights.*arctic-inference"),
+    ],
+)
+def test_drafters_that_no_engine_loads(kind: Any, message: str, to: str, target: Target, tmp_path: Path) -> None:
+    packed(tmp_path / "package", kind(target), target)
+    with pytest.raises(InputError, match=message):
+        export.check_pair(tmp_path / "package", to)
+
+
+@pytest.mark.parametrize("to", ["medusa", "speculators", "hf"])
+def test_pairs_that_no_engine_serves(to: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the target is read."""
+    given = words(place, package=place / "package", to=to, out=tmp_path / "out") + ["target.path=/nowhere"]
+    with pytest.raises(SystemExit) as left:
+        export.main(given)
+    assert left.value.code == 2 and "give to=vllm or to=sglang or to=eagle" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tuned_target_is_refused(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {**json.loads((place / "package/config.json").read_text()), "adapter": {}}
+    monkeypatch.setattr(export, "read_config", lambda folder: told)
+    with pytest.raises(InputError, match="trained jointly with its target"):
+        export.check_pair(place / "package", "vllm")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"to": None}, "needs to=<the engine>"),
+        ({"to": "vlm"}, "to=vlm: give one of vllm, sglang"),
+        ({"package": None}, "needs package=<folder of a package>"),
+        ({"package": "/nowhere"}, "does not exist"),
+        ({"out": None}, "needs out=<a new folder>"),
+        ({"dtype": "int8"}, "dtype=int8: give one of package, float32"),
+        ({"vocabulary": "small"}, "vocabulary=small: give one of auto, whole, reduced"),
+        ({"tokens": 0}, "tokens=0: needs a whole number of at least 1"),
+        ({"against": "somewhere"}, "against is what check compares with"),
+        ({"check": "somewhere"}, "leave package and out away"),
+        ({"package": None, "out": None, "check": "/nowhere"}, "check=/nowhere does not exist"),
+        ({"package": None, "out": None, "check": "/nowhere", "to": "speculators"}, "to=speculators: give one of vllm"),
+        ({"tokns": 3}, "there is no setting tokns. Did you mean tokens"),
+    ],
+)
+def test_bad_input_is_one_line(
+    settings: dict[str, Any], message: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"package": place / "package", "to": "vllm", "out": tmp_path / "out", "target.path": "/nowhere", **settings}
+    with pytest.raises(SystemExit) as left:
+        export.main(words(place, **{key: value for key, value in given.items() if value is not None}))
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and message in said and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+# --- the place -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_folder_is_used(place: Path, tmp_path: Path, target: Target) -> None:
+    (tmp_path / "out").mkdir()
+    export.export_package(place / "package", target, "vllm", tmp_path / "out")
+    assert (tmp_path / "out/model.safetensors").is_file()
+
+
+def test_places_that_are_not_used(place: Path, tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/thesis.tex").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "full")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    before = snapshot(tmp_path)
+    for out, message in {
+        tmp_path / "full": r"holds thesis\.tex.*nothing is ever replaced",
+        tmp_path / "file": "is a file",
+        tmp_path / "link": "is a link",
+        tmp_path / "file/inside": "cannot be made",
+        Path("."): "the folder this program runs in",
+        place / "package": "holds",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            export.export_package(place / "package", target, "vllm", out)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "empty"])
+@pytest.mark.parametrize("when", ["writing", "checking", "swapping"])
+def test_a_failing_write_leaves_the_place_as_it_was(
+    when: str, there: bool, place: Path, tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    if there:
+        out.mkdir()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if when == "writing":
+        monkeypatch.setattr(writing, "save_file", full)
+    elif when == "checking":
+        monkeypatch.setattr(export, "checked", lambda head, source: [Finding("planted", "a fault")])
+    else:
+        monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises((OSError, InputError), match=r"No space|\[planted\] a fault"):
+        export.export_package(place / "package", target, "vllm", out)
+    assert [path.name for path in tmp_path.iterdir()] == (["out"] if there else [])
+    assert not there or not list(out.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir()
+    os.chmod(tmp_path / "closed", 0o500)
+    try:
+        if not os.access(tmp_path / "closed", os.W_OK):  # a superuser may write anywhere
+            with pytest.raises(InputError, match="cannot be made"):
+                check_out(tmp_path / "closed" / "out")
+    finally:
+        os.chmod(tmp_path / "closed", 0o700)
+
+
+# --- what is never trusted -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda p: (p / "config.json").write_text("{"), "cannot be read"),
+        (lambda p: (p / "config.json").write_text('{"a": 1, "a": 2}'), "stands there twice"),
+        (lambda p: (p / "config.json").write_text('{"a": NaN}'), "is not a number"),
+        (lambda p: (p / "config.json").write_text("[" * 10**6), "cannot be read"),
+        (lambda p: (p / "config.json").write_text("[]"), "needs a mapping"),
+        (lambda p: (p / "config.json").write_text(" " * (17 << 20)), "bytes: not an engine's config"),
+        (lambda p: (p / "config.json").unlink(), "has no config.json"),
+        (lambda p: (p / "model.safetensors").write_bytes(b"\x80\x04"), "cannot be read"),
+        (lambda p: os.truncate(p / "model.safetensors", 4000), "cannot be read"),
+        (lambda p: (p / "second.safetensors").write_bytes((p / "model.safetensors").read_bytes()), "and in second.safetensors"),
+        (lambda p: (p / "drafttrain.json").write_text("{}"), "lacks format"),
+        (lambda p: config_of_origin(p, engine="x"), "engine is x"),
+        (lambda p: config_of_origin(p, draft_ids=[3, 1]), "ascend within"),
+        (lambda p: config_of_origin(p, draft_ids="all"), "draft_ids needs a list"),
+        (lambda p: config_of_origin(p, format=2), "format 2, this version reads 1"),
+        (lambda p: config_of_origin(p, trained_length=-1), "trained_length is -1"),
+        (lambda p: config_of_origin(p, target={}), "target.fingerprint"),
+        (lambda p: config_of_origin(p, more=1), "unknown key 'more'"),
+    ],
+)
+def test_damage_is_refused(
+    damage: Any, message: str, place: Path, tmp_path: Path, target: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export.export_package(place / "package", target, "vllm", tmp_path / "head")
+    damage(tmp_path / "head")
+    with pytest.raises(SystemExit) as left:
+        export.main([f"check={tmp_path / 'head'}"])
+    assert left.value.code == 2 and message in capsys.readouterr().err
+
+
+def config_of_origin(path: Path, **changes: Any) -> None:
+    told = json.loads((path / "drafttrain.json").read_text())
+    (path / "drafttrain.json").write_text(json.dumps(told | changes))
+
+
+def test_nothing_of_a_directory_is_run(place: Path, tmp_path: Path, target: Target, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither a pickle nor Python code."""
+
+    class Marker:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (open, (str(tmp_path / "marker"), "w"))
+
+    head = tmp_path / "head"
+    export.export_package(place / "package", target, "vllm", head)
+    (head / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Marker()}))
+    (head / "modeling.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
+    config(auto_map={"AutoModel": "modeling.Model"})(head)
+    with pytest.raises(SystemExit):
+        export.main([f"check={head}"])
+    assert "pickle-beside-safetensors" in capsys.readouterr().out
+    torch.save({"fc.weight": torch.ones(2)}, head / "medusa_lm_head.pt")
+    (head / "model.safetensors").unlink()
+    with pytest.raises(SystemExit):
+        export.main([f"check={head}"])
+    assert "weights_only=True" in capsys.readouterr().out
+    assert not (tmp_path / "marker").exists()
