@@ -97,17 +97,12 @@ def lend(network: Any, target: Target, own: Sequence[str]) -> None:
     if "embedding" not in own:
         network.set_input_embeddings(LentEmbedding(target.embedding, like))
     if "norm" not in own:
-        norms = [
-            name
-            for name, module in target.base.named_children()
-            if module is not target.embedding
-            and getattr(getattr(module, "weight", None), "shape", None) == (target.width,)
-        ]
-        if len(norms) != 1:
+        norm = target.norm_name
+        if norm is None:
             raise InputError(
                 f"target {target.name} ({target.config.model_type}): its final norm was not found; set own=[norm] to train a copy"
             )
-        setattr(base, norms[0], LentNorm(getattr(target.base, norms[0]), like))
+        setattr(base, norm, LentNorm(getattr(target.base, norm), like))
     if "head" not in own:
         network.set_output_embeddings(LentHead(target.output, like))
 

@@ -75,6 +75,16 @@ class Target(CausalLM):
             }
         return self._fingerprint
 
+    @property
+    def norm_name(self) -> str | None:
+        """Name of the decoder's final norm among its parts; None where it cannot be told from others."""
+        names = [
+            name
+            for name, module in self.base.named_children()
+            if module is not self.embedding and getattr(getattr(module, "weight", None), "shape", None) == (self.width,)
+        ]
+        return names[0] if len(names) == 1 else None
+
     # Parts ------------------------------------------------------------------------------------------------------
     def embed(self, ids: Tensor) -> Tensor:
         """(...) int64 -> (... d), rows of the input embedding."""

@@ -19,7 +19,7 @@ from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.processes import rank, world_size
 from drafttrain.target.adapter import Trained, tuned
-from drafttrain.target.features import LiveFeatures, OnlineFeatures
+from drafttrain.target.features import FeatureSource, LiveFeatures, OnlineFeatures
 from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import CheckpointConfig, Keeper, refuse_full_disk
 from drafttrain.training.course import Stream, TrainerConfig
@@ -87,7 +87,7 @@ class Training(Ready):
 
     module: DraftModule
     stream: Stream
-    source: OnlineFeatures | LiveFeatures
+    source: FeatureSource
     decode: DecodeCallback
     keeper: Keeper
     adapter: Trained | None = None
@@ -167,7 +167,7 @@ def prepare(
     *,
     calibration: ConversationData | None = None,
     adapter: Trained | None = None,
-    make_source: Callable[..., OnlineFeatures],
+    make_source: Callable[..., FeatureSource],
     show: Callable[[Mapping[str, float | None], int], None],
     say: Callable[[str], None],
 ) -> Training:
@@ -195,8 +195,8 @@ def prepare(
     shared = world > 1 and int(os.environ.get("LOCAL_WORLD_SIZE", world)) == world
     joint = settings.joint
     module: DraftModule
-    source: OnlineFeatures | LiveFeatures
-    sim: OnlineFeatures | LiveFeatures | None
+    source: FeatureSource
+    sim: FeatureSource | None
     common: dict[str, Any] = {"seed": seed, "log_every": settings.trainer.log_every}
     if joint is not None:
         source = sim = LiveFeatures(target, drafter.needs)
@@ -225,7 +225,7 @@ def prepare(
         seed=seed,
         show=show,
     )
-    facts = facts_of(config, target, data, module, world)
+    facts = facts_of(config, target, data, module, world, source.facts())
     keeper = Keeper(
         run.checkpoints, settings.checkpoint, decode, patience=settings.eval.patience, facts=facts, settings=config
     )

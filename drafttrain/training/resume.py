@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError
@@ -16,16 +13,19 @@ from drafttrain.training.module import DraftModule
 
 
 def facts_of(
-    config: dict[str, Any], target: Target, data: ConversationData, module: DraftModule, world: int
+    config: dict[str, Any],
+    target: Target,
+    data: ConversationData,
+    module: DraftModule,
+    world: int,
+    features: dict[str, Any],
 ) -> dict[str, Any]:
-    """What decides which update comes next. A run is only resumed where all of it is the same."""
-    content = hashlib.sha256()
-    for array in (data.set.ids, data.set.offsets, data.set.mask, data.set.split):
-        content.update(np.ascontiguousarray(array).tobytes())
+    """What decides which update comes next, the facts of the source of features among it. A run is only resumed where all of it is
+    the same."""
     in_rate = ("warmup", "schedule", "end_factor", "horizon")
     return {
         "target": target.fingerprint,
-        "data": content.hexdigest()[:16],
+        "data": data.set.digest,
         "rows": {name: value for name, value in config["data"].items() if name not in ("_target_", "path")},
         "drafter": config["drafter"],
         "draft_vocab": config["draft_vocab"],
@@ -33,7 +33,7 @@ def facts_of(
         "optim": {name: value for name, value in config["optim"].items() if name not in in_rate},
         "rate": module.rate.facts(),
         "batches": {name: config["trainer"][name] for name in ("batch_tokens", "batch_rows", "accumulate", "precision")},
-        "features": {"keep_dtype": config["features"]["keep_dtype"]},
+        "features": features,
         "processes": world,
         "seed": config["seed"],
     }
