@@ -45,6 +45,8 @@ from drafttrain.runs import plain, provenance, seed_everything
 from drafttrain.target import change
 from drafttrain.target.adapter import Trained
 from drafttrain.target.model import Target
+from drafttrain.target.store import Store
+from drafttrain.target.stored import StoredFeatures, share
 from drafttrain.training.boost import Collective, Fit, Tuning, references
 from drafttrain.training.boosted import Boosted, Borrowed, note_member, procedure_facts, together
 from drafttrain.training.calibrate import calibrated, head_accuracy
@@ -82,6 +84,7 @@ def main(cfg: DictConfig) -> None:
     settings = read_settings(cfg)
     data, held_out = read_data(cfg)
     calibration = read_calibration(cfg, settings)
+    check_store(cfg, data)
     with open_run(cfg, say) as run, logged(cfg, run):
         check_place(run.folder / PACKAGE)
         target = load_target(cfg, data, held_out)
@@ -148,6 +151,10 @@ def read_settings(cfg: DictConfig) -> Settings:
         raise InputError("the tree is empty: give tree=chain tree.k=4, or tree=static")
     if train_target and cfg.target.get("pack", False) not in ("auto", False):
         raise InputError(f"target.pack={cfg.target.pack}: packed weights cannot be trained jointly, set target.pack=auto or false")
+    if cfg.joint is not None and reads_store(cfg):
+        raise InputError(
+            "features=store: a target that is trained too (joint) changes, and its features with it; set features=online"
+        )
     if cfg.init_from is not None:
         check_beginning(str(cfg.init_from))
     return settings
@@ -191,6 +198,10 @@ def trains_target(cfg: DictConfig) -> bool:
     return cfg.joint is not None and bool(cfg.joint.rank)
 
 
+def reads_store(cfg: DictConfig) -> bool:
+    return named_by(cfg.features) is StoredFeatures
+
+
 def read_data(cfg: DictConfig) -> tuple[ConversationData, ConversationData | None]:
     """Training rows, and held-out ones if the set has any. Raises InputError if there is nothing to learn from."""
     data: ConversationData = build(cfg.data, split="train")
@@ -216,6 +227,22 @@ def read_calibration(cfg: DictConfig, settings: Settings) -> ConversationData | 
         rows = build(cfg.data, split="train", **ASIDE | {"temperatures": None})
     say(f"set aside to calibrate trees: {rows.summary()}")
     return rows
+
+
+def check_store(cfg: DictConfig, data: ConversationData) -> None:
+    """Look at a store of features before the target is loaded. With target.dtype=auto the target then has the store's dtype."""
+    if not reads_store(cfg):
+        return
+    if not cfg.features.path:
+        raise InputError("needs features.path=<folder of a store>")
+    store = Store(str(cfg.features.path))
+    store.check_data(data)
+    if cfg.features.verify:
+        for number in track(share(store.shards_of(data)), description="reads the store through", unit="shard"):
+            store.verify(number)
+    store.close()
+    if cfg.target.get("dtype") == "auto":
+        cfg.target.dtype = store.fingerprint.get("dtype", "auto")
 
 
 @contextlib.contextmanager

@@ -24,14 +24,15 @@ from drafttrain.data.folder import SetFolder
 from drafttrain.data.prompts import Prompts, Skipped, by_reason, nothing_left, some
 from drafttrain.data.template import ChatPieces, changed_by_reencoding
 from drafttrain.errors import InputError
-from drafttrain.processes import await_word, give_word, on_another_machine, rank, world_size
+from drafttrain.processes import rank, world_size
 from drafttrain.reporting.console import Rate, amount, clock, console, table
 from drafttrain.reporting.preview import show_row
-from drafttrain.runs import differences, provenance
+from drafttrain.runs import provenance
 from drafttrain.target import fingerprint
-from drafttrain.target.load import resolve_device, resolve_dtype, tokenizer_alone
+from drafttrain.target.load import tokenizer_alone
 from drafttrain.target.model import Target
 from drafttrain.target.synthesis import SynthesisConfig, check, synthesize
+from drafttrain.target.together import admit, enter
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
 
@@ -45,7 +46,8 @@ def main(cfg: DictConfig) -> None:
     writing: SynthesisConfig = build(cfg.writing)
     folder = SetFolder(set_folder(cfg.out, "out") if cfg.preview and cfg.out else cfg.out)
     if not cfg.preview:
-        check_folder(folder, cfg)
+        # What another process finds may already be work of this very run.
+        admit(lambda: folder.check(resume=cfg.resume or rank() != 0, adopt=cfg.adopt or rank() != 0))
     tokenizer = tokenizer_alone(cfg.target)
     if cfg.preview and cfg.out and preview_rows(folder, tokenizer, cfg.preview):
         return
@@ -54,8 +56,8 @@ def main(cfg: DictConfig) -> None:
         preview_prompts(prompts, writing, tokenizer, cfg.preview)
         return
     settings = {"prompts": prompts.source, "writing": json.loads(json.dumps(dataclasses.asdict(writing)))}
-    compare_settings(folder, settings)
-    journal = enter(folder, cfg)
+    folder.compare(settings)
+    journal: Journal = enter(folder, cfg, say)
     try:
         tokenizer, speed = write_missing(folder, journal, cfg, writing, settings, prompts, tokenizer)
         if rank() == 0:
@@ -81,16 +83,6 @@ def check_settings(cfg: DictConfig) -> None:
         raise InputError("needs out=<folder of the set>")
     else:
         path_of("out", cfg.out)
-
-
-def check_folder(folder: SetFolder, cfg: DictConfig) -> None:
-    try:
-        # What another process finds may already be work of this very run.
-        folder.check(resume=cfg.resume or rank() != 0, adopt=cfg.adopt or rank() != 0)
-    except InputError as error:
-        if rank() == 0:
-            give_word(str(error), refuse=True)
-        raise
 
 
 def read_prompts(cfg: DictConfig, writing: SynthesisConfig, tokenizer: Any | None) -> Prompts:
@@ -130,49 +122,6 @@ def ask_template(prompts: Prompts, pieces: ChatPieces, writing: SynthesisConfig)
                 pieces.render([{"role": role, "content": content} for role, content in item.messages], prompt=False)
             except InputError as error:
                 prompts.skipped[place] = Skipped(item.row, f"{item.reason}; {error}")
-
-
-def compare_settings(folder: SetFolder, settings: dict[str, Any]) -> None:
-    """Raise InputError listing what differs from the settings of the rows that lie in the folder."""
-    there = folder.recorded()
-    if there is None:
-        return
-    changed = differences({name: there[name] for name in settings}, settings)
-    if changed:
-        listed = "; ".join(f"{key} was {before}, is {now}" for key, (before, now) in changed.items())
-        raise InputError(
-            f"out={folder.path} holds rows made otherwise ({listed}): give another folder, or these settings"
-        )
-
-
-def enter(folder: SetFolder, cfg: DictConfig) -> Journal:
-    """Take this process's journal; every process then uses the dtype that rank 0 found fastest or recorded earlier."""
-    settle = cfg.target.get("dtype") == "auto"
-    if rank() == 0:
-        try:
-            dtype = ""
-            if settle:
-                there = folder.recorded()
-                if there is not None:
-                    dtype = there["target"]["fingerprint"].get("dtype", "")
-                else:
-                    found = resolve_dtype("auto", resolve_device(cfg.target.get("device", "auto")), "throughput")
-                    dtype = str(found).removeprefix("torch.")
-            folder.create()
-            journal = folder.open_journal(0)
-        except InputError as error:
-            give_word(str(error), refuse=True)
-            raise
-        give_word(dtype)
-    else:
-        if on_another_machine():
-            dtype = folder.await_settings(say)["target"]["fingerprint"].get("dtype", "")
-        else:
-            dtype = await_word("the target's dtype")
-        journal = folder.open_journal(rank())
-    if settle and dtype:
-        cfg.target.dtype = dtype
-    return journal
 
 
 # --- the work --------------------------------------------------------------------------------------------------------

@@ -6,32 +6,28 @@ A set is a folder with `conversations.safetensors` (ids, offsets, packed mask bi
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-try:
-    import fcntl
-except ImportError:  # Not on Windows; there, two runs in one folder are not noticed.
-    fcntl = None  # type: ignore[assignment]
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from drafttrain.data.journal import Lines, as_line, records
 from drafttrain.errors import InputError
 
 FORMAT = 1
 TENSORS = "conversations.safetensors"
 MANIFEST = "manifest.json"
 TRAIN, HELD_OUT = 0, 1
-LOCKS = fcntl is not None
 FINISH = ("stop", "length", "template")
 """How an answer ends: on a stop token; cut by a limit; on a stop token, with no later turn because the template would
 show the answer otherwise there. The place in this tuple is stored."""
@@ -100,6 +96,14 @@ class ConversationSet:
     @property
     def supervised(self) -> int:
         return int(self.mask.sum())
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of every row's ids, mask and split."""
+        content = hashlib.sha256()
+        for array in (self.ids, self.offsets, self.mask, self.split):
+            content.update(np.ascontiguousarray(array).tobytes())
+        return content.hexdigest()[:16]
 
 
 def write_set(folder: Path, rows: Iterable[Row], *, manifest: dict[str, Any], held_out: int) -> dict[str, Any]:
@@ -251,61 +255,18 @@ def _plain(value: np.float32) -> float:
     return float(str(value))
 
 
-class Journal:
-    """Finished rows, one JSON line each, appended and flushed: a kill loses only rows that were being written.
-
-    One file per process, locked while its process lives; `finished` reads them all, so a resumed run skips what any
-    process has done.
-    """
-
-    def __init__(self, folder: Path, rank: int = 0) -> None:
-        self.folder = folder
-        self.path = journal_path(folder, rank)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8")
-        if not _lock(self._file):
-            self._file.close()
-            raise InputError(
-                f"{self.path} is being written by another process: wait for it, or give another out folder"
-            )
-        self._heal()
-
-    def _heal(self) -> None:
-        """Cut a last line that a kill left unfinished, so that the next append starts a line of its own."""
-        data = self.path.read_bytes()
-        if data and not data.endswith(b"\n"):
-            os.truncate(self.path, data.rfind(b"\n") + 1)
+class Journal(Lines):
+    """Finished rows; `finished` reads what every process has written, so a resumed run skips it."""
 
     def add(self, row: Row) -> None:
-        self._write(_as_record(row))
+        self.write(_as_record(row))
 
     def skip(self, row: int, reason: str) -> None:
-        self._write({"row": row, "skipped": reason})
-
-    def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        if self._file.closed:
-            return
-        os.fsync(self._file.fileno())
-        empty = os.fstat(self._file.fileno()).st_size == 0
-        self._file.close()
-        if empty:
-            self.path.unlink(missing_ok=True)
+        self.write({"row": row, "skipped": reason})
 
     def finished(self) -> tuple[dict[int, Row], dict[int, str]]:
         """Rows written and rows skipped (with the reason) so far, over all processes."""
         return read_journals(self.folder)
-
-
-def journal_path(folder: Path, rank: int) -> Path:
-    return folder / f"journal-{rank:04d}.jsonl"
-
-
-def journals(folder: Path) -> list[Path]:
-    return sorted(folder.glob("journal-*.jsonl"))
 
 
 def read_journals(folder: Path) -> tuple[dict[int, Row], dict[int, str]]:
@@ -315,59 +276,19 @@ def read_journals(folder: Path) -> tuple[dict[int, Row], dict[int, str]]:
     """
     rows: dict[int, Row] = {}
     skipped: dict[int, str] = {}
-    for path in journals(folder):
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    break  # Unfinished: its writer was killed, or is just writing it.
-                try:
-                    found = _from_record(json.loads(line))
-                except (ValueError, RecursionError) as error:
-                    raise InputError(
-                        f"{path}, line {number} is damaged ({error}): delete the line to have its row written again"
-                    ) from error
-                if isinstance(found, Row):
-                    rows.setdefault(found.row, found)
-                else:
-                    skipped.setdefault(*found)
+    for found in records(folder, _from_record, "its row written again"):
+        if isinstance(found, Row):
+            rows.setdefault(found.row, found)
+        else:
+            skipped.setdefault(*found)
     return rows, {row: reason for row, reason in skipped.items() if row not in rows}
 
 
 def write_journal(path: Path, rows: Iterable[Row], skipped: dict[int, str]) -> None:
     """A whole journal at once, so that the rows of a finished set can be added to."""
-    records = [*map(_as_record, rows), *({"row": row, "skipped": reason} for row, reason in skipped.items())]
-    text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+    whole = [*map(_as_record, rows), *({"row": row, "skipped": reason} for row, reason in skipped.items())]
+    text = "".join(map(as_line, whole))
     write_atomic(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))
-
-
-def is_locked(path: Path) -> bool:
-    """Does a living process write this journal?"""
-    try:
-        with path.open("rb") as file:
-            return not _lock(file, patience=0)
-    except OSError:
-        return False
-
-
-def _lock(file: Any, patience: float = 2.0) -> bool:
-    """Take the file until this process ends, however it ends; False if another has it.
-
-    Args:
-        patience: seconds to try for, since others take the lock for a moment to see whether it is free.
-    """
-    until = time.monotonic() + patience
-    while fcntl is not None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                return False
-            time.sleep(0.05)
-        except OSError:
-            break  # A file system without locks.
-        else:
-            break
-    return True
 
 
 def _as_record(row: Row) -> dict[str, Any]:

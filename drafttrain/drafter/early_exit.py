@@ -88,7 +88,7 @@ class EarlyExit(Inside):
         self.common = target.stack.whole[: exit_layer + 1]  # refuses a target whose layers cannot be run apart
         self.block = Block(target.width, *self._shape(), mlp=mlp, base=_rotary_base(target))
         # The target's own, to begin with.
-        self.norm: nn.Module = copy.deepcopy(getattr(target.base, target.final_norm())).float()
+        self.norm: nn.Module = copy.deepcopy(getattr(target.base, target.norm_name or "")).float()
         for parameter in self.norm.parameters():
             parameter.requires_grad_(True)
         self.to(target.device)

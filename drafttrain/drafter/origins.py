@@ -100,8 +100,8 @@ def lend(network: Any, target: Target, own: Sequence[str]) -> None:
     if "embedding" not in own:
         network.set_input_embeddings(LentEmbedding(target.embedding, like))
     if "norm" not in own:
-        norm = target.final_norm()
-        if not norm:
+        norm = target.norm_name
+        if norm is None:
             raise InputError(
                 f"target {target.name} ({target.config.model_type}): its final norm was not found; set own=[norm] to train a copy"
             )

@@ -134,14 +134,15 @@ class CausalLM:
         """Of a layer's attention, as masks are named."""
         return "full_attention" if self._windows[layer] is None else "sliding_attention"
 
-    def final_norm(self) -> str:
-        """Name of the norm behind the last layer, among the children of `base`; empty if it is not found."""
-        norms = [
+    @property
+    def norm_name(self) -> str | None:
+        """Name of the norm behind the last layer, among the children of `base`; None where it cannot be told from others."""
+        names = [
             name
             for name, module in self.base.named_children()
             if module is not self.embedding and getattr(getattr(module, "weight", None), "shape", None) == (self.width,)
         ]
-        return norms[0] if len(norms) == 1 else ""
+        return names[0] if len(names) == 1 else None
 
     def probe(self) -> None:
         """The wrapper must compute the model's own logits, plain and through the cache. Raises: InputError if it does not."""

@@ -61,7 +61,7 @@ class Stack:
         self.whole: Steps = tuple(Step(number, layer) for number, layer in enumerate(model.decoder_layers))
         words = inspect.signature(type(model.decoder_layers[0]).forward).parameters
         self._cache_word = next((word for word in ("cache", "past_key_values", "layer_past") if word in words), "cache")
-        self._norm = model.final_norm()
+        self._norm = model.norm_name or ""
         self._check()
 
     def __len__(self) -> int:

@@ -167,14 +167,9 @@ def checked_metrics(folder: str | os.PathLike[str]) -> dict[str, Any]:
     Raises: InputError if it is missing, cannot be read, or is of another form.
     """
     path = Path(folder).expanduser() / METRICS
-    try:
-        if path.exists() and (not path.is_file() or path.stat().st_size > _LARGEST_CONFIG):
-            raise InputError(f"{path} is no file, or larger than any package's: get the package again")
-        found = json.loads(path.read_bytes(), parse_constant=_no_constant)
-    except FileNotFoundError as error:
-        raise InputError(f"{path} is missing: the package is not whole") from error
-    except (ValueError, RecursionError, OSError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
+    if not path.is_file():
+        raise InputError(f"{path} is missing: the package is not whole")
+    found = read_json(path, _LARGEST_CONFIG, "what was measured of a package")
     rows, settings = (found.get("rows"), found.get("settings", {})) if isinstance(found, dict) else (None, None)
     if not isinstance(settings, dict) or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise InputError(f'{path} is not of the form {{"settings": {{...}}, "rows": [{{...}}]}}')

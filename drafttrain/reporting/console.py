@@ -71,29 +71,46 @@ def amount(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def room(size: float) -> str:
+    """Bytes as 512 bytes, 3.2 MB or 1.05 TB."""
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1000
+        units.pop(0)
+    return f"{size:.0f} bytes" if units[0] == "bytes" else f"{size:.3g} {units[0]}"
+
+
 def track(
     iterable: Iterable[T],
     *,
     description: str = "",
     unit: str = "it",
+    size: Callable[[T], float] = lambda _: 1,
+    total: float | None = None,
     interval: float = 10.0,
     out: Console | None = None,
 ) -> Iterator[T]:
     """Yield the items of `iterable` and show count, rate and time left, on rank 0 alone and on stderr.
 
     A live line in a terminal; else a line every `interval` seconds and one at the end.
+
+    Args:
+        unit: what is counted.
+        size: how many of them an item is.
+        total: of all items; by itself the number of items, where that is known.
     """
     if rank() != 0:
         yield from iterable
         return
-    total = len(iterable) if isinstance(iterable, Sized) else None
+    if total is None and isinstance(iterable, Sized):
+        total = len(iterable)
     out = out or console(stderr=True)
     rate = Rate()
     began = said = time.monotonic()
 
     def line() -> str:
         done = int(rate.count)
-        words = [description, f"{done}/{total}" if total else str(done), f"{amount(rate.recent)} {unit}/s"]
+        words = [description, f"{done}/{total:.0f}" if total else str(done), f"{amount(rate.recent)} {unit}/s"]
         if total:
             words.append(f"left {clock(rate.left(max(0, total - done)))}")
         return "  ".join(word for word in words if word)
@@ -106,7 +123,7 @@ def track(
     try:
         for item in iterable:
             yield item
-            rate.add(1)
+            rate.add(size(item))
             if live:
                 live.update(task, completed=rate.count, line=line())
             elif time.monotonic() - said >= interval:

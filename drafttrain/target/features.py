@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,94 @@ from drafttrain.target.model import Target
 
 GB = 1 << 30
 KEEP = ("bfloat16", "float16", "float32")
+LAST = "last_hidden"
+SPARE = 1 << 28
+"""Bytes of a disk that are never asked for."""
+
+
+class FeatureSource(Protocol):
+    """Where the features of a run come from."""
+
+    def features(self, batch: Batch) -> Features:
+        """What the drafter needs of a batch's rows: (b s d), zero on padding, without grad."""
+        ...
+
+    def describe(self) -> str:
+        """One line."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What decides the values that it gives; a run is only resumed where they are the same."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        ...
+
+
+def names_of(needs: Needs) -> list[str | int]:
+    """What the parts of features are called here: LAST, and the numbers of layers."""
+    return [*([LAST] if needs.last_hidden else []), *needs.layers]
+
+
+def check_layers(layers: Sequence[int], target: Target) -> None:
+    """Raise InputError for a layer that the target does not have."""
+    beyond = [layer for layer in layers if not 0 <= layer < len(target.decoder_layers)]
+    if beyond:
+        raise InputError(f"layer {beyond[0]} asked for; target {target.name} has layers 0..{len(target.decoder_layers) - 1}")
+
+
+def computed(target: Target, batch: Batch, needs: Needs) -> dict[str | int, Tensor]:
+    """{name: (b s d)} by one pass over a batch, in the target's own precision.
+
+    Raises: InputError naming the rows whose features are not finite.
+    """
+    found = target.features(batch.input_ids, batch.lengths, needs)
+    values: dict[str | int, Tensor] = {layer: value for layer, value in found.layers.items()}
+    if found.last_hidden is not None:
+        values[LAST] = found.last_hidden
+    for name, value in values.items():
+        if not bool(torch.isfinite(value.sum())):
+            padding = batch.padding.to(value.device)[:, :, None]
+            bad = ~torch.isfinite(value.masked_fill(~padding, 0)).all(-1).all(-1)
+            if bool(bad.any()):
+                rows = batch.row_ids[bad.to(batch.row_ids.device)].tolist()
+                raise InputError(
+                    f"the target's features ({name}) of rows {', '.join(map(str, rows))} are not finite: run the target in "
+                    "float32 (target.dtype=float32), or leave these rows out of the set"
+                )
+    return values
+
+
+def padded(rows: Sequence[Tensor], s: int) -> Tensor:
+    """Rows of (n d), n at most s, as (b s d) with zeros behind them."""
+    out = rows[0].new_zeros(len(rows), s, rows[0].shape[1])
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out
+
+
+def has_room(folder: Path, size: float) -> bool:
+    """Does a disk have room for so many bytes more?"""
+    return shutil.disk_usage(folder).free >= size * 1.02 + SPARE
+
+
+def take_room(path: Path, size: int) -> None:
+    """Make a file so large, its room on the disk taken now: a full disk would kill the process later.
+
+    Raises: OSError if there is no room; the file is then gone.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(handle, 0, size)
+        else:
+            os.ftruncate(handle, size)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(handle)
 
 
 class LiveFeatures:
@@ -43,6 +132,10 @@ class LiveFeatures:
     def describe(self) -> str:
         """One line."""
         return "features: computed anew for every batch, since the target changes; features.* has no effect"
+
+    def facts(self) -> dict[str, Any]:
+        """The target's weights decide, and they are in the checkpoint."""
+        return {}
 
     def close(self) -> None:
         """There is nothing to forget."""
@@ -85,14 +178,12 @@ class OnlineFeatures:
         for name, value in (("budget_gb", budget_gb), ("disk_gb", disk_gb)):
             if type(value) not in (int, float) or not value >= 0:
                 raise InputError(f"features.{name}={shown(value)}: needs a number of at least 0")
-        beyond = [layer for layer in needs.layers if not 0 <= layer < len(target.decoder_layers)]
-        if beyond:
-            raise InputError(f"layer {beyond[0]} asked for; target {target.name} has layers 0..{len(target.decoder_layers) - 1}")
+        check_layers(needs.layers, target)
         self.target, self.needs, self.data = target, needs, data
         self.dtype: torch.dtype = getattr(torch, keep_dtype)
         self.rows_computed = 0
         """Rows that the target has read, each time counted."""
-        self._names: list[str | int] = [*(["last_hidden"] if needs.last_hidden else []), *needs.layers]
+        self._names = names_of(needs)
         self._place = {row: place for place, row in enumerate(data.indices)}
         starts = [0]
         for length in data.lengths:
@@ -122,8 +213,8 @@ class OnlineFeatures:
                 values = {name: value.to(self.dtype).masked_fill(padding, 0) for name, value in found.items()}
             else:
                 self._fill(batch, places)
-                values = {name: self._serve(self._stores[name], places, s) for name in self._names}
-        return Features(values.get("last_hidden"), {layer: values[layer] for layer in self.needs.layers})
+                values = {name: self._serve(name, places, s) for name in self._names}
+        return Features(values.get(LAST), {layer: values[layer] for layer in self.needs.layers})
 
     def describe(self) -> str:
         """One line: the estimate and what it led to."""
@@ -135,6 +226,9 @@ class OnlineFeatures:
             "file": f"features: {size}, computed once and kept in {self._file}",
             "recompute": f"features: {size} would exceed memory and disk budgets, computed again every epoch",
         }[self.mode]
+
+    def facts(self) -> dict[str, Any]:
+        return {"keep_dtype": str(self.dtype).removeprefix("torch.")}
 
     def close(self) -> None:
         """Forget everything and remove the file."""
@@ -166,19 +260,12 @@ class OnlineFeatures:
         size = flags + self.bytes
         there = path.stat().st_size if path.exists() else 0
         if there < size:
-            if shutil.disk_usage(folder).free < (size - there) * 1.02 + (1 << 28):
+            if not has_room(folder, size - there):
                 return False
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(handle, 0, size)
-                else:
-                    os.ftruncate(handle, size)
+                take_room(path, size)
             except OSError:
-                path.unlink(missing_ok=True)
                 return False
-            finally:
-                os.close(handle)
         self._file = path
         raw = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
         self._done = raw[: len(self.data)]
@@ -206,26 +293,11 @@ class OnlineFeatures:
         self._done[list(places)] = 1
 
     def _read(self, batch: Batch) -> dict[str | int, Tensor]:
-        found = self.target.features(batch.input_ids, batch.lengths, self.needs)
+        found = computed(self.target, batch, self.needs)
         self.rows_computed += len(batch.lengths)
-        values: dict[str | int, Tensor] = {layer: value for layer, value in found.layers.items()}
-        if found.last_hidden is not None:
-            values["last_hidden"] = found.last_hidden
-        for name, value in values.items():
-            if not bool(torch.isfinite(value.sum())):
-                padding = batch.padding.to(value.device)[:, :, None]
-                bad = ~torch.isfinite(value.masked_fill(~padding, 0)).all(-1).all(-1)
-                if bool(bad.any()):
-                    rows = batch.row_ids[bad.to(batch.row_ids.device)].tolist()
-                    raise InputError(
-                        f"the target's features ({name}) of rows {', '.join(map(str, rows))} are not finite: run the target in "
-                        "float32 (target.dtype=float32), or leave these rows out of the set"
-                    )
-        return values
+        return found
 
-    def _serve(self, store: Tensor, places: Sequence[int], s: int) -> Tensor:
-        out = torch.zeros(len(places), s, self.target.width, dtype=self.dtype)
-        for i, place in enumerate(places):
-            first, behind = self._starts[place], self._starts[place + 1]
-            out[i, : behind - first] = store[first:behind]
-        return out.to(self.target.device)
+    def _serve(self, name: str | int, places: Sequence[int], s: int) -> Tensor:
+        store = self._stores[name]
+        rows = [store[self._starts[place] : self._starts[place + 1]] for place in places]
+        return padded(rows, s).to(self.target.device)

@@ -19,7 +19,6 @@ from drafttrain.target.features import LiveFeatures, OnlineFeatures
 from drafttrain.target.model import Target
 from drafttrain.training.boost import Boost, Collective, references
 from drafttrain.training.prepare import Ready, Settings, Training, usable_prompts
-from drafttrain.training.resume import content_of
 from drafttrain.training.run import Run
 from drafttrain.tree.choice import SHARING
 from drafttrain.tree.share import alone, shared
@@ -70,7 +69,7 @@ def procedure_facts(config: dict[str, Any], target: Target, data: ConversationDa
     ends = ("share_new_tokens", "nodes")  # of what is measured at the end alone
     return {
         "target": target.fingerprint,
-        "data": content_of(data),
+        "data": data.set.digest,
         "rows": {name: value for name, value in config["data"].items() if name not in ("_target_", "path")},
         "boost": {name: value for name, value in config["boost"].items() if name not in ends},
         **{name: config[name] for name in names},

@@ -19,7 +19,7 @@ from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError, first_line
 from drafttrain.processes import rank, world_size
 from drafttrain.target.adapter import Trained, tuned
-from drafttrain.target.features import LiveFeatures, OnlineFeatures
+from drafttrain.target.features import FeatureSource, LiveFeatures, OnlineFeatures
 from drafttrain.target.model import Target
 from drafttrain.training.boost import Boost
 from drafttrain.training.checkpoint import CheckpointConfig, Keeper, refuse_full_disk
@@ -103,7 +103,7 @@ class Training(Ready):
 
     module: DraftModule
     stream: Stream
-    source: OnlineFeatures | LiveFeatures
+    source: FeatureSource
     decode: DecodeCallback
     keeper: Keeper
     adapter: Trained | None = None
@@ -184,7 +184,7 @@ def prepare(
     *,
     calibration: ConversationData | None = None,
     adapter: Trained | None = None,
-    make_source: Callable[..., OnlineFeatures | LiveFeatures],
+    make_source: Callable[..., FeatureSource],
     show: Callable[[Mapping[str, float | None], int], None],
     say: Callable[[str], None],
 ) -> Training:
@@ -212,8 +212,8 @@ def prepare(
     shared = world > 1 and int(os.environ.get("LOCAL_WORLD_SIZE", world)) == world
     joint = settings.joint
     module: DraftModule
-    source: OnlineFeatures | LiveFeatures
-    sim: OnlineFeatures | LiveFeatures | None
+    source: FeatureSource
+    sim: FeatureSource | None
     common: dict[str, Any] = {"seed": seed, "log_every": settings.trainer.log_every}
     if joint is not None:
         source = sim = LiveFeatures(target, drafter.needs)
@@ -242,7 +242,7 @@ def prepare(
         seed=seed,
         show=show,
     )
-    facts = facts_of(config, target, data, module, world)
+    facts = facts_of(config, target, data, module, world, source.facts())
     keeper = Keeper(
         run.checkpoints, settings.checkpoint, decode, patience=settings.eval.patience, facts=facts, settings=config
     )

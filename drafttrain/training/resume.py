@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError
@@ -15,22 +12,20 @@ from drafttrain.target.model import Target
 from drafttrain.training.module import DraftModule
 
 
-def content_of(data: ConversationData) -> str:
-    """A digest of the whole set that rows are from."""
-    content = hashlib.sha256()
-    for array in (data.set.ids, data.set.offsets, data.set.mask, data.set.split):
-        content.update(np.ascontiguousarray(array).tobytes())
-    return content.hexdigest()[:16]
-
-
 def facts_of(
-    config: dict[str, Any], target: Target, data: ConversationData, module: DraftModule, world: int
+    config: dict[str, Any],
+    target: Target,
+    data: ConversationData,
+    module: DraftModule,
+    world: int,
+    features: dict[str, Any],
 ) -> dict[str, Any]:
-    """What decides which update comes next. A run is only resumed where all of it is the same."""
+    """What decides which update comes next, the facts of the source of features among it. A run is only resumed where all of it is
+    the same."""
     in_rate = ("warmup", "schedule", "end_factor", "horizon")
     return {
         "target": target.fingerprint,
-        "data": content_of(data),
+        "data": data.set.digest,
         "rows": {name: value for name, value in config["data"].items() if name not in ("_target_", "path")},
         "drafter": config["drafter"],
         "draft_vocab": config["draft_vocab"],
@@ -38,7 +33,7 @@ def facts_of(
         "optim": {name: value for name, value in config["optim"].items() if name not in in_rate},
         "rate": module.rate.facts(),
         "batches": {name: config["trainer"][name] for name in ("batch_tokens", "batch_rows", "accumulate", "precision")},
-        "features": {"keep_dtype": config["features"]["keep_dtype"]},
+        "features": features,
         "processes": world,
         "seed": config["seed"],
         **({} if data.digest is None else {"part": data.digest}),

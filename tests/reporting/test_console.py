@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console
 from torch.utils.data import DataLoader
 
-from drafttrain.reporting.console import Rate, amount, cell, clock, table, track
+from drafttrain.reporting.console import Rate, amount, cell, clock, room, table, track
 from drafttrain.reporting.progress import ConsoleProgress
 
 
@@ -28,6 +28,7 @@ def said(out: Console) -> str:
 def test_words() -> None:
     assert [clock(s) for s in (None, 4.2, 61, 3723)] == ["?", "4s", "1:01", "1:02:03"]
     assert [amount(v) for v in (None, 0.1234, 12.34, 2400.4)] == ["?", "0.123", "12.3", "2,400"]
+    assert [room(v) for v in (0, 999, 1234, 5.6e9, 7e15)] == ["0 bytes", "999 bytes", "1.23 kB", "5.6 GB", "7e+03 TB"]
     assert [cell(v) for v in (None, 1.23456, 3, "x")] == ["-", "1.235", "3", "x"]
     assert [cell(v) for v in ((1.0, 2.0), [0.5, None])] == ["1.000..2.000", "0.500 -"]
 
@@ -53,6 +54,12 @@ def test_track_yields_everything_and_ends_with_a_line(monkeypatch: pytest.Monkey
     monkeypatch.setenv("RANK", "1")
     silent = plain()
     assert list(track(range(3), out=silent)) == [0, 1, 2] and said(silent) == ""
+
+
+def test_track_counts_what_items_hold() -> None:
+    out = plain()
+    assert list(track([5, 15], unit="tokens", size=float, total=20, interval=0, out=out)) == [5, 15]
+    assert [line.split("  ")[0] for line in said(out).splitlines()] == ["5/20", "20/20", "20 tokens"]
 
 
 def test_table_shows_brackets_and_gaps() -> None:

@@ -1,0 +1,193 @@
+"""Run the target over a conversation set once and keep what drafters read of it; fit features=store trains from that.
+
+The store in `out` holds the last hidden state, chosen layers' outputs, or both, of every token of the set's training rows. A run
+that was killed is continued by the same command: batches that are there are not read again. On a finished store the same command
+looks for shards that were lost or damaged since, and makes them anew. Several processes (accelerate launch, torchrun) share the
+shards; the first one writes the manifest when all are done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import time
+
+import torch
+from omegaconf import DictConfig, ListConfig
+
+from drafttrain.data.datamodule import ConversationData
+from drafttrain.data.journal import Lines
+from drafttrain.errors import InputError
+from drafttrain.processes import rank, world_size
+from drafttrain.reporting.console import amount, room, table, track
+from drafttrain.runs import provenance
+from drafttrain.target.encoding import ENCODINGS
+from drafttrain.target.features import check_layers, computed
+from drafttrain.target.filling import Batches, Plan, StoreFolder, planned, settings_of
+from drafttrain.target.fingerprint import refuse_other
+from drafttrain.target.model import Target
+from drafttrain.target.store import Contents, Shard, stamp_of
+from drafttrain.target.stored import gives_last
+from drafttrain.target.together import admit, enter
+from drafttrain.training.pairing import check_set
+from drafttrain.wiring.building import build
+from drafttrain.wiring.doors import door
+
+
+@door("capture")
+def main(cfg: DictConfig) -> None:
+    batches = read_settings(cfg)
+    folder = StoreFolder(str(cfg.out))
+    # What another process finds may already be work of this very run.
+    admit(lambda: folder.check(resume=cfg.resume or rank() != 0))
+    data: ConversationData = build(cfg.data, split="train")
+    say(data.summary())
+    is_new = not folder.path.exists()
+    journal = enter(folder, cfg, say_of_all)
+    try:
+        capture(cfg, folder, journal, data, batches)
+    finally:
+        journal.close()
+        if is_new:
+            with contextlib.suppress(OSError):  # Something is in it, unless the run was refused.
+                folder.path.rmdir()
+
+
+# --- before long work starts -----------------------------------------------------------------------------------------
+
+
+def read_settings(cfg: DictConfig) -> Batches:
+    """Everything that can be refused by looking at the configuration alone."""
+    if not str(cfg.out or "").strip():
+        raise InputError("needs out=<folder of the store>")
+    for key in ("last_hidden", "recompute_last", "resume"):
+        if not isinstance(cfg[key], bool):
+            raise InputError(f"{key}={cfg[key]}: needs true or false")
+    if str(cfg.encoding) not in ENCODINGS:
+        raise InputError(f"encoding={cfg.encoding}: give one of {', '.join(ENCODINGS)}")
+    layers = cfg.layers
+    if not isinstance(layers, ListConfig) or not all(type(layer) is int and layer >= 0 for layer in layers):
+        raise InputError(f"layers={layers}: needs a list of decoder layers, counted from 0, such as [2,15,27], or []")
+    if len(set(layers)) < len(layers):
+        raise InputError(f"layers={layers}: a layer is named twice")
+    if not cfg.last_hidden and not layers:
+        raise InputError("nothing would be kept: set last_hidden=true, or name layers")
+    return Batches(
+        batch_tokens=cfg.batch_tokens, batch_rows=cfg.batch_rows, seed=cfg.seed, shard_mb=cfg.shard_mb
+    )
+
+
+def read_contents(cfg: DictConfig, target: Target) -> Contents:
+    """What is kept of this target."""
+    layers = tuple(sorted(cfg.layers))
+    check_layers(layers, target)
+    deepest = len(target.decoder_layers) - 1
+    last = bool(cfg.last_hidden)
+    if last and deepest in layers and cfg.recompute_last and gives_last(target):
+        say(f"the last hidden state is not kept apart: the final norm makes it of layer {deepest}")
+        last = False
+    return Contents(width=target.width, last_hidden=last, layers=layers, encoding=cfg.encoding)
+
+
+def announce(folder: StoreFolder, plan: Plan, target: Target, data: ConversationData, needed: int) -> None:
+    """What the store will take, before anything is written: tokens x vectors kept of each x their bytes."""
+    kept, code = plan.contents, plan.contents.code
+    scale = "" if code.largest is None else " + a scale of 4"
+    free = shutil.disk_usage(folder.path).free
+    say(
+        f"{data.tokens} tokens x {len(kept.names)} x ({kept.width} values x {code.dtype.itemsize} bytes{scale}) = "
+        f"{room(plan.bytes)} in {len(plan.shards)} shards; {room(needed)} still to be taken, {room(free)} free"
+    )
+    if kept.encoding == "float32" and target.dtype == torch.bfloat16:
+        say("this target computes in bfloat16: encoding=bf16 is as exact, in half the room")
+
+
+# --- the work --------------------------------------------------------------------------------------------------------
+
+
+def capture(cfg: DictConfig, folder: StoreFolder, journal: Lines, data: ConversationData, batches: Batches) -> None:
+    target: Target = build(cfg.target, work="throughput")
+    check_set(target, data, None, str(cfg.data.path))
+    there = folder.recorded() if rank() == 0 else folder.await_settings(say_of_all)
+    if there is not None:
+        refuse_other(there["target"]["fingerprint"], target.fingerprint, f"out={folder.path}", dtype=True)
+    contents = read_contents(cfg, target)
+    settings = settings_of({"name": target.name, "fingerprint": target.fingerprint}, data, contents, batches)
+    folder.compare(settings)
+    plan = planned(data, contents, batches, stamp_of(settings))
+    finished = folder.finished
+    if finished and rank() != 0:
+        return
+    if finished:
+        say(f"{folder.path} is finished: its shards are looked at")
+        for shard in folder.discard_damaged(plan):
+            say(f"{shard.name} was damaged and is made anew")
+    missing = folder.missing(plan)
+    needed = folder.needed(plan, missing)
+    announce(folder, plan, target, data, needed)
+    folder.refuse_full_disk(needed, room(needed))
+    if there is None:
+        folder.record(settings)
+    mine = [shard for shard in missing if finished or shard.number % world_size() == rank()]
+    speed = fill(folder, plan, mine, data, journal, target)
+    if rank() != 0:
+        return
+    folder.await_work(
+        lambda: {shard.number for shard in folder.missing(plan)}, world_size(), say_of_all, what="shards"
+    )
+    if missing or not finished:
+        made = provenance(cfg)
+        folder.finish(plan, settings, {name: made[name] for name in ("date", "versions")})
+    folder.clear()
+    report(folder, plan, data, speed)
+
+
+def fill(
+    folder: StoreFolder, plan: Plan, shards: list[Shard], data: ConversationData, journal: Lines, target: Target
+) -> float | None:
+    """Fill shards. Returns tokens read a second, None if nothing was to be read."""
+    unread = folder.unread(plan, shards)
+    needs = plan.contents.needs
+    began = time.monotonic()
+    read = 0
+    batches = folder.fill(plan, shards, data, journal, lambda batch: computed(target, batch, needs))
+    what = "capture, this process" if world_size() > 1 else "capture"
+    for tokens in track(batches, description=what, unit="tokens", size=float, total=unread):
+        read += tokens
+    passed = time.monotonic() - began
+    return read / passed if read and passed > 0 else None
+
+
+# --- what is said ----------------------------------------------------------------------------------------------------
+
+
+def report(folder: StoreFolder, plan: Plan, data: ConversationData, speed: float | None) -> None:
+    kept = plan.contents
+    lines = [
+        ("rows", f"{len(data)}"),
+        ("tokens", f"{data.tokens}"),
+        ("kept of each", ", ".join(name if isinstance(name, str) else f"layer {name}" for name in kept.names)),
+        ("encoding", kept.encoding),
+        ("bytes a token", f"{kept.token_bytes}"),
+        ("size", f"{room(plan.bytes)} in {len(plan.shards)} shards"),
+    ]
+    if speed is not None:
+        lines.append(("tokens read a second" + (" by this process" if world_size() > 1 else ""), amount(speed)))
+    table(str(folder.path), ("", "value"), lines)
+    say(f"train from it with python -m drafttrain.fit features=store features.path={folder.path} and the same target and data")
+
+
+def say(text: str) -> None:
+    """A line of rank 0."""
+    if rank() == 0:
+        say_of_all(text)
+
+
+def say_of_all(text: str) -> None:
+    who = f"rank {rank()} " if world_size() > 1 else ""
+    print(f"capture: {who}{text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

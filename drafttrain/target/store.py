@@ -1,0 +1,437 @@
+"""A store of features: what drafters read of a target, of every token of a conversation set, in files that are mapped into memory.
+
+shard-00000.safetensors, ...     features of some rows each; `filling.py` writes them
+manifest.json                    what they are of: target, set, contents; each shard's rows, their lengths, and its checksum
+
+The manifest decides each shard's header and size to the byte. Only a file that has exactly these is mapped, so nothing in a file
+decides how much memory is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafttrain.data.conversations import MANIFEST
+from drafttrain.data.datamodule import ConversationData
+from drafttrain.errors import InputError
+from drafttrain.flow import Needs
+from drafttrain.target.encoding import ENCODINGS, SCALE, Encoding
+from drafttrain.target.features import names_of
+from drafttrain.target.fingerprint import digest
+
+FORMAT = 1
+PARTS = ("target", "set", "contents", "batches")
+"""What a manifest says beside its shards: the settings that the store was made with."""
+AGAIN = "run the same capture again, it writes only what is missing or damaged"
+_LARGEST_MANIFEST = 64 << 20
+_LARGEST_HEADER = 1 << 20
+_ALIGN = 64
+
+_verified: set[tuple[str, int, int, str]] = set()
+"""Files that this process has read whole and found right, with size, time and checksum."""
+
+
+# --- what is kept, and where ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What is kept of every token."""
+
+    width: int
+    last_hidden: bool
+    layers: tuple[int, ...]
+    """Ascending."""
+    encoding: str
+
+    @property
+    def code(self) -> Encoding:
+        return ENCODINGS[self.encoding]
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(last_hidden=self.last_hidden, layers=self.layers)
+
+    @property
+    def names(self) -> list[str | int]:
+        return names_of(self.needs)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token."""
+        return self.code.bytes_of(self.width) * len(self.names)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return {**asdict(self), "layers": list(self.layers)}
+
+    def words(self) -> str:
+        """As settings of the capture that makes such a store."""
+        kept = f"last_hidden={str(self.last_hidden).lower()} layers=[{','.join(map(str, self.layers))}]"
+        return f"{kept} encoding={self.encoding}"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows of one file, in their order there."""
+
+    number: int
+    rows: tuple[int, ...]
+    """Numbers of rows in the conversation set."""
+    lengths: tuple[int, ...]
+    """Tokens kept of each."""
+
+    @property
+    def name(self) -> str:
+        return f"shard-{self.number:05d}.safetensors"
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor's place in a file: (n w) bytes from `start` on, n the shard's tokens."""
+
+    start: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a shard's file looks."""
+
+    head: bytes
+    """Its safetensors header with the length before it."""
+    pieces: dict[str, Piece]
+    """By the tensor's name, in the file's order."""
+    size: int
+    """Bytes of the whole file."""
+
+
+def layout_of(shard: Shard, contents: Contents, stamp: str) -> Layout:
+    """The layout of a shard.
+
+    Tensors: `last_hidden` and `layer.<number>`, (n d) each, the rows' tokens one behind the other. Where the encoding has scales,
+    they stand before them all: `<name>.scale`, (n) float32.
+
+    Args:
+        stamp: marks the files of one store, see `stamp_of`.
+    """
+    code, n = contents.code, shard.tokens
+    names = [tensor_name(name) for name in contents.names]
+    tensors: dict[str, tuple[str, list[int], int]] = {}
+    if code.largest is not None:
+        tensors |= {f"{name}.scale": ("F32", [n], SCALE.itemsize) for name in names}
+    tensors |= {name: (code.kind, [n, contents.width], contents.width * code.dtype.itemsize) for name in names}
+    said: dict[str, Any] = {"__metadata__": {"format": str(FORMAT), "store": stamp, "shard": str(shard.number)}}
+    pieces: dict[str, Piece] = {}
+    at = 0
+    for name, (kind, shape, width) in tensors.items():
+        said[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + n * width]}
+        pieces[name] = Piece(at, width)
+        at += n * width
+    text = json.dumps(said, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGN)
+    head = len(text).to_bytes(8, "little") + text
+    return Layout(head, {name: Piece(len(head) + p.start, p.width) for name, p in pieces.items()}, len(head) + at)
+
+
+def tensor_name(name: str | int) -> str:
+    return name if isinstance(name, str) else f"layer.{name}"
+
+
+def set_facts(data: ConversationData) -> dict[str, Any]:
+    """What of a conversation set is kept."""
+    chosen = [np.asarray(numbers, dtype=np.int64).tobytes() for numbers in (data.indices, data.lengths)]
+    return {
+        "digest": data.set.digest,
+        "rows": len(data),
+        "tokens": data.tokens,
+        "max_length": data.max_length,
+        "chosen": digest(*chosen),
+    }
+
+
+def stamp_of(settings: Mapping[str, Any]) -> str:
+    """What marks the files of one store, by the settings that it is made with."""
+    return digest(json.dumps({part: settings[part] for part in PARTS}, sort_keys=True).encode())
+
+
+def digest_of(manifest: Mapping[str, Any]) -> str:
+    """Of all that a manifest says, but for when and by which versions the store was made."""
+    said = {name: value for name, value in manifest.items() if name not in ("digest", "made")}
+    return digest(json.dumps(said, sort_keys=True).encode())
+
+
+def sha256_of(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+def is_whole(value: Any) -> bool:
+    """A whole number that may count rows or tokens, or be a checksum of 32 bits?"""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32
+
+
+def is_sha256(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class Store:
+    """A finished store. Shards are mapped when rows of theirs are asked for.
+
+    Raises: InputError for a folder that is no store, and for a manifest that is damaged or contradicts itself.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).expanduser()
+        manifest = self._read_manifest()
+        self.fingerprint: dict[str, str] = manifest["target"]["fingerprint"]
+        """Of the target that read the set."""
+        self.set: dict[str, Any] = manifest["set"]
+        """See `set_facts`."""
+        self.digest: str = manifest["digest"]
+        self.stamp = stamp_of(manifest)
+        self.contents = self._contents(manifest["contents"])
+        self.shards: list[Shard] = []
+        self.checksums: list[str] = []
+        """sha256 of every shard's file."""
+        for number, said in enumerate(manifest["shards"]):
+            self._add(number, said)
+        rows = np.concatenate([np.asarray(shard.rows, dtype=np.int64) for shard in self.shards])
+        self._order = np.argsort(rows, kind="stable")
+        self._rows = rows[self._order]
+        """Numbers of all rows, ascending; `_order` are their places in the order of the shards."""
+        if bool((self._rows[1:] == self._rows[:-1]).any()):
+            raise self._damaged("a row is named twice")
+        self._lengths = np.concatenate([np.asarray(shard.lengths, dtype=np.int64) for shard in self.shards])
+        counted = len(rows), int(self._lengths.sum())
+        if counted != (self.set.get("rows"), self.set.get("tokens")):
+            raise self._damaged("its shards have {} rows of {} tokens, set says otherwise".format(*counted))
+        self._shard_of = np.repeat(np.arange(len(self.shards)), [len(shard.rows) for shard in self.shards])
+        self._starts = np.concatenate([np.cumsum([0, *shard.lengths[:-1]]) for shard in self.shards])
+        self._maps: dict[int, dict[str, Tensor]] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Of all shards."""
+        return sum(layout_of(shard, self.contents, self.stamp).size for shard in self.shards)
+
+    # The manifest -------------------------------------------------------------------------------------------------
+    def _damaged(self, why: str) -> InputError:
+        return InputError(f"{self.path / MANIFEST} is damaged ({why}): make the store again in another folder")
+
+    def _read_manifest(self) -> dict[str, Any]:
+        path = self.path / MANIFEST
+        if not path.is_file():
+            raise InputError(
+                f"{self.path} is not a finished store of features, it has no {MANIFEST}: make one with python -m "
+                "drafttrain.capture out=<folder>; a capture that was stopped goes on with the same command"
+            )
+        try:
+            if path.stat().st_size > _LARGEST_MANIFEST:
+                raise InputError(f"{path} has {path.stat().st_size} bytes: not a manifest")
+            found = json.loads(path.read_bytes())
+            said = digest_of(found) if isinstance(found, dict) else ""
+        except (ValueError, RecursionError, OSError) as error:
+            raise InputError(f"{path} cannot be read: {error}") from error
+        form = found.get("format") if isinstance(found, dict) else None
+        if form != FORMAT or isinstance(form, bool):
+            raise InputError(f"{path}: format {str(form)[:40]} of stores, this version reads {FORMAT}: make the store again")
+        lacking = [part for part in PARTS if not isinstance(found.get(part), dict)]
+        if lacking:
+            raise InputError(f"{path} is no store's, it lacks {', '.join(lacking)}: give the folder of a store")
+        if found.get("digest") != said:
+            raise self._damaged("its checksum is another")
+        marks = found["target"].get("fingerprint")
+        if not isinstance(marks, dict) or not all(isinstance(mark, str) for mark in marks.values()):
+            raise self._damaged("no target.fingerprint")
+        if not isinstance(found.get("shards"), list) or not found["shards"]:
+            raise self._damaged("no shards")
+        return found
+
+    def _contents(self, said: dict[str, Any]) -> Contents:
+        layers = said.get("layers")
+        right = (
+            set(said) == {"width", "last_hidden", "layers", "encoding"}
+            and is_whole(said["width"])
+            and said["width"] > 0
+            and isinstance(said["last_hidden"], bool)
+            and isinstance(layers, list)
+            and all(map(is_whole, layers))
+            and layers == sorted(set(layers))
+            and (said["last_hidden"] or layers)
+        )
+        if not right:
+            raise self._damaged("contents are not width, last_hidden, layers and encoding")
+        if not isinstance(said["encoding"], str) or said["encoding"] not in ENCODINGS:
+            raise self._damaged(f"encoding {str(said['encoding'])[:40]}; known are {', '.join(ENCODINGS)}")
+        return Contents(**{**said, "layers": tuple(layers)})
+
+    def _add(self, number: int, said: Any) -> None:
+        if not isinstance(said, dict) or set(said) != {"file", "sha256", "rows", "lengths"} or not is_sha256(said["sha256"]):
+            raise self._damaged(f"shard {number} is not file, sha256, rows and lengths")
+        rows, lengths = said["rows"], said["lengths"]
+        right = isinstance(rows, list) and isinstance(lengths, list) and len(rows) == len(lengths) > 0
+        if not right or not all(map(is_whole, rows)) or not all(is_whole(n) and n > 0 for n in lengths):
+            raise self._damaged(f"rows and lengths of shard {number}")
+        shard = Shard(number, tuple(rows), tuple(lengths))
+        if said["file"] != shard.name:
+            raise self._damaged(f"shard {number} is {str(said['file'])[:80]!r}, its file's name is {shard.name}")
+        self.shards.append(shard)
+        self.checksums.append(said["sha256"])
+
+    # Rows ---------------------------------------------------------------------------------------------------------
+    def check_data(self, data: ConversationData) -> None:
+        """Raise InputError unless the store holds these rows, as far as they are asked for."""
+        again = f"python -m drafttrain.capture out=<folder> {self.contents.words()} data.path=<set>"
+        if self.set.get("digest") != data.set.digest:
+            raise InputError(
+                f"{self.path} is of another conversation set (digest {self.set.get('digest')}; that of {data.name} is "
+                f"{data.set.digest}): give the set that it was made of, or make a store of this one: {again}"
+            )
+        rows, lengths = np.asarray(data.indices), np.asarray(data.lengths)
+        places = self._find(rows)
+        lacking = rows[places < 0]
+        if len(lacking):
+            raise InputError(
+                f"{self.path} lacks {len(lacking)} of the {len(rows)} rows asked for, row {lacking[0]} first: train on rows that "
+                f"it has, or make a store with this run's data.* settings: {again}"
+            )
+        short = np.flatnonzero(self._lengths[places] < lengths)
+        if len(short):
+            first = short[0]
+            raise InputError(
+                f"{self.path} holds {self._lengths[places[first]]} tokens of row {rows[first]}, {lengths[first]} are asked for: "
+                f"set data.max_length={self.set.get('max_length')} as it was made with, or make a store with this run's "
+                f"data.max_length: {again}"
+            )
+
+    def _find(self, rows: np.ndarray) -> np.ndarray:
+        """Places of rows in the order of the shards, -1 for a row that is not there."""
+        at = np.searchsorted(self._rows, rows).clip(max=len(self._rows) - 1)
+        return np.where(self._rows[at] == rows, self._order[at], -1)
+
+    def shards_of(self, data: ConversationData) -> list[int]:
+        """Numbers of the shards that hold a split's rows, which `check_data` has found there."""
+        return np.unique(self._shard_of[self._find(np.asarray(data.indices))]).tolist()
+
+    def rows(self, tensor: str, rows: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
+        """(n w) uint8 for each row: the bytes of its first n tokens, as views of the mapped files.
+
+        Raises: ValueError for what `check_data` would have refused.
+        """
+        found = []
+        for place, n in zip(self._find(np.asarray(rows)).tolist(), lengths, strict=True):
+            if place < 0 or n > self._lengths[place]:
+                raise ValueError("a row, or a part of it, that the store does not hold")
+            start = int(self._starts[place])
+            found.append(self.mapped(int(self._shard_of[place]))[tensor][start : start + n])
+        return found
+
+    # Shards -------------------------------------------------------------------------------------------------------
+    def mapped(self, number: int) -> dict[str, Tensor]:
+        """{name: (n w) uint8} of a shard, mapped. Raises InputError if its header or size is not the one that is announced."""
+        if number not in self._maps:
+            shard = self.shards[number]
+            path, layout = self.path / shard.name, layout_of(shard, self.contents, self.stamp)
+            try:
+                there = path.stat().st_size
+                with path.open("rb") as file:
+                    head = file.read(8)
+                    head += file.read(min(int.from_bytes(head, "little"), _LARGEST_HEADER))
+            except OSError as error:
+                raise InputError(f"{path} cannot be read ({error.strerror}): {AGAIN}") from error
+            if head != layout.head:
+                raise InputError(f"{path} is damaged ({_difference(head, layout.head)}): {AGAIN}")
+            if there != layout.size:
+                raise InputError(f"{path} is damaged ({there} bytes instead of {layout.size}): {AGAIN}")
+            raw = torch.from_file(str(path), shared=False, size=layout.size, dtype=torch.uint8)
+            self._maps[number] = {
+                name: raw[piece.start : piece.start + shard.tokens * piece.width].view(shard.tokens, piece.width)
+                for name, piece in layout.pieces.items()
+            }
+        return self._maps[number]
+
+    def verify(self, number: int) -> None:
+        """Read a whole shard, once in a process.
+
+        Raises: InputError if its checksum is another, or if features are not finite (naming their rows).
+        """
+        shard, tensors = self.shards[number], self.mapped(number)
+        path = self.path / shard.name
+        status = path.stat()
+        mark = (str(path.resolve()), status.st_size, status.st_mtime_ns, self.checksums[number])
+        if mark in _verified:
+            return
+        if sha256_of(path) != self.checksums[number]:
+            raise InputError(f"{path} is damaged (its checksum is another): {AGAIN}")
+        bad: set[int] = set()
+        edges = np.cumsum(shard.lengths)
+        chunk = max(1, (1 << 22) // self.contents.width)
+        for name in self.contents.names:
+            for start in range(0, shard.tokens, chunk):
+                values = self.decoded(name, {part: found[start : start + chunk] for part, found in tensors.items()})
+                odd = (~torch.isfinite(values).all(-1)).nonzero()[:, 0].numpy() + start
+                bad |= {shard.rows[place] for place in np.searchsorted(edges, odd, side="right").tolist()}
+        if bad:
+            listed = ", ".join(map(str, sorted(bad)[:10])) + (f" and {len(bad) - 10} more" if len(bad) > 10 else "")
+            raise InputError(
+                f"{path}: features of rows {listed} are not finite: make the store again with target.dtype=float32, or leave "
+                "these rows out of the set"
+            )
+        _verified.add(mark)
+
+    def tensors_of(self, name: str | int) -> list[str]:
+        """Names of the tensors that hold a part of the features."""
+        tensor = tensor_name(name)
+        return [tensor] if self.contents.code.largest is None else [tensor, f"{tensor}.scale"]
+
+    def decoded(self, name: str | int, parts: Mapping[str, Tensor]) -> Tensor:
+        """(... d) features in the dtype that the encoding serves.
+
+        Args:
+            parts: bytes (... w) of each of `tensors_of(name)`.
+        """
+        code, tensor = self.contents.code, tensor_name(name)
+        scales = None if code.largest is None else parts[f"{tensor}.scale"].view(SCALE)[..., 0]
+        return code.decode(parts[tensor].view(code.dtype), scales)
+
+    def close(self) -> None:
+        """Let go of the mapped files."""
+        self._maps.clear()
+
+
+def _difference(found: bytes, wanted: bytes) -> str:
+    """How a shard's header differs from the one it should have."""
+    length = int.from_bytes(found[:8], "little")
+    if length > _LARGEST_HEADER:
+        return f"its header claims {length} bytes"
+    try:
+        there, right = json.loads(found[8:]), json.loads(wanted[8:])
+    except (ValueError, RecursionError):
+        return "its header cannot be read"
+    if not isinstance(there, dict) or there.get("__metadata__") != right["__metadata__"]:
+        return "it is a shard of another store, or another shard of this one"
+    odd = [name for name in right if there.get(name) != right[name]] + [name for name in there if name not in right]
+    if not odd:
+        return "its header is written otherwise"
+    return f"{odd[0]} is {str(there.get(odd[0]))[:120]}, needs {right.get(odd[0])}"
