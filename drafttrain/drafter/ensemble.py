@@ -43,7 +43,7 @@ class Ensemble(Drafter):
 
     Args:
         members: of this very target, in the order in which their drafts are judged.
-    Raises: InputError if there are none, or one is an ensemble or drafts for another target.
+    Raises: InputError if there are none, or one is an ensemble, a part of the target, or drafts for another target.
     """
 
     growths = (Forest, Tree, Dynamic, Confident)
@@ -56,6 +56,11 @@ class Ensemble(Drafter):
         for number, member in enumerate(members, start=1):
             if not isinstance(member, Drafter) or isinstance(member, Ensemble):
                 raise InputError(f"member {number} is {type(member).__name__}, needs a drafter by itself")
+            if member.inside:
+                raise InputError(
+                    f"member {number} is {type(member).__name__}, a part of the target that drafts on its cache, which has room for "
+                    "one drafter: give drafters of other kinds"
+                )
             if member.target is not target:
                 raise InputError(f"member {number} drafts for another target than the ensemble's")
         self.members = nn.ModuleList(members)

@@ -16,6 +16,7 @@ from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.ensemble import Ensemble
 from drafttrain.drafter.medusa import Medusa
 from drafttrain.drafter.ngram import NGram
+from drafttrain.drafter.selfspec import SelfSpec
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.drafter.suffix import Suffix
 from drafttrain.errors import InputError
@@ -255,6 +256,8 @@ def test_what_is_no_ensemble_is_refused(target: Target) -> None:
         Ensemble(target, members=[])
     with pytest.raises(InputError, match="member 2 is Ensemble, needs a drafter by itself"):
         Ensemble(target, members=[one, Ensemble(target, members=[one])])
+    with pytest.raises(InputError, match="member 2 is SelfSpec, a part of the target"):
+        Ensemble(target, members=[one, SelfSpec(target, skip_mlp=[0])])
     with pytest.raises(InputError, match="member 1 drafts for another target"):
         Ensemble(load.tiny(), members=[one])
     with pytest.raises(InputError, match="not trained as one"):
