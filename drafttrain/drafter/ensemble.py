@@ -58,8 +58,8 @@ class Ensemble(Drafter):
                 raise InputError(f"member {number} is {type(member).__name__}, needs a drafter by itself")
             if member.inside:
                 raise InputError(
-                    f"member {number} is {type(member).__name__}, a part of the target that drafts on its cache, which has room for "
-                    "one drafter: give drafters of other kinds"
+                    f"member {number} is {type(member).__name__}, a part of the target that drafts on its cache, where there is "
+                    "room for one: give drafters of other kinds"
                 )
             if member.target is not target:
                 raise InputError(f"member {number} drafts for another target than the ensemble's")
