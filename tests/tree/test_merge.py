@@ -176,3 +176,36 @@ def test_merged_trees_write_the_targets_law(first: tuple[Tree, Law], second: tup
 def test_joining_equal_proposals_does_not() -> None:
     chain = (Tree.chain(2), Law.IID)
     assert p_value(two_drafters(chain, chain, joined=True), 150_000) < 1e-6
+
+
+def mismerged(mistake: str) -> Round:
+    """Two chains, made or ordered as they must not be."""
+
+    def one_round(last: Tensor, uniform: Uniform):
+        numbers = uniform(2)
+
+        def again() -> Uniform:
+            columns = iter(numbers.split(1, 1))
+            return lambda k: next(columns)
+
+        if mistake == "chance shared":
+            one, two = (by(table, Tree.chain(2), Law.IID, last, again()) for table in (DRAFT, OTHER))
+        else:
+            one, two = (by(table, Tree.chain(2), Law.IID, last, uniform) for table in (DRAFT, OTHER))
+            # In every row the drafter whose first token is likelier by its own law is judged first.
+            sure = [x.q[:, 0].gather(1, x.tokens[:, :1]) for x in (one, two)]  # type: ignore[index]
+            swap = sure[1] > sure[0]  # b 1
+
+            def chosen(a: Proposal, b: Proposal) -> Proposal:
+                q = torch.where(swap[..., None], b.q, a.q)  # type: ignore[call-overload]
+                return Proposal(torch.where(swap, b.tokens, a.tokens), a.parents, a.law, q, a.q_rows)
+
+            one, two = chosen(one, two), chosen(two, one)
+        return judged(multi_step, merge([one, two]).proposal, last, uniform)
+
+    return one_round
+
+
+@pytest.mark.parametrize("mistake", ["judged by confidence", "chance shared"])
+def test_an_order_by_confidence_and_shared_chance_are_noticed(mistake: str) -> None:
+    assert p_value(mismerged(mistake), 50_000) < 1e-6
