@@ -96,7 +96,7 @@ def test_sampled_text_follows_the_targets_law(plan: Plan, settings: dict[str, An
     target = load.tiny(**SMALL)  # type: ignore[arg-type]
     torch.manual_seed(0)
     drafter = EarlyExit(target, **{"exit_layer": 1, **settings}).eval()
-    assert p_value(target, drafter, plan, rows=4000) > 1e-3
+    assert p_value(target, drafter, plan, rows=2000) > 1e-3
 
 
 @pytest.mark.parametrize("tree", ["chain", "tree"])
@@ -296,12 +296,12 @@ def test_text_alone_needs_no_law() -> None:
 
 
 def test_it_begins_as_the_targets_head_on_the_exit_layer_and_learns() -> None:
-    target, drafter = make(stirred=False, mlp=64)
+    target, drafter = make(stirred=False, exit_layer=0, mlp=64)
     (output,), _ = decode(target, None, PROMPTS[:1], PLAIN, max_new_tokens=40, stop_ids=())
     batch = collate([row(PROMPTS[0] + output.ids, [0] * 4 + [1] * 40)])
     true, frozen = features(target, batch, drafter), {name: p.clone() for name, p in target.model.named_parameters()}
     with torch.no_grad():
-        stream = true.layers[1]
+        stream = true.layers[0]
         torch.testing.assert_close(drafter(stream, torch.arange(44)[None]), target.base.norm(stream))
     plan = Plan(Tree.chain(4))
     before = decode(target, drafter, PROMPTS[:1], plan, max_new_tokens=40, stop_ids=())[1].tau
@@ -314,8 +314,8 @@ def test_it_begins_as_the_targets_head_on_the_exit_layer_and_learns() -> None:
         (loss.total / loss.count).backward()
         adam.step()
     after = decode(target, drafter, PROMPTS[:1], plan, max_new_tokens=40, stop_ids=())[1].tau
-    assert losses[-1] < losses[0] / 4
-    assert before is not None and after is not None and after > max(3, before + 1)
+    assert losses[-1] < losses[0] / 20
+    assert before is not None and after is not None and after > before + 0.5
     assert all(torch.equal(p, frozen[name]) for name, p in target.model.named_parameters())
 
 
