@@ -225,5 +225,6 @@ def _rows_of(state: InsideState) -> KVCache:
 def _rotary_base(target: Target) -> float:
     """The target's own, where it has one."""
     found = (getattr(target.config, "rope_parameters", None) or {}).get("rope_theta")
-    number = isinstance(found, int | float) and not isinstance(found, bool)
-    return float(found) if number and math.isfinite(found) and found > 1 else 10000.0
+    if isinstance(found, int | float) and math.isfinite(found) and found > 1:
+        return float(found)
+    return 10000.0
