@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafttrain.checks import path_of, shown
+from drafttrain.checks import path_of, shown, whole
 from drafttrain.data.conversations import HELD_OUT, TRAIN, ConversationSet, check_vocabulary, read_set
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch
@@ -110,8 +110,7 @@ class ConversationData:
             ("limit_rows", limit_rows, 1),
             ("set_aside", set_aside, 0),
         ):
-            if value is not None and not (type(value) is int and value >= least):
-                raise InputError(f"{name}={value}: needs a whole number of at least {least}, or null for no limit")
+            whole(name, value, least, null="" if name == "set_aside" else "no limit")
         listed = isinstance(temperatures, list | tuple) and temperatures and all(type(one) in (int, float) for one in temperatures)
         if temperatures is not None and not listed:
             raise InputError(f"temperatures={shown(temperatures)}: needs a list of numbers such as [0.0], or null for all")
@@ -142,13 +141,13 @@ class ConversationData:
             if temperatures is not None and not np.isclose(self.set.temperature[index], temperatures).any():
                 self.counts["of another temperature"] = self.counts.get("of another temperature", 0) + 1
                 continue
-            whole = self.set.length(index)
-            length = whole if max_length is None else min(whole, max_length)
+            uncut = self.set.length(index)
+            length = uncut if max_length is None else min(uncut, max_length)
             start = int(self.set.offsets[index])
             answered = int(self.set.mask[start + 1 : start + length].sum())
             count = length - 1 if answered and labels == "all" else answered
             if not count:
-                why = "no supervised token" + (f" in the first {max_length} tokens" if length < whole else "")
+                why = "no supervised token" + (f" in the first {max_length} tokens" if length < uncut else "")
                 self.counts[why] = self.counts.get(why, 0) + 1
                 continue
             over = limit_tokens is not None and self.indices and self.supervised + count > limit_tokens
@@ -160,7 +159,7 @@ class ConversationData:
             self.lengths.append(length)
             self.supervised_per_row.append(count)
             self._supervised += count
-            self.cut += length < whole
+            self.cut += length < uncut
         if not self.indices:
             raise InputError(
                 f"{self.name}, split {split}: none of its {len(chosen)} rows can be used "

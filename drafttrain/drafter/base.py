@@ -24,6 +24,10 @@ from drafttrain.tree.growth import grow
 from drafttrain.tree.topology import Growth, Tree, check_size
 
 
+SLACK = 1 << 24
+"""Weights beyond a package's that may be made before tensors are compared by name, which says more."""
+
+
 @dataclass(frozen=True)
 class Fresh:
     """What became true since the last proposal: features of positions, each with the token that follows it."""
@@ -159,7 +163,7 @@ class Drafter(nn.Module, abc.ABC):
 
     @classmethod
     def check_held(cls, target: Target, settings: Mapping[str, Any], tensors: int, weights: int) -> None:
-        """Raise InputError if settings ask for more than a package holds: what they ask for is made before it is compared.
+        """Raise InputError if settings ask for far more than a package holds, since what they ask for is made before it is compared.
 
         Args:
             settings: of the types that the class takes, not checked further.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drafttrain.checks import shown, switch, whole
-from drafttrain.drafter.base import Heads
+from drafttrain.drafter.base import SLACK, Heads
 from drafttrain.drafter.borrowing import BorrowsHead
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Loss, Needs
@@ -104,7 +104,7 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
     def check_held(cls, target: Target, settings: Mapping[str, Any], tensors: int, weights: int) -> None:
         heads, blocks = settings["heads"], settings["blocks"]
         needed = heads * blocks * target.width**2  # at least
-        if needed > weights:
+        if needed > weights + SLACK:
             raise InputError(f"heads={heads}, blocks={blocks} need at least {needed:,} weights, the package holds {weights:,}")
 
     @property

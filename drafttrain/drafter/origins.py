@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from drafttrain.checks import path_of, shown, whole
+from drafttrain.drafter.base import SLACK
 from drafttrain.drafter.lending import LentEmbedding, LentHead, LentNorm
 from drafttrain.errors import InputError, first_line
 from drafttrain.nn.attention import TREE_BACKENDS
@@ -194,7 +195,7 @@ def check_held(
     tensors: int,
     weights: int,
 ) -> None:
-    """Raise InputError if a new network, or one by its config, would be larger than what a package holds. Nothing is allocated."""
+    """Raise InputError if a new network, or one by its config, would be far larger than what a package holds. Nothing is allocated."""
     if config is None and type(layers) is not int:
         return
     kind, found = _told(config) if config is not None else _like(target, layers, sizes)  # type: ignore[arg-type]
@@ -203,7 +204,7 @@ def check_held(
         raise InputError(f"{count} layers are described, the package holds {tensors} tensors")
     with torch.device("meta"):
         needed = sum(p.numel() for p in _made(kind, found, None).parameters())
-    if needed > weights:
+    if needed > weights + SLACK:
         raise InputError(f"a network of {needed:,} weights is described, the package holds {weights:,}")
 
 

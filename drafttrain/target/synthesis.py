@@ -42,6 +42,8 @@ class SynthesisConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.user, dict):
+            if odd := sorted(set(self.user) - {"temperature", "top_k", "top_p"}):
+                raise InputError(f"writing.user has no setting {shown(odd[0])}: synthesis takes temperature, top_k and top_p")
             object.__setattr__(self, "user", Policy(**self.user))
         if not isinstance(self.user, Policy):
             raise InputError(f"writing.user={shown(self.user)}: needs writing.user.temperature, .top_k and .top_p")

@@ -360,7 +360,8 @@ def test_bad_settings_are_refused(kind, settings, message):
     ("changes", "message"),
     [
         ({"heads": 10**9}, "heads=1000000000, blocks=1 need at least"),
-        ({"blocks": 64}, "heads=3, blocks=64 need at least"),
+        ({"blocks": 10**9}, "heads=3, blocks=1000000000 need at least"),
+        ({"blocks": 2}, "missing"),
         ({"heads": 0}, "heads=0"),
         ({"loss": "mse"}, "loss mse is not known"),
     ],

@@ -186,7 +186,7 @@ def as_llama(package: Path, **changes: Any) -> None:
         (lambda p: (p / WHOLE_TENSORS).unlink(), "2 layers are described, the package holds 0 tensors"),
         (lambda p: (p / WHOLE_TENSORS).write_bytes(b"\x80\x04"), "cannot be read"),
         (lambda p: (p / WHOLE / "pytorch_model.bin").write_bytes(b""), r"pytorch_model\.bin.*only safetensors"),
-        (lambda p: config(p, layers=3), r"a network of [\d,]+ weights is described, the package holds [\d,]+"),
+        (lambda p: config(p, layers=3), "missing"),
         (lambda p: config(p, layers=10**9), "from 1 to 1024"),
         (lambda p: config(p, layers=1024), "1024 layers are described"),
         (lambda p: config(p, mlp=1 << 30), "weights is described"),
