@@ -23,7 +23,6 @@ from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.growth import grow
 from drafttrain.tree.topology import Growth, Tree, check_size
 
-
 SLACK = 1 << 24
 """Weights beyond a package's that may be made before tensors are compared by name, which says more."""
 
@@ -163,7 +162,7 @@ class Drafter(nn.Module, abc.ABC):
 
     @classmethod
     def check_held(cls, target: Target, settings: Mapping[str, Any], tensors: int, weights: int) -> None:
-        """Raise InputError if settings ask for far more than a package holds, since what they ask for is made before it is compared.
+        """Raise InputError if settings ask for far more than a package holds: it would be made before it is compared.
 
         Args:
             settings: of the types that the class takes, not checked further.

@@ -195,7 +195,7 @@ def check_held(
     tensors: int,
     weights: int,
 ) -> None:
-    """Raise InputError if a new network, or one by its config, would be far larger than what a package holds. Nothing is allocated."""
+    """Raise InputError if a new network, or one by its config, is far larger than what a package holds. Nothing is allocated."""
     if config is None and type(layers) is not int:
         return
     kind, found = _told(config) if config is not None else _like(target, layers, sizes)  # type: ignore[arg-type]
