@@ -47,6 +47,10 @@ def check_directory(head: Directory, engine: str | None = None, target: Director
         target: the target's directory, to compare with.
     Raises: InputError for a directory that is no head's, and for an engine that loads no such head.
     """
+    if not head.tensors:  # Without names little can be told.
+        nothing = Inspection(head, engine or "")
+        nothing.files()
+        return nothing.findings
     layout = layout_of(head)
     inspection = Inspection(head, engine_of(head, layout, engine), target)
     layout.check(inspection)
