@@ -29,11 +29,7 @@ from drafttrain.wiring.doors import door
 
 @door("adopt", text=("head", "out"))
 def main(cfg: DictConfig) -> None:
-    check_settings(cfg)
-    check_place(cfg.out)
-    head = open_directory(cfg.head, "head")
-    refuse_pickles(head)
-    reader_of(head)
+    head = read_head(cfg)
     told = read_origin(head)
     target: Target = build(cfg.target, work="decode")
     drafter = read_drafter(head, target, told)
@@ -52,11 +48,20 @@ def main(cfg: DictConfig) -> None:
     say(f"train it further: python -m drafttrain.fit init_from={folder} {fit_words(drafter, head)}")
 
 
-def check_settings(cfg: DictConfig) -> None:
-    for key, least in (("chain", 1), ("trained_length", 1)):
+def read_head(cfg: DictConfig) -> Directory:
+    """The directory, and everything that can be refused before the target is read.
+
+    Raises: InputError.
+    """
+    for key in ("chain", "trained_length"):
         value = cfg[key]
-        if not (value is None and key == "trained_length") and (type(value) is not int or value < least):
-            raise InputError(f"{key}={value}: needs a whole number of at least {least}")
+        if not (value is None and key == "trained_length") and (type(value) is not int or value < 1):
+            raise InputError(f"{key}={value}: needs a whole number of at least 1")
+    check_place(cfg.out)
+    head = open_directory(cfg.head, "head")
+    refuse_pickles(head)
+    reader_of(head)
+    return head
 
 
 def refuse_pickles(head: Directory) -> None:

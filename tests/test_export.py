@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from omegaconf import DictConfig
 
 from drafttrain import export
 from drafttrain.drafter.eagle1 import Eagle1
@@ -17,13 +20,20 @@ from drafttrain.drafter.hydra_heads import HydraHeads
 from drafttrain.drafter.ngram import NGram
 from drafttrain.drafter.suffix import Suffix
 from drafttrain.errors import InputError
-from drafttrain.layouts import writing
+from drafttrain.layouts import pairs, writing
+from drafttrain.layouts.checking import check_path
 from drafttrain.layouts.inspection import Finding
 from drafttrain.layouts.writing import check_out
 from drafttrain.target.model import Target
+from drafttrain.wiring.composing import compose
 from tests.helpers import packed_place
 from tests.layouts.made import config, put, stirred
 from tests.packaging.made import packed
+
+
+@pytest.fixture(scope="module")
+def settings() -> DictConfig:
+    return compose("export", text=("package", "out", "check", "against"))
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +45,17 @@ def place(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words(place: Path, **settings: Any) -> list[str]:
     given = {"target": "hf", "target.path": place / "target", "target.dtype": "float32", "target.device": "cpu", **settings}
     return [f"{key}={value}" for key, value in given.items()]
+
+
+@pytest.fixture(scope="module")
+def exported(place: Path, target: Target) -> Path:
+    export.export_package(place / "package", target, "vllm", place / "exported")
+    return place / "exported"
+
+
+@pytest.fixture
+def head(exported: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(exported, tmp_path / "head"))
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -56,21 +77,14 @@ def test_export_then_check(place: Path, tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as left:
         export.main([f"check={out}"])
     assert left.value.code == 1 and "head-shipped" in capsys.readouterr().out
-    config(tie_word_embeddings=True)(out)
-    put("lm_head.weight", 320, 64)(out)
-    with pytest.raises(SystemExit):
-        export.main([f"check={out}", "to=sglang"])
-    assert "tied-embeddings" in capsys.readouterr().out
 
 
-def test_warnings_alone_leave_with_zero(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], target: Target) -> None:
-    export.export_package(place / "package", target, "vllm", tmp_path / "head")
-    config(tie_word_embeddings=True)(tmp_path / "head")
-    export.main([f"check={tmp_path / 'head'}"])
+def test_warnings_alone_are_no_error(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config(tie_word_embeddings=True)(head)
+    export.show(check_path(head), "head")
     assert "warning" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("to", ["vllm", "sglang", "eagle", "medusa", "speculators", "hf"])
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -79,16 +93,19 @@ def test_warnings_alone_leave_with_zero(place: Path, tmp_path: Path, capsys: pyt
         (Suffix, "no weights.*arctic-inference"),
     ],
 )
-def test_drafters_that_no_engine_loads(kind: Any, message: str, to: str, target: Target, tmp_path: Path) -> None:
+def test_drafters_that_no_engine_loads(kind: Any, message: str, target: Target, tmp_path: Path) -> None:
     packed(tmp_path / "package", kind(target), target)
-    with pytest.raises(InputError, match=message):
-        export.check_pair(tmp_path / "package", to)
+    for to in pairs.TARGETS:
+        with pytest.raises(InputError, match=message):
+            export.check_pair(tmp_path / "package", to)
 
 
-@pytest.mark.parametrize("to", ["medusa", "speculators", "hf"])
-def test_pairs_that_no_engine_serves(to: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pairs_that_no_engine_serves(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before the target is read."""
-    given = words(place, package=place / "package", to=to, out=tmp_path / "out") + ["target.path=/nowhere"]
+    for to in ("medusa", "speculators", "hf"):
+        with pytest.raises(InputError, match=f"to={to}: a Eagle1.*give to=vllm or to=sglang or to=eagle"):
+            export.check_pair(place / "package", to)
+    given = words(place, package=place / "package", to="hf", out=tmp_path / "out") + ["target.path=/nowhere"]
     with pytest.raises(SystemExit) as left:
         export.main(given)
     assert left.value.code == 2 and "give to=vllm or to=sglang or to=eagle" in capsys.readouterr().err
@@ -103,29 +120,42 @@ def test_a_tuned_target_is_refused(place: Path, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("given", "message"),
     [
         ({"to": None}, "needs to=<the engine>"),
         ({"to": "vlm"}, "to=vlm: give one of vllm, sglang"),
         ({"package": None}, "needs package=<folder of a package>"),
-        ({"package": "/nowhere"}, "does not exist"),
         ({"out": None}, "needs out=<a new folder>"),
         ({"dtype": "int8"}, "dtype=int8: give one of package, float32"),
         ({"vocabulary": "small"}, "vocabulary=small: give one of auto, whole, reduced"),
         ({"tokens": 0}, "tokens=0: needs a whole number of at least 1"),
         ({"against": "somewhere"}, "against is what check compares with"),
         ({"check": "somewhere"}, "leave package and out away"),
-        ({"package": None, "out": None, "check": "/nowhere"}, "check=/nowhere does not exist"),
         ({"package": None, "out": None, "check": "/nowhere", "to": "speculators"}, "to=speculators: give one of vllm"),
+    ],
+)
+def test_bad_input(given: dict[str, Any], message: str, place: Path, settings: DictConfig) -> None:
+    cfg = copy.deepcopy(settings)
+    for key, value in {"package": str(place / "package"), "to": "vllm", "out": "out", **given}.items():
+        cfg[key] = value
+    with pytest.raises(InputError, match=re.escape(message)):
+        export.check_settings(cfg)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"package": "/nowhere", "to": "vllm"}, "package=/nowhere does not exist"),
+        ({"check": "/nowhere"}, "check=/nowhere does not exist"),
         ({"tokns": 3}, "there is no setting tokns. Did you mean tokens"),
     ],
 )
 def test_bad_input_is_one_line(
-    settings: dict[str, Any], message: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    given: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = {"package": place / "package", "to": "vllm", "out": tmp_path / "out", "target.path": "/nowhere", **settings}
+    out = {} if "check" in given else {"out": tmp_path / "out"}
     with pytest.raises(SystemExit) as left:
-        export.main(words(place, **{key: value for key, value in given.items() if value is not None}))
+        export.main([f"{key}={value}" for key, value in {**given, **out}.items()])
     said = capsys.readouterr().err
     assert left.value.code == 2 and message in said and said.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -222,14 +252,10 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
         (lambda p: config_of_origin(p, more=1), "unknown key 'more'"),
     ],
 )
-def test_damage_is_refused(
-    damage: Any, message: str, place: Path, tmp_path: Path, target: Target, capsys: pytest.CaptureFixture[str]
-) -> None:
-    export.export_package(place / "package", target, "vllm", tmp_path / "head")
-    damage(tmp_path / "head")
-    with pytest.raises(SystemExit) as left:
-        export.main([f"check={tmp_path / 'head'}"])
-    assert left.value.code == 2 and message in capsys.readouterr().err
+def test_damage_is_refused(damage: Any, message: str, head: Path) -> None:
+    damage(head)
+    with pytest.raises(InputError, match=re.escape(message)):
+        check_path(head)
 
 
 def config_of_origin(path: Path, **changes: Any) -> None:
@@ -237,24 +263,18 @@ def config_of_origin(path: Path, **changes: Any) -> None:
     (path / "drafttrain.json").write_text(json.dumps(told | changes))
 
 
-def test_nothing_of_a_directory_is_run(place: Path, tmp_path: Path, target: Target, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_of_a_directory_is_run(head: Path, tmp_path: Path) -> None:
     """Neither a pickle nor Python code."""
 
     class Marker:
         def __reduce__(self) -> tuple[Any, ...]:
             return (open, (str(tmp_path / "marker"), "w"))
 
-    head = tmp_path / "head"
-    export.export_package(place / "package", target, "vllm", head)
     (head / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Marker()}))
     (head / "modeling.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
     config(auto_map={"AutoModel": "modeling.Model"})(head)
-    with pytest.raises(SystemExit):
-        export.main([f"check={head}"])
-    assert "pickle-beside-safetensors" in capsys.readouterr().out
-    torch.save({"fc.weight": torch.ones(2)}, head / "medusa_lm_head.pt")
+    assert [finding.name for finding in check_path(head)] == ["pickle-beside-safetensors"]
     (head / "model.safetensors").unlink()
-    with pytest.raises(SystemExit):
-        export.main([f"check={head}"])
-    assert "weights_only=True" in capsys.readouterr().out
+    (found,) = check_path(head)
+    assert found.name == "pickled-weights" and "weights_only=True" in found.said
     assert not (tmp_path / "marker").exists()

@@ -104,5 +104,5 @@ def same(mine: Drafter, theirs: Drafter) -> bool:
 
 def drafts(target: Target, drafter: Drafter, depth: int = 3) -> list[Any]:
     """Greedy text and how much of it was drafted, round by round."""
-    outputs, _ = decode(target, drafter, PROMPTS, Plan(Tree.chain(depth)), max_new_tokens=10, stop_ids=())
+    outputs, _ = decode(target, drafter, PROMPTS, Plan(Tree.chain(depth)), max_new_tokens=6, stop_ids=())
     return [(output.ids, output.runs) for output in outputs]

@@ -35,8 +35,7 @@ def made(target: Target, name: str = "new") -> Ssm:
         return stirred(Ssm(target, **ORIGINS[name]))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", ORIGINS)
+@pytest.mark.parametrize(("name", "tied"), [*((name, False) for name in ORIGINS), ("cut", True)])
 def test_there_and_back(name: str, tied: bool, tmp_path: Path) -> None:
     target = load.tiny(tie_word_embeddings=tied)
     drafter = made(target, name)
