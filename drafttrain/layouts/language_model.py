@@ -191,7 +191,7 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Ssm:
     Raises: InputError.
     """
     if not known:
-        return Ssm(target, path=str(head.path)).eval()  # type: ignore[return-value]
+        return Ssm(target, path=str(head.path)).eval()
     drafter = Ssm(target, **known)
     state: dict[str, Tensor] = {}
     for name, tensor in drafter.state_dict().items():
@@ -199,7 +199,7 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Ssm:
         if name != "draft_ids" and (there in head.tensors or not _is_tied(drafter, name)):
             state[name] = head.weight(there, tuple(tensor.shape))
     drafter.load_state_dict(state, strict=False)  # draft_ids are set already; a tied head is the embedding.
-    return drafter.eval()  # type: ignore[return-value]
+    return drafter.eval()
 
 
 def _is_tied(drafter: Ssm, name: str) -> bool:

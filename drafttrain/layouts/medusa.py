@@ -94,9 +94,10 @@ def write(source: Source) -> Exported:
 
 def _blocks(drafter: Medusa) -> dict[tuple[int, int, str], Tensor]:
     """{(head, block, weight or bias): tensor}, both counted from 0."""
+    heads: Any = drafter.heads
     found = {}
-    for j, head in enumerate(drafter.heads):
-        for i, block in enumerate(head):  # type: ignore[arg-type]
+    for j, head in enumerate(heads):
+        for i, block in enumerate(head):
             found[j, i, "weight"], found[j, i, "bias"] = block.linear.weight, block.linear.bias
     return found
 
