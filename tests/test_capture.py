@@ -68,18 +68,12 @@ def contents(out: Path) -> dict[str, bytes]:
 # --- trained from --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layers", ["[]", "[2]"], ids=["last hidden state", "last layer"])
-def test_a_fit_from_a_store_gives_the_weights_of_one_without(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], layers: str
+def test_fits_from_stores_give_the_weights_of_one_without(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "store"
-    capture.main(words(folder, out, f"layers={layers}"))
-    said = capsys.readouterr()
-    assert "still to be taken" in said.err and "bytes a token" in said.out
-    assert {path.name for path in out.iterdir()} == {"manifest.json", "shard-00000.safetensors"}
-    store = Store(out)
-    assert store.contents.names == (["last_hidden"] if layers == "[]" else [2])  # One tensor, also where both are asked for.
+    """From a store of last hidden states, and from one of the last layer, which they are recomputed from."""
     fit.main(fit_words(folder, tmp_path / "online", "features.keep_dtype=float32"))
+    right = read_checkpoint(tmp_path / "online" / "checkpoints" / "last.ckpt")
     train = set(ConversationData(folder).indices)
     computed = features.computed
 
@@ -88,13 +82,22 @@ def test_a_fit_from_a_store_gives_the_weights_of_one_without(
         return computed(target, batch, needs)
 
     monkeypatch.setattr(features, "computed", count)
-    fit.main(fit_words(folder, tmp_path / "stored", "features=store", f"features.path={out}"))
-    assert f"read from {out}" in capsys.readouterr().out
-    one, two = (read_checkpoint(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("online", "stored"))
-    assert same(one["weights"], two["weights"]) and one["progress"]["supervised"] == two["progress"]["supervised"]
-    assert two["facts"]["features"] == {"store": store.digest}
-    said_of_resume = refusal(capsys, fit, fit_words(folder, tmp_path / "stored", "resume=last"))
-    assert f"features.store was {store.digest}, is None" in said_of_resume
+    for layers, names in (("[]", ["last_hidden"]), ("[2]", [2])):
+        out, run = tmp_path / f"store-{len(layers)}", tmp_path / f"run-{len(layers)}"
+        capture.main(words(folder, out, f"layers={layers}"))
+        said = capsys.readouterr()
+        assert "still to be taken" in said.err and "bytes a token" in said.out
+        assert {path.name for path in out.iterdir()} == {"manifest.json", "shard-00000.safetensors"}
+        store = Store(out)
+        assert store.contents.names == names  # One tensor, also where both are asked for.
+        fit.main(fit_words(folder, run, "features=store", f"features.path={out}"))
+        assert f"read from {out}" in capsys.readouterr().out
+        found = read_checkpoint(run / "checkpoints" / "last.ckpt")
+        assert same(right["weights"], found["weights"])
+        assert right["progress"]["supervised"] == found["progress"]["supervised"]
+        assert found["facts"]["features"] == {"store": store.digest}
+    said_of_resume = refusal(capsys, fit, fit_words(folder, tmp_path / "run-2", "resume=last"))
+    assert f"features.store was {Store(tmp_path / 'store-2').digest}, is None" in said_of_resume
 
 
 def test_a_store_that_fit_cannot_train_from_is_refused_before_the_target_is_loaded(
@@ -105,15 +108,10 @@ def test_a_store_that_fit_cannot_train_from_is_refused_before_the_target_is_load
     stored = ["features=store", f"features.path={out}"]
     said = refusal(capsys, fit, fit_words(folder, run, *stored))
     assert "lacks the last hidden state" in said and "last_hidden=true layers=[0] encoding=float32" in said
-    said = refusal(capsys, fit, fit_words(folder, run, *stored, "features.verify=perhaps"))
-    assert "features.verify=perhaps: needs true or false" in said
     with monkeypatch.context() as patch:
         patch.setattr("drafttrain.target.load.tiny", lambda **_: pytest.fail("the target was loaded"))
         for more, expected in (
-            (["features=store"], "needs features.path=..."),
             (["features=store", f"features.path={tmp_path}"], "not a finished store"),
-            (["features=store", "features.path=null"], "needs features.path="),
-            ([*stored, "features.budget_gb=1"], "no setting features.budget_gb"),
             ([*stored, "joint=lora"], "a target that is trained too (joint) changes"),
             ([*stored, f"data.path={random_set(target, tmp_path / 'other', seed=7)}"], "of another conversation set"),
         ):
@@ -137,14 +135,14 @@ def start(arguments: Sequence[str], **environment: str) -> subprocess.Popen[str]
 def test_a_kill_loses_doubles_and_recomputes_nothing(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = random_set(target, tmp_path / "set", rows=600, held_out=0, longest=40)
+    folder = random_set(target, tmp_path / "set", rows=300, held_out=0, longest=40)
     out, calm = tmp_path / "store", tmp_path / "calm"
-    more = ["batch_tokens=null", "batch_rows=1", "shard_mb=0.5"]
+    more = ["batch_tokens=null", "batch_rows=1", "shard_mb=0.2"]
     journal = out / "journal-0000.jsonl"
     process = start(words(folder, out, *more))
     until = time.monotonic() + 120
     # Past the first shard, in the middle of another.
-    while not journal.exists() or journal.read_bytes().count(b"\n") < 120:
+    while not journal.exists() or journal.read_bytes().count(b"\n") < 90:
         assert process.poll() is None and time.monotonic() < until
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
@@ -154,7 +152,7 @@ def test_a_kill_loses_doubles_and_recomputes_nothing(
     kept = kept[: kept.rfind(b"\n") + 1]
     lines = [json.loads(line) for line in kept.splitlines()]
     before = {line["batch"] for line in lines if "batch" in line}
-    assert 100 < len(before) < 600 and {"shard-00000.safetensors"} < {path.name for path in out.glob("shard-*")}
+    assert 80 < len(before) < 300 and {"shard-00000.safetensors"} < {path.name for path in out.glob("shard-*")}
     with pytest.raises(SystemExit):
         fit.main(fit_words(folder, tmp_path / "run", "features=store", f"features.path={out}"))
     assert "goes on with the same command" in capsys.readouterr().err
@@ -172,7 +170,7 @@ def test_a_kill_loses_doubles_and_recomputes_nothing(
         capture.main(words(folder, out, *more))
     assert journal.read_bytes().startswith(kept)
     batches = [line["batch"] for line in map(json.loads, journal.read_text().splitlines()) if "batch" in line]
-    assert sorted(batches) == list(range(600)) and len(read) == 600 - len(before) == len(set(read))
+    assert sorted(batches) == list(range(300)) and len(read) == 300 - len(before) == len(set(read))
     capture.main(words(folder, calm, *more))
     capture.main(words(folder, out, *more))  # Clears what was kept for this test.
     assert contents(out) == contents(calm) and Store(out).digest == Store(calm).digest
@@ -246,20 +244,13 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     [
         (["out="], "needs out=<folder of the store>"),
         (["encoding=int4"], "encoding=int4: give one of float32, bf16, int8, fp8"),
-        (["encoding=[bf16]"], "give one of float32"),
         (["layers=3"], "needs a list of decoder layers"),
         (["layers=[-1]"], "needs a list of decoder layers"),
-        (["layers=[0.5]"], "needs a list of decoder layers"),
         (["layers=[1,1]"], "a layer is named twice"),
         (["layers=[3]"], "layer 3 asked for; target tiny-llama has layers 0..2"),
         (["last_hidden=false"], "nothing would be kept"),
         (["last_hidden=7"], "last_hidden=7: needs true or false"),
-        (["batch_tokens=null"], "give batch_tokens or batch_rows"),
-        (["batch_tokens=0"], "batch_tokens=0: needs a whole number"),
         (["batch_tokens=8"], "less than the longest row"),
-        (["seed=-1"], "seed=-1: needs a whole number"),
-        (["shard_mb=0"], "shard_mb=0: needs a number above 0"),
-        (["shard_mb=big"], "shard_mb=big: needs a number above 0"),
         (["target.seed=1"], "belongs to another target"),
         (["data.path=/nowhere"], "is not a conversation set"),
         (["enconding=bf16"], "Did you mean encoding"),

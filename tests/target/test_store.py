@@ -18,6 +18,7 @@ from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Needs
 from drafttrain.target import load
 from drafttrain.target.features import LAST, OnlineFeatures, computed
+from drafttrain.target.filling import Batches
 from drafttrain.target.model import Target
 from drafttrain.target.store import Store, digest_of
 from drafttrain.target.stored import StoredFeatures, gives_last
@@ -203,6 +204,8 @@ def test_what_the_store_is_not_of_is_refused(
     begun(target, data, tmp_path / "begun")
     refused("not a finished store", path=tmp_path / "begun")
     refused("is no store's, it lacks set, contents, batches", path=set_at)
+    with pytest.raises(InputError, match=r"features\.verify=perhaps: needs true or false"):
+        StoredFeatures(target, ONE, data=data, path=kept, verify="perhaps")  # type: ignore[arg-type]
 
 
 # --- what is damaged ---------------------------------------------------------------------------------------------------
@@ -458,3 +461,21 @@ def test_a_folder_that_is_not_its_own_is_refused(target: Target, data: Conversat
     (folder.path / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match=r"other files \(notes\.txt\)"):
         folder.check(resume=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"batch_tokens": None}, "give batch_tokens or batch_rows"),
+        ({"batch_tokens": 0}, "batch_tokens=0: needs a whole number"),
+        ({"batch_rows": 1.5}, r"batch_rows=1\.5: needs a whole number"),
+        ({"seed": -1}, "seed=-1: needs a whole number"),
+        ({"shard_mb": 0}, "shard_mb=0: needs a number above 0"),
+        ({"shard_mb": "big"}, "shard_mb=big: needs a number above 0"),
+        ({"shard_mb": True}, "shard_mb=True: needs a number above 0"),
+    ],
+)
+def test_settings_of_batches_are_checked(settings: dict[str, Any], said: str) -> None:
+    common: dict[str, Any] = {"batch_tokens": 64, "batch_rows": None, "seed": 0, "shard_mb": None}
+    with pytest.raises(InputError, match=said):
+        Batches(**common | settings)
