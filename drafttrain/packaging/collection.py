@@ -26,7 +26,8 @@ from drafttrain.packaging.writing import size_of
 from drafttrain.runs import differences
 from drafttrain.target import fingerprint
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 _OWN = ("package", "drafter_dtype")
 """Settings that each package may have its own way: they make no prompt and no text another one."""
