@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from drafttrain import runs
 from drafttrain.data.conversations import write_json
 from drafttrain.decoding.conditions import conditions, dtype_name
-from drafttrain.decoding.measure import Entrant, race
+from drafttrain.decoding.measure import Entrant, behind, race
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.drafter.base import Drafter
@@ -228,10 +228,13 @@ def measure(contest: Contest, cfg: DictConfig) -> list[dict[str, Any]]:
         seed=cfg.seed,
         watch=lambda items, what: track(items, description=what, unit="prompts"),
     )
+    drafting = [one for one in found if one.plan.tree.size]
+    best = max(drafting, key=lambda one: one.tally.tau or 0.0, default=found[0])
     return [
-        row_of(measured.row(), facts)
+        row_of(one.row(), facts)
+        | behind(best, one if one.plan.tree.size else None)
         | {"measured": "report", "drafter_dtype": dtype_name(None if entrant.drafter is None else entrant.drafter.dtype)}
-        for measured, (entrant, facts) in zip(found, contest.entrants, strict=True)
+        for one, (entrant, facts) in zip(found, contest.entrants, strict=True)
     ]
 
 

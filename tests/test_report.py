@@ -272,6 +272,9 @@ def test_measuring_again_puts_all_on_the_same_prompts(
     # One plain decoding for all that share a target, another one for the tuned one.
     assert len({one["plain_tokens_per_second"] for one in rows if one["run"] != "tuned"}) == 1
     assert len({one["plain_tokens_per_second"] for one in rows}) == 2
+    best = max(one["tau"] for one in rows)
+    assert sorted(one["tau_behind_best"] is None for one in rows) == [False] * 6 + [True]
+    assert all(one["tau_behind_best"] in (None, pytest.approx(best - one["tau"])) for one in rows)
     mine = next(one for one in rows if one["run"] == "knows" and one["tree"] == "chain 4")
     speculator = drafttrain.load(field / "runs" / "knows" / "package", target, dtype="float32")
     alone = speculator.measure_acceptance(prompts, Plan(Tree.chain(4)), max_new_tokens=12)
@@ -282,6 +285,7 @@ def test_measuring_again_puts_all_on_the_same_prompts(
     assert (ground["drafter"], ground["parameters"], ground["bytes"]) == ("NGram", 0, None)
     assert [cells[0] for cells in markdown_rows(tmp_path / "out")] == [one["run"] for one in rows]
     said = capsys.readouterr()
+    assert "tau is highest with knows chain 4; behind it, on the same prompts: " in said.err
     assert "prompts timed  2 prompts" in said.err and "times 2 prompts, each plainly and in 7 other ways" in said.err
 
 

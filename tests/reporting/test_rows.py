@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafttrain.reporting.rows import accepted_cells, same_text_cell, verdicts
+from drafttrain.reporting.rows import accepted_cells, gaps, same_text_cell, verdicts
 
 
 def test_cells_show_counts_where_they_are_known() -> None:
@@ -12,6 +12,18 @@ def test_cells_show_counts_where_they_are_known() -> None:
     assert accepted_cells(row) == ["0.500 (1/2)", "-", "0.250"]
     assert same_text_cell({"same_as_plain": None}) == "-"
     assert same_text_cell({"same_as_plain": 3, "speed_prompts": 4}) == "3/4"
+
+
+def test_what_is_behind_is_said_with_how_sure_that_is() -> None:
+    rows: list[dict[str, Any]] = [
+        {"label": "b", "tau": 1.5, "tau_behind_best": 0.25, "tau_behind_best_interval": [0.1, 0.4]},
+        {"label": "a", "tau": 1.75, "tau_behind_best": None, "tau_behind_best_interval": None},
+        {"label": "c", "tau": 1.7, "tau_behind_best": 0.05, "tau_behind_best_interval": [-0.1, 0.2]},
+    ]
+    (said,) = gaps(rows)
+    assert said.startswith("tau is highest with a; behind it, on the same prompts: b by 0.250 (0.100..0.400), c by 0.050")
+    assert said.endswith("c by 0.050 (-0.100..0.200, too few prompts to tell)")
+    assert gaps(rows[1:2]) == gaps([{"label": "d", "tau": 2.0}]) == []
 
 
 def test_slower_is_said_plainly() -> None:
