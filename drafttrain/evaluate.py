@@ -22,7 +22,7 @@ from drafttrain.data.conversations import write_json
 from drafttrain.data.datamodule import BUILTIN, ConversationData
 from drafttrain.decoding import exactness
 from drafttrain.decoding.conditions import conditions, dtype_name
-from drafttrain.decoding.measure import Measurement, tau_behind
+from drafttrain.decoding.measure import Measurement, behind
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.drafter.base import Drafter
@@ -235,12 +235,6 @@ def measure(
             if plan.tree.size or speed is not None
         ]
     return rows
-
-
-def behind(best: Measurement, one: Measurement | None) -> dict[str, Any]:
-    """How far tau is behind the best of its temperature, in this comparison."""
-    gap, interval = (None, None) if one is None or one is best else tau_behind(best, one)
-    return {"tau_behind_best": gap, "tau_behind_best_interval": None if interval is None else list(interval)}
 
 
 def plans_of(cfg: DictConfig, growths: Sequence[Growth], policy: Policy, drafter: Drafter) -> list[Plan]:

@@ -160,6 +160,12 @@ def tau_behind(best: Measurement, other: Measurement) -> tuple[float | None, Int
     return best.tally.tau - other.tally.tau, interval
 
 
+def behind(best: Measurement, one: Measurement | None) -> dict[str, Any]:
+    """How far tau is behind the best of its temperature, in this comparison."""
+    gap, interval = (None, None) if one is None or one is best else tau_behind(best, one)
+    return {"tau_behind_best": gap, "tau_behind_best_interval": None if interval is None else list(interval)}
+
+
 def rank_rates(tree: Tree, outputs: Sequence[Output]) -> list[list[float | None]]:
     """By depth and rank, the share of rounds in which that child was the accepted one, of those whose parent was.
 

@@ -64,12 +64,12 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def gaps(drafting: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is behind the best tau, and whether the prompts are enough to tell."""
+    """What is behind the best tau, and whether the prompts are enough to tell; nothing where that was not looked at."""
     found = []
     for row in drafting:
         interval = row.get("tau_behind_best_interval")
         if interval is not None:
             unsure = "" if interval[0] > 0 else ", too few prompts to tell"
             found.append(f"{row['label']} by {row['tau_behind_best']:.3f} ({interval[0]:.3f}..{interval[1]:.3f}{unsure})")
-    best = next((row["label"] for row in drafting if row["tau"] is not None and row.get("tau_behind_best") is None), "")
-    return [f"tau is highest with {best}; behind it, on the same prompts: {', '.join(found)}"] if found else []
+    best = (row["label"] for row in drafting if row["tau"] is not None and row.get("tau_behind_best") is None)
+    return [f"tau is highest with {next(best, '')}; behind it, on the same prompts: {', '.join(found)}"] if found else []
