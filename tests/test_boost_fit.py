@@ -29,6 +29,7 @@ from drafttrain.training.checkpoint import read_checkpoint
 from drafttrain.tree.forest import Forest
 from drafttrain.tree.topology import Tree
 from drafttrain.wiring.composing import compose
+from drafttrain.wiring.conf import conf_dir
 from tests.training.parts import write_tiny_set
 
 
@@ -140,7 +141,7 @@ def test_a_run_broken_off_goes_on_between_and_within_fits_to_the_same_weights(
         ("export_assistant", True, "none of which stands for all"),
         ("data.set_aside", 0, "boost.nodes needs rows that are not trained on"),
         ("boost.match", 90, "boost.match=90 is above boost.reference=16"),
-        ("joint", {"_target_": "drafttrain.tree.topology.Tree.chain", "k": 0, "rank": 0}, "set joint=null"),
+        ("joint", {**OmegaConf.load(conf_dir() / "joint" / "lora.yaml"), "rank": 0}, "set joint=null"),
     ],
 )
 def test_what_cannot_work_is_refused_early(config: Any, key: str, value: Any, message: str) -> None:
