@@ -46,6 +46,8 @@ class Directory:
     """Of all safetensors files together."""
     pickled: tuple[str, ...]
     """Names of files beside them that could run code when read."""
+    indexed: tuple[str, ...] = ()
+    """Tensors that an index of several files promises."""
 
     def read(self, name: str) -> Tensor:
         entry = self.tensors[name]
@@ -96,7 +98,17 @@ def open_directory(path: str | os.PathLike[str], what: str) -> Directory:
                 raise InputError(f"{folder}: {some([name])} stands in {tensors[name].file.name} and in {file.name}")
             tensors[name] = entry
     pickled = tuple(sorted(file.name for file in folder.iterdir() if file.suffix.lower() in PICKLED))
-    return Directory(folder, config, tensors, pickled)
+    return Directory(folder, config, tensors, pickled, _indexed(folder))
+
+
+def _indexed(folder: Path) -> tuple[str, ...]:
+    if not (folder / INDEX).is_file():
+        return ()
+    found = read_json(folder / INDEX, _LARGEST_CONFIG, "an index of tensors")
+    names = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(names, dict):
+        raise InputError(f"{folder / INDEX} has no weight_map")
+    return tuple(names)
 
 
 def _header(path: Path) -> dict[str, Entry]:

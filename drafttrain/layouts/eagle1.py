@@ -73,6 +73,8 @@ def write(source: Source) -> Exported:
             f"the package drafts from {len(source.draft_ids)} tokens; EAGLE-1 in {engine} drafts from the target's whole head, "
             "which may propose others too"
         )
+    if engine == "eagle":
+        notes.append("EAGLE's loader looks into model.safetensors.index.json of the target, which one in a single file lacks")
     if ids is not None:
         notes.append(
             "SGLang reads the draft vocabulary from a pickle, which is not written here. Make it in the directory once: "

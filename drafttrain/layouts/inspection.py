@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drafttrain.errors import InputError
 from drafttrain.layouts import rope
-from drafttrain.layouts.directory import FLOATS, Directory, how_to_convert
+from drafttrain.layouts.directory import FLOATS, INDEX, Directory, how_to_convert
 from drafttrain.packaging.checking import some
 
 Shapes = dict[str, tuple[int, ...]]
@@ -156,6 +156,8 @@ class Inspection:
                 )
         elif not self.head.tensors:
             self.add("weights-missing", "holds no safetensors file")
+        if lost := [name for name in self.head.indexed if name not in self.head.tensors]:
+            self.add("shard-missing", f"{INDEX} promises {some(lost)}, which no file here holds: get the directory again")
 
     def plain_weights(self, config: Mapping[str, Any]) -> None:
         """A head is as it was trained, whatever its target is."""

@@ -19,6 +19,7 @@ from drafttrain.errors import InputError
 from drafttrain.export import export_package
 from drafttrain.flow import Needs
 from drafttrain.layouts import eagle1, origin
+from drafttrain.layouts.directory import INDEX
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from tests.helpers import save_target
@@ -287,6 +288,7 @@ FAULTS: dict[str, tuple[str, Edit, str, bool]] = {
     "two scalings": ("vllm", config(rope_scaling={"type": "linear", "factor": 2.0}), "rope-spellings-disagree", True),
     "a pickle": ("eagle", lambda p: (p / "pytorch_model.bin").write_bytes(b"\x80"), "pickle-beside-safetensors", True),
     "pickles alone": ("eagle", lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"), "pickled-weights", True),
+    "a shard lost": ("vllm", lambda p: (p / INDEX).write_text('{"weight_map": {"lost": "a"}}'), "shard-missing", True),
     "nothing": ("vllm", lambda p: (p / "model.safetensors").unlink(), "weights-missing", True),
 }  # fmt: skip
 
