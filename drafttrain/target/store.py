@@ -284,7 +284,7 @@ class Store:
             raise self._damaged("contents are not width, last_hidden, layers and encoding")
         if not isinstance(said["encoding"], str) or said["encoding"] not in ENCODINGS:
             raise self._damaged(f"encoding {str(said['encoding'])[:40]}; known are {', '.join(ENCODINGS)}")
-        return Contents(**{**said, "layers": tuple(layers)})
+        return Contents(**{**said, "layers": tuple(said["layers"])})
 
     def _add(self, number: int, said: Any) -> None:
         if not isinstance(said, dict) or set(said) != {"file", "sha256", "rows", "lengths"} or not is_sha256(said["sha256"]):
