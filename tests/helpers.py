@@ -18,6 +18,11 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+BARE = (
+    "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+"""Its own text needs single bytes alone, none of the tokenizer's pairs."""
 ALTERNATING = (
     "{% for message in messages if message.role != 'system' %}"
     "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"

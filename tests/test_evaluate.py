@@ -23,7 +23,7 @@ from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.ngram import NGram
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
-from tests.helpers import packed_place, place_words, tiny_chat_target
+from tests.helpers import BARE, packed_place, place_words, tiny_chat_target
 from tests.packaging.made import overfitted, packed
 
 TEXTS = ["hello", "the thin man", "why?"]
@@ -197,7 +197,7 @@ def test_exactness_on_demand(place: Path, tmp_path: Path, capsys: pytest.Capture
 def test_a_failure_leaves_no_folder_and_prompts_beyond_the_model_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tiny_chat_target(vocab_size=260)
+    target = tiny_chat_target(BARE, vocab_size=260)
     place = packed_place(tmp_path, target, Eagle1(target), plan=Plan(Tree.chain(2)))
     (place / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "the"}\n')
     few = ("chains=[1]", "trees=[]", "temperatures=[0.0]", "speed_prompts=0", "parity_prompts=0", "max_new_tokens=2")

@@ -24,7 +24,7 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
-from tests.helpers import packed_place, place_words, tiny_chat_target, tiny_tokenizer
+from tests.helpers import BARE, packed_place, place_words, tiny_chat_target, tiny_tokenizer
 from tests.packaging.made import overfitted, packed
 
 PROMPT = "hello ${you}: [a, b]"
@@ -268,7 +268,7 @@ def test_what_cannot_be_read_does_not_end_a_conversation(
 
 
 def test_a_tokenizer_larger_than_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tiny_chat_target(vocab_size=260)
+    target = tiny_chat_target(BARE, vocab_size=260)
     place = packed_place(tmp_path, target, Eagle1(target), plan=Plan(Tree.chain(2)))
     generate.main(place_words(place, "prompt=a", "max_new_tokens=2"))
     with pytest.raises(SystemExit) as caught:

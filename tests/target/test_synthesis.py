@@ -26,7 +26,7 @@ from drafttrain.target import generation
 from drafttrain.target.generation import Segment, choose
 from drafttrain.target.model import Target
 from drafttrain.target.synthesis import SynthesisConfig, synthesize
-from tests.helpers import ALTERNATING, CHATML, save_target, tiny_chat_target
+from tests.helpers import ALTERNATING, BARE, CHATML, save_target, tiny_chat_target
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["writing.max_answer=24", "writing.max_length=160", "writing.max_user=32"]
@@ -277,7 +277,7 @@ def test_other_settings_are_refused_with_what_differs(
 
 def test_prompts_beyond_the_models_vocabulary_are_left_out(tmp_path: Path) -> None:
     """A tokenizer with tokens that the model was never given."""
-    few = tiny_chat_target(vocab_size=260)
+    few = tiny_chat_target(BARE, vocab_size=260)
     prompts: list[Prompt | None] = [Prompt(("a",)), Prompt(("the",)), Prompt(("an",))]
     journal = Journal(tmp_path / "out")
     synthesize(few, iter(list(enumerate(prompts))), config(), journal, slots=4)
