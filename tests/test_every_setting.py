@@ -24,9 +24,13 @@ from drafttrain.wiring.conf import conf_dir
 from tests.training.parts import write_tiny_set
 
 VALUES = (-1, 10**400, 0.5, math.nan, True, "", "x", ["x"], {"x": 1}, None)
-SKIPPED = ("experiment", "logger", "target/smollm2", "target/hf")
-"""Recipes, which are no nodes; loggers, which open files; and targets that are read from disk."""
+SKIPPED = ("experiment", "logger", "target/smollm2", "target/hf", "features/store")
+"""Recipes, which are no nodes; loggers, which open files; and what is read from disk."""
+INCOMPLETE = ("drafter/ensemble",)
+"""What is refused as it stands: it needs packages."""
 NEEDED: dict[str, dict[str, Any]] = {
+    "drafter/early_exit": {"exit_layer": 0},
+    "drafter/selfspec": {"skip_attention": [0], "skip_mlp": []},
     "drafter/ssm": {"layers": [0]},
     "tree/sequoia": {"rates": [[0.6, 0.2], [0.5, 0.1]], "nodes": 4},
     "tree/sparse": {"accuracies": [[0.6, 0.2], [0.5, 0.1]], "nodes": 4},
@@ -97,7 +101,8 @@ def test_what_is_built(name: str, target: Target, folder: Path) -> None:
         objects = {"target": target}
     elif name.startswith("features/"):
         objects = {"target": target, "needs": Needs(last_hidden=True), "data": ConversationData(folder), "spill_dir": None}
-    build(node, **objects)
+    if name not in INCOMPLETE:
+        build(node, **objects)
     for place in places(node):
         for value in VALUES:
             try:
