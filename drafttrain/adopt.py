@@ -22,7 +22,7 @@ from drafttrain.layouts.pairs import reader_of
 from drafttrain.packaging.writing import check_place, save_package
 from drafttrain.runs import provenance
 from drafttrain.target.model import Target
-from drafttrain.tree.topology import Tree
+from drafttrain.tree.topology import MOST_NODES, Tree
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
 
@@ -48,15 +48,22 @@ def main(cfg: DictConfig) -> None:
     say(f"train it further: python -m drafttrain.fit init_from={folder} {fit_words(drafter, head)}")
 
 
+def check_settings(cfg: DictConfig) -> None:
+    for key in ("head", "out"):
+        if not isinstance(cfg[key], str) or not cfg[key].strip():
+            raise InputError(f"{key}={str(cfg[key])[:80]}: needs the path of a folder")
+    for key, most in (("chain", MOST_NODES), ("trained_length", 1 << 31)):
+        value = cfg[key]
+        if not (value is None and key == "trained_length") and (type(value) is not int or not 1 <= value <= most):
+            raise InputError(f"{key}={str(value)[:40]}: needs a whole number from 1 to {most}")
+
+
 def read_head(cfg: DictConfig) -> Directory:
     """The directory, and everything that can be refused before the target is read.
 
     Raises: InputError.
     """
-    for key in ("chain", "trained_length"):
-        value = cfg[key]
-        if not (value is None and key == "trained_length") and (type(value) is not int or value < 1):
-            raise InputError(f"{key}={value}: needs a whole number of at least 1")
+    check_settings(cfg)
     check_place(cfg.out)
     head = open_directory(cfg.head, "head")
     refuse_pickles(head)

@@ -29,7 +29,7 @@ from drafttrain.packaging.manifest import CONFIG, DECODING, class_of, read_confi
 from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.reporting.console import table
 from drafttrain.target.model import Target
-from drafttrain.tree.topology import Growth
+from drafttrain.tree.topology import MOST_NODES, Growth
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
 
@@ -68,6 +68,9 @@ def main(cfg: DictConfig) -> None:
 
 
 def check_settings(cfg: DictConfig) -> None:
+    for key in ("package", "out", "check", "against"):
+        if not (cfg[key] is None or isinstance(cfg[key], str)):
+            raise InputError(f"{key}={str(cfg[key])[:80]}: needs the path of a folder")
     if cfg.check is not None:
         if cfg.package is not None or cfg.out is not None:
             raise InputError("check looks at a directory and writes nothing: leave package and out away")
@@ -85,8 +88,8 @@ def check_settings(cfg: DictConfig) -> None:
         raise InputError(f"dtype={cfg.dtype}: give one of {', '.join(DTYPES)}")
     if cfg.vocabulary not in VOCABULARIES:
         raise InputError(f"vocabulary={cfg.vocabulary}: give one of {', '.join(VOCABULARIES)}")
-    if cfg.tokens is not None and (type(cfg.tokens) is not int or cfg.tokens < 1):
-        raise InputError(f"tokens={cfg.tokens}: needs a whole number of at least 1, or null for the depth of the package's tree")
+    if cfg.tokens is not None and (type(cfg.tokens) is not int or not 1 <= cfg.tokens <= MOST_NODES):
+        raise InputError(f"tokens={str(cfg.tokens)[:40]}: needs a whole number from 1 to {MOST_NODES}, or null for the tree's depth")
 
 
 def check_pair(package: Path, engine: str) -> Writer:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from drafttrain import evaluate, fit, generate, synthesize, tune
+from drafttrain import adopt, evaluate, export, fit, generate, synthesize, tune
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError
 from drafttrain.flow import Needs
@@ -121,6 +121,8 @@ def test_what_is_built(name: str, target: Target, folder: Path) -> None:
         ("generate", ["package=x"], generate.check_settings),
         ("tune", ["package=x"], tune.check_settings),
         ("synthesize", ["out=x"], synthesize.check_settings),
+        ("export", ["package=x", "to=vllm", "out=y"], export.check_settings),
+        ("adopt", ["head=x", "out=y"], adopt.check_settings),
     ],
 )
 def test_settings_of_the_doors(door: str, words: list[str], check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def test_a_tuned_target_is_refused(place: Path, tmp_path: Path, monkeypatch: pyt
         ({"out": None}, "needs out=<a new folder>"),
         ({"dtype": "int8"}, "dtype=int8: give one of package, float32"),
         ({"vocabulary": "small"}, "vocabulary=small: give one of auto, whole, reduced"),
-        ({"tokens": 0}, "tokens=0: needs a whole number of at least 1"),
+        ({"tokens": 0}, "tokens=0: needs a whole number from 1"),
         ({"against": "somewhere"}, "against is what check compares with"),
         ({"check": "somewhere"}, "leave package and out away"),
         ({"package": None, "out": None, "check": "/nowhere", "to": "speculators"}, "to=speculators: give one of vllm"),
