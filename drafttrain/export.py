@@ -89,7 +89,7 @@ def check_settings(cfg: DictConfig) -> None:
     if cfg.vocabulary not in VOCABULARIES:
         raise InputError(f"vocabulary={cfg.vocabulary}: give one of {', '.join(VOCABULARIES)}")
     if cfg.tokens is not None and (type(cfg.tokens) is not int or not 1 <= cfg.tokens <= MOST_NODES):
-        raise InputError(f"tokens={str(cfg.tokens)[:40]}: needs a whole number from 1 to {MOST_NODES}, or null for the tree's depth")
+        raise InputError(f"tokens={str(cfg.tokens)[:40]}: needs a whole number from 1 to {MOST_NODES}, or null, the tree's depth")
 
 
 def check_pair(package: Path, engine: str) -> Writer:

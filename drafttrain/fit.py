@@ -50,7 +50,7 @@ from drafttrain.target.stored import StoredFeatures, share
 from drafttrain.training.boost import Collective, Fit, Tuning, references
 from drafttrain.training.boosted import Boosted, Borrowed, note_member, procedure_facts, together
 from drafttrain.training.calibrate import calibrated, head_accuracy
-from drafttrain.training.checkpoint import BEST, LAST, read_checkpoint, write_checkpoint
+from drafttrain.training.checkpoint import BEST, LAST, check_whole, read_checkpoint, write_checkpoint
 from drafttrain.training.course import Course, TrainerConfig
 from drafttrain.training.final import Worth, measure
 from drafttrain.training.pairing import check_device, check_set, draft_vocabulary, lay_out
@@ -411,6 +411,7 @@ def boost(
         part.folder.mkdir(parents=True, exist_ok=True)
         if run.resumed is not None and (part.checkpoints / LAST).exists():
             part.resumed = read_checkpoint(part.checkpoints / LAST)
+            check_whole(part.resumed, part.checkpoints / LAST)
         fresh = make_drafter(own, target, data, held_out)
         if job.begin is not None:
             fresh.load_state_dict(job.begin.state_dict())

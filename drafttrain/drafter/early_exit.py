@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drafttrain.checks import whole
 from drafttrain.drafter.base import Fresh
 from drafttrain.drafter.inside import Inside, InsideState
 from drafttrain.errors import InputError
@@ -79,9 +80,9 @@ class EarlyExit(Inside):
         count = len(target.decoder_layers)
         if type(exit_layer) is not int or not 0 <= exit_layer < count:
             raise InputError(f"exit_layer={exit_layer}: needs the number of a layer of target {target.name}, from 0 to {count - 1}")
-        for name, value, least in (("heads", heads, 0), ("kv_heads", kv_heads, 0), ("mlp", mlp, 0), ("chunk", chunk, 1)):
-            if type(value) is not int or value < least:
-                raise InputError(f"{name}={value}: needs a whole number of at least {least}")
+        for name, value in (("heads", heads), ("kv_heads", kv_heads), ("mlp", mlp)):
+            whole(name, value)
+        whole("chunk", chunk, 1)
         self.exit_layer, self.heads, self.kv_heads, self.mlp, self.chunk = exit_layer, heads, kv_heads, mlp, chunk
         self.mixture = Mixture(FORWARD_KL if loss is None else loss, beta)
         self.needs = Needs(last_hidden=self.mixture.reads_law, layers=(exit_layer,))

@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,19 +76,28 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
+def check_facts(state: Mapping[str, Any], path: Path) -> None:
+    """Raise InputError unless a checkpoint says which run it is of."""
+    _check_parts(state, path, ("facts", "settings"))
+
+
 def check_whole(state: Mapping[str, Any], path: Path) -> None:
     """Raise InputError unless a checkpoint holds all that a run goes on from."""
-    for part, names in _PARTS.items():
-        found = state.get(part)
+    _check_parts(state, path, _PARTS)
+    counts = [state["progress"][name] for name in ("position", "updates", "empty_windows")]
+    times = [state["progress"][name] for name in ("supervised", "seconds")]
+    if not all(type(one) is int and one >= 0 for one in counts) or not all(type(one) in (int, float) and one >= 0 for one in times):
+        raise InputError(f"{path} says that its run was at {str(state['progress'])[:120]}: it is damaged, give another one")
+
+
+def _check_parts(state: Mapping[str, Any], path: Path, parts: Iterable[str]) -> None:
+    for part in parts:
+        names, found = _PARTS[part], state.get(part)
         if part == "decode" and found is None:
             continue
         lacking = [name for name in names if not isinstance(found, dict) or name not in found]
         if lacking or not isinstance(found, dict):
             raise InputError(f"{path} lacks {part}{': ' if lacking else ''}{', '.join(lacking)}: it is damaged, give another one")
-    counts = [state["progress"][name] for name in ("position", "updates", "empty_windows")]
-    times = [state["progress"][name] for name in ("supervised", "seconds")]
-    if not all(type(one) is int and one >= 0 for one in counts) or not all(type(one) in (int, float) and one >= 0 for one in times):
-        raise InputError(f"{path} says that its run was at {str(state['progress'])[:120]}: it is damaged, give another one")
 
 
 def refuse_full_disk(folder: Path, module: nn.Module) -> None:

@@ -16,7 +16,7 @@ from drafttrain.errors import InputError
 from drafttrain.processes import await_word, give_word, on_another_machine, rank
 from drafttrain.runs import run_dir
 from drafttrain.target.load import resolve_device, resolve_dtype
-from drafttrain.training.checkpoint import LAST, check_whole, read_checkpoint
+from drafttrain.training.checkpoint import LAST, check_facts, check_whole, read_checkpoint
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 
@@ -96,7 +96,8 @@ def read_resumed(cfg: DictConfig, run: Run, say: Callable[[str], None]) -> dict[
         say(f"{run.folder} holds no checkpoint yet: starts from the beginning")
         return None
     state = read_checkpoint(path)
-    check_whole(state, path)
+    # Of several fits the run's own checkpoint says only which run it is; each fit has one of its own.
+    (check_whole if cfg.boost is None else check_facts)(state, path)
     return state
 
 

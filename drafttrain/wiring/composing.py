@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def invocation_of(
         picked = [word for word in overrides if word.partition("=")[2] in options.get(word.partition("=")[0], ())]
         literal, parsed = _parse([word for word in overrides if word not in picked], text)
         parsed += _parse(picked, ())[1]
-        groups = [o for o in parsed if _is_group(o, search)]
+        groups = [o for o in parsed if _is_group(o, search, choices)]
         values = [o for o in parsed if o not in groups]
         for override in groups:
             _check_group(override, choices, base, door_name, search)
@@ -168,8 +168,10 @@ def group_options(group: str, search: Sequence[str]) -> list[str]:
     return sorted(loader.get_group_options(name, results_filter=ObjectType.CONFIG, overrides=list(search)))
 
 
-def _is_group(override: Override, search: Sequence[str]) -> bool:
+def _is_group(override: Override, search: Sequence[str], choices: Mapping[str, Any]) -> bool:
     group = override.key_or_group
+    if group in choices and not override.is_delete() and isinstance(override.value(), int | float):
+        return True
     exists = bool(group_options(group, search)) if "." not in group else False
     return exists and (override.is_delete() or isinstance(override.value(), str | list) or override.value() is None)
 
@@ -203,6 +205,8 @@ def _check_key(override: Override, config: DictConfig, choices: dict[str, Any]) 
         return
     if override.is_delete():
         raise InputError(f"{override.input_line}: {key} cannot be left out")
+    if override.value() is None and any(choice.partition("@")[2] == key for choice in choices):
+        return
     if OmegaConf.is_dict(config[key]) and not isinstance(override.value(), dict):
         inside = join(str(name) for name in config[key] if not str(name).startswith("_"))
         raise InputError(f"{override.input_line}: {key} holds several settings, give {key}.<setting>=... of {inside}")

@@ -18,7 +18,6 @@ from drafttrain.flow import Batch, Features, Needs
 from drafttrain.nn import losses
 from drafttrain.nn.chunks import Judged
 from drafttrain.nn.sampling import Policy
-from drafttrain.packaging import reading
 from drafttrain.packaging.reading import load_drafter
 from drafttrain.target import load
 from drafttrain.target.features import OnlineFeatures
@@ -374,7 +373,7 @@ def test_a_package_cannot_ask_for_more_than_it_holds(kind, changes, message, tmp
     config["drafter"] |= changes
     (package / "config.json").write_text(json.dumps(config))
     if "need" in message:
-        monkeypatch.setattr(reading, "_built", lambda *_: pytest.fail("it was built"))
+        monkeypatch.setattr(type(drafter), "make_head", lambda *_: pytest.fail("it was built"))
     with pytest.raises(InputError, match=message):
         load_drafter(package, target)
 
