@@ -36,8 +36,8 @@ class Batch:
         return steps[None] < self.lengths[:, None]
 
     def to(self, device: torch.device | str) -> Batch:
-        values = (getattr(self, name) for name in ("input_ids", "loss_mask", "lengths", "row_ids", "weights"))
-        return Batch(*(None if value is None else value.to(device) for value in values))
+        moved = (getattr(self, name).to(device) for name in ("input_ids", "loss_mask", "lengths", "row_ids"))
+        return Batch(*moved, weights=None if self.weights is None else self.weights.to(device))
 
 
 @dataclass(frozen=True)

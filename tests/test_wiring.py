@@ -181,7 +181,7 @@ def test_own_configurations(conf: Path, tmp_path: Path) -> None:
     [
         ("optim=5", "optim=5: optim holds several settings, give optim.<setting>=... of lr, betas"),
         ("optim=null", "optim holds several settings"),
-        ("target=5", "target holds several settings, give target.<setting>=... of path"),
+        ("target=5", "target=5: there is no target 5. Choices: large, small"),
         ("~seed", "~seed: seed cannot be left out"),
         ("~optim", "cannot be left out"),
         ("target=null", "target=null: fit needs one target, of large, small"),

@@ -136,8 +136,8 @@ class Eagle1(BorrowsHead, Autoregressive):
         count = chosen.sum().float()
         if hidden.shape[1] < 3:
             # No row reaches a label. Every parameter still takes part, so that no process waits for a gradient.
-            parts = {name: (count * 0.0, count) for name in self.loss_parts}
-            return Loss(torch.stack([p.sum() for p in self.parameters()]).sum().float() * 0.0, count, parts)
+            none = {name: (count * 0.0, count) for name in self.loss_parts}
+            return Loss(torch.stack([p.sum() for p in self.parameters()]).sum().float() * 0.0, count, none)
         inputs = hidden[:, :-2].to(self.dtype)
         if generator is not None and self.noise:
             width = torch.full((len(ids), 1, 1), self.noise, device=device, dtype=self.dtype)
