@@ -36,8 +36,8 @@ class Batch:
         return steps[None] < self.lengths[:, None]
 
     def to(self, device: torch.device | str) -> Batch:
-        moved = (getattr(self, name).to(device) for name in ("input_ids", "loss_mask", "lengths", "row_ids"))
-        return Batch(*moved, weights=None if self.weights is None else self.weights.to(device))
+        ids, mask, lengths, rows = (one.to(device) for one in (self.input_ids, self.loss_mask, self.lengths, self.row_ids))
+        return Batch(ids, mask, lengths, rows, None if self.weights is None else self.weights.to(device))
 
 
 @dataclass(frozen=True)
