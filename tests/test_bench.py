@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from drafttrain.decoding.plan import Plan
+from drafttrain.decoding.rules import RULES
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.target import load
 from drafttrain.tree.topology import Tree
-from tests.packaging.made import packed
+from tests.packaging.made import overfitted, packed
 
 BENCH = Path(__file__).resolve().parent.parent / "scripts" / "bench"
 
@@ -77,3 +79,23 @@ def test_a_package_without_a_model_of_its_own_is_refused(
     with pytest.raises(SystemExit) as stopped:
         run("hf_peers.py", "--target", "tiny", "--package", package, patch=monkeypatch)
     assert stopped.value.code == 2 and "export_assistant=true" in capsys.readouterr().err
+
+
+def test_the_block_rule_beside_the_ratio_rule_on_the_same_chains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = load.tiny()
+    package = packed(tmp_path / "package", overfitted(target, [[5 + i, 6, 7] for i in range(3)], steps=30), target)
+    run("rules.py", "--target", "tiny", "--package", package, "--prompts", 3, "--new", 24, "--k", 3, patch=monkeypatch)
+    said = capsys.readouterr().out
+
+    def numbers(start: str) -> list[float]:
+        (found,) = [row for row in said.splitlines() if row.startswith(start)]
+        return [float(word) for word in re.findall(r"-?\d\.\d{4}", found)]
+
+    ratio, low, high, really, *_ = numbers("kept a round, ratio")
+    block, gain = numbers("kept a round, block")[0], numbers("block over ratio")[0]
+    assert 0 < ratio < block < 3 and low < ratio < high
+    assert gain == pytest.approx(block - ratio, abs=2e-4)
+    assert really == pytest.approx(ratio, abs=0.35)
+    assert RULES["ratio"].__name__ == "ratio", "the rule is put back"

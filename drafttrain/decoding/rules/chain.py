@@ -84,13 +84,49 @@ def block(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
         mass = rest.sum(-1)
         stays = torch.ones_like(undecided, dtype=torch.bool)
         if kept:
-            stays = u[undecided, kept - 1] < (mass / (mass + 1 - share)).nan_to_num(nan=1.0)
+            stays = u[undecided, kept - 1] < _trial(mass, share)
         empty = ~(mass > 0)
         residual[undecided[stays]] = torch.where(empty[:, None], here, rest)[stays]
         count[undecided[stays]] = kept
         fallbacks += int((stays & empty).sum())
         undecided = undecided[~stays]
     return Acceptance(_prefix(count, n), count, draw(residual, u[:, n]), fallbacks)
+
+
+def kept_on_average(p: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
+    """How many tokens of these very chains `ratio` and `block` keep, on average over their uniform numbers.
+
+    Two rules compared so differ by what they do, not by which drafts or numbers each happened to get.
+
+    Args:
+        p: (b n+1 v) target probabilities.
+        proposal: a chain under Law.IID, with q.
+    Returns: (b) for `ratio` and (b) for `block`, float64, between 0 and n; a row of `block` may lie below that of `ratio`, the
+        average over chains drawn from q does not (arXiv:2403.10444, Theorem 2).
+    Raises: as the rules.
+    """
+    b, n = check("ratio", p, proposal, p.new_zeros(len(p), proposal.size + 1), laws=(Law.IID,), chain=True)
+    if n == 0:
+        return p.new_zeros(b, dtype=torch.float64), p.new_zeros(b, dtype=torch.float64)
+    assert proposal.q is not None and proposal.q_rows is not None
+    wanted, drafted = _along(p, proposal)
+    by_token = (wanted / drafted).clamp(max=1).cumprod(1).sum(1)
+    weight = _joint(wanted, drafted)  # b n+1
+    rows = torch.arange(b, device=p.device)
+    by_block = torch.zeros_like(by_token)
+    fails = 1 - weight[:, n]  # that every trial from here to the end does
+    by_block += 1 - fails
+    for kept in range(n - 1, 0, -1):
+        law = proposal.q[rows, proposal.q_rows[:, kept]].double()
+        mass = (weight[:, kept, None] * p[:, kept].double() - law).clamp_(min=0).sum(-1)
+        fails = fails * (1 - _trial(mass, weight[:, kept]))
+        by_block += 1 - fails
+    return by_token, by_block
+
+
+def _trial(mass: Tensor, share: Tensor) -> Tensor:
+    """h_i of `block`: r_i / (r_i + 1 - b_i), 1 where that is 0/0."""
+    return (mass / (mass + 1 - share)).nan_to_num(nan=1.0)
 
 
 def _along(p: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from drafttrain.decoding.rules import block, multi_step, ratio
-from drafttrain.decoding.rules.chain import _joint
+from drafttrain.decoding.rules.chain import _joint, kept_on_average
+from drafttrain.errors import InputError
 from drafttrain.flow import Acceptance, Law, Proposal
 from drafttrain.nn.sampling import draw
 from drafttrain.tree.topology import Tree
@@ -190,6 +192,36 @@ def test_sixty_random_toys_are_exact_and_never_worse_than_the_ratio_rule() -> No
         assert n > 1 or mine == theirs
         better += mine > theirs
     assert better > 30
+
+
+def test_what_both_rules_keep_of_a_chain_on_average() -> None:
+    papers = constant(vector("1/3", "2/3")), constant(vector("2/3", "1/3"))
+    draw_from = random.Random(2)
+    toys = [(random_table(draw_from, 3), random_table(draw_from, 3), n) for n in (1, 2, 3, 3, 4)]
+    for p, q, n in [(*papers, 2), (*TOY_2, 2), *toys]:
+        sums = [0.0, 0.0]
+        for case in cases(Tree.chain(n), q, Law.IID):
+            reach, by_token = F(1), F(0)
+            for i in range(n):
+                before = case.prefix(i - 1)
+                reach *= min(F(1), p(before)[case.tokens[i]] / q(before)[case.tokens[i]])
+                by_token += reach
+            by_block = sum(i * chance for i, chance in enumerate(in_blocks(case, p).chances))
+            found = [float(kept) for kept in kept_on_average(case.laws(p), case.proposal(1))]
+            assert found == pytest.approx([float(by_token), float(by_block)], abs=1e-5)
+            sums = [total + float(case.chance) * kept for total, kept in zip(sums, found, strict=True)]
+        assert sums[1] >= sums[0] - 1e-6
+        if p is papers[0]:
+            assert sums == pytest.approx([10 / 9, 11 / 9], abs=1e-5)
+
+
+def test_an_empty_chain_keeps_nothing_on_average() -> None:
+    p, proposal, _ = random_chain(b=3, n=4)
+    none = replace(proposal, tokens=proposal.tokens[:, :0], parents=proposal.parents[:, :0], q_rows=proposal.q_rows[:, :0])
+    assert [kept.tolist() for kept in kept_on_average(p[:, :1], none)] == [[0.0] * 3] * 2
+    tree = replace(proposal, parents=torch.full_like(proposal.parents, -1))
+    with pytest.raises(InputError, match="needs a chain"):
+        kept_on_average(p, tree)
 
 
 def accumulated(law: Vector) -> list[Fraction]:
