@@ -9,7 +9,8 @@ from typing import Any
 
 import nbformat
 import pytest
-from jupyter_client.manager import KernelManager
+from jupyter_client.manager import AsyncKernelManager
+from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
@@ -22,21 +23,27 @@ LARGEST = 200_000
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One process for all of them, since importing what they need takes longer than most of them run."""
-    manager = KernelManager()
+    place = tmp_path_factory.mktemp("kernel")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    runs = str(tmp_path_factory.mktemp("runs"))
-    settings = {"DRAFTTRAIN_NOTEBOOKS": "fast", "DRAFTTRAIN_NOTEBOOK_RUNS": runs, "PYTHONPATH": path}
-    manager.start_kernel(cwd=str(ROOT / "notebooks"), env={**os.environ, **settings})
+    settings = {"DRAFTTRAIN_NOTEBOOKS": "fast", "DRAFTTRAIN_NOTEBOOK_RUNS": str(place / "runs"), "PYTHONPATH": path}
+    settings["IPYTHONDIR"] = str(place / "ipython")
+    manager = AsyncKernelManager(connection_file=str(place / "kernel.json"))
+    run_sync(manager.start_kernel)(cwd=str(ROOT / "notebooks"), env={**os.environ, **settings})
     try:
         yield manager
     finally:
-        manager.shutdown_kernel(now=True)
+        run_sync(manager.shutdown_kernel)(now=True)
 
 
 def run(kernel: Any, notebook: Any) -> Any:
     """Executed in place, behind a cell that forgets what the notebook before it named."""
     notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
-    NotebookClient(notebook, km=kernel, timeout=120).execute()
+    client = NotebookClient(notebook, km=kernel, timeout=120)
+    try:
+        client.execute()
+    finally:
+        if client.kc is not None:
+            client.kc.stop_channels()
     return notebook
 
 
