@@ -109,14 +109,14 @@ def small() -> tuple[Target, LastToken]:
     return target, LastToken(target).eval()
 
 
-@pytest.mark.parametrize("name", ["chain ratio", "chain block", "tree without replacement", "tree one-hot", "tree k-seq"])
+@pytest.mark.parametrize("name", ["chain block", "tree without replacement"])
 def test_first_three_tokens_follow_the_targets_law(small: Any, name: str) -> None:
-    assert p_value(*small, LAWS[name], rows=8_000) > 1e-3
+    assert p_value(*small, LAWS[name], rows=3_000) > 1e-3
 
 
 def test_a_planted_mistake_is_noticed(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rules.RULES, "ratio", sharpened)
-    assert p_value(*small, LAWS["chain ratio"], rows=24_000) < 1e-6
+    assert p_value(*small, LAWS["chain ratio"], rows=8_000) < 1e-6
 
 
 # --- it learns -----------------------------------------------------------------------------------------------------------
