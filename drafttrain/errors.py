@@ -61,5 +61,6 @@ def _behind(error: BaseException) -> Iterator[BaseException]:
 
 
 def first_line(error: BaseException) -> str:
+    """What an error says, as far as it fits into a sentence; its class where it says nothing."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(error).__name__

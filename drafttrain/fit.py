@@ -33,7 +33,7 @@ from drafttrain.drafter.selfspec import SelfSpec
 from drafttrain.errors import InputError
 from drafttrain.packaging.beginning import check_beginning, read_beginning, take_weights
 from drafttrain.packaging.gathering import check_packages
-from drafttrain.packaging.manifest import PACKAGE
+from drafttrain.packaging.manifest import PACKAGE, class_of
 from drafttrain.packaging.writing import check_export, check_place, save_package
 from drafttrain.processes import peak_memory, rank, world_size
 from drafttrain.reporting.console import clock, console, table, track
@@ -161,12 +161,15 @@ def read_settings(cfg: DictConfig) -> Settings:
 
 
 def kind_of(cfg: DictConfig) -> type[Drafter]:
-    """The drafter's class, named by itself or as what a function makes. Raises InputError for another thing."""
+    """The drafter's class, named by itself or as what a function makes. Raises InputError for another thing, and for a class that a
+    package could not name."""
     kind = named_by(cfg.drafter)
     if not isinstance(kind, type):
         kind = typing.get_type_hints(kind).get("return")
     if not (isinstance(kind, type) and issubclass(kind, Drafter)):
         raise InputError(f"drafter._target_={text_of(cfg.drafter._target_)} is no drafter: give drafter=<choice>, see --help")
+    told = f"drafter._target_={text_of(cfg.drafter._target_)} could be trained and not packaged"
+    class_of(f"{kind.__module__}.{kind.__qualname__}", f"{told}, put its file into drafttrain/drafter")
     return kind
 
 

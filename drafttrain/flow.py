@@ -36,6 +36,7 @@ class Batch:
         return steps[None] < self.lengths[:, None]
 
     def to(self, device: torch.device | str) -> Batch:
+        """The same rows on a device."""
         ids, mask, lengths, rows = (one.to(device) for one in (self.input_ids, self.loss_mask, self.lengths, self.row_ids))
         return Batch(ids, mask, lengths, rows, None if self.weights is None else self.weights.to(device))
 

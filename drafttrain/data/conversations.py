@@ -49,6 +49,7 @@ class Row:
 
     @property
     def supervised(self) -> int:
+        """Tokens that the target wrote."""
         return sum(end - start for start, end in self.spans)
 
 
@@ -75,6 +76,7 @@ class ConversationSet:
         return len(self.rows)
 
     def length(self, index: int) -> int:
+        """Tokens of one row."""
         return int(self.offsets[index + 1] - self.offsets[index])
 
     def row(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,6 +85,7 @@ class ConversationSet:
         return torch.from_numpy(self.ids[part].astype(np.int64)), torch.from_numpy(self.mask[part].copy())
 
     def indices(self, split: int) -> list[int]:
+        """Numbers of the rows of a split, TRAIN or HELD_OUT."""
         return np.flatnonzero(self.split == split).tolist()
 
     def prompts(self, limit: int | None = None) -> list[list[int]]:
@@ -95,6 +98,7 @@ class ConversationSet:
 
     @property
     def supervised(self) -> int:
+        """Tokens that the target wrote, over all rows."""
         return int(self.mask.sum())
 
     @functools.cached_property
@@ -259,9 +263,11 @@ class Journal(Lines):
     """Finished rows; `finished` reads what every process has written, so a resumed run skips it."""
 
     def add(self, row: Row) -> None:
+        """Write a finished row at once."""
         self.write(_as_record(row))
 
     def skip(self, row: int, reason: str) -> None:
+        """Note that a row was left out, and why."""
         self.write({"row": row, "skipped": reason})
 
     def finished(self) -> tuple[dict[int, Row], dict[int, str]]:
@@ -342,5 +348,6 @@ def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Plain values as JSON; an earlier file is replaced by a whole one."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     write_atomic(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))

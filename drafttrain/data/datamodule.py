@@ -173,6 +173,7 @@ class ConversationData:
 
     @property
     def tokens(self) -> int:
+        """Of all rows kept, prompts included."""
         return sum(self.lengths)
 
     @property

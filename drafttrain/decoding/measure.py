@@ -31,6 +31,7 @@ Watch = Callable[[Sequence[int], str], Iterable[int]]
 
 
 def unwatched(items: Sequence[int], _what: str) -> Iterable[int]:
+    """The items, shown to nobody."""
     return items
 
 
@@ -59,10 +60,12 @@ class Measurement:
 
     @property
     def tau_interval(self) -> Interval | None:
+        """95 % interval of tau over resampled prompts; None for one prompt."""
         return _bootstrap([t.emitted for t in self.tallies], [t.rounds for t in self.tallies])
 
     @property
     def speedup(self) -> float | None:
+        """Plain decoding's seconds per token over these; None where none were measured."""
         if not sum(self.plain_tokens) or not sum(self.tokens) or not self.plain_seconds:
             return None
         plain = sum(self.plain_seconds) / sum(self.plain_tokens)
@@ -70,6 +73,7 @@ class Measurement:
 
     @property
     def speedup_interval(self) -> Interval | None:
+        """95 % interval over resampled prompts, each with its own plain seconds; None for one prompt."""
         if self.speedup is None or len(self.seconds) < 2:
             return None
         columns = np.array([self.plain_seconds, self.plain_tokens, self.seconds, self.tokens], dtype=float)
@@ -78,10 +82,12 @@ class Measurement:
 
     @property
     def tokens_per_second(self) -> float | None:
+        """Tokens written per second, prefill included; None where no seconds were measured."""
         return sum(self.tokens) / sum(self.seconds) if sum(self.seconds) else None
 
     @property
     def plain_tokens_per_second(self) -> float | None:
+        """The same of plain decoding."""
         return sum(self.plain_tokens) / sum(self.plain_seconds) if sum(self.plain_seconds) else None
 
     def row(self) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class Plan:
 
     @property
     def draws(self) -> bool:
+        """Whether drafts are drawn; otherwise they are a function of the text."""
         return self.law is not Law.ONE_HOT
 
     @property
@@ -79,6 +80,7 @@ class Plan:
 
     @property
     def rule_name(self) -> str:
+        """The rule asked for, or the exact one that fits. Raises InputError for one that serves neither temperature nor tree."""
         law = self.law
         if self.rule is None:
             return rules.rule_for(law, self.policy.greedy, self.tree.is_chain)

@@ -117,10 +117,12 @@ class Speculator:
             worker.join()
 
     def measure_acceptance(self, prompts: Prompts, plan: Plan | None = None, **settings: Any) -> Measurement:
+        """See `drafttrain.decoding.measure.measure_acceptance`; without a plan its own is measured."""
         plan = plan or self.plan
         return measure_acceptance(self.target, self.drafter if plan.tree.size else None, prompts, plan, **settings)
 
     def measure_speed(self, prompts: Prompts, plans: Sequence[Plan], **settings: Any) -> list[Measurement]:
+        """See `drafttrain.decoding.measure.measure_speed`."""
         return measure_speed(self.target, self.drafter, prompts, plans, **settings)
 
 

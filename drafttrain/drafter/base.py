@@ -238,10 +238,12 @@ class Growing(Drafter):
         return contextlib.nullcontext()
 
     @abc.abstractmethod
-    def to_target_ids(self, ids: Tensor) -> Tensor: ...
+    def to_target_ids(self, ids: Tensor) -> Tensor:
+        """(...) int64 places in the draft vocabulary -> (...) ids of the target."""
 
     @abc.abstractmethod
-    def to_target_law(self, probs: Tensor) -> Tensor: ...
+    def to_target_law(self, probs: Tensor) -> Tensor:
+        """(... w) over the draft vocabulary -> (... v) over the target's, 0 for what cannot be proposed."""
 
     def propose(
         self,
@@ -259,6 +261,8 @@ class Growing(Drafter):
 
 @dataclass
 class AutoregressiveState:
+    """What a drafter with a cache of its own remembers of what is committed; while a tree is grown, its drafts too."""
+
     cache: KVCache
 
 
@@ -324,7 +328,9 @@ class SemiAutoregressive(Heads):
 class RowText(Continuations, Protocol):
     """What a drafter that copies remembers of one row: its committed ids, the anchor last, so that what followed is found."""
 
-    def append(self, token: int) -> None: ...
+    def append(self, token: int) -> None:
+        """Take in the next committed token."""
+        ...
 
     def root(self) -> Any:
         """The place behind the anchor, whose continuations are drafted; None where nothing like the text's end is known."""

@@ -44,6 +44,8 @@ FORWARD_KL = {"forward_kl": 1.0}
 
 @dataclass(kw_only=True)
 class EarlyExitState(InsideState):
+    """The adapter's cache beside the target's."""
+
     rows: KVCache
     """The adapter's own."""
 

@@ -30,6 +30,8 @@ from drafttrain.tree.topology import Growth, Tree, check_size
 
 @dataclass
 class EnsembleState:
+    """A state for each member."""
+
     members: list[Any]
     """Each member's own."""
     rows: list[int]
@@ -75,6 +77,7 @@ class Ensemble(Drafter):
     # What it is -------------------------------------------------------------------------------------------------
     @property
     def drafters(self) -> list[Drafter]:
+        """The members, in the order in which their drafts are judged."""
         return cast("list[Drafter]", list(self.members))
 
     def settings(self) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class HydraHeads(VocabularyHeads, SemiAutoregressive):
 
     @functools.cached_property
     def scale(self) -> float:
+        """What embeddings are multiplied by, so that they weigh as much as features."""
         feature, embedding = sizes_of_inputs(self.target)
         return feature / embedding
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from drafttrain.checks import whole
-from drafttrain.drafter.base import Retrieval
+from drafttrain.drafter.base import Retrieval, RowText
 from drafttrain.errors import InputError
 from drafttrain.target.model import Target
 
@@ -64,7 +64,7 @@ Places = list[tuple[int, int]]
 """(index of a token in the text, length of the match that leads to it), the longest match first, then the most recent place."""
 
 
-class NGramText:
+class NGramText(RowText):
     """A row's text, and for every n-gram in it the places behind it. Appending a token costs a look-up for each length."""
 
     def __init__(self, settings: NGram) -> None:

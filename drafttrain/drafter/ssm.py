@@ -49,6 +49,8 @@ class Network(CausalLM):
 
 @dataclass
 class SsmState(AutoregressiveState):
+    """The cache, and which drafts of this round are in it."""
+
     depths: list[int] = field(default_factory=list)
     """Of the drafted nodes read this round, in the order of their entries in the cache; 0 is the anchor's children."""
 

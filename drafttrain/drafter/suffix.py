@@ -19,7 +19,7 @@ from drafttrain.checks import whole
 from drafttrain.data.conversations import TRAIN, read_set
 from drafttrain.data.datamodule import set_folder
 from drafttrain.drafter.automaton import SuffixAutomaton
-from drafttrain.drafter.base import Retrieval
+from drafttrain.drafter.base import Retrieval, RowText
 from drafttrain.errors import InputError
 from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
@@ -113,7 +113,7 @@ Place = tuple[int | None, int | None]
 """State of the text's automaton and of the corpus's, None where the string was not there."""
 
 
-class SuffixText:
+class SuffixText(RowText):
     """A row's text as an automaton, and how much of its end stands in the corpus."""
 
     def __init__(self, own: SuffixAutomaton, corpus: SuffixAutomaton, max_match: int, min_match: int) -> None:

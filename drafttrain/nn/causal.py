@@ -50,10 +50,12 @@ class CausalLM:
     # Facts ------------------------------------------------------------------------------------------------------
     @property
     def device(self) -> torch.device:
+        """Where it reads ids."""
         return self.embedding.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of its embedding, and of what it computes in."""
         return self.embedding.weight.dtype
 
     @property

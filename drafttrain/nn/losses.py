@@ -92,6 +92,7 @@ DIVERGENCES: dict[str, Divergence] = {
 
 
 def divergence(name: str) -> Divergence:
+    """The divergence of a name. Raises InputError for any other name."""
     if not isinstance(name, str) or name not in DIVERGENCES:
         raise InputError(f"loss {str(name)[:80]} is not known: give one of {', '.join(DIVERGENCES)}")
     return DIVERGENCES[name]

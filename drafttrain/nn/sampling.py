@@ -77,6 +77,7 @@ class Policy:
 
     @property
     def greedy(self) -> bool:
+        """Whether the argmax is taken and nothing is drawn."""
         return self.temperature == 0
 
     def simplest(self) -> Policy:

@@ -50,6 +50,7 @@ class Entry:
 
     @property
     def drafter(self) -> str:
+        """Name of its class."""
         return str(self.config["drafter"]["_target_"]).rpartition(".")[2]
 
     def facts(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ def accepted_cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def same_text_cell(row: Mapping[str, Any]) -> str:
+    """Prompts whose text was plain decoding's, of those that were timed; - where that was not looked at."""
     same = row["same_as_plain"]
     return "-" if same is None else f"{same}/{row['speed_prompts']}"
 

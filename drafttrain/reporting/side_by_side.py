@@ -61,6 +61,7 @@ def line(row: Mapping[str, Any]) -> list[Any]:
 
 
 def tree_title(row: Mapping[str, Any]) -> str:
+    """A measured row's tree in a word or two."""
     return str(row["tree"] or f"{row['growth'] or '?'} {row['nodes']}")
 
 

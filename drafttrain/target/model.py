@@ -71,6 +71,7 @@ class Target(CausalLM):
 
     @property
     def fingerprint(self) -> dict[str, str]:
+        """{part: digest}: goes with every set, store, checkpoint and package, so that what belongs to another target is refused."""
         if self._fingerprint is None and self.original is not None and self.adapter is not None:
             self._fingerprint = {**self.original.fingerprint, fingerprint.ADAPTER: self.adapter.digest}
         if self._fingerprint is None:

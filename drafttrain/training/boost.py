@@ -218,6 +218,7 @@ class Left:
 
     @classmethod
     def all_of(cls, data: ConversationData) -> Left:
+        """Every row, each with its whole weight."""
         return cls(list(range(len(data))), len(data))
 
     def part(self, data: ConversationData, places: Sequence[int] | None = None) -> ConversationData:
@@ -272,7 +273,9 @@ class Left:
 class Overlapping(Protocol):
     """A drafter that can compare its law with the target's."""
 
-    def overlap(self, batch: Batch, features: Features) -> Tensor: ...
+    def overlap(self, batch: Batch, features: Features) -> Tensor:
+        """(b s) for every label sum_v min(p, q), 0 elsewhere."""
+        ...
 
 
 @dataclass(frozen=True)

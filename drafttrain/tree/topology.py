@@ -45,7 +45,8 @@ class Growth(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def max_depth(self) -> int: ...
+    def max_depth(self) -> int:
+        """Depth of the deepest node that there can be; the anchor's children are at 1."""
 
     @property
     @abc.abstractmethod

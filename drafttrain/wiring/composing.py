@@ -92,6 +92,7 @@ def invocation_of(
 
 
 def search_path(config_dir: str | os.PathLike[str] | None) -> list[str]:
+    """Words by which Hydra finds a further folder of configurations; none without one. Raises InputError if it is no folder."""
     if config_dir is None:
         return []
     if not Path(config_dir).is_dir():

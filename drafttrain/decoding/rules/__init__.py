@@ -111,11 +111,13 @@ def named(name: str) -> Callable[..., Acceptance]:
 
 
 def scope_of(name: str) -> Scope:
+    """What the rule of a name can judge. Raises InputError as `named` does."""
     named(name)
     return SCOPES[name.partition(":")[0]]
 
 
 def guarantee_of(name: str) -> str:
+    """What the rule of a name keeps, see GUARANTEES. Raises InputError as `named` does."""
     named(name)
     return GUARANTEES[name.partition(":")[0]]
 

@@ -64,6 +64,7 @@ def typical(p: Tensor, proposal: Proposal, u: Tensor, *, epsilon: float = EPSILO
 
 
 def check_thresholds(epsilon: float, delta: float) -> None:
+    """Raise InputError unless both are finite numbers of at least 0."""
     for name, value in (("epsilon", epsilon), ("delta", delta)):
         if not (value >= 0 and math.isfinite(value)):
             raise InputError(f"rule typical has {name} {value}, needs a finite number of at least 0")
