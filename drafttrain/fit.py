@@ -58,7 +58,7 @@ from drafttrain.training.prepare import Ready, Settings, Training, kept_in_memor
 from drafttrain.training.resume import refuse_other_run
 from drafttrain.training.run import Run, open_run
 from drafttrain.training.skips import Found
-from drafttrain.training.trainer import quiet_lightning, trainer_of
+from drafttrain.training.trainer import check_trainer, quiet_lightning, trainer_of
 from drafttrain.wiring.building import build, named_by
 from drafttrain.wiring.doors import STOPPED_BY_SIGNAL, door
 
@@ -131,6 +131,7 @@ def read_settings(cfg: DictConfig) -> Settings:
         raise InputError(f"trainer.accelerator={trainer.accelerator}: give auto, cpu, gpu or mps")
     if trainer.accelerator == "gpu" and not torch.accelerator.is_available():
         raise InputError("trainer.accelerator=gpu: no accelerator was found here, give cpu or auto")
+    check_trainer(trainer, joint=cfg.joint is not None, boost=cfg.boost is not None)
     settings = Settings(
         trainer,
         build(cfg.optim),

@@ -5,6 +5,7 @@ Nothing here holds state: batch k of epoch e is a pure function of the settings,
 
 from __future__ import annotations
 
+import bisect
 import copy
 import hashlib
 import random
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from drafttrain.checks import path_of, shown, whole
 from drafttrain.data.conversations import HELD_OUT, TRAIN, ConversationSet, check_vocabulary, read_set
+from drafttrain.data.joining import join
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch
 
@@ -26,6 +28,8 @@ LABELS = ("answers", "all")
 BUILTIN = "builtin:"
 _BUCKET = 1.125
 """Rows whose lengths differ by less than this factor are mixed freely; it bounds padding at about a tenth."""
+_FINE = 1.02
+"""The same where rows are joined, and padding is what is left at the end of a sequence."""
 
 
 def set_folder(path: Path | str, name: str = "data.path") -> Path:
@@ -131,6 +135,8 @@ class ConversationData:
         """Of the labels of each row kept, (s) float32; None is all alike."""
         self.digest: str | None = None
         """Which rows a part holds and what they weigh; None for what is no part."""
+        self.sequence: int | None = None
+        """Tokens of the sequences that a batch's rows are joined into; None: every row is a sequence."""
         self._supervised = 0
         chosen = self.set.indices(SPLITS[split])
         if set_aside >= len(chosen) > 0 or (take_set_aside and not set_aside):
@@ -227,6 +233,22 @@ class ConversationData:
         part.digest = marks.hexdigest()[:16]
         return part
 
+    def joined(self, sequence: int) -> ConversationData:
+        """The same rows, in batches that join them into sequences of so many tokens.
+
+        Raises: InputError for rows that are longer, or whose labels have weights.
+        """
+        if max(self.lengths) > sequence:
+            raise InputError(
+                f"trainer.pack={sequence} is less than the longest row, which has {max(self.lengths)} tokens: raise it, or lower "
+                "data.max_length"
+            )
+        if self.weights is not None:
+            raise InputError("trainer.pack: rows whose labels have weights are not joined, set trainer.pack=null")
+        twin = copy.copy(self)
+        twin.sequence = sequence
+        return twin
+
     def batch(self, places: Sequence[int]) -> Batch:
         """Rows as one batch; a place ~i (that is -i - 1) is row i with nothing supervised, see `EpochSampler`."""
         rows = []
@@ -234,6 +256,8 @@ class ConversationData:
             i = place if place >= 0 else ~place
             ids, mask = self.row(i)
             rows.append((ids, mask if place >= 0 else torch.zeros_like(mask), self.indices[i]))
+        if self.sequence is not None:
+            return join(rows, self.sequence)
         batch = collate(rows)
         if self.weights is None:
             return batch
@@ -296,7 +320,7 @@ class EpochSampler:
         if not 0 <= rank < world:
             raise InputError(f"rank={rank} is not one of {world} processes")
         self.seed, self.rank, self.world = seed, rank, world
-        self._classes = _length_classes(lengths)
+        self._classes = length_classes(lengths, _BUCKET)
         # Classes alone decide where a batch ends, so that every epoch has equally many batches.
         in_order = sorted(self._classes)
         self._sizes: list[int] = []
@@ -335,18 +359,102 @@ class EpochSampler:
         for size in self._sizes:
             batches.append(order[start : start + size])
             start += size
+        groups = self._steps(batches)
+        chance.shuffle(groups)
+        return groups
+
+    def _steps(self, batches: list[list[int]]) -> list[list[list[int]]]:
+        """Batches dealt out, the last step filled up."""
         groups = [batches[i : i + self.world] for i in range(0, len(batches), self.world)]
         groups[-1] += [[self._filler]] * (self.world - len(groups[-1]))
+        return groups
+
+
+class PackedSampler(EpochSampler):
+    """Batches of rows that are joined into sequences of one length (`ConversationData.joined`), otherwise as `EpochSampler`.
+
+    Rows that share a sequence differ from epoch to epoch, while the lengths that do stay: each row of a class of like lengths
+    takes any place of that class. So every epoch has the same sequences in number, filled to about the same share.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        sequence: int,
+        sequences: int,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        """Say how rows become sequences.
+
+        Args:
+            lengths: tokens of each row, at most `sequence`.
+            sequence: tokens of a sequence; sequences: of a batch.
+        """
+        super().__init__(lengths, batch_tokens=sequence, seed=seed, rank=rank, world=world)
+        self.sequence = sequence
+        self._classes = length_classes(lengths, _FINE)
+        self._bins = fill(self._classes, sequence)
+        self.filled = sum(lengths) / (len(self._bins) * sequence)
+        """Share of the sequences that rows take."""
+        self._sizes = [len(self._bins[i : i + sequences]) for i in range(0, len(self._bins), sequences)]
+
+    def _groups(self, epoch: int) -> list[list[list[int]]]:
+        chance = random.Random(f"{self.seed}/{epoch}/batches")
+        waiting: dict[int, list[int]] = {}
+        for i, width in enumerate(self._classes):
+            waiting.setdefault(width, []).append(i)
+        for rows in waiting.values():
+            chance.shuffle(rows)
+        sequences = [[waiting[width].pop() for width in widths] for widths in self._bins]
+        for rows in sequences:
+            chance.shuffle(rows)
+        chance.shuffle(sequences)
+        batches, start = [], 0
+        for size in self._sizes:
+            batches.append([row for rows in sequences[start : start + size] for row in rows])
+            start += size
+        groups = self._steps(batches)
         chance.shuffle(groups)
         return groups
 
 
-def _length_classes(lengths: Sequence[int]) -> list[int]:
-    """For each length an upper bound that it shares with lengths a little smaller; the longest is a bound itself."""
+def fill(widths: Sequence[int], size: int) -> list[list[int]]:
+    """Put things of some widths into bins of one size: the widest first, each where the least room is left (best fit decreasing).
+
+    Returns: the widths in each bin.
+    """
+    bins: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}
+    rooms: list[int] = []
+    """Those that bins have, ascending."""
+    for width in sorted(widths, reverse=True):
+        place = bisect.bisect_left(rooms, width)
+        if place == len(rooms):
+            number, room = len(bins), size
+            bins.append([])
+        else:
+            room = rooms[place]
+            number = by_room[room].pop()
+            if not by_room[room]:
+                del by_room[room], rooms[place]
+        bins[number].append(width)
+        left = room - width
+        if left not in by_room:
+            by_room[left] = []
+            bisect.insort(rooms, left)
+        by_room[left].append(number)
+    return bins
+
+
+def length_classes(lengths: Sequence[int], factor: float) -> list[int]:
+    """For each length an upper bound that it shares with lengths smaller by up to a factor; the longest is a bound itself."""
     longest = max(lengths)
     edges = [longest]
     while edges[-1] > 1:
-        edges.append(min(edges[-1] - 1, int(edges[-1] / _BUCKET)))
+        edges.append(min(edges[-1] - 1, int(edges[-1] / factor)))
     edges.reverse()
     found, place = {}, 0
     for length in sorted(set(lengths)):
