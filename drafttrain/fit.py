@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from drafttrain import companions
 from drafttrain.checks import shown as text_of
 from drafttrain.checks import switch, whole
 from drafttrain.data.conversations import HELD_OUT, write_json
@@ -78,7 +79,7 @@ SEARCHED = "search.json"
 LARGEST_SEED = (1 << 32) - 1
 
 
-@door("fit")
+@door("fit", together=True)
 def main(cfg: DictConfig) -> None:
     began = time.monotonic()
     settings = read_settings(cfg)
@@ -205,6 +206,7 @@ def reads_store(cfg: DictConfig) -> bool:
 
 def read_data(cfg: DictConfig) -> tuple[ConversationData, ConversationData | None]:
     """Training rows, and held-out ones if the set has any. Raises InputError if there is nothing to learn from."""
+    companions.at("reads the data")
     data: ConversationData = build(cfg.data, split="train")
     held_out = None
     if data.set.indices(HELD_OUT):
@@ -259,6 +261,7 @@ def logged(cfg: DictConfig, run: Run) -> Iterator[None]:
 
 def load_target(cfg: DictConfig, data: ConversationData, held_out: ConversationData | None) -> Target:
     """The target, checked against the set that it must have written."""
+    companions.at("loads the target")
     began = time.monotonic()
     takes = inspect.signature(named_by(cfg.target)).parameters
     objects: dict[str, Any] = {"work": "throughput"} if "work" in takes else {}
@@ -498,6 +501,8 @@ def train(training: Training) -> None:
         callbacks=[ConsoleProgress(), training.decode, training.keeper],
         folder=training.run.folder,
     )
+    companions.meet("the first update")
+    companions.at("trains")
     began = time.monotonic()
     trainer.fit(module, train_dataloaders=training.stream)
     training.source.close()

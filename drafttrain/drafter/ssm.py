@@ -210,7 +210,9 @@ class Ssm(BorrowsHead, Autoregressive):
     # Training ---------------------------------------------------------------------------------------------------
     def check_packing(self) -> None:
         if self.on_policy.share:
-            raise InputError("trainer.pack: drafter.on_policy writes answers row by row, set trainer.pack=null or drafter.on_policy=0")
+            raise InputError(
+                "trainer.pack: drafter.on_policy writes answers row by row, set trainer.pack=null or drafter.on_policy=0"
+            )
         isolation.choose(self.network)
 
     def loss(self, batch: Batch, features: Features, *, generator: torch.Generator | None = None) -> Loss:

@@ -128,5 +128,6 @@ def choose(model: CausalLM) -> str:
             why = first_line(error)
     model.isolates_by = DENSE
     raise InputError(
-        f"trainer.pack: {model.called} ({model.config.model_type}) cannot keep rows apart in one sequence ({why}): set trainer.pack=null"
+        f"trainer.pack: {model.called} ({model.config.model_type}) cannot keep rows apart in one sequence ({why}): set "
+        "trainer.pack=null"
     )

@@ -276,7 +276,10 @@ def joined(
     drafter.check_packing()
     by = isolation.choose(target)
     how = "a dense mask" if by == isolation.DENSE else "flex_attention"
-    say(f"rows are joined into sequences of {sampler.sequence} tokens, {sampler.filled:.0%} filled; the target keeps them apart by {how}")
+    say(
+        f"rows are joined into sequences of {sampler.sequence} tokens, {sampler.filled:.0%} filled; the target keeps them apart "
+        f"by {how}"
+    )
     return data.joined(sampler.sequence)
 
 

@@ -53,7 +53,9 @@ def check_trainer(settings: TrainerConfig, *, joint: bool, boost: bool) -> None:
             "target's, which every process has: set trainer.strategy=ddp"
         )
     if settings.accelerator == "mps":
-        raise InputError("trainer.strategy=fsdp needs CPUs or GPUs, trainer.accelerator=mps has one device: set trainer.strategy=ddp")
+        raise InputError(
+            "trainer.strategy=fsdp needs CPUs or GPUs, and trainer.accelerator=mps has one device: set trainer.strategy=ddp"
+        )
 
 
 def place(settings: TrainerConfig, target: Target) -> dict[str, Any]:
