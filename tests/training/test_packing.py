@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,19 @@ def test_what_cannot_be_joined_is_refused(target: Target, data: ConversationData
             TrainerConfig(**{**TRAINER, **settings})
     with pytest.raises(InputError, match=r"trainer.pack=10 is less than the longest row"):
         TrainerConfig(**{**TRAINER, "pack": 10}).sampler(data, seed=0, rank=0, world=1)
+
+
+@pytest.mark.parametrize("more", [[], ["--all"]])
+def test_the_bench(
+    target: Target, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    bench = Path(__file__).resolve().parent.parent.parent / "scripts" / "bench"
+    words = ["--target", "tiny", "--data", str(folder), "--pack", "64", "--batch-tokens", "128", "--tokens", "300", "--rounds", "1"]
+    monkeypatch.syspath_prepend(str(bench))
+    monkeypatch.setattr(sys, "argv", ["packing.py", *words, *more])
+    runpy.run_path(str(bench / "packing.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert said.count("supervised of") == 2 and said.count("ratio") == 3 and "apart by dense; tiny-llama" in said
 
 
 def test_the_door(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
