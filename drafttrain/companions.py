@@ -122,8 +122,7 @@ class Companions:
     def _has_met(self, other: int) -> bool:
         note = read_note(mark_file(other))
         if note is None or not is_alive(note):
-            # One that has ended as it should has taken its mark away, and was here.
-            return note is None and other in self._seen and self._seen[other].get("met", 0) >= self._own["met"]
+            return note is None and other in self._seen  # It has ended as it should, so it was here.
         self._seen[other] = note
         return int(note.get("met", 0)) >= self._own["met"]
 

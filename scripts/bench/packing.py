@@ -1,7 +1,7 @@
 """Rows joined into sequences against rows padded in batches of like length: seconds per supervised token, joined over padded.
 
-Usage: python scripts/bench/packing.py [--target smollm2] [--data builtin:smollm2] [--pack 512] [--batch-tokens 2048] [--tokens 8192]
-                                       [--rounds 3] [--all]
+Usage: python scripts/bench/packing.py [--target smollm2] [--data builtin:smollm2] [--pack 512] [--batch-tokens 2048]
+                                       [--tokens 8192] [--rounds 3] [--all]
 
 Both take the first batches of an epoch until they hold so many tokens, and are timed in turn: the target's pass, then the drafter's
 step on features that are there. `--all` puts rows of any length into a padded batch, as a loader without an eye on lengths does.
