@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from drafttrain.checks import number, shown, whole
-from drafttrain.data.datamodule import ConversationData, EpochSampler, PackedSampler
+from drafttrain.data.datamodule import ConversationData, EpochSampler
+from drafttrain.data.sequences import PackedSampler
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch
 

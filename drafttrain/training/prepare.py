@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from drafttrain.data.datamodule import ConversationData, PackedSampler
+from drafttrain.data.datamodule import ConversationData
+from drafttrain.data.sequences import PackedSampler
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter

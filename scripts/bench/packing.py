@@ -17,7 +17,8 @@ from collections.abc import Callable
 import torch
 from timing import interleaved
 
-from drafttrain.data.datamodule import ConversationData, EpochSampler, PackedSampler
+from drafttrain.data.datamodule import ConversationData, EpochSampler
+from drafttrain.data.sequences import PackedSampler
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.flow import Batch, Features, Needs
 from drafttrain.nn import isolation

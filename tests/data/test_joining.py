@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafttrain.data.conversations import Row, write_set
-from drafttrain.data.datamodule import ConversationData, PackedSampler, fill
+from drafttrain.data.datamodule import ConversationData
 from drafttrain.data.joining import join, laid_out, taken_apart
+from drafttrain.data.sequences import PackedSampler, fill
 from drafttrain.errors import InputError
 from tests.data.test_datamodule import ABOUT
 

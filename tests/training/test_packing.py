@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from drafttrain import fit
-from drafttrain.data.datamodule import ConversationData, PackedSampler
+from drafttrain.data.datamodule import ConversationData
+from drafttrain.data.sequences import PackedSampler
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.early_exit import EarlyExit
