@@ -5,8 +5,8 @@ What is trained is one unit, gathered once a micro-batch and dropped behind its 
 process has all of it. Gradients are the mean over processes, as under DDP, so that an update is the same.
 
 Checkpoints hold whole tensors under the names that they have without sharding: nothing in them tells of the strategy or of how
-many processes there were. Evaluation decodes with a whole copy, for which weights are gathered; every process does so at the same place, and none
-gathers anything where another does not.
+many processes there were. Evaluation decodes with a whole copy, for which weights are gathered; every process does so at the same
+place, and none gathers anything where another does not.
 """
 
 from __future__ import annotations
