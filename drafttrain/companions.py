@@ -48,7 +48,8 @@ class Companions:
 
     def __init__(self, door: str) -> None:
         self.door = door
-        self._own: dict[str, Any] = {**identity(), "at": "starts", "met": 0, "failed": None}
+        self._began = time.time()
+        self._own: dict[str, Any] = {**identity(), "at": "starts", "met": 0, "failed": None, "left": 0.0}
         self._seen: dict[int, dict[str, Any]] = {}
         """The last mark of every other process that was seen alive."""
         self._done = threading.Event()
@@ -67,9 +68,14 @@ class Companions:
         self._write()
 
     def leave(self) -> None:
-        """It has ended as it should: nobody misses it."""
+        """It has ended as it should: nobody misses it. The last one removes all marks."""
         self._done.set()
-        mark_file(rank()).unlink(missing_ok=True)
+        self._own["left"] = time.time()
+        self._write()
+        notes = [read_note(mark_file(other)) for other in local_ranks()]
+        if all(note is None or note.get("left") for note in notes):
+            for other in local_ranks():
+                mark_file(other).unlink(missing_ok=True)
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # A full temporary folder must not end a run.
@@ -86,7 +92,7 @@ class Companions:
                 self._seen[other] = note
                 if note.get("failed"):
                     return f"rank {other} failed: {note['failed']}"
-            elif note is not None and before is not None and note["pid"] == before["pid"]:
+            elif note is not None and before is not None and note["pid"] == before["pid"] and not note.get("left"):
                 if note.get("failed"):
                     return f"rank {other} failed: {note['failed']}"
                 return (
@@ -122,7 +128,8 @@ class Companions:
     def _has_met(self, other: int) -> bool:
         note = read_note(mark_file(other))
         if note is None or not is_alive(note):
-            return note is None and other in self._seen  # It has ended as it should, so it was here.
+            # One that has ended as it should was here. Marks of an earlier run are older than this process.
+            return other in self._seen if note is None else float(note.get("left") or 0) > self._began
         self._seen[other] = note
         return int(note.get("met", 0)) >= self._own["met"]
 

@@ -27,28 +27,37 @@ from tests.training.parts import TRAINER, Direct, Fixed, fit, same, write_tiny_s
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-@pytest.fixture(scope="module")
-def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes left behind."""
-    folder = tmp_path_factory.mktemp("pair")
+def left_by_two(folder: Path, target: Target, much: str) -> Path:
     write_tiny_set(target, folder / "set")
     port = str(20000 + time.time_ns() // 1000 % 30000)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.training.pair", str(folder)]
     processes = [
         subprocess.Popen(
-            [*command, str(rank), port], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*command, str(rank), port, much],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=240)[0] for process in processes]
+    said = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(one[-3000:] for one in said)
     return folder
 
 
 @pytest.fixture(scope="module")
-def data(folder: Path) -> ConversationData:
-    return ConversationData(folder / "set")
+def few(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes left behind."""
+    return left_by_two(tmp_path_factory.mktemp("few"), target, "few")
+
+
+@pytest.fixture(scope="module")
+def every(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of all drafters and strategies; takes a minute."""
+    return left_by_two(tmp_path_factory.mktemp("every"), target, "all")
 
 
 def alone(kind: str, target: Target, data: ConversationData, steps: int = pair.STEPS) -> DraftModule:
@@ -73,13 +82,8 @@ def close(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e
             torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance * size)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("kind", pair.KINDS)
-def test_two_processes_make_the_weights_of_one(
-    target: Target, data: ConversationData, folder: Path, kind: str, strategy: str
-) -> None:
-    module = alone(kind, target, data)
+def check_weights(kind: str, strategy: str, folder: Path, target: Target) -> None:
+    module = alone(kind, target, ConversationData(folder / "set"))
     state = read_checkpoint(folder / f"{kind}-{strategy}" / "last.ckpt")
     close(state["weights"], {name: value.detach() for name, value in module.state_dict().items()})
     assert state["progress"]["updates"] == pair.STEPS == module.updates
@@ -89,34 +93,28 @@ def test_two_processes_make_the_weights_of_one(
         assert same(left, {name.removeprefix("drafter."): value for name, value in state["weights"].items()})
 
 
-@pytest.mark.processes
-def test_checkpoints_are_of_one_form(folder: Path) -> None:
-    for kind in pair.KINDS:
-        ddp, fsdp = (read_checkpoint(folder / f"{kind}-{strategy}" / "last.ckpt") for strategy in ("ddp", "fsdp"))
-        assert ddp.keys() == fsdp.keys() and all(type(value) is Tensor for value in fsdp["weights"].values())
-        close(fsdp["weights"], ddp["weights"])
-        ours, theirs = fsdp["optimiser"], ddp["optimiser"]
-        assert ours["param_groups"] == theirs["param_groups"] and ours["state"].keys() == theirs["state"].keys()
-        for number, values in theirs["state"].items():
-            assert float(values["exp_avg"].abs().max()) > 0
-            close(ours["state"][number], values, 1e-4)
+def check_forms(kind: str, folder: Path) -> None:
+    ddp, fsdp = (read_checkpoint(folder / f"{kind}-{strategy}" / "last.ckpt") for strategy in ("ddp", "fsdp"))
+    assert ddp.keys() == fsdp.keys() and all(type(value) is Tensor for value in fsdp["weights"].values())
+    close(fsdp["weights"], ddp["weights"])
+    ours, theirs = fsdp["optimiser"], ddp["optimiser"]
+    assert ours["param_groups"] == theirs["param_groups"] and ours["state"].keys() == theirs["state"].keys()
+    for number, values in theirs["state"].items():
+        assert float(values["exp_avg"].abs().max()) > 0
+        close(ours["state"][number], values, 1e-4)
 
 
-@pytest.mark.processes
-def test_a_run_goes_on_by_the_other_strategy(folder: Path) -> None:
-    calm = read_checkpoint(folder / "eagle1-ddp" / "last.ckpt")
-    for strategy in ("ddp", "fsdp"):
-        ended = read_checkpoint(folder / f"ended-{strategy}" / "last.ckpt")
-        assert ended["progress"]["updates"] == pair.STEPS
-        close(ended["weights"], calm["weights"])
-    assert 3 <= read_checkpoint(folder / "begun-ddp" / "last.ckpt")["progress"]["updates"] < pair.STEPS
+def check_going_on(first: str, second: str, folder: Path) -> None:
+    calm, begun, ended = (
+        read_checkpoint(folder / name / "last.ckpt") for name in ("eagle1-ddp", f"begun-{first}", f"ended-{second}")
+    )
+    assert 3 <= begun["progress"]["updates"] < ended["progress"]["updates"] == pair.STEPS
+    close(ended["weights"], calm["weights"])
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_process_without_labels_hangs_nobody(
-    target: Target, data: ConversationData, folder: Path, strategy: str
-) -> None:
+def check_masked(strategy: str, folder: Path, target: Target) -> None:
+    """One process at a time has labels, at last none has many."""
+    data = ConversationData(folder / "set")
     drafter = pair.made("eagle1", target)
     batches = [batch for both in zip(*(pair.rows_of(data, rank) for rank in range(2)), strict=True) for batch in both]
     course = Course(batches=8, accumulate=4, epochs=1)
@@ -128,11 +126,40 @@ def test_a_process_without_labels_hangs_nobody(
 
 
 @pytest.mark.processes
-def test_mixed_precision_keeps_float32_weights(target: Target, data: ConversationData, folder: Path) -> None:
-    weights = read_checkpoint(folder / "mixed" / "last.ckpt")["weights"]
-    expected = {name: value.detach() for name, value in alone("eagle1", target, data).state_dict().items()}
+@pytest.mark.parametrize(("kind", "strategy"), pair.FEW)
+def test_two_processes_make_the_weights_of_one(target: Target, few: Path, kind: str, strategy: str) -> None:
+    check_weights(kind, strategy, few, target)
+
+
+@pytest.mark.processes
+def test_checkpoints_are_of_one_form_and_a_run_goes_on_by_the_other_strategy(few: Path) -> None:
+    check_forms("eagle1", few)
+    check_going_on("ddp", "fsdp", few)
+
+
+@pytest.mark.processes
+def test_a_process_without_labels_hangs_nobody(target: Target, few: Path) -> None:
+    check_masked("fsdp", few, target)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_every_drafter_by_every_strategy(target: Target, every: Path) -> None:
+    for kind, strategy in pair.ALL:
+        check_weights(kind, strategy, every, target)
+    for kind in pair.KINDS:
+        check_forms(kind, every)
+    for first, second in (("ddp", "fsdp"), ("fsdp", "ddp")):
+        check_going_on(first, second, every)
+        check_masked(first, every, target)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_mixed_precision_keeps_float32_weights(target: Target, every: Path) -> None:
+    weights, data = read_checkpoint(every / "mixed" / "last.ckpt")["weights"], ConversationData(every / "set")
     begun = alone("eagle1", target, data, 1).state_dict()
-    for name, value in expected.items():
+    for name, value in alone("eagle1", target, data).state_dict().items():
         if value.is_floating_point():
             assert weights[name].dtype == torch.float32
             # Products in bfloat16 are off by some thousandths; the weights went far further than that.
