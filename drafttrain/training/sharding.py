@@ -85,7 +85,7 @@ class Sharding:
 
 def gathered(value: Any) -> Any:
     """A whole tensor of one that processes share; anything else as it is. Every process must come here."""
-    return value.detach().full_tensor() if isinstance(value, DTensor) else value
+    return value.full_tensor().detach() if isinstance(value, DTensor) else value
 
 
 def shared_out(state: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
