@@ -130,9 +130,8 @@ class DecodeCallback(Callback):
         self.evaluations += 1
         fast = config.speed_prompts and (last or (config.speed_every and self.evaluations % config.speed_every == 0))
         metrics: dict[str, float | None] = {}
-        drafter = module.whole()
-        with undisturbed(drafter), torch.autocast(module.device.type, enabled=False):
-            self.speculator.refresh(drafter)
+        with module.whole(), undisturbed(module.drafter), torch.autocast(module.device.type, enabled=False):
+            self.speculator.refresh(module.drafter)
             for place, (name, plan) in enumerate(self.plans.items()):
                 prefix = "val/" if place == 0 else f"val/{name}/"
                 tally = self._decode(plan, module.device)
@@ -141,7 +140,7 @@ class DecodeCallback(Callback):
                     metrics[prefix + "speedup"] = self._speed(plan)
             if self.sim is not None:
                 depth = max(1, next(iter(self.plans.values())).tree.max_depth)
-                metrics |= self.sim.measure(drafter, depth, module.device)
+                metrics |= self.sim.measure(module.drafter, depth, module.device)
         self.tau, self.measured_at = metrics["val/tau"], module.updates
         self.seconds += time.monotonic() - began
         if module.seconds:

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -110,9 +110,16 @@ class DraftModule(LightningModule):
             return self.sharding.loss(batch, features, self._generator()), ready
         return self.drafter.loss(batch, features, generator=self._generator()), ready
 
-    def whole(self) -> Drafter:
-        """The drafter with all its weights on this process; every process must come here."""
-        return self.drafter if self.sharding is None else self.sharding.whole()
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """While it lasts, `drafter` has all its weights on this process; every process must come here."""
+        shared = self.drafter
+        if self.sharding is not None:
+            self.drafter = self.sharding.whole()
+        try:
+            yield
+        finally:
+            self.drafter = shared
 
     def _noise_seed(self) -> int:
         name = f"{self.seed}/{self.position}/{rank()}"

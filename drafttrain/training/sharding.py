@@ -93,9 +93,12 @@ def shared_out(state: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict[s
 
     Args:
         parameters: in the order in which the state numbers them.
+    Raises: ValueError for a state of other weights.
     """
     found: dict[int, dict[str, Any]] = {}
     for number, values in state["state"].items():
+        if number not in range(len(parameters)):
+            raise ValueError(f"there is a state of weight {number}, and {len(parameters)} weights")
         parameter = parameters[number]
         found[number] = {
             name: _share(value, parameter) if isinstance(value, Tensor) and value.shape == parameter.shape else value
