@@ -1,12 +1,13 @@
 """Train a drafter for a target, measure it by decoding held-out prompts, and package the best checkpoint.
 
 The run's folder gets config.yaml, metrics.csv, checkpoints/, acceptance.png and package/. A run that was stopped or killed goes
-on with resume=last and ends with the same weights as if nothing had happened. Several processes: accelerate launch or torchrun; one
-that is lost ends the others, see `drafttrain.companions`.
+on with resume=last and ends with the same weights as if nothing had happened. Several processes: accelerate launch.
 
 With boost=collective several drafters are trained one after the other, each in its own folder in members/, and packaged as one.
 A drafter that learns nothing, since it copies its drafts from text, is made of packages or is the target with layers left out, is
 measured and packaged as it is.
+
+Several processes, of accelerate launch or torchrun, end together where one is lost, and say which: `drafttrain.companions`.
 """
 
 from __future__ import annotations
