@@ -108,6 +108,7 @@ def test_one_that_has_done_its_part_is_not_missed(port: int) -> None:
     assert code == 0 and own == 1 and "Connection closed by peer" in told and "this process ends too" not in told
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_signal_ends_with_its_own_code(port: int) -> None:
     (code, _), (other, said) = ended(start(0, port, "signal"), start(1, port, "works"))

@@ -66,6 +66,7 @@ def test_blocks_hold_every_place_that_may_be_read_and_few_others() -> None:
     assert torch.equal(held, needed) and 0 < made.sparsity() < 100
 
 
+@pytest.mark.slow
 def test_flex_attention_with_the_blocks_is_attention_with_the_dense_mask() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
