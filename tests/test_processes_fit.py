@@ -163,10 +163,12 @@ def pid_of(rank: int, started_by: int) -> int:
     raise AssertionError(f"no process of rank {rank}")
 
 
-def until(path: Path, process: subprocess.Popen[str], seconds: float = 120) -> None:
+def until(path: Path, process: subprocess.Popen[str], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not path.exists():
-        assert process.poll() is None and time.monotonic() < end, process.communicate()[0][-4000:]
+        if process.poll() is not None or time.monotonic() > end:
+            process.kill()
+            raise AssertionError(process.communicate()[0][-4000:])
         time.sleep(0.1)
 
 
