@@ -225,14 +225,14 @@ def test_without_a_launcher_a_killed_process_ends_the_other_too(folder: Path, tm
     began = time.monotonic()
     told = said(left, 1, timeout=60)
     assert time.monotonic() - began < 60
-    assert f"drafttrain.fit (rank 0): rank 1 (process {killed.pid}) is gone: it was killed" in told and "Traceback" not in told
+    assert f": rank 1 (process {killed.pid}) is gone: it was killed" in told and "Traceback" not in told
     killed.communicate()
 
 
 def test_an_exception_in_one_process_ends_all_with_its_cause(folder: Path, tmp_path: Path) -> None:
     left, failing = by_hand(REFUSING, words(folder, tmp_path / "run", *LONG))
-    assert "drafttrain.fit (rank 1): features of rows 3 are not finite" in said(failing, 2, timeout=120)
-    assert "drafttrain.fit (rank 0): rank 1 failed: features of rows 3 are not finite" in said(left, 1, timeout=60)
+    assert ": features of rows 3 are not finite" in said(failing, 2)
+    assert ": rank 1 failed: features of rows 3 are not finite" in said(left, 1, timeout=60)
 
 
 def test_slow_preparation_hangs_nobody(folder: Path, tmp_path: Path) -> None:
