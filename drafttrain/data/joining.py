@@ -1,8 +1,8 @@
 """Rows joined into sequences of one length, one behind the other, so that little is padding.
 
-It pays where rows of very different lengths share a batch, and where kernels want one shape. Batches by `trainer.batch_tokens` hold
-rows of like lengths already, of which padding takes less than a tenth; on a CPU, whose attention computes the whole sequence and
-masks most of it, joining them costs more than it saves (`scripts/bench/packing.py`).
+There is little to gain over batches by `trainer.batch_tokens`, which hold rows of like lengths, so that padding takes less than a
+tenth; and with a dense mask attention computes the whole sequence, most of it for nothing. It is for kernels that skip blocks
+and want one shape. `scripts/bench/packing.py` measures what it costs or saves on a machine.
 """
 
 from __future__ import annotations
