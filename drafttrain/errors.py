@@ -10,6 +10,10 @@ class InputError(Exception):
     """Wrong input, settings or files. Doors print the message alone and leave with exit code 2."""
 
 
+class LostCompanion(Exception):
+    """Another process of the run is gone or has failed. Doors print the message alone and leave with exit code 1."""
+
+
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
 
 

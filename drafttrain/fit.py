@@ -6,6 +6,8 @@ on with resume=last and ends with the same weights as if nothing had happened. S
 With boost=collective several drafters are trained one after the other, each in its own folder in members/, and packaged as one.
 A drafter that learns nothing, since it copies its drafts from text, is made of packages or is the target with layers left out, is
 measured and packaged as it is.
+
+Several processes, of accelerate launch or torchrun, end together where one is lost, and say which: `drafttrain.companions`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from drafttrain import companions
 from drafttrain.checks import shown as text_of
 from drafttrain.checks import switch, whole
 from drafttrain.data.conversations import HELD_OUT, write_json
@@ -58,7 +61,7 @@ from drafttrain.training.prepare import Ready, Settings, Training, kept_in_memor
 from drafttrain.training.resume import refuse_other_run
 from drafttrain.training.run import Run, open_run
 from drafttrain.training.skips import Found
-from drafttrain.training.trainer import quiet_lightning, trainer_of
+from drafttrain.training.trainer import check_trainer, quiet_lightning, trainer_of
 from drafttrain.wiring.building import build, named_by
 from drafttrain.wiring.doors import STOPPED_BY_SIGNAL, door
 
@@ -78,7 +81,7 @@ SEARCHED = "search.json"
 LARGEST_SEED = (1 << 32) - 1
 
 
-@door("fit")
+@door("fit", together=True)
 def main(cfg: DictConfig) -> None:
     began = time.monotonic()
     settings = read_settings(cfg)
@@ -131,6 +134,7 @@ def read_settings(cfg: DictConfig) -> Settings:
         raise InputError(f"trainer.accelerator={trainer.accelerator}: give auto, cpu, gpu or mps")
     if trainer.accelerator == "gpu" and not torch.accelerator.is_available():
         raise InputError("trainer.accelerator=gpu: no accelerator was found here, give cpu or auto")
+    check_trainer(trainer, joint=cfg.joint is not None, boost=cfg.boost is not None)
     settings = Settings(
         trainer,
         build(cfg.optim),
@@ -207,6 +211,7 @@ def reads_store(cfg: DictConfig) -> bool:
 
 def read_data(cfg: DictConfig) -> tuple[ConversationData, ConversationData | None]:
     """Training rows, and held-out ones if the set has any. Raises InputError if there is nothing to learn from."""
+    companions.at("reads the data")
     data: ConversationData = build(cfg.data, split="train")
     held_out = None
     if data.set.indices(HELD_OUT):
@@ -261,6 +266,7 @@ def logged(cfg: DictConfig, run: Run) -> Iterator[None]:
 
 def load_target(cfg: DictConfig, data: ConversationData, held_out: ConversationData | None) -> Target:
     """The target, checked against the set that it must have written."""
+    companions.at("loads the target")
     began = time.monotonic()
     takes = inspect.signature(named_by(cfg.target)).parameters
     objects: dict[str, Any] = {"work": "throughput"} if "work" in takes else {}
@@ -500,6 +506,8 @@ def train(training: Training) -> None:
         callbacks=[ConsoleProgress(), training.decode, training.keeper],
         folder=training.run.folder,
     )
+    companions.meet("the first update")
+    companions.at("trains")
     began = time.monotonic()
     trainer.fit(module, train_dataloaders=training.stream)
     training.source.close()

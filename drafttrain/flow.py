@@ -15,19 +15,34 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Packing:
+    """Where rows lie that were joined into sequences, one behind the other. Each is a document that nothing outside of it reads."""
+
+    document_ids: Tensor
+    """(b s) int64: which of the batch's `row_ids` a token is of, ascending from sequence to sequence; -1 on padding."""
+    position_ids: Tensor
+    """(b s) int64: place of a token in its own row; 0 on padding."""
+
+    def to(self, device: torch.device | str) -> Packing:
+        return Packing(self.document_ids.to(device), self.position_ids.to(device))
+
+
+@dataclass(frozen=True)
 class Batch:
-    """Rows written by the target, padded on the right."""
+    """Rows written by the target, padded on the right: each a sequence of its own, or several joined into one."""
 
     input_ids: Tensor
     """(b s) int64; padding holds a valid id that nothing reads."""
     loss_mask: Tensor
     """(b s) bool; true where the token was written by the target (its end-of-turn token included)."""
     lengths: Tensor
-    """(b) int64 real tokens per row."""
+    """(b) int64 real tokens per sequence."""
     row_ids: Tensor
-    """(b) int64 index of the row in its conversation set."""
+    """(n) int64 index of each row in its conversation set; n is b, or more where rows are joined."""
     weights: Tensor | None = None
     """(b s) float32: how much each label counts; None is all alike."""
+    packing: Packing | None = None
+    """Where joined rows lie; None: row k is sequence k."""
 
     @property
     def padding(self) -> Tensor:
@@ -35,10 +50,43 @@ class Batch:
         steps = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
         return steps[None] < self.lengths[:, None]
 
+    @property
+    def positions(self) -> Tensor:
+        """(b|1 s) int64, place of every token in its own row."""
+        if self.packing is not None:
+            return self.packing.position_ids
+        return torch.arange(self.input_ids.shape[1], device=self.input_ids.device)[None]
+
+    @property
+    def row_lengths(self) -> Tensor:
+        """(n) int64 real tokens of each row."""
+        if self.packing is None:
+            return self.lengths
+        ids = self.packing.document_ids
+        return torch.bincount(ids[ids >= 0], minlength=len(self.row_ids))
+
+    def labels(self, behind: int) -> Tensor:
+        """(b s) bool, the tokens to learn that have at least so many tokens of their own row before them."""
+        return self.loss_mask & (self.positions >= behind)
+
+    def lengths_at(self) -> Tensor:
+        """(b 1|s) int64, tokens of the row that each token is of; anything above 0 on padding."""
+        if self.packing is None:
+            return self.lengths[:, None]
+        return self.row_lengths[self.packing.document_ids.clamp_min(0)]
+
+    def rows_with(self, tokens: Tensor) -> list[int]:
+        """Numbers in the set of the rows that some tokens, (b s) bool, are of; padding is of none."""
+        if self.packing is None:
+            return self.row_ids[(tokens & self.padding).any(1)].tolist()
+        documents = self.packing.document_ids[tokens & self.padding].unique()
+        return self.row_ids[documents].tolist()
+
     def to(self, device: torch.device | str) -> Batch:
         """The same rows on a device."""
         ids, mask, lengths, rows = (one.to(device) for one in (self.input_ids, self.loss_mask, self.lengths, self.row_ids))
-        return Batch(ids, mask, lengths, rows, None if self.weights is None else self.weights.to(device))
+        weights = None if self.weights is None else self.weights.to(device)
+        return Batch(ids, mask, lengths, rows, weights, None if self.packing is None else self.packing.to(device))
 
 
 @dataclass(frozen=True)

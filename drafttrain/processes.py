@@ -2,7 +2,7 @@
 
 The word goes through a file in the machine's temporary folder, named after the launcher's address, port and run id. A word whose
 giver is no longer alive belongs to an earlier run and is ignored. Processes that rank 0 itself starts (Lightning's own launcher)
-find the word in their environment.
+find the word in their environment. How they watch each other afterwards: `drafttrain.companions`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from drafttrain.errors import InputError
 
 WAIT_SECONDS = 120.0
-"""How long the others wait for rank 0."""
+"""How long the others wait for a rank 0 of which nothing is known; for one that is at work they wait as long as that lasts."""
 LINGER_SECONDS = 2.0
 """How long a refusing rank 0 stays, so that the others can read why."""
 _VARIABLE = "DRAFTTRAIN_WORD"
@@ -38,6 +39,17 @@ def rank() -> int:
 def world_size() -> int:
     value = os.environ.get("WORLD_SIZE", "")
     return int(value) if value.isdigit() else 1
+
+
+def local_ranks() -> range:
+    """The processes on this machine, this one among them."""
+    first = rank() - _number("LOCAL_RANK", rank())
+    return range(first, first + _number("LOCAL_WORLD_SIZE", world_size()))
+
+
+def _number(name: str, otherwise: int) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdigit() else otherwise
 
 
 def peak_memory() -> str:
@@ -64,11 +76,7 @@ def give_word(word: str, *, refuse: bool = False) -> None:
     if world_size() < 2:
         return
     path = _meeting_file(_calls)
-    message = {"word": word, "refused": refuse, "pid": os.getpid(), "started": _started(os.getpid())}
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w") as file:
-        json.dump(message, file)
-    os.replace(temporary, path)
+    write_note(path, {"word": word, "refused": refuse, **identity()})
     atexit.register(_forget, path, os.getpid())
     if refuse:
         time.sleep(LINGER_SECONDS)
@@ -88,15 +96,9 @@ def await_word(what: str) -> str:
         return inherited
     path = _meeting_file(_calls)
     began, told = time.monotonic(), False
-    while time.monotonic() - began < WAIT_SECONDS:
-        try:
-            with path.open() as file:
-                # Anybody may write into the temporary folder.
-                own = not hasattr(os, "getuid") or os.fstat(file.fileno()).st_uid == os.getuid()
-                message = json.load(file) if own else None
-        except (OSError, json.JSONDecodeError):
-            message = None
-        if message and _started(message["pid"]) == message["started"]:
+    while time.monotonic() - began < WAIT_SECONDS or is_alive(read_note(mark_file(0))):
+        message = read_note(path)
+        if message is not None and is_alive(message):
             if message["refused"]:
                 raise InputError(message["word"])
             return str(message["word"])
@@ -107,7 +109,42 @@ def await_word(what: str) -> str:
     raise InputError(f"rank {rank()} waited {WAIT_SECONDS:.0f} s for rank 0 to choose {what} ({path}): did rank 0 stop?")
 
 
-def _meeting_file(call: int) -> Path:
+def identity() -> dict[str, Any]:
+    """Of this process, so that another one with its number is not taken for it."""
+    return {"pid": os.getpid(), "started": _started(os.getpid())}
+
+
+def is_alive(note: dict[str, Any] | None) -> bool:
+    """Does the process that wrote a note still run?"""
+    return note is not None and _started(note["pid"]) == note["started"]
+
+
+def write_note(path: Path, note: dict[str, Any]) -> None:
+    """Replace a file whole."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w") as file:
+        json.dump(note, file)
+    os.replace(temporary, path)
+
+
+def read_note(path: Path) -> dict[str, Any] | None:
+    """What a process of this user wrote; None where there is nothing of that kind."""
+    try:
+        with path.open() as file:
+            # Anybody may write into the temporary folder.
+            own = not hasattr(os, "getuid") or os.fstat(file.fileno()).st_uid == os.getuid()
+            note = json.load(file) if own else None
+    except (OSError, ValueError):
+        return None
+    return note if isinstance(note, dict) and type(note.get("pid")) is int and "started" in note else None
+
+
+def mark_file(of: int) -> Path:
+    """Where the process of some rank says that it is there, see `drafttrain.companions`."""
+    return _meeting_file(f"rank{of}")
+
+
+def _meeting_file(call: int | str) -> Path:
     """A file known to every process that one launcher started on this machine."""
     user = os.getuid() if hasattr(os, "getuid") else 0
     parts = [os.environ.get(n, "") for n in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
@@ -115,9 +152,10 @@ def _meeting_file(call: int) -> Path:
 
 
 def _started(pid: int) -> str:
-    """When a process started, in its own system's units; empty when it is gone."""
+    """When a process started, in its own system's units; empty when it is gone, or has ended and nobody has asked how."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if words[0] in "ZX" else words[19]
     except (OSError, IndexError):
         if Path("/proc/self/stat").exists():
             return ""

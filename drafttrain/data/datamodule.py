@@ -18,6 +18,7 @@ from torch import Tensor
 
 from drafttrain.checks import path_of, shown, whole
 from drafttrain.data.conversations import HELD_OUT, TRAIN, ConversationSet, check_vocabulary, read_set
+from drafttrain.data.joining import join
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch
 
@@ -131,6 +132,8 @@ class ConversationData:
         """Of the labels of each row kept, (s) float32; None is all alike."""
         self.digest: str | None = None
         """Which rows a part holds and what they weigh; None for what is no part."""
+        self.sequence: int | None = None
+        """Tokens of the sequences that a batch's rows are joined into; None: every row is a sequence."""
         self._supervised = 0
         chosen = self.set.indices(SPLITS[split])
         if set_aside >= len(chosen) > 0 or (take_set_aside and not set_aside):
@@ -228,6 +231,22 @@ class ConversationData:
         part.digest = marks.hexdigest()[:16]
         return part
 
+    def joined(self, sequence: int) -> ConversationData:
+        """The same rows, in batches that join them into sequences of so many tokens.
+
+        Raises: InputError for rows that are longer, or whose labels have weights.
+        """
+        if max(self.lengths) > sequence:
+            raise InputError(
+                f"trainer.pack={sequence} is less than the longest row, which has {max(self.lengths)} tokens: raise it, or lower "
+                "data.max_length"
+            )
+        if self.weights is not None:
+            raise InputError("trainer.pack: rows whose labels have weights are not joined, set trainer.pack=null")
+        twin = copy.copy(self)
+        twin.sequence = sequence
+        return twin
+
     def batch(self, places: Sequence[int]) -> Batch:
         """Rows as one batch; a place ~i (that is -i - 1) is row i with nothing supervised, see `EpochSampler`."""
         rows = []
@@ -235,6 +254,8 @@ class ConversationData:
             i = place if place >= 0 else ~place
             ids, mask = self.row(i)
             rows.append((ids, mask if place >= 0 else torch.zeros_like(mask), self.indices[i]))
+        if self.sequence is not None:
+            return join(rows, self.sequence)
         batch = collate(rows)
         if self.weights is None:
             return batch
@@ -297,7 +318,7 @@ class EpochSampler:
         if not 0 <= rank < world:
             raise InputError(f"rank={rank} is not one of {world} processes")
         self.seed, self.rank, self.world = seed, rank, world
-        self._classes = _length_classes(lengths)
+        self._classes = length_classes(lengths, _BUCKET)
         # Classes alone decide where a batch ends, so that every epoch has equally many batches.
         in_order = sorted(self._classes)
         self._sizes: list[int] = []
@@ -336,18 +357,23 @@ class EpochSampler:
         for size in self._sizes:
             batches.append(order[start : start + size])
             start += size
-        groups = [batches[i : i + self.world] for i in range(0, len(batches), self.world)]
-        groups[-1] += [[self._filler]] * (self.world - len(groups[-1]))
+        groups = self._steps(batches)
         chance.shuffle(groups)
         return groups
 
+    def _steps(self, batches: list[list[int]]) -> list[list[list[int]]]:
+        """Batches dealt out, the last step filled up."""
+        groups = [batches[i : i + self.world] for i in range(0, len(batches), self.world)]
+        groups[-1] += [[self._filler]] * (self.world - len(groups[-1]))
+        return groups
 
-def _length_classes(lengths: Sequence[int]) -> list[int]:
-    """For each length an upper bound that it shares with lengths a little smaller; the longest is a bound itself."""
+
+def length_classes(lengths: Sequence[int], factor: float) -> list[int]:
+    """For each length an upper bound that it shares with lengths smaller by up to a factor; the longest is a bound itself."""
     longest = max(lengths)
     edges = [longest]
     while edges[-1] > 1:
-        edges.append(min(edges[-1] - 1, int(edges[-1] / _BUCKET)))
+        edges.append(min(edges[-1] - 1, int(edges[-1] / factor)))
     edges.reverse()
     found, place = {}, 0
     for length in sorted(set(lengths)):

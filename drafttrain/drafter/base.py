@@ -146,6 +146,10 @@ class Drafter(nn.Module, abc.ABC):
                 "a narrower tree, or train with a larger draft_vocab"
             )
 
+    def check_packing(self) -> None:
+        """Raise InputError unless its loss keeps rows apart that were joined into one sequence (`Batch.packing`)."""
+        raise InputError(f"trainer.pack: {type(self).__name__} does not learn from joined rows, set trainer.pack=null")
+
     def shaped(self, tree: Growth) -> Growth:
         """A tree as this drafter grows it: itself, unless several drafters grow one each."""
         return tree

@@ -27,6 +27,7 @@ from drafttrain.flow import Batch, Features, Loss, Needs
 from drafttrain.nn import losses
 from drafttrain.nn.attention import as_attention
 from drafttrain.nn.cache import KVCache
+from drafttrain.nn.isolation import mask_of
 from drafttrain.target.model import Target
 
 
@@ -127,12 +128,15 @@ class Eagle1(BorrowsHead, Autoregressive):
         return out[0] if isinstance(out, tuple) else out
 
     # Training ---------------------------------------------------------------------------------------------------
+    def check_packing(self) -> None:
+        pass
+
     def loss(self, batch: Batch, features: Features, *, generator: torch.Generator | None = None) -> Loss:
         hidden = features.last_hidden
         assert hidden is not None
         device = self.fc.weight.device
         hidden, ids = hidden.to(device), batch.input_ids.to(device)
-        chosen = batch.loss_mask[:, 2:].to(device)  # b s-2, weight of row i is the mask of x_{i+2}
+        chosen = batch.labels(2)[:, 2:].to(device)  # b s-2, weight of row i is the mask of x_{i+2}
         count = chosen.sum().float()
         if hidden.shape[1] < 3:
             # No row reaches a label. Every parameter still takes part, so that no process waits for a gradient.
@@ -142,11 +146,11 @@ class Eagle1(BorrowsHead, Autoregressive):
         if generator is not None and self.noise:
             width = torch.full((len(ids), 1, 1), self.noise, device=device, dtype=self.dtype)
             if self.noise_scaled:
-                width = width * (512 / batch.lengths.to(device)[:, None, None].to(self.dtype))
+                width = width * (512 / batch.lengths_at().to(device)[:, : inputs.shape[1], None].to(self.dtype))
             noise = torch.rand(inputs.shape, generator=generator, dtype=torch.float32, device=generator.device)
             inputs = inputs + (noise.to(inputs) * 2 - 1) * width
-        positions = torch.arange(inputs.shape[1], device=device)[None]
-        out = self(inputs, ids[:, 1:-1], positions)[chosen]  # t d
+        positions = batch.positions.to(device)[:, :-2]
+        out = self(inputs, ids[:, 1:-1], positions, mask_of(batch.packing, inputs.shape[1], device))[chosen]  # t d
         teacher = hidden[:, 1:-1][chosen]  # t d
         labels = ids[:, 2:][chosen]  # t
         parts: dict[str, tuple[Tensor, Tensor]] = {}

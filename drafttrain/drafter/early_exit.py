@@ -36,6 +36,7 @@ from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Loss, Needs
 from drafttrain.nn.block import Block
 from drafttrain.nn.cache import KVCache
+from drafttrain.nn.isolation import mask_of
 from drafttrain.nn.mixture import Mixture, mixed
 from drafttrain.target.model import Target
 
@@ -119,15 +120,18 @@ class EarlyExit(Inside):
         return out
 
     # Training -----------------------------------------------------------------------------------------------------------
+    def check_packing(self) -> None:
+        pass
+
     def loss(self, batch: Batch, features: Features, *, generator: torch.Generator | None = None) -> Loss:
         device = self.device
-        ids, chosen = batch.input_ids.to(device), batch.loss_mask[:, 1:].to(device)
+        ids, chosen = batch.input_ids.to(device), batch.labels(1)[:, 1:].to(device)
         count = chosen.sum().float()
         # Every parameter takes part, so that no process waits for a gradient that another one has.
         nothing = torch.stack([p.sum() for p in self.parameters()]).sum() * 0.0
         if ids.shape[1] < 2:
             return Loss(nothing.float(), count, {})
-        out = self._rows(features)[chosen]  # t d
+        out = self._rows(batch, features)[chosen]  # t d
         labels = ids[:, 1:][chosen]
         teacher = None
         if self.mixture.reads_law:
@@ -152,14 +156,15 @@ class EarlyExit(Inside):
         ids, chosen = batch.input_ids.to(self.device), batch.loss_mask[:, 1:].to(self.device)
         found = torch.full_like(ids, -1)
         if ids.shape[1] > 1 and bool(chosen.any()):
-            parts = [self.head(part).argmax(-1) for part in self._rows(features)[chosen].split(self.chunk)]
+            parts = [self.head(part).argmax(-1) for part in self._rows(batch, features)[chosen].split(self.chunk)]
             found[:, 1:][chosen] = self.to_target_ids(torch.cat(parts))
         return found[:, :, None]
 
-    def _rows(self, features: Features) -> Tensor:
+    def _rows(self, batch: Batch, features: Features) -> Tensor:
         """(b s-1 d) what the head reads at every place but the last."""
         stream = features.layers[self.exit_layer].to(self.device)[:, :-1]
-        return self(stream, torch.arange(stream.shape[1], device=self.device)[None])
+        positions = batch.positions.to(self.device)[:, :-1]
+        return self(stream, positions, mask_of(batch.packing, stream.shape[1], self.device))
 
     # Decoding -----------------------------------------------------------------------------------------------------------
     def open(self, rows: int, capacity: int) -> EarlyExitState:

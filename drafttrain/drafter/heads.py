@@ -143,6 +143,9 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
         """
 
     # Training ---------------------------------------------------------------------------------------------------
+    def check_packing(self) -> None:
+        pass
+
     @property
     def loss_parts(self) -> tuple[str, ...]:
         names = [f"head_{k}_top{top}" for k in range(1, self.count + 1) for top in TOPS]
@@ -204,11 +207,10 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
         hidden, ids = hidden.to(device, self.dtype), batch.input_ids.to(device)
         if hidden.is_inference() and torch.is_grad_enabled():
             hidden = hidden.clone()  # Such a tensor cannot be kept for the way back.
-        row, place = batch.loss_mask.to(device).nonzero(as_tuple=True)  # t
         # Head 1 reads position place - 2: a label with less before it is no draft's.
-        reached = place >= 2
-        row, place = row[reached], place[reached]
-        valid = torch.stack([place >= k + 1 for k in range(1, self.count + 1)], 1)  # t k
+        row, place = batch.labels(2).to(device).nonzero(as_tuple=True)  # t
+        own = batch.positions.to(device).expand(len(ids), -1)[row, place]
+        valid = torch.stack([own >= k + 1 for k in range(1, self.count + 1)], 1)  # t k
         s = hidden.shape[1]
         read = []
         for k in range(1, self.count + 1):

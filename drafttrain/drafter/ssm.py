@@ -26,7 +26,8 @@ from drafttrain.drafter.borrowing import BorrowsHead
 from drafttrain.drafter.lending import lent_tensors
 from drafttrain.drafter.on_policy import OnPolicy, write_answers
 from drafttrain.errors import InputError
-from drafttrain.flow import Batch, Features, Loss, Needs
+from drafttrain.flow import Batch, Features, Loss, Needs, Packing
+from drafttrain.nn import isolation
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.causal import CausalLM
 from drafttrain.nn.mixture import TEXT, Mixture, mixed
@@ -69,6 +70,8 @@ class _Rows:
     """Did the target write these rows? Only then are they text to learn by heart."""
     weights: Tensor | None
     """(b s) of the labels, where they do not count alike."""
+    packing: Packing | None = None
+    """Where rows lie that were joined into sequences."""
 
 
 class Ssm(BorrowsHead, Autoregressive):
@@ -207,6 +210,13 @@ class Ssm(BorrowsHead, Autoregressive):
         return copy
 
     # Training ---------------------------------------------------------------------------------------------------
+    def check_packing(self) -> None:
+        if self.on_policy.share:
+            raise InputError(
+                "trainer.pack: drafter.on_policy writes answers row by row, set trainer.pack=null or drafter.on_policy=0"
+            )
+        isolation.choose(self.network)
+
     def loss(self, batch: Batch, features: Features, *, generator: torch.Generator | None = None) -> Loss:
         device = self.network.device
         written = torch.zeros(len(batch.lengths), dtype=torch.bool)
@@ -219,7 +229,7 @@ class Ssm(BorrowsHead, Autoregressive):
         out, labels, given, teachers, weights = [], [], [], [], []
         for rows in parts:
             chosen = rows.mask[:, 1:]
-            out.append(self.network.whole(rows.ids)[:, :-1][chosen])  # t d
+            out.append(self.network.whole(rows.ids, rows.packing)[:, :-1][chosen])  # t d
             labels.append(rows.ids[:, 1:][chosen])
             given.append(torch.full_like(labels[-1], rows.by_target, dtype=torch.bool))
             if rows.teacher is not None:
@@ -250,10 +260,8 @@ class Ssm(BorrowsHead, Autoregressive):
         return Loss((found.total + nothing).float(), count if weight is None else weight.sum(), sums)
 
     def _as_given(self, batch: Batch, features: Features, chosen: Tensor, device: torch.device) -> _Rows:
-        ids, mask = (
-            batch.input_ids[chosen.to(batch.input_ids.device)],
-            batch.loss_mask[chosen.to(batch.loss_mask.device)],
-        )
+        labels = batch.labels(1)
+        ids, mask = batch.input_ids[chosen.to(batch.input_ids.device)], labels[chosen.to(labels.device)]
         teacher = features.last_hidden
         if not self.mixture.reads_law:
             teacher = None
@@ -262,7 +270,8 @@ class Ssm(BorrowsHead, Autoregressive):
         weights = batch.weights
         if weights is not None:
             weights = weights[chosen.to(weights.device)].to(device)
-        return _Rows(ids.to(device), mask.to(device), teacher, True, weights)
+        packing = None if batch.packing is None else batch.packing.to(device)  # then no row is written anew
+        return _Rows(ids.to(device), mask.to(device), teacher, True, weights, packing)
 
     def _as_written(self, batch: Batch, chosen: Tensor, generator: torch.Generator) -> _Rows:
         """The drafter's own answers, behind prompts of these rows, and what the target makes of them."""

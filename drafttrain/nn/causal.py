@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.errors import InputError
+from drafttrain.flow import Packing
+from drafttrain.nn import isolation
 from drafttrain.nn.attention import as_attention, check_backend
 from drafttrain.nn.cache import KVCache
 
@@ -40,7 +42,10 @@ class CausalLM:
         self.attention: str = model.config._attn_implementation
         check_backend(self.attention)
         self.decoder_layers = self._find_layers()
-        self._windows = self._attention_windows()
+        self.windows = self._attention_windows()
+        """Sliding window of each layer, None for full attention."""
+        self.isolates_by = isolation.DENSE
+        """How joined rows are kept apart: "dense" or "flex", see `isolation.choose`."""
         self._cache_word = (
             "cache" if "cache" in inspect.signature(type(self.base).forward).parameters else "past_key_values"
         )
@@ -86,11 +91,18 @@ class CausalLM:
         return logits
 
     # Passes -----------------------------------------------------------------------------------------------------
-    def whole(self, ids: Tensor) -> Tensor:
+    def whole(self, ids: Tensor, packing: Packing | None = None) -> Tensor:
         """(b s) rows padded on the right -> (b s d) last hidden states after the final norm, without a cache.
 
         Padding stands behind the text, so causal attention never reads it.
+
+        Args:
+            packing: where rows lie that were joined into sequences; each gives what it gives alone.
         """
+        if packing is not None:
+            with isolation.told(self, packing) as words:
+                joined: Tensor = self.base(input_ids=ids, use_cache=False, **words).last_hidden_state
+                return joined
         places: dict[str, Tensor] = {}
         if ids.shape[1] > self.context:
             places["position_ids"] = torch.arange(ids.shape[1], device=ids.device).clamp_max(self.context - 1)[None]
@@ -134,7 +146,7 @@ class CausalLM:
 
     def kind_of(self, layer: int) -> str:
         """Of a layer's attention, as masks are named."""
-        return "full_attention" if self._windows[layer] is None else "sliding_attention"
+        return "full_attention" if self.windows[layer] is None else "sliding_attention"
 
     @property
     def norm_name(self) -> str | None:
@@ -176,22 +188,23 @@ class CausalLM:
     # Inside -----------------------------------------------------------------------------------------------------
     def _masks(self, cache: KVCache, among: Tensor, positions: Tensor) -> Any:
         full = cache.mask(among)  # b 1 s used
-        kinds = set(self._windows)
+        kinds = set(self.windows)
         if kinds == {None}:
-            return self._as_attention(full)
+            return self.as_attention(full)
         (s, t), used = among.shape[-2:], full.shape[-1]
         places = torch.arange(used, device=full.device)[None].expand(cache.rows, -1)  # b used
         late = places - (cache.lengths - (t - s))[:, None]  # place among the last t entries
         own = positions.expand(cache.rows, -1).gather(1, late.clamp(0, t - 1))
         key_positions = torch.where((late >= 0) & (late < t), own, places)  # b used
         distance = positions[:, t - s :, None] - key_positions[:, None]  # b s used
-        window = next(w for w in self._windows if w is not None)
-        windowed = self._as_attention(full & (distance < window)[:, None])
+        window = next(w for w in self.windows if w is not None)
+        windowed = self.as_attention(full & (distance < window)[:, None])
         if None not in kinds:
             return windowed
-        return {"full_attention": self._as_attention(full), "sliding_attention": windowed}
+        return {"full_attention": self.as_attention(full), "sliding_attention": windowed}
 
-    def _as_attention(self, mask: Tensor) -> Tensor:
+    def as_attention(self, mask: Tensor) -> Tensor:
+        """(b 1 s t) bool, true = may be read, as the attention backend wants it."""
         return as_attention(mask, self.attention, self.dtype)
 
     def _find_layers(self) -> nn.ModuleList:

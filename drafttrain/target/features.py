@@ -17,6 +17,7 @@ from torch import Tensor
 
 from drafttrain.checks import shown
 from drafttrain.data.datamodule import ConversationData
+from drafttrain.data.joining import laid_out, taken_apart
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Needs
 from drafttrain.target.model import Target
@@ -65,29 +66,21 @@ def computed(target: Target, batch: Batch, needs: Needs) -> dict[str | int, Tens
 
     Raises: InputError naming the rows whose features are not finite.
     """
-    found = target.features(batch.input_ids, batch.lengths, needs)
+    found = target.features(batch.input_ids, batch.lengths, needs, batch.packing)
     values: dict[str | int, Tensor] = {layer: value for layer, value in found.layers.items()}
     if found.last_hidden is not None:
         values[LAST] = found.last_hidden
     for name, value in values.items():
         if not bool(torch.isfinite(value.sum())):
             padding = batch.padding.to(value.device)[:, :, None]
-            bad = ~torch.isfinite(value.masked_fill(~padding, 0)).all(-1).all(-1)
+            bad = ~torch.isfinite(value.masked_fill(~padding, 0)).all(-1)  # b s
             if bool(bad.any()):
-                rows = batch.row_ids[bad.to(batch.row_ids.device)].tolist()
+                rows = batch.rows_with(bad.to(batch.input_ids.device))
                 raise InputError(
                     f"the target's features ({name}) of rows {', '.join(map(str, rows))} are not finite: run the target in "
                     "float32 (target.dtype=float32), or leave these rows out of the set"
                 )
     return values
-
-
-def padded(rows: Sequence[Tensor], s: int) -> Tensor:
-    """Rows of (n d), n at most s, as (b s d) with zeros behind them."""
-    out = rows[0].new_zeros(len(rows), s, rows[0].shape[1])
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = row
-    return out
 
 
 def has_room(folder: Path, size: float) -> bool:
@@ -205,7 +198,6 @@ class OnlineFeatures:
         if not self._names:
             return Features()
         places = [self._place[row] for row in batch.row_ids.tolist()]
-        s = batch.input_ids.shape[1]
         with torch.no_grad(), torch.autocast(self.target.device.type, enabled=False):
             if self.mode == "recompute":
                 found = self._read(batch)
@@ -213,7 +205,7 @@ class OnlineFeatures:
                 values = {name: value.to(self.dtype).masked_fill(padding, 0) for name, value in found.items()}
             else:
                 self._fill(batch, places)
-                values = {name: self._serve(name, places, s) for name in self._names}
+                values = {name: self._serve(name, places, batch) for name in self._names}
         return Features(values.get(LAST), {layer: values[layer] for layer in self.needs.layers})
 
     def describe(self) -> str:
@@ -285,19 +277,18 @@ class OnlineFeatures:
 
     def _keep(self, batch: Batch, places: Sequence[int]) -> None:
         for name, value in self._read(batch).items():
-            value = value.to(device="cpu", dtype=self.dtype)
-            for i, place in enumerate(places):
-                first, behind = self._starts[place], self._starts[place + 1]
-                self._stores[name][first:behind] = value[i, : behind - first]
+            rows = taken_apart(value.to(device="cpu", dtype=self.dtype), batch)
+            for row, place in zip(rows, places, strict=True):
+                self._stores[name][self._starts[place] : self._starts[place + 1]] = row
         # The mark comes last: another process that sees it finds the values whole.
         self._done[list(places)] = 1
 
     def _read(self, batch: Batch) -> dict[str | int, Tensor]:
         found = computed(self.target, batch, self.needs)
-        self.rows_computed += len(batch.lengths)
+        self.rows_computed += len(batch.row_ids)
         return found
 
-    def _serve(self, name: str | int, places: Sequence[int], s: int) -> Tensor:
+    def _serve(self, name: str | int, places: Sequence[int], batch: Batch) -> Tensor:
         store = self._stores[name]
         rows = [store[self._starts[place] : self._starts[place + 1]] for place in places]
-        return padded(rows, s).to(self.target.device)
+        return laid_out(rows, batch).to(self.target.device)

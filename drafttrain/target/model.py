@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.errors import InputError
-from drafttrain.flow import Begun, Features, Needs
+from drafttrain.flow import Begun, Features, Needs, Packing
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.causal import CausalLM
 from drafttrain.nn.stack import Stack
@@ -98,17 +98,22 @@ class Target(CausalLM):
 
     # Passes -----------------------------------------------------------------------------------------------------
     @torch.inference_mode()
-    def features(self, input_ids: Tensor, lengths: Tensor, needs: Needs) -> Features:
+    def features(self, input_ids: Tensor, lengths: Tensor, needs: Needs, packing: Packing | None = None) -> Features:
         """One causal pass over training rows padded on the right.
 
         Args:
             input_ids: (b s) int64.
             lengths: (b) real tokens per row. Padding stands behind the text, so causal attention never reads it.
+            packing: where rows lie that were joined into sequences; each has the features that it has alone.
         """
         del lengths
         with self._capture(needs.layers) as layers:
-            out = self.base(input_ids=input_ids.to(self.device), use_cache=False)
-        return Features(last_hidden=out.last_hidden_state if needs.last_hidden else None, layers=dict(layers))
+            ids = input_ids.to(self.device)
+            if packing is None:
+                hidden = self.base(input_ids=ids, use_cache=False).last_hidden_state
+            else:
+                hidden = self.whole(ids, packing.to(self.device))
+        return Features(last_hidden=hidden if needs.last_hidden else None, layers=dict(layers))
 
     def hidden(self, input_ids: Tensor) -> Tensor:
         """(b s) int64 -> (b s d), the same pass's last hidden state, differentiable where gradients are on."""

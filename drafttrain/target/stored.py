@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from drafttrain.data.datamodule import ConversationData
+from drafttrain.data.joining import laid_out
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Needs
 from drafttrain.processes import world_size
-from drafttrain.target.features import GB, LAST, check_layers, names_of, padded
+from drafttrain.target.features import GB, LAST, check_layers, names_of
 from drafttrain.target.fingerprint import refuse_other
 from drafttrain.target.model import Target
 from drafttrain.target.store import Contents, Store
@@ -110,16 +111,16 @@ class StoredFeatures:
 
     def _read(self, name: str | int, batch: Batch) -> Tensor:
         """(b s d), decoded where the target is."""
-        rows, lengths, s = batch.row_ids.tolist(), batch.lengths.tolist(), batch.input_ids.shape[1]
+        rows, lengths = batch.row_ids.tolist(), batch.row_lengths.tolist()
         parts = {
-            tensor: padded(self.store.rows(tensor, rows, lengths), s).to(self.target.device)
+            tensor: laid_out(self.store.rows(tensor, rows, lengths), batch).to(self.target.device)
             for tensor in self.store.tensors_of(name)
         }
         values = self.store.decoded(name, parts)
         if not self.verified and not bool(torch.isfinite(values.sum())):
-            bad = ~torch.isfinite(values).all(-1).all(-1)
+            bad = ~torch.isfinite(values).all(-1)  # b s
             if bool(bad.any()):
-                listed = ", ".join(map(str, batch.row_ids[bad.to(batch.row_ids.device)].tolist()))
+                listed = ", ".join(map(str, batch.rows_with(bad.to(batch.input_ids.device))))
                 raise InputError(
                     f"{self.store.path}: features of rows {listed} are not finite: make the store again with target.dtype=float32, "
                     "or leave these rows out of the set"

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from drafttrain.checks import number, whole
+from drafttrain.checks import number, shown, whole
 from drafttrain.data.datamodule import ConversationData, EpochSampler
+from drafttrain.data.sequences import PackedSampler
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch
 
 PRECISIONS = ("32-true", "bf16-mixed")
+DDP, FSDP = "ddp", "fsdp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,9 @@ class TrainerConfig:
     change the recipe, as long as each micro-batch's share holds the longest row. A smaller share is raised to that."""
     batch_rows: int | None
     """Rows of an update, likewise. At least one of the two limits is needed."""
+    pack: int | None
+    """Tokens of a sequence that rows are joined into, each kept apart from the others in it; None joins none. A micro-batch then
+    has whole sequences, as many as its share of batch_tokens holds, at least one."""
     accumulate: int
     """Micro-batches of an update on each process: raise it where memory ends."""
     max_epochs: int | None
@@ -37,8 +42,13 @@ class TrainerConfig:
     and does not know the clock: a run that the clock ends has not reached the schedule's end."""
     log_every: int
     """Updates of a logged window; what is logged is the mean over its supervised tokens."""
+    strategy: str
+    """How several processes share the work: ddp, each has all weights; fsdp, each keeps its share of the drafter's weights,
+    gradients and moments, and has all of the target."""
 
     def __post_init__(self) -> None:
+        if self.strategy not in (DDP, FSDP):
+            raise InputError(f"trainer.strategy={shown(self.strategy)}: give {DDP} or {FSDP}")
         if self.precision not in PRECISIONS:
             raise InputError(f"trainer.precision={self.precision}: give one of {', '.join(PRECISIONS)}")
         if self.max_epochs is None and self.max_steps is None and self.max_minutes is None:
@@ -46,6 +56,12 @@ class TrainerConfig:
         for name in ("batch_tokens", "batch_rows", "max_epochs", "max_steps", "accumulate", "log_every"):
             null = "" if name in ("accumulate", "log_every") else "no limit"
             whole(f"trainer.{name}", getattr(self, name), 1, null=null)
+        whole("trainer.pack", self.pack, 2, null="rows that are not joined")
+        if self.pack is not None and (self.batch_tokens is None or self.batch_rows is not None):
+            raise InputError(
+                f"trainer.pack={self.pack}: updates of joined rows are counted in tokens, give trainer.batch_tokens and set "
+                "trainer.batch_rows=null"
+            )
         number("trainer.max_minutes", self.max_minutes, above=0, null="no limit")
 
     def sampler(self, data: ConversationData, *, seed: int, rank: int, world: int) -> EpochSampler:
@@ -61,6 +77,11 @@ class TrainerConfig:
                 f"trainer.batch_tokens={self.batch_tokens} is less than the longest row, which has {longest} tokens: raise it, or "
                 "lower data.max_length"
             )
+        if self.pack is not None:
+            assert self.batch_tokens is not None
+            lengths = data.joined(self.pack).lengths
+            sequences = max(1, self.batch_tokens // parts // self.pack)
+            return PackedSampler(lengths, sequence=self.pack, sequences=sequences, seed=seed, rank=rank, world=world)
         # A row is never split: where a process's share is smaller than one, it takes one row.
         tokens = None if self.batch_tokens is None else max(self.batch_tokens // parts, longest)
         rows = None if self.batch_rows is None else self.batch_rows // parts

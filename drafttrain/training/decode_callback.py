@@ -130,7 +130,7 @@ class DecodeCallback(Callback):
         self.evaluations += 1
         fast = config.speed_prompts and (last or (config.speed_every and self.evaluations % config.speed_every == 0))
         metrics: dict[str, float | None] = {}
-        with undisturbed(module.drafter), torch.autocast(module.device.type, enabled=False):
+        with module.whole(), undisturbed(module.drafter), torch.autocast(module.device.type, enabled=False):
             self.speculator.refresh(module.drafter)
             for place, (name, plan) in enumerate(self.plans.items()):
                 prefix = "val/" if place == 0 else f"val/{name}/"

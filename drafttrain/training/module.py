@@ -11,8 +11,8 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -24,6 +24,9 @@ from drafttrain.flow import Batch, Features, Loss
 from drafttrain.processes import rank
 from drafttrain.training.course import Course
 from drafttrain.training.optim import AdamW
+
+if TYPE_CHECKING:
+    from drafttrain.training.sharding import Sharding
 
 
 class Source(Protocol):
@@ -72,6 +75,8 @@ class DraftModule(LightningModule):
         """Why the run ended early: "signal", "time" or "patience"."""
         self.just_updated = False
         """Did the last micro-batch close a window with an update?"""
+        self.sharding: Sharding | None = None
+        """How processes share the drafter among them, while they train it; None: each has all of it."""
         self._optimiser_state: dict[str, Any] | None = None
         self._began: float | None = None
         self._window = Sums()
@@ -101,7 +106,20 @@ class DraftModule(LightningModule):
         with torch.no_grad():
             features = self.source.features(batch)
         ready = time.perf_counter()
+        if self.sharding is not None:
+            return self.sharding.loss(batch, features, self._generator()), ready
         return self.drafter.loss(batch, features, generator=self._generator()), ready
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """While it lasts, `drafter` has all its weights on this process; every process must come here."""
+        shared = self.drafter
+        if self.sharding is not None:
+            self.drafter = self.sharding.whole()
+        try:
+            yield
+        finally:
+            self.drafter = shared
 
     def _noise_seed(self) -> int:
         name = f"{self.seed}/{self.position}/{rank()}"

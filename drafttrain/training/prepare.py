@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from drafttrain.data.datamodule import ConversationData
+from drafttrain.data.sequences import PackedSampler
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError, first_line
+from drafttrain.nn import isolation
 from drafttrain.processes import rank, world_size
 from drafttrain.target.adapter import Trained, tuned
 from drafttrain.target.features import FeatureSource, LiveFeatures, OnlineFeatures
@@ -202,11 +204,15 @@ def prepare(
     sampler = settings.trainer.sampler(data, seed=seed, rank=rank(), world=world)
     course = settings.trainer.course(sampler)
     parts = settings.trainer.accumulate * world
-    if settings.trainer.batch_tokens is not None and settings.trainer.batch_tokens // parts < max(data.lengths):
+    least = settings.trainer.pack or max(data.lengths)
+    if settings.trainer.batch_tokens is not None and settings.trainer.batch_tokens // parts < least:
+        what = "a sequence" if settings.trainer.pack else "the longest row"
         say(
-            f"{parts} micro-batches share trainer.batch_tokens={settings.trainer.batch_tokens}, each less than the longest row of "
-            f"{max(data.lengths)} tokens: updates are larger than that"
+            f"{parts} micro-batches share trainer.batch_tokens={settings.trainer.batch_tokens}, each less than {what} of {least} "
+            "tokens: updates are larger than that"
         )
+    if isinstance(sampler, PackedSampler):
+        data = joined(data, sampler, target, drafter, say)
     first = [settings.trainer.sampler(data, seed=seed, rank=r, world=world).batches(0) for r in range(world)]
     groups = [group for batches in first for group in batches if group[0] >= 0]
     shared = world > 1 and int(os.environ.get("LOCAL_WORLD_SIZE", world)) == world
@@ -262,6 +268,20 @@ def prepare(
     return Training(
         **vars(ready), module=module, stream=stream, source=source, decode=decode, keeper=keeper, adapter=adapter
     )
+
+
+def joined(
+    data: ConversationData, sampler: PackedSampler, target: Target, drafter: Drafter, say: Callable[[str], None]
+) -> ConversationData:
+    """Rows that are joined into sequences. Raises InputError if target or drafter would not keep them apart."""
+    drafter.check_packing()
+    by = isolation.choose(target)
+    how = "a dense mask" if by == isolation.DENSE else "flex_attention"
+    say(
+        f"rows are joined into sequences of {sampler.sequence} tokens, {sampler.filled:.0%} filled; the target keeps them apart "
+        f"by {how}"
+    )
+    return data.joined(sampler.sequence)
 
 
 def kept_in_memory(

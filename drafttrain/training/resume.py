@@ -32,7 +32,7 @@ def facts_of(
         "joint": config.get("joint"),
         "optim": {name: value for name, value in config["optim"].items() if name not in in_rate},
         "rate": module.rate.facts(),
-        "batches": {name: config["trainer"][name] for name in ("batch_tokens", "batch_rows", "accumulate", "precision")},
+        "batches": {name: config["trainer"][name] for name in ("batch_tokens", "batch_rows", "pack", "accumulate", "precision")},
         "features": features,
         "processes": world,
         "seed": config["seed"],

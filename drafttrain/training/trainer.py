@@ -11,10 +11,51 @@ from typing import Any, cast
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger
 
+from drafttrain.errors import InputError
 from drafttrain.processes import world_size
 from drafttrain.target.model import Target
-from drafttrain.training.course import TrainerConfig
+from drafttrain.training.course import FSDP, TrainerConfig
 from drafttrain.training.module import DraftModule
+
+OTHER_SHARDING = {
+    "ACCELERATE_USE_FSDP": "--use_fsdp",
+    "ACCELERATE_USE_DEEPSPEED": "--use_deepspeed",
+    "ACCELERATE_USE_MEGATRON_LM": "--use_megatron_lm",
+}
+"""What `accelerate launch` sets for sharding of its own, and by which of its options."""
+
+
+def check_trainer(settings: TrainerConfig, *, joint: bool, boost: bool) -> None:
+    """Raise InputError for settings that do not go together, before anything is read.
+
+    Args:
+        joint, boost: is the target trained too; are several drafters fitted?
+    """
+    for name, option in OTHER_SHARDING.items():
+        if os.environ.get(name, "").lower() in ("true", "1") and not (name == "ACCELERATE_USE_FSDP" and settings.strategy == FSDP):
+            raise InputError(
+                f"accelerate launch {option}: its sharding settings are not read here; leave that option out (accelerate launch "
+                "--multi_gpu --num_processes N) and set trainer.strategy=fsdp to share the drafter out"
+            )
+    for wanted, what in ((joint, "joint=lora"), (boost, "boost=collective")):
+        if wanted and settings.pack is not None:
+            raise InputError(f"trainer.pack={settings.pack}: {what} reads its rows one by one, set trainer.pack=null")
+    if settings.strategy != FSDP:
+        return
+    if world_size() == 1:
+        raise InputError(
+            "trainer.strategy=fsdp shares the drafter out over processes, and there is one: start several (accelerate launch "
+            "--multi_gpu --num_processes N -m drafttrain.fit ...), or set trainer.strategy=ddp"
+        )
+    if joint:
+        raise InputError(
+            "trainer.strategy=fsdp shares out what is a module of its own; with joint=lora the adapter's weights lie among the "
+            "target's, which every process has: set trainer.strategy=ddp"
+        )
+    if settings.accelerator == "mps":
+        raise InputError(
+            "trainer.strategy=fsdp needs CPUs or GPUs, and trainer.accelerator=mps has one device: set trainer.strategy=ddp"
+        )
 
 
 def place(settings: TrainerConfig, target: Target) -> dict[str, Any]:
@@ -31,7 +72,11 @@ def place(settings: TrainerConfig, target: Target) -> dict[str, Any]:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     backend = "gloo" if kind == "cpu" else None
     # Buffers are the same everywhere, and the borrowed head among them is large.
-    strategy = DDPStrategy(process_group_backend=backend, broadcast_buffers=False)
+    strategy: Any = DDPStrategy(process_group_backend=backend, broadcast_buffers=False)
+    if settings.strategy == FSDP:
+        from drafttrain.training.sharding import Sharded
+
+        strategy = Sharded(world, backend=backend)
     return {"accelerator": kind, "devices": local, "num_nodes": max(1, world // local), "strategy": strategy}
 
 

@@ -19,28 +19,31 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from drafttrain import runs
-from drafttrain.errors import InputError, refused_by_system
+from drafttrain import companions, runs
+from drafttrain.errors import InputError, LostCompanion, refused_by_system
 from drafttrain.processes import rank, world_size
 from drafttrain.wiring.composing import invocation_of
 from drafttrain.wiring.usage import help_text
 
 TRACEBACK_VARIABLE = "DRAFTTRAIN_TRACEBACK"
-STOPPED_BY_SIGNAL = 143
+STOPPED_BY_SIGNAL = companions.STOPPED_BY_SIGNAL
 """Exit code behind a TERM signal."""
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f\x80-\x9f]+")
 
 
-def door(name: str, *, text: Sequence[str] = ("prompt",)) -> Callable[[Callable[[DictConfig], Any]], Callable[..., Any]]:
+def door(
+    name: str, *, text: Sequence[str] = ("prompt",), together: bool = False
+) -> Callable[[Callable[[DictConfig], Any]], Callable[..., Any]]:
     """Make a command of a function: `conf/<name>.yaml` composed with the command line, errors as one line, exit codes.
 
     The command takes `key=value` words, `--help`, `--cfg job` (print the configuration; `--resolve` to resolve references) and
-    `--config-dir DIR` (one's own configurations). Exit codes: 0 done, 2 wrong input, or a file, disk or memory that cannot be had,
-    130 interrupted, 143 stopped by a TERM signal.
+    `--config-dir DIR` (one's own configurations). Exit codes: 0 done, 1 ended since another process of the run was lost, 2 wrong
+    input, or a file, disk or memory that cannot be had, 130 interrupted, 143 stopped by a TERM signal.
 
     Args:
         name: the primary configuration and the door's name.
         text: keys whose value is taken literally (a prompt may hold any character).
+        together: can its processes not go on without each other?
     """
 
     def decorate(main: Callable[[DictConfig], Any]) -> Callable[..., Any]:
@@ -56,7 +59,8 @@ def door(name: str, *, text: Sequence[str] = ("prompt",)) -> Callable[[Callable[
                 print(OmegaConf.to_yaml(invocation.config, resolve=options["resolve"]), end="")
                 return None
             runs.current = invocation
-            return main(invocation.config)
+            with companions.together(name) if together else contextlib.nullcontext():
+                return main(invocation.config)
 
         @functools.wraps(main)
         def command(argv: Sequence[str] | None = None) -> Any:
@@ -72,6 +76,9 @@ def door(name: str, *, text: Sequence[str] = ("prompt",)) -> Callable[[Callable[
                 raise SystemExit(STOPPED_BY_SIGNAL) from None
             except BrokenPipeError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                raise SystemExit(1) from None
+            except LostCompanion as error:
+                _complain(name, str(error))
                 raise SystemExit(1) from None
             except Exception as error:
                 message = str(error) if isinstance(error, InputError) else refused_by_system(error)

@@ -144,8 +144,8 @@ def test_features_that_are_not_finite_name_their_rows(
     source = OnlineFeatures(target, Needs(last_hidden=True), data=data)
     inner = target.features
 
-    def poisoned(ids: Tensor, lengths: Tensor, needs: Needs) -> Any:
-        found = inner(ids, lengths, needs)
+    def poisoned(*given: Any) -> Any:
+        found = inner(*given)
         hidden = found.last_hidden.clone()  # type: ignore[union-attr]
         hidden[1, 2, 3] = float("nan")
         return type(found)(hidden)

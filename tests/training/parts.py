@@ -34,11 +34,13 @@ TRAINER: dict[str, Any] = {
     "precision": "32-true",
     "batch_tokens": 256,
     "batch_rows": None,
+    "pack": None,
     "accumulate": 1,
     "max_epochs": None,
     "max_steps": 8,
     "max_minutes": None,
     "log_every": 2,
+    "strategy": "ddp",
 }
 OPTIM: dict[str, Any] = {
     "lr": 1e-2,

@@ -1,0 +1,229 @@
+"""Processes of one run that cannot go on without each other: the loss of one ends all, and each says which it was, and why.
+
+Every process leaves a mark in the machine's temporary folder: who it is, what it is at, where it waits, how it ended. A thread
+looks at the others' marks. So a process that was killed is named by its rank; one that failed is quoted; one that takes long is
+waited for as long as it runs, and named meanwhile. None of this needs torch.distributed, whose collectives tell after a timeout.
+
+Marks reach as far as the machine. On several machines each watches its own processes, and what a launcher or a collective finds out
+ends the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from drafttrain.errors import InputError, LostCompanion, first_line, refused_by_system
+from drafttrain.processes import (
+    WAIT_SECONDS,
+    identity,
+    is_alive,
+    local_ranks,
+    mark_file,
+    rank,
+    read_note,
+    world_size,
+    write_note,
+)
+
+STOPPED_BY_SIGNAL = 143
+"""Exit code of processes that a signal reached, and that agreed to stop."""
+POLL_SECONDS = 0.5
+GRACE_SECONDS = 20.0
+"""How long a process that has lost another may take to end by itself, in a collective's own error for instance."""
+REMIND_SECONDS = 30.0
+FAREWELL_SECONDS = 3.0
+"""How long a process whose collective failed waits to learn which other one is gone."""
+_BROKEN = ("gloo", "nccl", "xccl", "closed by peer", "connection reset", "broken pipe", "tcpstore", "process group")
+"""Words in what a collective says when another process is gone."""
+
+
+class Companions:
+    """The others on this machine, as one process sees them."""
+
+    def __init__(self, door: str) -> None:
+        self.door = door
+        self._began = time.time()
+        self._own: dict[str, Any] = {**identity(), "at": "starts", "met": 0, "failed": None, "left": 0.0}
+        self._seen: dict[int, dict[str, Any]] = {}
+        """The last mark of every other process that was seen alive."""
+        self._done = threading.Event()
+        self._said = threading.Lock()
+        mark_file(rank()).unlink(missing_ok=True)
+        self._write()
+
+    # What this process tells ------------------------------------------------------------------------------------------
+    def at(self, what: str) -> None:
+        """Say what this process does from now on, such as "loads the target"."""
+        self._own["at"] = what
+        self._write()
+
+    def failed(self, why: str) -> None:
+        self._own["failed"] = why
+        self._write()
+
+    def leave(self) -> None:
+        """It has ended as it should: nobody misses it. The last one removes all marks."""
+        self._done.set()
+        self._own["left"] = time.time()
+        self._write()
+        notes = [read_note(mark_file(other)) for other in local_ranks()]
+        if all(note is None or note.get("left") for note in notes):
+            for other in local_ranks():
+                mark_file(other).unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # A full temporary folder must not end a run.
+            write_note(mark_file(rank()), self._own)
+
+    # What it learns of the others ---------------------------------------------------------------------------------------
+    def lost(self) -> str:
+        """Which process is missing, and why as far as that is known; empty while none is."""
+        for other in local_ranks():
+            if other == rank():
+                continue
+            note, before = read_note(mark_file(other)), self._seen.get(other)
+            if note is not None and is_alive(note):
+                self._seen[other] = note
+                if note.get("failed"):
+                    return f"rank {other} failed: {note['failed']}"
+            elif note is not None and before is not None and note["pid"] == before["pid"] and not note.get("left"):
+                if note.get("failed"):
+                    return f"rank {other} failed: {note['failed']}"
+                return (
+                    f"rank {other} (process {note['pid']}) is gone: it was killed, by a signal or for want of memory, when it "
+                    f"was at this: {note.get('at')}"
+                )
+        return ""
+
+    def meet(self, what: str) -> None:
+        """Wait, without a collective, until every process on this machine has come here, however long one takes.
+
+        Raises: LostCompanion if one is gone or never came.
+        """
+        self._own["met"] += 1
+        self._write()
+        began = said = time.monotonic()
+        while True:
+            missing = [r for r in local_ranks() if r != rank() and not self._has_met(r)]
+            if not missing:
+                return
+            lost = self.lost()
+            if lost:
+                raise LostCompanion(lost)
+            unseen = [r for r in missing if r not in self._seen]
+            if unseen and time.monotonic() - began > WAIT_SECONDS:
+                raise LostCompanion(f"rank {unseen[0]} was waited for {WAIT_SECONDS:.0f} s before {what}, and never came")
+            if time.monotonic() - said > REMIND_SECONDS:
+                said = time.monotonic()
+                busy = ", ".join(f"rank {r} ({self._seen[r]['at'] if r in self._seen else 'not seen yet'})" for r in missing)
+                self._print(f"waits before {what} for {busy}")
+            time.sleep(0.05)
+
+    def _has_met(self, other: int) -> bool:
+        note = read_note(mark_file(other))
+        if note is None or not is_alive(note):
+            # One that has ended as it should was here. Marks of an earlier run are older than this process.
+            return other in self._seen if note is None else float(note.get("left") or 0) > self._began
+        self._seen[other] = note
+        return int(note.get("met", 0)) >= self._own["met"]
+
+    # The watch ------------------------------------------------------------------------------------------------------------
+    def watch(self) -> None:
+        """End this process if another is lost, and it does not end by itself within the grace."""
+        lost = ""
+        while not lost:
+            if self._done.wait(POLL_SECONDS):
+                return
+            lost = self.lost()
+        if self._done.wait(FAREWELL_SECONDS):
+            return
+        self.tell(lost)
+        if not self._done.wait(GRACE_SECONDS):
+            os._exit(1)
+
+    def tell(self, lost: str) -> None:
+        """Say once why this process ends."""
+        if self._said.acquire(blocking=False):
+            self._print(_ends(lost))
+
+    def _print(self, text: str) -> None:
+        print(f"drafttrain.{self.door} (rank {rank()}): {text}", file=sys.stderr, flush=True)
+
+    def why(self, seconds: float) -> str:
+        """`lost`, waited for: what breaks a collective may be seen before the process that is gone."""
+        end = time.monotonic() + seconds
+        while not (found := self.lost()) and time.monotonic() < end:
+            time.sleep(0.05)
+        return found
+
+
+current: Companions | None = None
+
+
+def at(what: str) -> None:
+    """Say what this process does, where others watch it."""
+    if current is not None:
+        current.at(what)
+
+
+def meet(what: str) -> None:
+    """Wait for the other processes of the run, where there are any; see `Companions.meet`."""
+    if current is not None:
+        current.meet(what)
+
+
+@contextlib.contextmanager
+def together(door: str) -> Iterator[None]:
+    """While it lasts, the processes of a run end together.
+
+    Raises: LostCompanion in the place of a collective's error, where that came of another process's end.
+    """
+    global current
+    if world_size() < 2 or len(local_ranks()) < 2:
+        yield
+        return
+    mine = current = Companions(door)
+    threading.Thread(target=mine.watch, name="companions", daemon=True).start()
+    try:
+        yield
+    except SystemExit as error:
+        if error.code in (None, 0, STOPPED_BY_SIGNAL):
+            mine.leave()
+        else:
+            mine.failed(f"exit code {error.code}")
+        raise
+    except Exception as error:
+        own = str(error) if isinstance(error, InputError) else refused_by_system(error)
+        lost = str(error) if isinstance(error, LostCompanion) else ""
+        if not own and not lost and _is_broken(error):
+            lost = mine.why(FAREWELL_SECONDS)
+        mine.failed(own or lost or f"{type(error).__name__}: {first_line(error)}")
+        if lost:
+            raise LostCompanion(_ends(lost)) from error
+        raise
+    except BaseException as error:
+        lost = mine.why(1.0)  # A launcher that finds one process dead sends the others a signal.
+        if lost:
+            mine.tell(lost)
+        mine.failed(lost or f"ended by {type(error).__name__.strip('_')}")
+        raise
+    else:
+        mine.leave()
+    finally:
+        mine._done.set()
+        current = None
+
+
+def _ends(lost: str) -> str:
+    return f"{lost}; this process ends too. What the last checkpoint holds is kept: go on with the same command and resume=last"
+
+
+def _is_broken(error: BaseException) -> bool:
+    said = f"{type(error).__name__} {error}".lower()
+    return type(error).__name__.startswith("Dist") or any(word in said for word in _BROKEN)

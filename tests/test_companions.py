@@ -1,0 +1,138 @@
+"""Processes of one run end together, each naming the one that was lost and why; one that takes long is waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafttrain import companions
+from drafttrain.errors import LostCompanion
+from drafttrain.wiring.doors import door
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = """
+import os, signal, sys, time
+from drafttrain import companions
+from drafttrain.errors import InputError, LostCompanion
+from drafttrain.wiring.doors import _ended_by_term, _Terminated
+
+companions.POLL_SECONDS, companions.GRACE_SECONDS, companions.FAREWELL_SECONDS, companions.REMIND_SECONDS = 0.1, 0.4, 0.4, 0.2
+
+def work(what):
+    companions.at("loads the target")
+    if what == "slow":
+        time.sleep(0.8)
+    companions.meet("the first update")
+    companions.at("trains")
+    print("met", flush=True)
+    if what == "refused":
+        raise InputError("rows 3, 4 are not finite")
+    if what == "bug":
+        raise KeyError("loss")
+    if what == "collective":
+        time.sleep(0.4)
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:8")
+    if what == "signal":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if what in ("works", "signal"):
+        time.sleep(30)
+
+try:
+    with _ended_by_term(), companions.together("fit"):
+        work(sys.argv[1])
+except LostCompanion as error:
+    sys.exit(f"fit: {error}")
+except InputError:
+    sys.exit(2)
+except _Terminated:
+    sys.exit(143)
+"""
+
+
+@pytest.fixture
+def port() -> int:
+    return 20000 + time.time_ns() // 1000 % 30000
+
+
+def start(rank: int, port: int, what: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SCRIPT, what]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
+    said = [process.communicate(timeout=60)[1] for process in processes]
+    return [(process.returncode, one) for process, one in zip(processes, said, strict=True)]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("what", "code", "cause"),
+    [("refused", 2, "rank 1 failed: rows 3, 4 are not finite"), ("bug", 1, "rank 1 failed: KeyError: 'loss'")],
+)
+def test_a_failure_ends_the_others_with_its_cause(port: int, what: str, code: int, cause: str) -> None:
+    other, failing = ended(start(0, port, "works"), start(1, port, what))
+    assert failing[0] == code and ("Traceback" in failing[1]) == (what == "bug")
+    assert other[0] == 1 and f"drafttrain.fit (rank 0): {cause}; this process ends too" in other[1] and "resume=last" in other[1]
+
+
+@pytest.mark.processes
+def test_a_killed_process_is_named_and_a_collective_s_error_is_explained(port: int) -> None:
+    killed, working = start(1, port, "works"), start(0, port, "collective")
+    assert killed.stdout is not None and killed.stdout.readline() == "met\n"
+    killed.send_signal(signal.SIGKILL)
+    (code, told), _ = ended(working, killed)
+    assert code == 1 and "Traceback" not in told
+    assert f"fit: rank 1 (process {killed.pid}) is gone: it was killed" in told and "at this: trains" in told
+
+
+@pytest.mark.processes
+def test_a_slow_process_is_waited_for_and_named(port: int) -> None:
+    (code, told), (other, _) = ended(start(0, port, "quick"), start(1, port, "slow"))
+    assert code == other == 0, told
+    assert "waits before the first update for rank 1 (loads the target)" in told
+
+
+@pytest.mark.processes
+def test_one_that_has_done_its_part_is_not_missed(port: int) -> None:
+    working, done = start(0, port, "collective"), start(1, port, "quick")
+    (own, told), (code, _) = ended(working, done)
+    assert code == 0 and own == 1 and "Connection closed by peer" in told and "this process ends too" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_signal_ends_with_its_own_code(port: int) -> None:
+    (code, _), (other, said) = ended(start(0, port, "signal"), start(1, port, "works"))
+    assert code == 143 and other == 1 and "rank 0 failed: ended by Terminated" in said
+
+
+def test_one_that_never_comes_is_not_waited_for_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TMPDIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(companions, "WAIT_SECONDS", 0.2)
+    with pytest.raises(LostCompanion, match=r"rank 1 was waited for 0 s before the first update, and never came; this process"):
+        with companions.together("fit"):
+            companions.meet("the first update")
+    assert companions.current is None
+
+
+def test_the_door_says_which_one_and_leaves_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    @door("fit", together=True)
+    def main(cfg: Any) -> None:
+        companions.at("trains")
+        companions.meet("the first update")  # Alone there is nobody to wait for.
+        raise LostCompanion("rank 1 (process 7) is gone")
+
+    with pytest.raises(SystemExit) as left:
+        main(["experiment=smoke", "data.path=x"])
+    assert left.value.code == 1 and capsys.readouterr().err == "drafttrain.fit: rank 1 (process 7) is gone\n"

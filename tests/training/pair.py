@@ -1,0 +1,127 @@
+"""What two processes run for `test_sharding.py`: the same updates by each strategy, and what they wrote.
+
+python -m tests.training.pair <folder> <rank> <port> few|all
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+
+from drafttrain.data.datamodule import ConversationData, collate
+from drafttrain.drafter.base import Drafter
+from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.drafter.medusa import Medusa
+from drafttrain.drafter.ssm import Ssm
+from drafttrain.flow import Batch
+from drafttrain.target.features import OnlineFeatures
+from drafttrain.target.model import Target
+from drafttrain.training.checkpoint import CheckpointConfig, Keeper, read_checkpoint
+from drafttrain.training.course import Course, Stream, TrainerConfig
+from drafttrain.training.module import DraftModule
+from drafttrain.training.optim import AdamW
+from drafttrain.training.trainer import quiet_lightning, trainer_of
+from tests.training.parts import OPTIM, TRAINER, Direct, Fixed, Watch, tiny
+
+KINDS: dict[str, Callable[[Target], Drafter]] = {
+    "eagle1": lambda target: Eagle1(target, noise=0.0),
+    "medusa": lambda target: Medusa(target, heads=2, own_head=True),
+    "ssm": lambda target: Ssm(target, layers=[0], own=["norm"]),
+}
+STEPS, ACCUMULATE, TOKENS = 6, 2, 512
+WORLD = 2
+OPTIMISER = AdamW(**{**OPTIM, "weight_decay": 0.01})
+
+
+def made(kind: str, target: Target) -> Drafter:
+    torch.manual_seed(0)
+    return KINDS[kind](target)
+
+
+def settings_of(steps: int = STEPS, **more: Any) -> TrainerConfig:
+    common = {**TRAINER, "batch_tokens": TOKENS, "accumulate": ACCUMULATE, "max_steps": steps}
+    return TrainerConfig(**{**common, **more})
+
+
+def share(data: ConversationData, rank: int) -> Any:
+    return settings_of().sampler(data, seed=0, rank=rank, world=WORLD)
+
+
+def rows_of(data: ConversationData, rank: int) -> list[Batch]:
+    """Two windows: of the four micro-batches of the two processes in each, only one or two have labels, and widths differ."""
+    rows = [(*data.row(i), data.indices[i]) for i in range(5)]
+    masked = [(ids, torch.zeros_like(mask), row) for ids, mask, row in rows]
+    return [[collate(rows[:2]), collate(masked[:1])], [collate(masked[2:3]), collate(masked)]][rank] + [
+        [collate(masked[3:4]), collate(masked[:2])],
+        [collate([(ids[:14], mask[:14], row) for ids, mask, row in rows[3:4]]), collate(rows[4:])],
+    ][rank]
+
+
+def trained(
+    kind: str,
+    target: Target,
+    data: ConversationData,
+    folder: Path,
+    *,
+    rank: int,
+    stop: int | None = None,
+    resume: Path | None = None,
+    **more: Any,
+) -> DraftModule:
+    settings = settings_of(**more)
+    drafter = made(kind, target)
+    sampler = share(data, rank)
+    source = OnlineFeatures(target, drafter.needs, data=data, keep_dtype="float32")
+    module = DraftModule(drafter, source, OPTIMISER, settings.course(sampler))
+    stream = Stream(data, sampler, module.course)
+    keeper = Keeper(folder, CheckpointConfig(every=None, keep=0), None)
+    if resume is not None:
+        module.continue_from(read_checkpoint(resume))
+        stream.position = module.position
+    go(settings, module, target, stream, folder, Watch(stop), keeper)
+    return module
+
+
+def go(
+    settings: TrainerConfig, module: DraftModule, target: Target, stream: Stream, folder: Path, *callbacks: Callback
+) -> None:
+    quiet_lightning()
+    trainer = trainer_of(settings, module, target, loggers=[], callbacks=list(callbacks), folder=folder)
+    trainer.fit(module, train_dataloaders=stream)
+
+
+FEW = (("eagle1", "ddp"), ("eagle1", "fsdp"), ("medusa", "fsdp"))
+ALL = tuple((kind, strategy) for kind in KINDS for strategy in ("ddp", "fsdp"))
+
+
+def main(folder: Path, rank: int, port: str, much: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": port}
+    torch.set_num_threads(1)
+    target, data = tiny(), ConversationData(folder / "set")
+    for kind, strategy in ALL if much == "all" else FEW:
+        module = trained(kind, target, data, folder / f"{kind}-{strategy}", rank=rank, strategy=strategy)
+        torch.save(module.drafter.state_dict(), folder / f"{kind}-{strategy}-{rank}.pt")  # what each process is left with
+    for first, second in (("ddp", "fsdp"), ("fsdp", "ddp"))[: None if much == "all" else 1]:
+        begun = folder / f"begun-{first}"
+        trained("eagle1", target, data, begun, rank=rank, strategy=first, stop=3)
+        trained("eagle1", target, data, folder / f"ended-{second}", rank=rank, strategy=second, resume=begun / "last.ckpt")
+    for strategy in ("fsdp", "ddp")[: None if much == "all" else 1]:
+        drafter = made("eagle1", target)
+        course = Course(batches=4, accumulate=2, epochs=1)
+        module = DraftModule(drafter, Direct(target, drafter), OPTIMISER, course)  # type: ignore[arg-type]
+        keeper = Keeper(folder / f"masked-{strategy}", CheckpointConfig(every=None, keep=0), None)
+        go(settings_of(strategy=strategy), module, target, Fixed(rows_of(data, rank), course), folder, keeper)
+    if much == "all":
+        mixed = trained("eagle1", target, data, folder / "mixed", rank=rank, strategy="fsdp", precision="bf16-mixed")
+        assert all(p.dtype == torch.float32 for p in mixed.parameters())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
