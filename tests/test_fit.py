@@ -156,7 +156,7 @@ def test_what_learns_nothing_is_measured_and_packaged(
     run = tmp_path / "run"
     small = ["target=tiny", "data=set", f"data.path={folder}", *QUICK]
     if experiment == "suffix":
-        small += [f"drafter.corpus={folder}", "drafter.corpus_tokens=300"]
+        small += [f"drafter.corpus={folder}", "drafter.corpus_tokens=300", "drafter.remember=500"]
     if experiment == "selfspec":
         pytest.importorskip("optuna")
         small += ["drafter.skip_attention=[1]", "drafter.skip_mlp=[2]", "search.trials=3", "search.prompts=2"]
@@ -164,13 +164,15 @@ def test_what_learns_nothing_is_measured_and_packaged(
     fit.main([f"experiment={experiment}", f"run_dir={run}", *small])
     searched = {"search.json"} if experiment == "selfspec" else set()
     assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.csv", "acceptance.png", "package", *searched}
-    assert "course" not in capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert "course" not in out and ("decoded before in the same measurement" in out) == (experiment == "suffix")
     (row,) = read_metrics(run / "metrics.csv")
     assert not any(name.startswith(("train/", "val/", "sim/")) for name in row)
     metrics = json.loads((run / "package" / "metrics.json").read_text())
     assert {row["measured"] for row in metrics["rows"]} == {"acceptance", "speed"} and len(metrics["rows"]) > 3
     assert all(row["tau"] >= 1 and row["guarantee"] == "greedy" for row in metrics["rows"])
     assert all(row["same_as_plain"] == row["prompts"] for row in metrics["rows"] if row["measured"] == "speed")
+    assert {row["remember"] for row in metrics["rows"]} == {500 if experiment == "suffix" else 0}
     config = json.loads((run / "package" / "config.json").read_text())
     assert config["training"]["training"] is None and config["trained_length"] is None
 

@@ -148,7 +148,7 @@ def _is_amount(value: object) -> bool:
 def _check_parts(state: Mapping[str, Any], path: Path, parts: Iterable[str]) -> None:
     for part in parts:
         names, found = _PARTS[part], state.get(part)
-        if part == "decode" and found is None:
+        if part == "decode" and part in state and found is None:
             continue
         lacking = [name for name in names if not isinstance(found, dict) or name not in found]
         if lacking or not isinstance(found, dict):

@@ -173,6 +173,7 @@ def test_what_a_run_cannot_go_on_from_is_refused(target: Target, data: Conversat
         (lambda state: state.pop("facts"), "lacks facts: target"),
         (lambda state: state.update(facts=3), "lacks facts: target"),
         (lambda state: state.update(settings=None), "lacks settings"),
+        (lambda state: state.pop("decode"), "lacks decode: measured_at"),
         (lambda state: state.update(weights=[1]), "lacks weights"),
         (lambda state: state["progress"].pop("position"), "lacks progress: position"),
         (lambda state: state["progress"].update(updates="many"), "says that its run was at"),
