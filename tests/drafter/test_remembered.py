@@ -209,7 +209,7 @@ def test_rows_of_one_call_are_on_their_own(own: Any, policy: Policy) -> None:
 
     drafter = filled()
     together, tally = decode(target, drafter, prompts, plan, max_new_tokens=LIMIT, stop_ids=stop, seed=4)
-    assert tally.accepted > 5 and len({len(output.runs) for output in together}) > 1
+    assert tally.accepted > 2 and len({len(output.runs) for output in together}) > 1
     for row, prompt in enumerate(prompts):
         (alone,), _ = decode(target, filled(), [prompt], plan, max_new_tokens=LIMIT, stop_ids=stop, seed=4, row_numbers=[row])
         assert (alone.ids, alone.runs, alone.nodes) == (together[row].ids, together[row].runs, together[row].nodes)
