@@ -28,7 +28,7 @@ _UNWRITTEN = {
     errno.EROFS: ("the disk takes no writes any more", "write elsewhere (run_dir=, cache folders)"),
 }
 """What keeps a file that is open from being written whole, and what to do about it."""
-_TORCH = ("PytorchStreamWriter failed", "unexpected pos ")
+_TORCH = ("PytorchStreamWriter failed", "unexpected pos ", "iostream error")
 """What torch says when its writer of archives could not write; it does not say why."""
 
 

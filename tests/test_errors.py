@@ -34,6 +34,7 @@ def refused(number: int, *file: str) -> OSError:
         (RuntimeError("Error while serializing: I/O error: Disk quota exceeded (os error 122)"), "the disk quota is used up"),
         (RuntimeError(TORN), "a file could not be written whole .*; the disk may be full, or a limit of file sizes met"),
         (RuntimeError(FAILED), "a file could not be written whole"),
+        (RuntimeError("basic_ios::clear: iostream error"), "a file could not be written whole"),
     ],
 )
 def test_what_keeps_a_file_from_being_whole(error: Exception, said: str) -> None:

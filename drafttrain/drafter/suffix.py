@@ -40,7 +40,7 @@ from drafttrain.tree.topology import MOST_NODES, Growth, Tree
 APART = -1
 """Stands between two texts of a corpus; no token has this id."""
 MOST_REMEMBERED = 10_000_000
-"""Tokens: some 10 GB of memory."""
+"""Tokens: some 12 GB of memory."""
 
 
 class Suffix(Retrieval):
@@ -57,7 +57,7 @@ class Suffix(Retrieval):
             before every text; None is the text alone.
         corpus_tokens: rows of the corpus are taken while they have at most so many tokens in all. They travel in packages.
         remember: tokens of texts, prompt and answer, that this drafter has decoded, whose places count too: the latest ones, as
-            whole texts. 0 looks up none. They are in memory alone, about 1 kB a token at most, and are not packaged; other texts
+            whole texts. 0 looks up none. They are in memory alone, at most some 1.2 kB a token, and are not packaged; other texts
             see them once the call that decoded them is done.
         corpus_ids: (t) the corpus as a package holds it, its texts apart by -1; None reads `corpus`.
     """

@@ -71,11 +71,8 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
 
 
 class _Noted:
-    """A file for `torch.save`. What the system refuses is noted, and nothing further is written.
-
-    An error that goes through torch's writer comes out as another one, which does not say why; and where torch opens the file by
-    itself, what fails while it is closed goes unnoticed.
-    """
+    """A file for `torch.save`. What the system refuses is noted, and nothing further is written: through torch's own writer it would
+    come out as another error, which does not say why."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
