@@ -71,8 +71,8 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
 
 
 class _Noted:
-    """A file for `torch.save`. What the system refuses is noted, and nothing further is written: through torch's own writer it would
-    come out as another error, which does not say why."""
+    """A file for `torch.save`. What the system refuses is noted, and nothing further is written: through torch's own writer it
+    would come out as another error, which does not say why."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
