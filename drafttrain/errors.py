@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 from collections.abc import Iterator
 
 
@@ -22,18 +24,47 @@ def refused_by_system(error: BaseException) -> str:
     return disk_full(error) or _file_refused(error) or _memory_full(error)
 
 
+_FREE = "free some space, or write elsewhere (run_dir=, cache folders)"
+_UNWRITTEN = {
+    errno.EFBIG: ("a file grew larger than this system allows", "raise the limit (ulimit -f), or write elsewhere (run_dir=)"),
+    errno.ENOSPC: ("the disk is full", _FREE),
+    errno.EDQUOT: ("the disk quota is used up", _FREE),
+    errno.EROFS: ("the disk takes no writes any more", "write elsewhere (run_dir=, cache folders)"),
+}
+"""What keeps a file that is open from being written whole, and what to do about it."""
+_TORCH = ("PytorchStreamWriter failed", "unexpected pos ", "iostream error")
+"""What torch says when its writer of archives could not write; it does not say why."""
+
+
 def disk_full(error: BaseException) -> str:
-    """A message if the error, or one behind it, says that the disk is full; else nothing."""
+    """A message if the error, or one behind it, says that a file could not be written whole: the disk is full or takes no writes, a
+    quota is used up, a file is too large; else nothing."""
     for one in _behind(error):
-        said = str(one)
-        number = one.errno if isinstance(one, OSError) else None
-        where = f" while writing {one.filename}" if isinstance(one, OSError) and one.filename else f" ({first_line(one)})"
-        if number == errno.EFBIG or "File too large" in said:
-            return f"a file grew larger than this system allows{where}: raise the limit (ulimit -f), or write elsewhere (run_dir=)"
-        full = number in (errno.ENOSPC, errno.EDQUOT)
-        if full or "No space left on device" in said or "PytorchStreamWriter failed writing" in said:
-            return f"the disk is full{where}: free some space, or write elsewhere (run_dir=, cache folders)"
+        number, named = (one.errno, one.filename) if isinstance(one, OSError) else (None, None)
+        if number is None:  # Libraries in other languages hand on the system's words alone.
+            number = next((known for known in _UNWRITTEN if os.strerror(known) in str(one)), None)
+        if number in _UNWRITTEN and not (number == errno.EROFS and named):
+            what, remedy = _UNWRITTEN[number]
+            return f"{what}{_where(one, named)}: {remedy}"
+    for one in _behind(error):
+        if any(words in str(one) for words in _TORCH):
+            return f"a file could not be written whole{_where(one)}; the disk may be full, or a limit of file sizes met: {_FREE}"
     return ""
+
+
+def _where(error: BaseException, file: object = None) -> str:
+    return f" while writing {file}" if file else f" ({first_line(error)})"
+
+
+@contextlib.contextmanager
+def writing(path: os.PathLike[str] | str) -> Iterator[None]:
+    """While a file is written: an error of the system that names no file names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def _file_refused(error: BaseException) -> str:

@@ -43,7 +43,7 @@ from drafttrain.reporting.console import clock, console, table, track
 from drafttrain.reporting.figures import acceptance_curve, head_accuracies
 from drafttrain.reporting.loggers import close, log_config, log_picture, log_rows
 from drafttrain.reporting.progress import ConsoleProgress
-from drafttrain.reporting.rows import pair
+from drafttrain.reporting.rows import memories, pair
 from drafttrain.runs import plain, provenance, seed_everything
 from drafttrain.target import change
 from drafttrain.target.adapter import Trained
@@ -565,6 +565,8 @@ def evaluate(ready: Ready, held_out: ConversationData | None) -> Worth:
         return worth
     columns = ("tree", "nodes", "tau", "interval", "accept@1..", "speed-up", "interval", "same text", "guarantee")
     table("held-out prompts, greedy", columns, [shown(row) for row in worth.rows])
+    for line in memories(worth.rows):
+        say(line)
     say(f"measured in {clock(time.monotonic() - began)}")
     picture = acceptance_curve(worth.rows, ready.run.folder / "acceptance.png", title="held-out prompts, greedy")
     log_picture(ready.run.loggers, "acceptance", picture, ready.updates)

@@ -33,6 +33,7 @@ from drafttrain.packaging.manifest import DECODING, read_config
 from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.packaging.writing import change_plan, check_change
 from drafttrain.reporting.console import table, track
+from drafttrain.reporting.rows import memories
 from drafttrain.runs import check_run_dir, fresh_folder, provenance
 from drafttrain.target.model import Target
 from drafttrain.target.prompts import open_prompts
@@ -316,6 +317,8 @@ def show_race(raced: Sequence[Measurement], guesses: Sequence[Guess]) -> None:
         for found in raced
     ]
     table("raced against plain decoding", columns, rows)
+    for line in memories([found.row() | {"label": found.plan.tree.title} for found in raced]):
+        say(line)
 
 
 def verdict(winner: Plan, raced: Sequence[Measurement]) -> str:

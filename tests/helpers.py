@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +69,17 @@ def tiny_chat_target(template: str = CHATML, *, seed: int = 0, stop_bias: float 
     model.config.eos_token_id = 2
     model.generation_config.eos_token_id = 2
     return Target(model, tokenizer, target.name)
+
+
+@contextlib.contextmanager
+def file_limit(size: int) -> Iterator[None]:
+    """No file of this process grows beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def save_target(target: Target, folder: Path) -> Path:

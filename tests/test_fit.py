@@ -31,6 +31,7 @@ from drafttrain.training.run import Run
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
 from drafttrain.wiring.conf import conf_dir
+from tests.helpers import file_limit
 from tests.training.parts import same, write_tiny_set
 
 UNTRAINED = ["ngram", "selfspec", "suffix"]
@@ -155,7 +156,7 @@ def test_what_learns_nothing_is_measured_and_packaged(
     run = tmp_path / "run"
     small = ["target=tiny", "data=set", f"data.path={folder}", *QUICK]
     if experiment == "suffix":
-        small += [f"drafter.corpus={folder}", "drafter.corpus_tokens=300"]
+        small += [f"drafter.corpus={folder}", "drafter.corpus_tokens=300", "drafter.remember=500"]
     if experiment == "selfspec":
         pytest.importorskip("optuna")
         small += ["drafter.skip_attention=[1]", "drafter.skip_mlp=[2]", "search.trials=3", "search.prompts=2"]
@@ -163,13 +164,15 @@ def test_what_learns_nothing_is_measured_and_packaged(
     fit.main([f"experiment={experiment}", f"run_dir={run}", *small])
     searched = {"search.json"} if experiment == "selfspec" else set()
     assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.csv", "acceptance.png", "package", *searched}
-    assert "course" not in capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert "course" not in out and ("decoded before in the same measurement" in out) == (experiment == "suffix")
     (row,) = read_metrics(run / "metrics.csv")
     assert not any(name.startswith(("train/", "val/", "sim/")) for name in row)
     metrics = json.loads((run / "package" / "metrics.json").read_text())
     assert {row["measured"] for row in metrics["rows"]} == {"acceptance", "speed"} and len(metrics["rows"]) > 3
     assert all(row["tau"] >= 1 and row["guarantee"] == "greedy" for row in metrics["rows"])
     assert all(row["same_as_plain"] == row["prompts"] for row in metrics["rows"] if row["measured"] == "speed")
+    assert {row["remember"] for row in metrics["rows"]} == {500 if experiment == "suffix" else 0}
     config = json.loads((run / "package" / "config.json").read_text())
     assert config["training"]["training"] is None and config["trained_length"] is None
 
@@ -393,8 +396,18 @@ def test_a_full_disk(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "run" / "package").exists()
 
 
+def test_a_limit_of_file_sizes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, more = tmp_path / "run", [*UNMEASURED, "trainer.max_steps=2"]
+    with file_limit(30_000):
+        said = refusal(capsys, words(folder, run, *more))
+    assert "a file grew larger than this system allows while writing" in said and "last.ckpt: raise the limit (ulimit -f)" in said
+    assert not list((run / "checkpoints").iterdir()) and not (run / "package").exists()
+    fit.main([*words(folder, run, *more), "resume=last"])
+    assert "starts from the beginning" in capsys.readouterr().out and (run / "package").exists()
+
+
 def test_a_used_folder_and_a_run_that_is_not_the_same(
-    target: Target, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: Target, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
     once = words(folder, run, *UNMEASURED, "trainer.max_steps=3")
@@ -412,6 +425,14 @@ def test_a_used_folder_and_a_run_that_is_not_the_same(
     other = write_tiny_set(target, tmp_path / "other", seed=5)
     assert "data was" in refusal(capsys, [*once, f"data.path={other}", "resume=last"])
     assert {path: path.stat().st_mtime_ns for path in before} == before
+    metrics = run / "metrics.csv"
+    held = metrics.read_bytes()
+    metrics.write_bytes(b"notes of mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(fit, "load_target", lambda *_: pytest.fail("the target was loaded"))
+        assert "metrics.csv is no metrics file of a run" in refusal(capsys, [*once, "resume=last"])
+    assert metrics.read_bytes() == b"notes of mine"
+    metrics.write_bytes(held)
     fit.main([*once, "trainer.log_every=3", "resume=last"])
     said = capsys.readouterr().out
     assert "trainer.log_every was 2, is 3" in said and "training is already done" in said

@@ -18,6 +18,7 @@ from drafttrain.decoding.loop import Output
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.ngram import NGram
+from drafttrain.drafter.suffix import Suffix
 from drafttrain.errors import InputError
 from drafttrain.generate import Conversation, Screen, Unfolding
 from drafttrain.nn.sampling import Policy
@@ -172,6 +173,36 @@ def test_turns_are_asked_for_in_a_terminal(
     assert second[: len(first)] == first and len(second) > len(first) + 8
     found = capsys.readouterr()
     assert found.out.count("tau ") == 2 and "context holds 512" in found.err
+
+
+def test_turns_are_remembered(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one text, that of the conversation, however many turns it has. What plain decoding wrote for comparison is not in it."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    lines, loaded, wanted = iter(["hello", "hello", ""]), list[Suffix](), list[tuple[list[int], list[int]]]()
+    load, close = generate.load_drafter, generate.close
+
+    def loading(*given: Any) -> Any:
+        loaded.append(load(*given))
+        return loaded[-1]
+
+    def closing(speculator: Any, asked: Any, screen: Any, done: Any, **more: Any) -> None:
+        wanted.append((asked.ids, done[0].ids))
+        close(speculator, asked, screen, done, **more)
+
+    packed_place(tmp_path, target, Suffix(target, remember=2000), plan=Plan(Tree.chain(3)))
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    monkeypatch.setattr(generate, "load_drafter", loading)
+    monkeypatch.setattr(generate, "close", closing)
+    generate.main(place_words(tmp_path, "max_new_tokens=8", "compare=true"))
+    first, second = (prompt + answer for prompt, answer in wanted)
+    (drafter,) = loaded
+    assert drafter.earlier is not None
+    assert second[: len(first)] == first and list(drafter.earlier.texts) == [second]
 
 
 BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from drafttrain.data.journal import Lines, as_line, records
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, writing
 
 FORMAT = 1
 TENSORS = "conversations.safetensors"
@@ -338,9 +338,10 @@ def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
     os.close(handle)
     scratch = Path(name)
     try:
-        write(scratch)
-        with scratch.open("rb") as file:
-            os.fsync(file.fileno())
+        with writing(path):
+            write(scratch)
+            with scratch.open("rb") as file:
+                os.fsync(file.fileno())
         scratch.chmod(0o644)
         scratch.replace(path)
     finally:

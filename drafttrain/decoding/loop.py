@@ -148,6 +148,10 @@ class _Decoding:
             self._prefill()
         while self.rows:
             self._round()
+        if self.drafter:
+            pairs = zip(self.prompts, self.outputs, strict=True)
+            self.drafter.keep([prompt + output.ids for prompt, output in pairs if output.ids])
+            self.clock.mark("host")
         total = Tally()
         for output in self.outputs:
             total += output.tally

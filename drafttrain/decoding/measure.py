@@ -4,6 +4,9 @@ tau: tokens emitted per target pass, bonus included; the prefill and its own fir
 speedup: seconds per token of plain decoding over seconds per token of speculative decoding; same loop, same prompts,
 interleaved, prefill included on both sides.
 Intervals are 95 % bootstrap intervals over prompts; one prompt has none.
+A drafter that remembers texts begins every measurement, and every way of decoding in a race, without any, and keeps what that one
+decodes: the next prompts see it, as a server's would; in batches, those of later batches. So tau depends there on the order of the
+prompts, and a prompt that stands among them again is helped by its own answer. Rows say so.
 """
 
 from __future__ import annotations
@@ -57,6 +60,10 @@ class Measurement:
     rates: list[list[float | None]] | None = None
     """By depth and rank, how often a child was the accepted one, given that its parent was: what Sequoia's search reads.
     None where the tree has no fixed shape, or where that was not looked at."""
+    remember: int = 0
+    """Tokens of the texts decoded before in this measurement that the drafter could copy from."""
+    repeated: int = 0
+    """Prompts that had been decoded before in this measurement, where the drafter remembers texts."""
 
     @property
     def tau_interval(self) -> Interval | None:
@@ -118,6 +125,8 @@ class Measurement:
             "same_as_plain": self.same_as_plain,
             "guarantee": self.guarantee or plan.guarantee,
             "rank_rates": self.rates,
+            "remember": self.remember,
+            "repeated_prompts": self.repeated,
         }
 
 
@@ -135,6 +144,7 @@ def measure_acceptance(
 ) -> Measurement:
     """Decode prompts in batches and count. Seconds by stage are the batches' own and no base for a speed claim."""
     total, outputs, plan = Tally(), list[Output](), plan.made_by(drafter)
+    drafter = drafter and drafter.afresh()
     for start in watch(range(0, len(prompts), batch), "batches decoded"):
         part = prompts[start : start + batch]
         some, tally = decode(
@@ -151,7 +161,14 @@ def measure_acceptance(
         total += tally
     rates = rank_rates(plan.tree, outputs) if isinstance(plan.tree, Tree) and plan.tree.size else None
     tallies, tokens = [o.tally for o in outputs], [len(o.ids) for o in outputs]
-    return Measurement(plan, tallies, total, tokens, guarantee=plan.guarantee_on(target), rates=rates)
+    found = Measurement(plan, tallies, total, tokens, guarantee=plan.guarantee_on(target), rates=rates)
+    return _with_memory(found, drafter, prompts)
+
+
+def _with_memory(found: Measurement, drafter: Drafter | None, prompts: Prompts) -> Measurement:
+    if drafter is None or not drafter.remembers:
+        return found
+    return replace(found, remember=drafter.remembers, repeated=len(prompts) - len(set(map(tuple, prompts))))
 
 
 def tau_behind(best: Measurement, other: Measurement) -> tuple[float | None, Interval | None]:
@@ -255,8 +272,7 @@ def race(
     results: list[list[tuple[Output, float]]] = [[] for _ in jobs]
     total = [Tally() for _ in jobs]
 
-    def run(job: int, number: int, limit: int) -> tuple[Output, float]:
-        one = jobs[job]
+    def run(one: Entrant, number: int, limit: int) -> tuple[Output, Tally, float]:
         start = time.perf_counter()
         outputs, tally = decode(
             one.target,
@@ -268,37 +284,41 @@ def race(
             seed=seed,
             row_numbers=[number],
         )
-        seconds = time.perf_counter() - start
-        if limit == max_new_tokens:
-            total[job] += tally
-        return outputs[0], seconds
+        return outputs[0], tally, time.perf_counter() - start
 
-    for number in range(min(warmup, len(prompts))):
-        for job in range(len(jobs)):
-            run(job, number, min(max_new_tokens - 1, 8))
+    for one in _afresh(jobs):
+        for number in range(min(warmup, len(prompts))):
+            run(one, number, min(max_new_tokens - 1, 8))
+    jobs = _afresh(jobs)
     for number in watch(range(len(prompts)), "prompts timed"):
         for shift in range(len(jobs)):
             job = (number + shift) % len(jobs)
-            results[job].append(run(job, number, max_new_tokens))
+            output, tally, seconds = run(jobs[job], number, max_new_tokens)
+            results[job].append((output, seconds))
+            total[job] += tally
     measurements = []
     for job, one in enumerate(entrants, start=len(bases)):
         plan, plain = one.plan, results[bases[id(one.target), one.plan.policy]]
         outputs = [output for output, _ in results[job]]
         same = sum(a.ids == b.ids for (a, _), b in zip(plain, outputs, strict=True)) if plan.policy.greedy else None
-        measurements.append(
-            Measurement(
-                plan,
-                [output.tally for output in outputs],
-                total[job],
-                [len(output.ids) for output in outputs],
-                [seconds for _, seconds in results[job]],
-                [seconds for _, seconds in plain],
-                [len(output.ids) for output, _ in plain],
-                plan.guarantee_on(one.target),
-                same,
-            )
+        found = Measurement(
+            plan,
+            [output.tally for output in outputs],
+            total[job],
+            [len(output.ids) for output in outputs],
+            [seconds for _, seconds in results[job]],
+            [seconds for _, seconds in plain],
+            [len(output.ids) for output, _ in plain],
+            plan.guarantee_on(one.target),
+            same,
         )
+        measurements.append(_with_memory(found, one.drafter, prompts))
     return measurements
+
+
+def _afresh(entrants: Sequence[Entrant]) -> list[Entrant]:
+    """Each with a memory of its own, where it has one: what another way of decoding wrote is this one's text, too."""
+    return [replace(one, drafter=one.drafter and one.drafter.afresh()) for one in entrants]
 
 
 def _resampled(prompts: int) -> np.ndarray:

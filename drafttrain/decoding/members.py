@@ -42,7 +42,7 @@ def followed(
         tree: a fixed shape, or a forest of them.
     Raises: InputError for trees of changing shape, in which a path of ranks means nothing.
     """
-    watched = _Watched(target, members=drafter.drafters)
+    watched = _Watched(target, members=drafter.afresh().drafters)
     forest = watched.shaped(tree)
     if not isinstance(forest, Forest) or not all(isinstance(one, Tree) for one in forest.trees):
         raise InputError(f"{tree.title}: what members add is measured in trees of fixed shape")

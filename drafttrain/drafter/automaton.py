@@ -3,9 +3,14 @@
 A state stands for strings that end at the same places of the text; its link leads to the longest of its suffixes that ends
 elsewhere too. Counting every place of every string would take a walk over all suffixes for each token; here only strings of
 at most `longest` tokens are counted, so that the walk, and thus appending a token, is bounded by that, whatever the text is.
+
+A text can be forgotten again: its strings are counted off by the same walks. Their states stay, with a count of 0; who builds
+another automaton of what is left is rid of them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class SuffixAutomaton:
@@ -63,6 +68,21 @@ class SuffixAutomaton:
             latest[state] = here
             state = link[state]
         self.size = here + 1
+
+    def forget(self, text: Iterable[int]) -> None:
+        """Count a text off that was appended, the oldest of those there are: `latest` is then right where `count` is not 0."""
+        follow, link, length, count = self.next, self.link, self.length, self.count
+        end = size = 0
+        for token in text:
+            end, size = follow[end][token], size + 1
+            if size > self.longest:
+                size = self.longest
+                if length[link[end]] >= size:
+                    end = link[end]
+            state = end
+            while state > 0:
+                count[state] -= 1
+                state = link[state]
 
     def up_to(self, state: int, longest: int) -> int:
         """State of the longest suffix of a state's strings that has at most so many tokens."""

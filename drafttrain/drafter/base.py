@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -103,6 +103,20 @@ class Drafter(nn.Module, abc.ABC):
     @abc.abstractmethod
     def select(self, state: Any, rows: Tensor) -> None:
         """Keep only some rows of a state."""
+
+    @property
+    def remembers(self) -> int:
+        """Tokens of texts decoded earlier that may be drafted from; 0 for a drafter that keeps none."""
+        return 0
+
+    def keep(self, texts: Sequence[Sequence[int]]) -> None:
+        """Told behind every call that decodes: whole texts, each a prompt and its answer, in the order of the rows. Nothing is kept
+        of them, unless a drafter says otherwise."""
+
+    def afresh(self) -> Drafter:
+        """This drafter as one that has kept nothing, and keeps for itself what it decodes; itself where none is ever kept. A
+        measurement decodes with one of these: it must not see what another one wrote."""
+        return self
 
     @property
     def max_depth(self) -> int | None:

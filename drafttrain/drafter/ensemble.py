@@ -95,6 +95,19 @@ class Ensemble(Drafter):
         return None if None in depths else max(depth for depth in depths if depth is not None)
 
     @property
+    def remembers(self) -> int:
+        return max(member.remembers for member in self.drafters)
+
+    def keep(self, texts: Sequence[Sequence[int]]) -> None:
+        for member in self.drafters:
+            member.keep(texts)
+
+    def afresh(self) -> Ensemble:
+        if not self.remembers:
+            return self
+        return Ensemble(self.target, members=[member.afresh() for member in self.drafters]).eval()
+
+    @property
     def choices(self) -> int:
         """Of the member that proposes from the most tokens."""
         return max(member.choices for member in self.drafters)

@@ -171,6 +171,7 @@ def _facts(config: dict[str, Any], as_model: bool) -> list[str]:
             *(together if kinds else []),
             f"No weights: nothing was trained. Drafts are what followed earlier in the text at hand, prompt and answer{more}.",
             "Where nothing like the end of the text stood before, nothing is drafted.",
+            *_remembered(config),
         ]
     return [
         *(together if kinds else []),
@@ -180,6 +181,19 @@ def _facts(config: dict[str, Any], as_model: bool) -> list[str]:
         "fewer drafts may be kept."
         if length
         else "The length of the rows it was trained on was not recorded.",
+        *_remembered(config),
+    ]
+
+
+def _remembered(config: dict[str, Any]) -> list[str]:
+    """Of a drafter that drafts from what it decoded for other requests."""
+    told = [node.get("remember") for node in (config["drafter"], *_members(config))]
+    tokens = max((one for one in told if type(one) is int), default=0)
+    if not tokens:
+        return []
+    return [
+        f"While a process lasts, drafts also come from what was decoded in it before: the latest {tokens:,} tokens of prompts and "
+        "answers. Requests that must not speed each other up need processes of their own. Each measurement began without any."
     ]
 
 

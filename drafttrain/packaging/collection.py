@@ -231,7 +231,11 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         _is_number,
         "a number",
     ),
-    (("nodes", "depth", "prompts", "rounds", "same_as_plain"), _is_count, "a whole number of at least 0"),
+    (
+        ("nodes", "depth", "prompts", "rounds", "same_as_plain", "remember", "repeated_prompts"),
+        _is_count,
+        "a whole number of at least 0",
+    ),
     (("tau_interval", "speedup_interval"), _is_pair, "two numbers"),
     (("growth", "tree", "rule", "guarantee", "measured", "label"), _is_text, "text"),
 )

@@ -10,6 +10,7 @@ import csv
 import importlib.util
 import math
 import os
+import re
 import secrets
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,8 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from drafttrain.checks import shown
-from drafttrain.errors import InputError
+from drafttrain.data.conversations import write_atomic
+from drafttrain.errors import InputError, writing
 from drafttrain.processes import rank
 
 PathLike = str | os.PathLike[str]
@@ -31,6 +33,8 @@ class CsvLogger(Logger):
 
     A folder that already has the file is continued: rows from the first step logged now onwards are dropped (a resumed run
     computes them again), earlier ones stay.
+
+    Raises: InputError for a file that no run wrote: it would be written over.
     """
 
     def __init__(self, run_dir: PathLike) -> None:
@@ -39,6 +43,7 @@ class CsvLogger(Logger):
         self._columns: list[str] | None = None
         self._row: dict[str, Any] = {}
         self._place = 0
+        _rows(self.path)
 
     @property
     def name(self) -> str:
@@ -70,7 +75,7 @@ class CsvLogger(Logger):
             self._write([old for old in _rows(self.path) if int(old["step"]) != row["step"]])
         if new or row["step"] != self._row.get("step"):
             self._place = self.path.stat().st_size  # where this step's row begins
-        with self.path.open("r+", newline="", encoding="utf-8") as file:
+        with writing(self.path), self.path.open("r+", newline="", encoding="utf-8") as file:
             file.seek(self._place)
             file.truncate()
             csv.DictWriter(file, self._columns).writerow(row)
@@ -80,29 +85,75 @@ class CsvLogger(Logger):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = _rows(self.path)
         self._columns = list(rows[0]) if rows else ["step"]
-        self._write([row for row in rows if int(row["step"] or 0) < step])
+        self._write([row for row in rows if int(row["step"]) < step])
         return self._columns
 
     def _write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        assert self._columns is not None
-        temporary = self.path.with_suffix(".csv.tmp")
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self._columns)
-            writer.writeheader()
-            writer.writerows(rows)
-        os.replace(temporary, self.path)
+        columns = self._columns
+        assert columns is not None
+
+        def write(scratch: Path) -> None:
+            with scratch.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, columns)
+                writer.writeheader()
+                writer.writerows(rows)
+
+        write_atomic(self.path, write)
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    """Whole rows of a metrics file; a last row cut short by a kill is left out."""
+    """Whole rows of a metrics file; a last row cut short by a kill or a full disk is left out.
+
+    Raises: InputError for a file that no run wrote.
+    """
     if not path.exists():
         return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if None not in row.values() and (row["step"] or "x").isdigit()]
+    try:
+        *lines, rest = path.read_bytes().decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise _foreign(path, f"byte {error.start + 1} is no text") from error
+    if not lines and not rest:
+        return []
+    reader = csv.reader(lines)
+    try:
+        header = next(reader, [])
+        if "step" not in header or len(set(header)) < len(header):
+            raise _foreign(path, "its first line does not name columns, step among them")
+        rows = []
+        for values in reader:
+            row = dict(zip(header, values, strict=False))
+            if values and not (len(values) == len(header) and _is_row(row)):
+                raise _foreign(path, f"line {reader.line_num} has not one number, or nothing, for each of {len(header)} columns")
+            rows += [row] if values else []
+    except csv.Error as error:
+        raise _foreign(path, f"line {reader.line_num}: {error}") from error
+    if not _CUT.fullmatch(rest) or rest.count(",") >= len(header):
+        raise _foreign(path, "its last line is no row cut short")
+    return rows
+
+
+_CUT = re.compile(r"[-+.,0-9einfa]*\r?")
+"""What of a row can be there where its end is not."""
+_STEP = re.compile(r"[0-9]{1,18}")
+
+
+def _is_row(row: Mapping[str, str]) -> bool:
+    try:
+        _ = [float(value) for value in row.values() if value]
+    except ValueError:
+        return False
+    return _STEP.fullmatch(row["step"]) is not None
+
+
+def _foreign(path: Path, why: str) -> InputError:
+    return InputError(
+        f"{path} is no metrics file of a run ({why}): it would be written over. Move it elsewhere and a new one is begun, or go on "
+        "without one (logger=none)"
+    )
 
 
 def read_metrics(path: PathLike) -> list[dict[str, float]]:
-    """The rows of a `metrics.csv`, each with the metrics it has."""
+    """The rows of a `metrics.csv`, each with the metrics it has. Raises InputError for a file that no run wrote."""
     return [{name: float(value) for name, value in row.items() if value != ""} for row in _rows(Path(path))]
 
 

@@ -61,6 +61,22 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         lines.append(
             f"greedy text was not the plain one for every prompt (near-ties in low precision): {', '.join(unlike)}"
         )
+    return lines + memories(rows)
+
+
+def memories(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which drafts also came from what was decoded before in the same measurement."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for row in rows:
+        if row.get("remember"):
+            found.setdefault((row["remember"], row.get("repeated_prompts") or 0), []).append(str(row["label"]))
+    lines = []
+    for (tokens, again), labels in found.items():
+        repeated = f"; {again} of the prompts had been decoded before" if again else ""
+        lines.append(
+            f"drafts came from the texts decoded before in the same measurement, too (up to {tokens} tokens), so that the prompts' "
+            f"order and likeness count{repeated}: {', '.join(labels)}"
+        )
     return lines
 
 

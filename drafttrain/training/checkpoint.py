@@ -7,14 +7,15 @@ code of the file's.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -22,7 +23,7 @@ from torch import nn
 
 from drafttrain.checks import whole
 from drafttrain.data.conversations import write_atomic
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, writing
 from drafttrain.processes import rank
 from drafttrain.training.decode_callback import DecodeCallback
 from drafttrain.training.module import DraftModule
@@ -56,8 +57,40 @@ class CheckpointConfig:
 
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
+    """Raises: OSError if it cannot be written whole; what lay there is then still whole."""
+
+    def write(scratch: Path) -> None:
+        with scratch.open("wb") as file:
+            noted = _Noted(file)
+            torch.save({"format": FORMAT, **state}, noted)  # type: ignore[arg-type]
+            if noted.failed is not None:
+                raise noted.failed
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, lambda scratch: torch.save({"format": FORMAT, **state}, scratch))
+    write_atomic(path, write)
+
+
+class _Noted:
+    """A file for `torch.save`. What the system refuses is noted, and nothing further is written: through torch's own writer it
+    would come out as another error, which does not say why."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.failed: OSError | None = None
+
+    def write(self, data: memoryview | bytes) -> int:
+        self._try(lambda: self.file.write(data))
+        return len(data)
+
+    def flush(self) -> None:
+        self._try(self.file.flush)
+
+    def _try(self, work: Callable[[], Any]) -> None:
+        try:
+            if self.failed is None:
+                work()
+        except OSError as error:
+            self.failed = error
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -84,16 +117,35 @@ def check_facts(state: Mapping[str, Any], path: Path) -> None:
 def check_whole(state: Mapping[str, Any], path: Path) -> None:
     """Raise InputError unless a checkpoint holds all that a run goes on from."""
     _check_parts(state, path, _PARTS)
-    counts = [state["progress"][name] for name in ("position", "updates", "empty_windows")]
-    times = [state["progress"][name] for name in ("supervised", "seconds")]
-    if not all(type(one) is int and one >= 0 for one in counts) or not all(type(one) in (int, float) and one >= 0 for one in times):
-        raise InputError(f"{path} says that its run was at {str(state['progress'])[:120]}: it is damaged, give another one")
+    progress, keeper, decode = state["progress"], state["keeper"], state["decode"]
+    at = [_is_count(progress[name]) for name in ("position", "updates", "empty_windows")]
+    took = [_is_amount(progress[name]) for name in ("supervised", "seconds")]
+    if not all((*at, *took)):
+        raise InputError(f"{path} says that its run was at {str(progress)[:120]}: it is damaged, give another one")
+    best, at_update = keeper["best"], keeper["best_update"]
+    found = (best is None and at_update is None) or (_is_amount(best) and _is_count(at_update) and at_update <= progress["updates"])
+    if not (found and _is_count(keeper["without_progress"])):
+        raise InputError(f"{path} says that its best was {str(keeper)[:120]}: it is damaged, give another one")
+    if decode is None:
+        return
+    never = decode["measured_at"] is None
+    counted = _is_count(decode["evaluations"]) and (never or _is_count(decode["measured_at"]))
+    if not (counted and _is_amount(decode["seconds"]) and (decode["tau"] is None or _is_amount(decode["tau"]))):
+        raise InputError(f"{path} says that it had measured {str(decode)[:120]}: it is damaged, give another one")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _check_parts(state: Mapping[str, Any], path: Path, parts: Iterable[str]) -> None:
     for part in parts:
         names, found = _PARTS[part], state.get(part)
-        if part == "decode" and found is None:
+        if part == "decode" and part in state and found is None:
             continue
         lacking = [name for name in names if not isinstance(found, dict) or name not in found]
         if lacking or not isinstance(found, dict):
@@ -242,10 +294,14 @@ class Keeper(Callback):
         scratch = self.folder / f".{name}-link"
         scratch.unlink(missing_ok=True)
         try:
-            os.link(self.folder / there, scratch)
-        except OSError:
-            shutil.copy2(self.folder / there, scratch)
-        os.replace(scratch, self.folder / name)
+            with writing(self.folder / name):
+                try:
+                    os.link(self.folder / there, scratch)
+                except OSError:
+                    shutil.copy2(self.folder / there, scratch)
+            os.replace(scratch, self.folder / name)
+        finally:
+            scratch.unlink(missing_ok=True)
 
     def _restore_handlers(self) -> None:
         while self._handlers:

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from drafttrain.checks import path_of
+from drafttrain.data.conversations import write_atomic
 from drafttrain.errors import InputError
 from drafttrain.processes import await_word, give_word, on_another_machine, rank
 from drafttrain.runs import run_dir
@@ -50,7 +51,7 @@ class Run:
         """Write config.yaml; that of a run's first part stays."""
         config = self.folder / CONFIG
         if rank() == 0 and not config.exists():
-            config.write_text(OmegaConf.to_yaml(cfg), encoding="utf-8")
+            write_atomic(config, lambda scratch: scratch.write_text(OmegaConf.to_yaml(cfg), encoding="utf-8"))
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ def main() -> None:
 
         def decode(groups: list[list[list[int]]], key: str, plan: Plan = plan, texts: dict = texts) -> None:
             texts[key] = []
+            speculator.drafter = speculator.drafter.afresh()  # Nothing of an earlier round is copied.
             for group in groups:
                 outputs, _ = speculator.generate(group, max_new_tokens=words.new, plan=plan, stop_ids=())
                 texts[key] += [output.ids for output in outputs]

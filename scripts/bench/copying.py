@@ -1,14 +1,17 @@
 """What copying drafts from text costs a round, against one plain step of the target.
 
-Usage: python scripts/bench/copying.py [--lengths 250 1000 4000] [--rounds 30]
+Usage: python scripts/bench/copying.py [--lengths 250 1000 4000] [--rounds 30] [--remember 100000]
 
 The text is that of the shipped conversations, one behind the other. A round takes in two tokens and drafts; every ratio is
-taken inside this run. The target's step stands behind 250 tokens: behind more it takes longer, and the ratio falls.
+taken inside this run. The target's step stands behind 250 tokens: behind more it takes longer, and the ratio falls. A drafter that
+remembers texts holds other conversations, of which it was told twice as many tokens as it keeps.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
+import tracemalloc
 from collections.abc import Callable
 
 import torch
@@ -42,9 +45,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[250, 1000, 4000])
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--remember", type=int, default=100_000)
     options = parser.parse_args()
     target = load.smollm2(dtype="auto", device="auto", attention="sdpa")
-    text = torch.from_numpy(read_set(set_folder("builtin:smollm2")).ids.astype("int64"))
+    conversations = read_set(set_folder("builtin:smollm2"))
+    text = torch.from_numpy(conversations.ids.astype("int64"))
     cache = target.new_cache(1, 300)
     target.step(text[None, :250].to(target.device), cache)
     cache.commit(torch.tensor([250], device=target.device))
@@ -54,15 +59,43 @@ def main() -> None:
         target.head(target.step(text[None, 250:251].to(target.device), cache).hidden)
 
     jobs: dict[str, Callable[[], object]] = {"a plain step": plain}
-    for drafter in (NGram(target), Suffix(target)):
+    remembering = Suffix(target, remember=options.remember)
+    rows, told = [], 0
+    while told < 2 * options.remember:
+        rows.append(conversations.row(len(conversations) - 1 - len(rows))[0].tolist())
+        told += len(rows[-1])
+    for line in filled(remembering, rows):
+        print(line)
+    drafters = {"NGram": NGram(target), "Suffix": Suffix(target), f"Suffix, {options.remember} tokens remembered": remembering}
+    for kind, drafter in drafters.items():
         for length in options.lengths:
             for name, tree in TREES.items():
                 if isinstance(tree, drafter.growths):
-                    jobs[f"{type(drafter).__name__}, {length} tokens, {name}"] = round_of(drafter, text, length, tree)
+                    jobs[f"{kind}, {length} tokens, {name}"] = round_of(drafter, text, length, tree)
     seconds = interleaved(jobs, rounds=options.rounds)
     step = seconds["a plain step"]
     for name, value in seconds.items():
         print(f"{name}: {value * 1e6:.0f} us, {value / step:.4f} of a plain step (at most {WANTED} is wanted)")
+
+
+def filled(drafter: Suffix, rows: list[list[int]]) -> list[str]:
+    """Texts one after the other: what each half of them took by the token, and, told by the same again, the memory in the end."""
+    told, slowest = [], 0.0
+    middle = len(rows) // 2
+    for half, some in (("while there is room", rows[:middle]), ("while the oldest leave", rows[middle:])):
+        total = 0.0
+        for row in some:
+            start = time.perf_counter()
+            drafter.keep([row])
+            took = time.perf_counter() - start
+            total, slowest = total + took, max(slowest, took)
+        told.append(f"remembering a token {half}: {total / sum(map(len, some)) * 1e6:.1f} us")
+    again = drafter.afresh()
+    tracemalloc.start()
+    again.keep(rows)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return [*told, f"the slowest text: {slowest * 1e3:.1f} ms; memory: {held / drafter.remembers:.0f} bytes a token of the room"]
 
 
 def round_of(drafter: Retrieval, text: torch.Tensor, length: int, tree: Growth) -> Callable[[], None]:

@@ -48,6 +48,8 @@ def row(speedup: float | None, tau: float, tree: str = "chain 3", **more: Any) -
         "speedup": speedup,
         "speedup_interval": None if speedup is None else [speedup - 0.2, speedup + 0.2],
         "tokens_per_second": 30.0,
+        "remember": 0,
+        "repeated_prompts": 0,
         "plain_tokens_per_second": 20.0,
         "prompts": 2,
         "rounds": 20,

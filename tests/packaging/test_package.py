@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import drafttrain
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.eagle1 import Eagle1
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, disk_full
 from drafttrain.nn.sampling import Policy
 from drafttrain.packaging import decoding, reading, writing
 from drafttrain.packaging.manifest import CARD, CONFIG, DECODING, FILES, METRICS, TENSORS, read_config, read_metrics
@@ -32,7 +33,7 @@ from drafttrain.target.model import Target
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
-from tests.helpers import save_target, tiny_chat_target
+from tests.helpers import file_limit, save_target, tiny_chat_target
 from tests.packaging.made import packed
 
 ROWS = [
@@ -655,6 +656,15 @@ def test_a_full_disk_leaves_the_old_package(
         packed(package, drafter, target, plan=Plan(Tree.chain(1)))
     assert snapshot(package) == before
     assert [p.name for p in package.parent.iterdir()] == ["package"]
+
+
+def test_a_limit_of_file_sizes_leaves_the_old_package(package: Path, target: Target, drafter: Eagle1) -> None:
+    before, size = snapshot(package), (package / TENSORS).stat().st_size
+    for limit in (10, size // 2, size - 1):
+        with file_limit(limit), pytest.raises((OSError, SafetensorError)) as caught:
+            packed(package, drafter, target, plan=Plan(Tree.chain(1)))
+        assert "a file grew larger than this system allows" in disk_full(caught.value)
+        assert snapshot(package) == before and [p.name for p in package.parent.iterdir()] == ["package"]
 
 
 def test_an_interruption_between_the_two_moves_leaves_the_old_package(

@@ -79,6 +79,18 @@ def test_the_card_says_what_it_is(target: Target, tmp_path: Path) -> None:
     assert "conversations of builtin:talk that lie in here" in told and "under MIT" in told
 
 
+def test_what_is_remembered_is_a_setting_and_never_in_a_package(target: Target, tmp_path: Path) -> None:
+    drafter = Suffix(target, remember=500)
+    drafter.keep([PROMPT])
+    folder = packed(tmp_path / "package", drafter, target, plan=PLAN)
+    again = load_drafter(folder, target)
+    assert isinstance(again, Suffix) and again.settings() == drafter.settings() and not load_file(folder / TENSORS)
+    assert again.earlier is not None and not again.earlier.texts
+    told = (folder / CARD).read_text()
+    assert "the latest 500 tokens of prompts and answers" in told and "need processes of their own" in told
+    assert "what was decoded in it before" not in (packed(tmp_path / "off", Suffix(target), target, plan=PLAN) / CARD).read_text()
+
+
 def edit_config(package: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     config = json.loads((package / CONFIG).read_text())
     edit(config)
@@ -98,6 +110,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a setting out of range": (lambda p: edit_config(p, lambda c: c["drafter"].update(max_match=0)), "max_match=0"),
     "a setting of another kind": (lambda p: edit_config(p, lambda c: c["drafter"].update(max_match="x")), "max_match is 'x'"),
     "a setting missing": (lambda p: edit_config(p, lambda c: c["drafter"].pop("deepest")), "lacks deepest"),
+    "a memory of words": (lambda p: edit_config(p, lambda c: c["drafter"].update(remember="x")), "remember is 'x', needs int"),
+    "a memory beyond bounds": (lambda p: edit_config(p, lambda c: c["drafter"].update(remember=-3)), "remember=-3"),
     "other needs": (lambda p: edit_config(p, lambda c: c["needs"].update(last_hidden=True)), "needs are"),
     "drawn drafts": (
         lambda p: (p / DECODING).write_text(

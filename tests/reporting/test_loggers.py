@@ -17,6 +17,7 @@ from drafttrain.reporting import loggers
 from drafttrain.reporting.figures import acceptance_curve
 from drafttrain.reporting.loggers import CsvLogger, read_metrics
 from drafttrain.wiring.building import build
+from tests.helpers import file_limit
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "logger"
 ROWS = [{"temperature": 0, "growth": "chain", "nodes": 4, "rule": "greedy", "tau": 1.8, "accept_at": [0.5, 0.4, None]}]
@@ -79,6 +80,58 @@ def test_csv_is_written_at_once_and_continued(tmp_path: Path) -> None:
         {"step": 3, "loss": 9.0, "new": 1.0},
         {"step": 4, "loss": 8.0},
     ]
+
+
+def test_a_limit_of_file_sizes_leaves_whole_rows(tmp_path: Path) -> None:
+    path, log = tmp_path / "metrics.csv", CsvLogger(tmp_path)
+    for step in range(3):
+        log.log_metrics({"loss": 0.5}, step)
+    with file_limit(path.stat().st_size + 9), pytest.raises(OSError, match=r"File too large.*metrics\.csv"):
+        log.log_metrics({"loss": 0.1234567}, 3)
+    assert path.read_text().endswith("3,0.12345")  # A number, though another one than was logged.
+    assert [row["step"] for row in read_metrics(path)] == [0, 1, 2]
+    with file_limit(20), pytest.raises(OSError, match=r"File too large.*metrics\.csv"):
+        CsvLogger(tmp_path).log_metrics({"loss": 0.1, "more": 1.0}, 3)
+    CsvLogger(tmp_path).log_metrics({"loss": 0.25}, 3)
+    assert read_metrics(path)[2:] == [{"step": 2, "loss": 0.5}, {"step": 3, "loss": 0.25}]
+    assert [one.name for one in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+FOREIGN = {
+    "bytes": (b"garbage\x00,\nx,y\n\xff", "byte 15 is no text"),
+    "another table": (b"name,grade\r\nann,1\r\n", "does not name columns"),
+    "one word": (b"mine", "does not name columns"),
+    "a column twice": (b"step,loss,loss\n1,2,3\n", "does not name columns"),
+    "a row too short": (b"step,loss\n1,0.5\n2\n3,0.2\n", "line 3 has not one number"),
+    "a row too long": (b"step,loss\n1,0.5,7\n", "line 2 has not one number"),
+    "words": (b"step,loss\n1,low\n", "line 2 has not one number"),
+    "no step": (b"step,loss\n,0.5\n", "line 2 has not one number"),
+    "half a step": (b"step,loss\n1.5,0.5\n", "line 2 has not one number"),
+    "a zero byte": (b"step,loss\n1,\x00\n", "line 2"),
+    "notes at the end": (b"step,loss\n1,0.5\nmy notes", "its last line is no row cut short"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_file_that_no_run_wrote_is_not_written_over(tmp_path: Path, name: str) -> None:
+    path, (held, said) = tmp_path / "metrics.csv", FOREIGN[name]
+    path.write_bytes(held)
+    for read in (build, lambda node, run_dir: read_metrics(run_dir / "metrics.csv")):
+        with pytest.raises(InputError, match=rf"metrics\.csv is no metrics file of a run \(.*{said}.*Move it elsewhere"):
+            read(OmegaConf.load(CONF / "csv.yaml"), run_dir=tmp_path)
+    assert path.read_bytes() == held
+
+
+@pytest.mark.parametrize(
+    ("held", "steps"),
+    [(b"", []), (b"step,loss\r\n", []), (b"step,loss\n1,0.5\n\n2,\n", [1, 2]), (b"step,loss\n1,0.5\n2,-1.5e-0", [1])],
+)
+def test_what_can_be_read_is_continued(tmp_path: Path, held: bytes, steps: list[int]) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(held)
+    assert [row["step"] for row in read_metrics(path)] == steps
+    CsvLogger(tmp_path).log_metrics({"loss": 1.0}, 7)
+    assert [row["step"] for row in read_metrics(path)] == [*steps, 7]
 
 
 def test_none_writes_nothing(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafttrain.reporting.rows import accepted_cells, gaps, same_text_cell, verdicts
+from drafttrain.reporting.rows import accepted_cells, gaps, memories, same_text_cell, verdicts
 
 
 def test_cells_show_counts_where_they_are_known() -> None:
@@ -24,6 +24,21 @@ def test_what_is_behind_is_said_with_how_sure_that_is() -> None:
     assert said.startswith("tau is highest with a; behind it, on the same prompts: b by 0.250 (0.100..0.400), c by 0.050")
     assert said.endswith("c by 0.050 (-0.100..0.200, too few prompts to tell)")
     assert gaps(rows[1:2]) == gaps([{"label": "d", "tau": 2.0}]) == []
+
+
+def test_what_was_remembered_while_measuring_is_said() -> None:
+    rows = [
+        {"label": "a", "remember": 900, "repeated_prompts": 0},
+        {"label": "b", "remember": 900, "repeated_prompts": 0},
+        {"label": "c", "remember": 900, "repeated_prompts": 3},
+        {"label": "d", "remember": 0, "repeated_prompts": 0},
+        {"label": "e", "remember": None},
+        {"label": "f"},
+    ]
+    once, again = memories(rows)
+    assert "(up to 900 tokens)" in once and once.endswith("likeness count: a, b")
+    assert again.endswith("; 3 of the prompts had been decoded before: c")
+    assert memories(rows[3:]) == []
 
 
 def test_slower_is_said_plainly() -> None:

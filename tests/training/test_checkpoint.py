@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import torch
 
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.decoding.plan import Plan
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, disk_full
 from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import CheckpointConfig, Keeper, check_whole, read_checkpoint, write_checkpoint
 from drafttrain.training.decode_callback import DecodeCallback, EvalConfig
 from drafttrain.training.module import DraftModule
 from drafttrain.tree.topology import Tree
+from tests.helpers import file_limit
 from tests.training.parts import Watch, fit, module_for, same, weights_of
 from tests.training.test_decode_callback import EVAL
 
@@ -34,6 +36,9 @@ class Told(DecodeCallback):
         self.tau, self.measured_at = self.taus[self.evaluations], module.updates
         self.evaluations += 1
         return {}
+
+
+MEASURED = {"measured_at": 1, "evaluations": 1, "tau": 1.5, "seconds": 0.5}
 
 
 def keeper(folder: Path, decode: DecodeCallback | None = None, **settings: Any) -> Keeper:
@@ -128,13 +133,31 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     write_checkpoint(path, {"progress": {"updates": 1}})
 
     def full(*args: Any, **kwargs: Any) -> None:
-        Path(args[1]).write_bytes(b"half")
+        args[1].write(b"half")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(OSError, match="No space"):
         write_checkpoint(path, {"progress": {"updates": 2}})
     assert updates_in(path) == 1 and names(tmp_path) == ["last.ckpt"]
+
+
+def test_a_limit_of_file_sizes_leaves_the_old_one(tmp_path: Path) -> None:
+    """Wherever the limit falls, also in what is written only while the file is closed."""
+    path, whole = tmp_path / "last.ckpt", tmp_path / "whole.ckpt"
+    write_checkpoint(path, {"progress": {"updates": 1}})
+    state = {"progress": {"updates": 2}, "weights": {"a": torch.zeros(5000), "b": torch.ones(30)}}
+    write_checkpoint(whole, state)
+    size = whole.stat().st_size
+    for limit in (0, 1, 100, 1000, size // 2, size - 4000, size - 100, size - 1):
+        with file_limit(limit), pytest.raises(OSError) as caught:
+            write_checkpoint(path, state)
+        said = disk_full(caught.value)
+        assert said.startswith("a file grew larger than this system allows") and f"while writing {path}: raise" in said, limit
+        assert updates_in(path) == 1 and names(tmp_path) == ["last.ckpt", "whole.ckpt"]
+    with file_limit(size):
+        write_checkpoint(path, state)
+    assert updates_in(path) == 2
 
 
 def test_what_a_run_cannot_go_on_from_is_refused(target: Target, data: ConversationData, tmp_path: Path) -> None:
@@ -145,15 +168,29 @@ def test_what_a_run_cannot_go_on_from_is_refused(target: Target, data: Conversat
     path = tmp_path / "last.ckpt"
     whole = read_checkpoint(path)
     check_whole(whole, path)
+    check_whole({**whole, "decode": MEASURED, "keeper": {"best": 1.5, "best_update": 1, "without_progress": 0}}, path)
     for change, said in (
         (lambda state: state.pop("facts"), "lacks facts: target"),
         (lambda state: state.update(facts=3), "lacks facts: target"),
         (lambda state: state.update(settings=None), "lacks settings"),
+        (lambda state: state.pop("decode"), "lacks decode: measured_at"),
         (lambda state: state.update(weights=[1]), "lacks weights"),
         (lambda state: state["progress"].pop("position"), "lacks progress: position"),
         (lambda state: state["progress"].update(updates="many"), "says that its run was at"),
         (lambda state: state["progress"].update(position=-1), "says that its run was at"),
         (lambda state: state["keeper"].clear(), "lacks keeper: best, best_update, without_progress"),
+        (lambda state: state["keeper"].update(best="much", best_update=1), "says that its best was {'best': 'much'"),
+        (lambda state: state["keeper"].update(best=[2.0], best_update=1), "says that its best was"),
+        (lambda state: state["keeper"].update(best=math.nan, best_update=1), "says that its best was"),
+        (lambda state: state["keeper"].update(best=2.0), "says that its best was"),
+        (lambda state: state["keeper"].update(best=2.0, best_update="../../other"), "says that its best was"),
+        (lambda state: state["keeper"].update(best=2.0, best_update=2), "says that its best was"),
+        (lambda state: state["keeper"].update(without_progress=-1), "says that its best was"),
+        (lambda state: state.update(decode={**MEASURED, "evaluations": None}), "says that it had measured"),
+        (lambda state: state.update(decode={**MEASURED, "measured_at": "x"}), "says that it had measured"),
+        (lambda state: state.update(decode={**MEASURED, "tau": "much"}), "says that it had measured"),
+        (lambda state: state.update(decode={**MEASURED, "seconds": math.inf}), "says that it had measured"),
+        (lambda state: state["progress"].update(seconds=math.nan), "says that its run was at"),
     ):
         state = copy.deepcopy(whole)
         change(state)

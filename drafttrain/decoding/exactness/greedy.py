@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from drafttrain.decoding.exactness.logits import last_logits
+from drafttrain.decoding.loop import decode
 from drafttrain.decoding.measure import Prompts, Watch, unwatched
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
@@ -28,9 +29,10 @@ def same_text(
 
     def write(plan: Plan, what: str) -> list[list[int]]:
         written: list[list[int]] = []
+        drafter = speculator.drafter.afresh() if plan.tree.size else None
         for start in watch(range(0, len(prompts), batch), what):
             part = prompts[start : start + batch]
-            outputs, _ = speculator.generate(part, max_new_tokens=max_new_tokens, plan=plan)
+            outputs, _ = decode(speculator.target, drafter, part, plan, max_new_tokens=max_new_tokens)
             written += [output.ids for output in outputs]
         return written
 

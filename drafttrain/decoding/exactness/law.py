@@ -83,13 +83,14 @@ def same_law(
         outside = 0
         side = max(1, min(256, _LOGITS // ((plan.tree.size + 1) * target.vocab_size)))
         jobs = [(place, start) for place in range(len(places)) for start in range(0, each, side)]
+        own = drafter.afresh()
         for job in watch(range(len(jobs)), f"exactness: {name}"):
             place, start = jobs[job]
             where, cells = places[place]
             numbers = range(place * each + start, place * each + min(start + side, each))
             outputs, _ = decode(
                 target,
-                drafter,
+                own,
                 [where] * len(numbers),
                 plan,
                 max_new_tokens=TOKENS,

@@ -1,0 +1,77 @@
+"""Texts that were decoded earlier, the latest of them, as one suffix automaton."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from drafttrain.drafter.automaton import SuffixAutomaton
+
+ALONE = threading.Lock()
+"""To be held while a text is added or an automaton of texts is read: several texts may be decoded at once, by threads."""
+
+
+class Remembered:
+    """The latest texts of at most `room` tokens in all; the oldest leave first, each as a whole.
+
+    A text that begins with all of the latest one takes its place: the next turn of a conversation holds the earlier ones. Of a text
+    that is longer than the room its end is kept.
+
+    An automaton cannot shrink. Once a text has left it, a second one is made beside it, of what comes from then on, and takes its
+    place when all that is left stands in it. So adding a text costs two or three walks over as many tokens as it has and none over
+    all texts, and the automata hold about three times the room.
+
+    Args:
+        room: tokens, at least 1.
+        longest: tokens of the longest string that is counted, see `SuffixAutomaton`.
+    """
+
+    def __init__(self, room: int, longest: int) -> None:
+        self.room, self.longest = room, longest
+        self.texts: deque[list[int]] = deque()
+        self.tokens = 0
+        """Of all texts."""
+        self.version = 0
+        """Changes with every text: states of the automaton that were known before mean nothing then."""
+        self.automaton = SuffixAutomaton(longest)
+        """Of the texts; what has left it has a count of 0."""
+        self._next: SuffixAutomaton | None = None
+        self._in_next = 0
+        """Texts in it, the latest ones."""
+
+    def add(self, text: Sequence[int]) -> None:
+        new = list(text[-self.room :])
+        if not new:
+            return
+        last = self.texts[-1] if self.texts else []
+        goes_on = bool(last) and new[: len(last)] == last
+        more = new[len(last) :] if goes_on else new
+        _append(self.automaton, more, goes_on)
+        if self._next is not None and (self._in_next or not goes_on):
+            _append(self._next, more, goes_on)
+        if goes_on:
+            self.texts[-1] = new
+        else:
+            self.texts.append(new)
+            self._in_next += self._next is not None
+        self.tokens += len(more)
+        while self.tokens > self.room:
+            oldest = self.texts.popleft()
+            self.automaton.forget(oldest)
+            self.tokens -= len(oldest)
+            if self._next is None:
+                self._next, self._in_next = SuffixAutomaton(self.longest), 0
+            elif self._in_next > len(self.texts):
+                self._next.forget(oldest)
+                self._in_next -= 1
+        if self._next is not None and self._in_next == len(self.texts):
+            self.automaton, self._next = self._next, None
+        self.version += 1
+
+
+def _append(automaton: SuffixAutomaton, tokens: Sequence[int], goes_on: bool) -> None:
+    if not goes_on:
+        automaton.begin()
+    for token in tokens:
+        automaton.append(token)

@@ -1,0 +1,59 @@
+"""What systems and libraries refuse, in one line each."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from drafttrain.errors import disk_full, refused_by_system, writing
+
+TORN = "[enforce fail at inline_container.cc:664] . unexpected pos 192 vs 86"
+FAILED = "[enforce fail at inline_container.cc:862] . PytorchStreamWriter failed writing file data/0: file write failed"
+
+
+def refused(number: int, *file: str) -> OSError:
+    return OSError(number, os.strerror(number), *file)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (refused(errno.EFBIG), r"a file grew larger than this system allows \(\[Errno 27\].*: raise the limit \(ulimit -f\)"),
+        (refused(errno.EFBIG, "x/y"), "a file grew larger than this system allows while writing x/y: raise"),
+        (refused(errno.ENOSPC, "x/y"), "the disk is full while writing x/y: free some space"),
+        (refused(errno.EDQUOT, "x/y"), "the disk quota is used up while writing x/y: free some space"),
+        (refused(errno.EROFS), "the disk takes no writes any more .*: write elsewhere"),
+        (refused(errno.EROFS, "x/y"), "x/y cannot be used: Read-only file system"),
+        # As safetensors and torch tell it.
+        (RuntimeError("Error while serializing: I/O error: File too large (os error 27)"), "a file grew larger"),
+        (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), "the disk is full"),
+        (RuntimeError("Error while serializing: I/O error: Disk quota exceeded (os error 122)"), "the disk quota is used up"),
+        (RuntimeError(TORN), "a file could not be written whole .*; the disk may be full, or a limit of file sizes met"),
+        (RuntimeError(FAILED), "a file could not be written whole"),
+        (RuntimeError("basic_ios::clear: iostream error"), "a file could not be written whole"),
+    ],
+)
+def test_what_keeps_a_file_from_being_whole(error: Exception, said: str) -> None:
+    assert re.match(said, refused_by_system(error)), refused_by_system(error)
+    assert refused_by_system(ValueError("unexpected position 3")) == ""
+
+
+def test_the_reason_wins_over_what_it_led_to() -> None:
+    try:
+        try:
+            raise refused(errno.EFBIG, "x/y")
+        finally:
+            raise RuntimeError(TORN)
+    except RuntimeError as error:
+        assert disk_full(error).startswith("a file grew larger than this system allows while writing x/y")
+
+
+def test_an_error_that_names_no_file_is_about_the_one_written(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"full\.bin"), writing(tmp_path / "full.bin"):
+        raise refused(errno.ENOSPC)
+    with pytest.raises(OSError, match=r"other\.bin"), writing(tmp_path / "full.bin"):
+        raise refused(errno.ENOSPC, "other.bin")
