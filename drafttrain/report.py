@@ -155,7 +155,7 @@ def recorded(entries: Sequence[Entry], cfg: DictConfig) -> tuple[list[dict[str, 
 
 def row_of(measured: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     """What was measured and what the drafter costs; the label tells it from every other row."""
-    row = {name: value for name, value in measured.items() if name != "rank_rates"} | facts
+    row = {name: value for name, value in measured.items() if name not in ("rank_rates", "node_counts")} | facts
     return row | {"label": f"{facts['run']} {tree_title(row)}", "speed_prompts": row["prompts"]}
 
 
