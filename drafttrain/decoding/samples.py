@@ -19,8 +19,9 @@ def samples_of(
     Args:
         prompts: those that were measured, more may follow.
     Returns: how they were decoded, and `answers`, each with its `prompt`, how it ended (`finish`), and its `passes`, the prefill
-        first: `drafts`, the text of each accepted draft, and `own`, the text of the token that the target chose behind them, ""
-        where a stop token or the limit cut it off. `written_in` is "text"; "ids" where the target came without a tokenizer.
+        first. Of each: `tokens`, how many it wrote; `drafts`, the texts of those that were accepted drafts; `own`, the text of
+        the one that the target chose behind them, where it is there. `written_in` is "text"; "ids" where the target has no
+        tokenizer.
     """
     plan, kept = measured.plan, measured.outputs[:count]
     if not kept:
@@ -48,7 +49,7 @@ def _passes(target: Target, output: Output) -> list[dict[str, Any]]:
     texts, passes, start = _texts(target, output.ids), [], 0
     for emitted, drafted in output.runs:
         part = texts[start : start + emitted]
-        passes.append({"drafts": part[:drafted], "own": "".join(part[drafted:])})
+        passes.append({"tokens": emitted, "drafts": part[:drafted], "own": "".join(part[drafted:])})
         start += emitted
     return passes
 
