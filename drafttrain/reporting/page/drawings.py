@@ -384,7 +384,8 @@ def _wider(axis: _Axis) -> _Axis:
     """Ends that are not too close to what is drawn, and never one value."""
     low, high = axis.low, axis.high
     if high - low <= 1e-9 * max(1.0, abs(low), abs(high)):
-        low, high = low - 0.5, high + 0.5
+        room = max(0.5, 1e-9 * abs(high))
+        low, high = low - room, high + room
     elif not axis.whole and not (low == 0.0 and high == 1.0):
         room = 0.06 * (high - low)
         low, high = (low if low == 0.0 else low - room), high + room

@@ -85,7 +85,13 @@ def _table(rows: Sequence[Logged], places: Sequence[int]) -> Markup:
     columns = ["update", "val/tau", "accepted/round", "rounds", "sim/tau", *(f"accept@{k} (offered)" for k in places)]
     lines = []
     for row in rows:
-        values = [row.get(name) for name in ("val/tau", "val/accepted_per_round", "val/rounds", "sim/tau")]
+        rounds = row.get("val/rounds")
+        values = [
+            row.get("val/tau"),
+            row.get("val/accepted_per_round"),
+            None if rounds is None else round(rounds),
+            row.get("sim/tau"),
+        ]
         rates = [_rate(row.get(f"val/accept@{k}"), row.get(f"val/accept@{k}_count")) for k in places]
         lines.append([int(row["step"]), *values, *rates])
     return table("Evaluations while training", columns, lines)
