@@ -77,7 +77,7 @@ def trees(record: Record) -> Content:
         else None,
     ]
     if not any(found):
-        return absent("Only chains were measured; their positions stand above.")
+        return absent("Only chains were measured; their positions stand above." if record.entry.rows else "Nothing was measured.")
     return found
 
 

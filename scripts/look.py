@@ -1,0 +1,141 @@
+"""Open a page in a browser without a window and without a network, and tell what it does there, one line of JSON for each width.
+
+    .venv-browser/bin/python scripts/look.py report.html --width 390 --width 1280 [--dark] [--picture folder]
+
+Needs PySide6-Addons, which brings QtWebEngine; scripts/browser.sh installs it in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SECONDS = 60
+TALLEST = 12000
+"""Pixels of a picture; the rest of a page is cut off."""
+LOOK = """
+(() => {
+  document.querySelectorAll('details').forEach(one => one.open = true);
+  const drawings = [...document.querySelectorAll('svg')];
+  const letters = one => {
+    const scale = one.getBoundingClientRect().width / one.viewBox.baseVal.width;
+    return [...one.querySelectorAll('text')].map(text => scale * parseFloat(getComputedStyle(text).fontSize));
+  };
+  const over = one => !one.parentElement.closest('.scroll') && one.getBoundingClientRect().right > innerWidth + 0.5;
+  const body = getComputedStyle(document.body);
+  return JSON.stringify({
+    width: innerWidth,
+    scroll_width: document.documentElement.scrollWidth,
+    scroll_height: document.documentElement.scrollHeight,
+    too_wide: [...document.querySelectorAll('body *')].filter(over).map(one => one.outerHTML.slice(0, 120)).slice(0, 5),
+    drawings: drawings.map(one => [one.getBoundingClientRect(), one.getBBox()].map(box => [box.width, box.height])),
+    smallest_letter: Math.min(...drawings.flatMap(letters)),
+    active: document.querySelectorAll('script, img, iframe, object, embed, link').length,
+    resources: performance.getEntriesByType('resource').map(one => one.name),
+    colours: [body.color, body.backgroundColor],
+    text: document.body.innerText.length,
+  });
+})()
+"""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--width", type=int, action="append", required=True, help="of the window, in pixels")
+    parser.add_argument("--dark", action="store_true")
+    parser.add_argument("--picture", type=Path, help="a folder for pictures of the page")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
+    flags = ["--disable-gpu", '--host-resolver-rules="MAP * ~NOTFOUND"', "--disable-background-networking"]
+    flags += [f"--blink-settings=preferredColorScheme={0 if given.dark else 1}"]
+    os.environ["QT_QPA_PLATFORM"] = "offscreen"
+    os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = " ".join(flags)
+    os.environ["QTWEBENGINE_DISABLE_SANDBOX"] = "1"  # It does not work for root, and the page runs nothing.
+    try:
+        from PySide6.QtWidgets import QApplication
+    except ImportError as error:
+        sys.exit(f"look: no browser ({error}): scripts/browser.sh installs one; it needs libnss3, libegl1, libasound2, libxkbfile1")
+    app = QApplication(sys.argv[:1])
+    for width in given.width:
+        print(json.dumps(look(app, given.page.resolve(), width, given.picture, "dark" if given.dark else "light")), flush=True)
+
+
+def look(app: Any, path: Path, width: int, pictures: Path | None, scheme: str) -> dict[str, Any]:
+    """What the page does and how it lies in a window of that width."""
+    from PySide6.QtCore import QEventLoop, QTimer, QUrl
+    from PySide6.QtWebEngineCore import (
+        QWebEnginePage,
+        QWebEngineProfile,
+        QWebEngineScript,
+        QWebEngineUrlRequestInterceptor,
+    )
+    from PySide6.QtWebEngineWidgets import QWebEngineView
+
+    address = QUrl.fromLocalFile(str(path))
+    requests: list[str] = []
+    said: list[str] = []
+
+    class Refuse(QWebEngineUrlRequestInterceptor):
+        def interceptRequest(self, info: Any) -> None:
+            requests.append(info.requestUrl().toString())
+            info.block(info.requestUrl() != address)
+
+    class Page(QWebEnginePage):
+        def javaScriptConsoleMessage(self, level: Any, message: str, line: int, source: str) -> None:
+            said.append(f"{level} {message} ({source}:{line})")
+
+    def wait(start: Callable[[Callable[[Any], None]], None]) -> Any:
+        """What `start` hands to the function that it is given."""
+        loop, found = QEventLoop(), list[Any]()
+
+        def done(value: Any) -> None:
+            found.append(value)
+            loop.quit()
+
+        QTimer.singleShot(1000 * SECONDS, loop.quit)
+        start(done)
+        if not found:
+            loop.exec()
+        if not found:
+            sys.exit(f"look: {path} was not done within {SECONDS} s")
+        return found[0]
+
+    profile = QWebEngineProfile()  # keeps nothing
+    refuse = Refuse()
+    profile.setUrlRequestInterceptor(refuse)
+    view = QWebEngineView()
+    page = Page(profile, view)
+    view.setPage(page)
+    view.resize(width, 900)
+    view.show()
+
+    def load(done: Callable[[Any], None]) -> None:
+        page.loadFinished.connect(done)
+        page.load(address)
+
+    loaded = wait(load)
+    world = QWebEngineScript.ScriptWorldId.ApplicationWorld.value
+    found = json.loads(wait(lambda done: page.runJavaScript(LOOK, world, done)))
+    if pictures is not None:
+        pictures.mkdir(parents=True, exist_ok=True)
+        page.runJavaScript("document.querySelectorAll('details').forEach(one => one.open = false)", world)
+        view.resize(width, min(TALLEST, found["scroll_height"]))
+        wait(lambda done: QTimer.singleShot(1500, lambda: done(True)))
+        view.grab().save(str(pictures / f"{path.stem}-{scheme}-{width}.png"))
+    page.deleteLater()
+    view.deleteLater()
+    app.processEvents()
+    return {"loaded": loaded, "requests": requests, "console": said, "page": address.toString(), **found}
+
+
+if __name__ == "__main__":
+    main()
