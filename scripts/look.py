@@ -21,7 +21,7 @@ TALLEST = 12000
 LOOK = """
 (() => {
   document.querySelectorAll('details').forEach(one => one.open = true);
-  const drawings = [...document.querySelectorAll('svg')];
+  const drawings = [...document.querySelectorAll('svg[role=img]')];
   const letters = one => {
     const scale = one.getBoundingClientRect().width / one.viewBox.baseVal.width;
     return [...one.querySelectorAll('text')].map(text => scale * parseFloat(getComputedStyle(text).fontSize));
@@ -63,10 +63,15 @@ def main() -> None:
     try:
         from PySide6.QtWidgets import QApplication
     except ImportError as error:
-        sys.exit(f"look: no browser ({error}): scripts/browser.sh installs one; it needs libnss3, libegl1, libasound2, libxkbfile1")
+        sys.exit(
+            f"look: no browser ({error}): scripts/browser.sh installs one; it needs libnss3, libegl1, libasound2, libxkbfile1"
+        )
     app = QApplication(sys.argv[:1])
     for width in given.width:
-        print(json.dumps(look(app, given.page.resolve(), width, given.picture, "dark" if given.dark else "light")), flush=True)
+        print(
+            json.dumps(look(app, given.page.resolve(), width, given.picture, "dark" if given.dark else "light")),
+            flush=True,
+        )
 
 
 def look(app: Any, path: Path, width: int, pictures: Path | None, scheme: str) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def test_a_tree_s_first_children_stand_on_their_parent_s_line() -> None:
         assert x > above[0] and (y == above[1]) == (shape.ranks[node] == 0)
     assert [node.text for node in svg.classed("rate")] == [f"{hit / 50:.0%}" for hit in kept]
     widths = [number(way, "stroke-width") for way in svg.classed("way")]
-    assert widths == sorted(widths) and widths[-1] == pytest.approx(0.8 + 8 * 0.5)
+    assert widths == sorted(widths) and widths[-1] == pytest.approx(0.8 + 5 * 0.5)
     box = [float(end) for end in (svg.attributes["viewbox"] or "").split()]
     assert box[2] == WIDTH and max(y for _, y in places) < box[3]
     deep = tree("t", Tree.expansion([2, *[1] * 11]), [1] * 24, [2] * 24)

@@ -68,7 +68,7 @@ def trees(record: Record) -> Content:
             if rates:
                 title = f"hit rates of {label} by position and rank"
                 coarse.append(figure(drawings.grid(title, rates), f"{label}, by position and rank", _extent(row)))
-    found = [
+    found: list[Content] = [
         [element("p", _TREES), figures(drawn)] if drawn else None,
         figures(coarse),
         missing(f"the hits of each node of {', '.join(uncounted)}", record.again) if uncounted else None,
@@ -77,7 +77,9 @@ def trees(record: Record) -> Content:
         else None,
     ]
     if not any(found):
-        return absent("Only chains were measured; their positions stand above." if record.entry.rows else "Nothing was measured.")
+        return absent(
+            "Only chains were measured; their positions stand above." if record.entry.rows else "Nothing was measured."
+        )
     return found
 
 

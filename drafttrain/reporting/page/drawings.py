@@ -212,13 +212,14 @@ def tree(title: str, shape: Tree, kept: Sequence[int], offered: Sequence[int]) -
     def at(node: int) -> tuple[float, float]:
         return (left, top) if node < 0 else (left + level * shape.depths[node], top + _ROW * lines[node])
 
-    ways, nodes = [], []
+    ways: list[tuple[float, Markup]] = []
+    nodes: list[Markup] = []
     for node in range(shape.size):
         (x0, y0), (x1, y1) = at(shape.parents[node]), at(node)
         share = kept[node] / rounds if rounds else 0.0
         # Siblings share one line down from their parent.
         path = f"M{brief(x0)} {brief(y0)} H{brief(x0 + 9)} V{brief(y1)} H{brief(x1)}"
-        ways.append((share, element("path", d=path, stroke_width=0.8 + 8 * share, class_="way s0")))
+        ways.append((share, element("path", d=path, stroke_width=0.8 + 5 * share, class_="way s0")))
         rate = kept[node] / offered[node] if offered[node] else None
         told = f"child {shape.ranks[node] + 1} at position {shape.depths[node]}: "
         if rate is None:

@@ -25,7 +25,10 @@ def learning(record: Record) -> Content:
     if not record.curves:
         return missing("metrics.csv", "every logger but logger=none keeps it in the run's folder")
     found = [(name, _of_one(rows)) for name, rows in record.curves.items()]
-    shown = [[element("h4", name) if name else None, content] for name, content in found if content is not None]
+    shown: list[Content] = []
+    for name, content in found:
+        if content is not None:
+            shown += [element("h4", name) if name else None, content]
     if shown:
         return shown
     return missing(
