@@ -2,7 +2,7 @@
 
     .venv-browser/bin/python scripts/look.py report.html --width 390 --width 1280 [--dark] [--picture folder]
 
-Needs PySide6-Addons, which brings QtWebEngine; scripts/browser.sh installs it in an environment of its own.
+Needs PySide6-WebEngine; scripts/browser.sh installs it in an environment of its own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 60
-TALLEST = 12000
-"""Pixels of a picture; the rest of a page is cut off."""
+TALLEST, SHEET = 12000, 1600
+"""Pixels of a page that are in its pictures, and of one picture."""
 LOOK = """
 (() => {
   document.querySelectorAll('details').forEach(one => one.open = true);
@@ -135,9 +135,13 @@ def look(app: Any, path: Path, width: int, pictures: Path | None, scheme: str) -
         page.runJavaScript("document.querySelectorAll('details').forEach(one => one.open = false)", world)
         view.resize(width, min(TALLEST, found["scroll_height"]))
         wait(lambda done: QTimer.singleShot(1500, lambda: done(True)))
-        view.grab().save(str(pictures / f"{path.stem}-{scheme}-{width}.png"))
+        whole = view.grab()
+        for number, top in enumerate(range(0, whole.height(), SHEET), start=1):
+            whole.copy(0, top, width, SHEET).save(str(pictures / f"{path.stem}-{scheme}-{width}-{number}.png"))
+    view.setPage(None)
     page.deleteLater()
     view.deleteLater()
+    profile.deleteLater()
     app.processEvents()
     return {"loaded": loaded, "requests": requests, "console": said, "page": address.toString(), **found}
 

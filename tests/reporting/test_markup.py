@@ -21,7 +21,7 @@ def test_elements() -> None:
     assert escaped("\x00\r\n\t\x7f\x85\ud800\uffff") == "␀␍\n\t␡\ufffd\ufffd\ufffd"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.text())
 def test_any_text_stays_text_and_can_be_written(text: str) -> None:
     made = element("p", text, title=text)

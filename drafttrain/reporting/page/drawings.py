@@ -16,7 +16,8 @@ from drafttrain.tree.topology import Tree
 Interval = tuple[float, float]
 COLOURS = 6
 """Classes s0 to s5 of the style sheet."""
-WIDTH = 360.0
+WIDTH, SMALL = 360.0, 264.0
+"""Of drawings, and of those that stand closer together."""
 PLACE = "position k in the draft"
 _LONGEST = 46
 """Letters of a name that a drawing has room for."""
@@ -79,7 +80,7 @@ def positions(
     """accept@k of positions 1, 2, ... as dots with their intervals as bars; behind each, as a column, the share of all rounds that
     accept at least so many."""
     across = _Axis(0.5, max(1, len(rates)) + 0.5, PLACE, whole=True)
-    frame = _Frame(across, _Axis(0.0, 1.0, "share of rounds"), height=200.0)
+    frame = _Frame(across, _Axis(0.0, 1.0, "share of rounds"), width=SMALL, height=180.0, left=42.0)
     wide = min(26.0, 0.6 * (frame.x(1) - frame.x(0)))
     drawn = []
     for k, share in enumerate(reach, start=1):
@@ -109,7 +110,7 @@ def positions(
             path += "".join(f" M{brief(at - half)} {brief(end)} H{brief(at + half)}" for end in (low, high))
             drawn.append(element("path", d=path, class_="line s0"))
         drawn.append(element("circle", element("title", told), cx=at, cy=frame.y(rate), r=3.2, class_="fill s0"))
-    return _svg(title, frame.height, frame.drawn(), drawn)
+    return _svg(title, frame.height, frame.drawn(), drawn, width=SMALL)
 
 
 def whiskers(
