@@ -42,6 +42,10 @@ LOOK = """
   });
 })()
 """
+CLOSED = """
+document.querySelectorAll('details').forEach(one => one.open = false);
+document.documentElement.scrollHeight;
+"""
 
 
 def arguments() -> argparse.Namespace:
@@ -132,8 +136,8 @@ def look(app: Any, path: Path, width: int, pictures: Path | None, scheme: str) -
     found = json.loads(wait(lambda done: page.runJavaScript(LOOK, world, done)))
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)
-        page.runJavaScript("document.querySelectorAll('details').forEach(one => one.open = false)", world)
-        view.resize(width, min(TALLEST, found["scroll_height"]))
+        height = wait(lambda done: page.runJavaScript(CLOSED, world, done))
+        view.resize(width, min(TALLEST, int(height)))
         wait(lambda done: QTimer.singleShot(1500, lambda: done(True)))
         whole = view.grab()
         for number, top in enumerate(range(0, whole.height(), SHEET), start=1):
