@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+KEPT: list[object] = []
+"""Parts of the browser: what Python clears away in the wrong order ends the program with a fault."""
 SECONDS = 60
 TALLEST, SHEET = 12000, 1600
 """Pixels of a page that are in its pictures, and of one picture."""
@@ -71,14 +73,16 @@ def main() -> None:
             f"look: no browser ({error}): scripts/browser.sh installs one; it needs libnss3, libegl1, libasound2, libxkbfile1"
         )
     app = QApplication(sys.argv[:1])
+    app.setQuitOnLastWindowClosed(False)
     for width in given.width:
         print(
-            json.dumps(look(app, given.page.resolve(), width, given.picture, "dark" if given.dark else "light")),
+            json.dumps(look(given.page.resolve(), width, given.picture, "dark" if given.dark else "light")),
             flush=True,
         )
+    os._exit(0)
 
 
-def look(app: Any, path: Path, width: int, pictures: Path | None, scheme: str) -> dict[str, Any]:
+def look(path: Path, width: int, pictures: Path | None, scheme: str) -> dict[str, Any]:
     """What the page does and how it lies in a window of that width."""
     from PySide6.QtCore import QEventLoop, QTimer, QUrl
     from PySide6.QtWebEngineCore import (
@@ -142,11 +146,7 @@ def look(app: Any, path: Path, width: int, pictures: Path | None, scheme: str) -
         whole = view.grab()
         for number, top in enumerate(range(0, whole.height(), SHEET), start=1):
             whole.copy(0, top, width, SHEET).save(str(pictures / f"{path.stem}-{scheme}-{width}-{number}.png"))
-    view.setPage(None)
-    page.deleteLater()
-    view.deleteLater()
-    profile.deleteLater()
-    app.processEvents()
+    KEPT.extend((view, page, profile, refuse))
     return {"loaded": loaded, "requests": requests, "console": said, "page": address.toString(), **found}
 
 

@@ -89,15 +89,15 @@ class Record:
         return class_of(self.entry.config["drafter"]["_target_"], self.entry.name).learns
 
     @property
-    def again(self) -> str:
-        """How what an earlier version did not note is had: by measuring again, which trains nothing."""
+    def again(self) -> tuple[str, str | None]:
+        """How what an earlier version did not note is had, by measuring again, which trains nothing: words, and a command."""
         command = self.entry.config["training"].get("command")
         if not isinstance(command, str) or not command.startswith("python -m drafttrain.fit"):
-            return "fit notes it at the end of a run"
+            return "fit notes it at the end of a run.", None
         if not self.learns:
-            return f"the same command with a new run_dir= measures again: {command}"
+            return "with a new run_dir= the same command measures again and notes it:", command
         more = "" if "resume=" in command else " resume=last"
-        return f"continued behind its end, the run trains nothing, measures again and notes it: {command}{more}"
+        return "continued behind its end, the run trains nothing, measures again and notes it:", command + more
 
 
 class Laps:

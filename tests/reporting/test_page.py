@@ -242,7 +242,7 @@ def test_a_run_of_an_earlier_version_says_what_it_lacks(copy: Path) -> None:
             f"Not recorded: the hits of each node of static {EVIL}. Continued behind its end, the run trains nothing",
         ),
         ("time", "Not recorded: the seconds of the run by stage."),
-        ("answers", "Not recorded: sample answers. Fit keeps final.samples of those it measures"),
+        ("answers", "Not recorded: sample answers. Fit keeps final.samples of those that it measures"),
     ):
         (said,) = root.one(f"run-1-{part}").classed("missing")[:1]
         assert said.text.startswith(what), said.text

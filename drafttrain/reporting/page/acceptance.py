@@ -71,7 +71,7 @@ def trees(record: Record) -> Content:
     found: list[Content] = [
         [element("p", _TREES), figures(drawn)] if drawn else None,
         figures(coarse),
-        missing(f"the hits of each node of {', '.join(uncounted)}", record.again) if uncounted else None,
+        missing(f"the hits of each node of {', '.join(uncounted)}", *record.again) if uncounted else None,
         absent(f"Another tree in every round, so that no node can be followed: {', '.join(changing)}.")
         if changing
         else None,

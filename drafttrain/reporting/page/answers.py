@@ -18,7 +18,8 @@ _IDS = " The target came without a tokenizer, so ids stand for text."
 def answers(record: Record) -> Content:
     found = record.samples
     if found is None or not found.answers:
-        return missing("sample answers", f"fit keeps final.samples of those it measures; {record.again}")
+        words, command = record.again
+        return missing("sample answers", f"fit keeps final.samples of those that it measures; {words}", command)
     how = f"Held-out prompts, decoded with {found.tree}, temperature {found.temperature:g}, rule {found.rule} ({found.guarantee}). "
     shades = [(count, f"{count} or more" if count == SHADES else str(count)) for count in range(1, SHADES + 1)]
     key = [element("li", element("mark", word, class_=f"r{count}")) for count, word in shades]

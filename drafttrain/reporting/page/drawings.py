@@ -131,7 +131,7 @@ def whiskers(
     for place, (name, value, interval) in enumerate(rows):
         line, at = top + step * place + 25, frame.x(value)
         told = f"{name}: {value:.3f}{unit}" + (f", 95 % {interval[0]:.3f} to {interval[1]:.3f}" if interval else "")
-        drawn.append(element("text", element("title", name), _short(name), x=10, y=line - 11))
+        drawn.append(element("text", element("title", name), _short(name), x=10, y=line - 11, class_="label"))
         if interval is not None:
             low, high = map(frame.x, interval)
             path = f"M{brief(low)} {brief(line)} H{brief(high)}"
@@ -158,7 +158,7 @@ def stages(title: str, bars: Sequence[tuple[str, Mapping[str, float]]], names: S
     drawn = []
     for place, ((name, amounts), total) in enumerate(zip(bars, totals, strict=True)):
         line, at = top + step * place + 18, 0.0
-        drawn.append(element("text", element("title", name), _short(name), x=10, y=line - 4))
+        drawn.append(element("text", element("title", name), _short(name), x=10, y=line - 4, class_="label"))
         for stage in _in_order(amounts, names):
             start, end = frame.x(at), frame.x(at + amounts[stage])
             told = f"{name}, {stage}: {amounts[stage]:.3g} ({amounts[stage] / total:.0%})" if total else name

@@ -23,7 +23,7 @@ def learning(record: Record) -> Content:
     if not record.learns and not any(map(_evaluations, record.curves.values())):
         return absent("It learns nothing, so there is no curve.")
     if not record.curves:
-        return missing("metrics.csv", "every logger but logger=none keeps it in the run's folder")
+        return missing("metrics.csv", "every logger but logger=none keeps it in the run's folder.")
     found = [(name, _of_one(rows)) for name, rows in record.curves.items()]
     shown: list[Content] = []
     for name, content in found:
@@ -32,7 +32,7 @@ def learning(record: Record) -> Content:
     if shown:
         return shown
     return missing(
-        "what was learned", "evaluations are made every eval.every updates and at the end, with eval.prompts above 0"
+        "what was learned", "evaluations are made every eval.every updates and at the end, with eval.prompts above 0."
     )
 
 

@@ -33,9 +33,10 @@ def absent(words: str) -> Markup:
     return element("p", words, class_="missing")
 
 
-def missing(what: str, how: str) -> Markup:
-    """Says that something was not recorded, and how it is had."""
-    return absent(f"Not recorded: {what}. {how[:1].upper()}{how[1:]}.")
+def missing(what: str, how: str, command: str | None = None) -> Markup:
+    """Says that something was not recorded, and how it is had, perhaps by a command."""
+    words = f"Not recorded: {what}. {how[:1].upper()}{how[1:]}"
+    return element("p", words, [" ", element("code", command)] if command else None, class_="missing")
 
 
 def listed(*words: Any) -> str:

@@ -8,7 +8,7 @@ from drafttrain.errors import InputError
 from drafttrain.packaging.decoding import read_plan
 from drafttrain.packaging.manifest import DECODING
 from drafttrain.reporting.console import clock, room
-from drafttrain.reporting.figures import SPEED, TAU, row_label
+from drafttrain.reporting.figures import row_label
 from drafttrain.reporting.page import drawings
 from drafttrain.reporting.page.acceptance import positions, trees
 from drafttrain.reporting.page.answers import answers
@@ -149,14 +149,16 @@ def measured(rows: Sequence[Row]) -> Content:
 def intervals(rows: Sequence[Row]) -> Markup | None:
     """Speed and tau of the rows that have them."""
     drawn = []
-    for name, title, axis in (("speedup", "Speed", SPEED), ("tau", "Tokens per target pass", TAU)):
+    for name, title, axis, unit in (
+        ("speedup", "Speed", "speed, times plain decoding's", "×"),
+        ("tau", "Tokens per target pass", "tau, tokens per target pass", ""),
+    ):
         found = [
             (row_label(row), float(row[name]), pair(row[f"{name}_interval"])) for row in rows if row[name] is not None
         ]
         if found:
-            short, _, words = axis.partition(": ")
-            drawing = drawings.whiskers(title, found, x=short, mark=1.0, unit="×" if name == "speedup" else "")
-            drawn.append(figure(drawing, title, f"{short} is {words}. {_INTERVALS}"))
+            drawing = drawings.whiskers(title, found, x=axis, mark=1.0, unit=unit)
+            drawn.append(figure(drawing, title, _INTERVALS))
     return figures(drawn)
 
 
@@ -165,5 +167,5 @@ def intervals(rows: Sequence[Row]) -> Markup | None:
 
 def settings(record: Record) -> Content:
     if not record.texts:
-        return missing("config.yaml", "fit writes it into the run's folder")
+        return missing("config.yaml", "fit writes it into the run's folder.")
     return [numbers(element("pre", text), name) for name, text in record.texts.items()]

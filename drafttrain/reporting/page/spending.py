@@ -33,7 +33,7 @@ def time_spent(record: Record) -> Content:
     if bars:
         drawing = drawings.stages("milliseconds per token by stage", bars, STAGES, x="milliseconds per token")
         drawn.append(figure(drawing, "A decoded token", _TOKEN, drawings.stage_legend(bars, STAGES)))
-    lacking = None if record.seconds else missing("the seconds of the run by stage", record.again)
+    lacking = None if record.seconds else missing("the seconds of the run by stage", *record.again)
     return [lacking, figures(drawn), _table(record)]
 
 
