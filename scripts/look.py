@@ -17,7 +17,8 @@ from typing import Any
 
 KEPT: list[object] = []
 """Parts of the browser: what Python clears away in the wrong order ends the program with a fault."""
-SECONDS = 60
+SECONDS, PAUSE = 60, 3000
+"""Seconds that anything may take, and milliseconds in which a page is drawn anew."""
 TALLEST, SHEET = 12000, 1600
 """Pixels of a page that are in its pictures, and of one picture."""
 LOOK = """
@@ -67,6 +68,7 @@ def main() -> None:
     os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = " ".join(flags)
     os.environ["QTWEBENGINE_DISABLE_SANDBOX"] = "1"  # It does not work for root, and the page runs nothing.
     try:
+        import PySide6.QtWebEngineWidgets  # noqa: F401 - before there is an application
         from PySide6.QtWidgets import QApplication
     except ImportError as error:
         sys.exit(
@@ -142,7 +144,7 @@ def look(path: Path, width: int, pictures: Path | None, scheme: str) -> dict[str
         pictures.mkdir(parents=True, exist_ok=True)
         height = wait(lambda done: page.runJavaScript(CLOSED, world, done))
         view.resize(width, min(TALLEST, int(height)))
-        wait(lambda done: QTimer.singleShot(1500, lambda: done(True)))
+        wait(lambda done: QTimer.singleShot(PAUSE, lambda: done(True)))
         whole = view.grab()
         for number, top in enumerate(range(0, whole.height(), SHEET), start=1):
             whole.copy(0, top, width, SHEET).save(str(pictures / f"{path.stem}-{scheme}-{width}-{number}.png"))

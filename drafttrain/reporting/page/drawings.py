@@ -207,7 +207,7 @@ def tree(title: str, shape: Tree, kept: Sequence[int], offered: Sequence[int]) -
     depth = shape.max_depth
     left, right, top, foot = 14.0, 34.0, 12.0, 40.0
     level = max(_LEVEL, (WIDTH - left - right) / depth)
-    width, height = left + level * depth + right, top + _ROW * max(lines, default=0) + foot
+    width, height = left + level * depth + right, top + _ROW * (max(lines, default=0) + 1) + foot
     rounds = max((offered[node] for node in shape.children(-1)), default=0)
 
     def at(node: int) -> tuple[float, float]:
