@@ -288,7 +288,10 @@ def row_of(plan: Plan, accepted: Measurement | None, speed: Measurement | None) 
     if speed is None:
         return row
     timed = speed.row()
-    taken = ("speedup", "speedup_interval", "tokens_per_second", "plain_tokens_per_second", "seconds", "same_as_plain")
+    taken = (
+        *("speedup", "speedup_interval", "tokens_per_second", "plain_tokens_per_second"),
+        *("seconds", "tokens", "plain_seconds", "plain_tokens", "same_as_plain"),
+    )
     return row | {name: timed[name] for name in taken} | {"speed_prompts": timed["prompts"]}
 
 

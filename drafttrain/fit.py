@@ -1,7 +1,8 @@
 """Train a drafter for a target, measure it by decoding held-out prompts, and package the best checkpoint.
 
-The run's folder gets config.yaml, metrics.csv, checkpoints/, acceptance.png and package/. A run that was stopped or killed goes
-on with resume=last and ends with the same weights as if nothing had happened. Several processes: accelerate launch.
+The run's folder gets config.yaml, metrics.csv, checkpoints/, acceptance.png, package/, run.json (sample answers, seconds by stage)
+and report.html, a page about all of it for any browser. A run that was stopped or killed goes on with resume=last and ends with the
+same weights as if nothing had happened. Several processes: accelerate launch.
 
 With boost=collective several drafters are trained one after the other, each in its own folder in members/, and packaged as one.
 A drafter that learns nothing, since it copies its drafts from text, is made of packages or is the target with layers left out, is
@@ -35,6 +36,7 @@ from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.selfspec import SelfSpec
 from drafttrain.errors import InputError
 from drafttrain.packaging.beginning import check_beginning, read_beginning, take_weights
+from drafttrain.packaging.collection import read_entries
 from drafttrain.packaging.gathering import check_packages
 from drafttrain.packaging.manifest import PACKAGE, class_of
 from drafttrain.packaging.writing import check_export, check_place, save_package
@@ -42,7 +44,9 @@ from drafttrain.processes import peak_memory, rank, world_size
 from drafttrain.reporting.console import clock, console, table, track
 from drafttrain.reporting.figures import acceptance_curve, head_accuracies
 from drafttrain.reporting.loggers import close, log_config, log_picture, log_rows
+from drafttrain.reporting.page.whole import PAGE, page, title_of, write_page
 from drafttrain.reporting.progress import ConsoleProgress
+from drafttrain.reporting.records import Laps, read_record, write_noted
 from drafttrain.reporting.rows import memories, pair
 from drafttrain.runs import plain, provenance, seed_everything
 from drafttrain.target import change
@@ -83,7 +87,7 @@ LARGEST_SEED = (1 << 32) - 1
 
 @door("fit", together=True)
 def main(cfg: DictConfig) -> None:
-    began = time.monotonic()
+    began, laps = time.monotonic(), Laps()
     settings = read_settings(cfg)
     data, held_out = read_data(cfg)
     calibration = read_calibration(cfg, settings)
@@ -93,8 +97,10 @@ def main(cfg: DictConfig) -> None:
         target = load_target(cfg, data, held_out)
         drafter = make_drafter(cfg, target, data, held_out)
         check_export(drafter, cfg.export_assistant)
+        laps.mark("loading")
         searched = search(cfg, settings, run, drafter, data)
         drafter = drafter if searched is None else searched.drafter
+        laps.mark("loading" if searched is None else "searching")
         if settings.boost is not None:
             ready: Ready = boost(cfg, settings, run, target, drafter, data, held_out, calibration)
         elif drafter.learns:
@@ -102,12 +108,16 @@ def main(cfg: DictConfig) -> None:
         else:
             ready = prepare_untrained(plain(cfg), settings, run, target, drafter, data, calibration=calibration, say=say)
             log_config(run.loggers, ready.config)
+        laps.mark("training" if drafter.learns else "loading")
         if rank() == 0:
             worth = evaluate(ready, held_out)
+            laps.mark("measuring")
             if searched is not None and settings.search is not None:
                 worth.settings["search"] = searched.row(settings.search)
             package = pack(cfg, ready, worth)
+            laps.mark("packaging")
             say(f"the package is in {package}")
+            publish(run, worth, laps)
             say(f"took {clock(time.monotonic() - began)} in all, {peak_memory()} of memory at most")
 
 
@@ -608,6 +618,14 @@ def pack(cfg: DictConfig, ready: Ready, worth: Worth) -> Path:
         trained_length=ready.trained_length,
         export_assistant=cfg.export_assistant,
     )
+
+
+def publish(run: Run, worth: Worth, laps: Laps) -> None:
+    """Note what no other file holds, and write the page about the run, from its folder alone."""
+    write_noted(run.folder, samples=worth.samples, seconds=laps.seconds)
+    records = [read_record(entry) for entry in read_entries([run.folder / PACKAGE], measured=True)]
+    write_page(run.folder / PAGE, page(title_of(records), records))
+    say(f"the page about the run is {run.folder / PAGE}")
 
 
 def say(text: str) -> None:

@@ -22,6 +22,7 @@ from drafttrain.data.template import ChatPieces
 from drafttrain.decoding.loop import Listener, Output
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator, check_dtype
+from drafttrain.decoding.unfolding import Unfolding
 from drafttrain.errors import InputError
 from drafttrain.flow import Tally
 from drafttrain.nn.sampling import Policy, check_seed
@@ -36,9 +37,6 @@ from drafttrain.wiring.doors import door
 
 MARKS = ("auto", "colour", "brackets", "none")
 STYLE = "green underline"
-_UNFINISHED = "\ufffd"
-_LONGEST_CHARACTER = 8
-"""Tokens after which text that is no whole character is shown as it is."""
 _CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
 """Control characters as pictures: a text cannot move the cursor or set colours."""
 
@@ -217,40 +215,6 @@ class Conversation:
 
 
 # --- text as it comes --------------------------------------------------------------------------------------------------------
-
-
-class Unfolding:
-    """Ids to text, piece by piece; bytes of an unfinished character wait for the rest of it."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.ids: list[int] = []
-        self.drafted: list[bool] = []
-        self.before = self.shown = 0
-        """Ids from `before` on are decoded for the next piece, those before `shown` have been shown."""
-
-    def add(self, token: int, drafted: bool) -> tuple[str, bool] | None:
-        """The text that is whole now, and whether the token that made it whole was drafted; None while none is."""
-        self.ids.append(token)
-        self.drafted.append(drafted)
-        return self._piece(force=len(self.ids) - self.shown >= _LONGEST_CHARACTER)
-
-    def rest(self) -> tuple[str, bool] | None:
-        """What still waits at the end."""
-        return self._piece(force=True) if self.shown < len(self.ids) else None
-
-    def _piece(self, *, force: bool) -> tuple[str, bool] | None:
-        old = self._decode(self.ids[self.before : self.shown])
-        new = self._decode(self.ids[self.before :])
-        if new.endswith(_UNFINISHED) and not force:
-            return None
-        drafted = self.drafted[-1]
-        # The last shown token stays, since a word's blank may depend on what stands before it.
-        self.before, self.shown = self.shown, len(self.ids)
-        return new[len(old) :], drafted
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 class Screen:

@@ -1,9 +1,11 @@
-"""Put packaged drafters side by side: speed, acceptance, size and cost of training, in one table and one picture.
+"""Put packaged drafters side by side: speed, acceptance, size and cost of training, in one table, one picture and one page.
 
 By default the numbers are those that every package was measured with; packages that were not measured alike are refused.
 With measure=true all of them are measured again here: on the same prompts, in turn with the same plain decoding, beside
 prompt lookup, which needs no training. The table, the fastest first, goes to the console, to report.md and report.json, the
-picture to report.png.
+picture to report.png. report.html, for any browser and without a network, has the table too, and below it all that every run
+recorded: learning curves, acceptance by position, trees with hit rates, seconds by stage, sample answers. Of one run it is that
+run's own page.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from drafttrain.packaging.manifest import DECODING
 from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.reporting.console import table, track
 from drafttrain.reporting.figures import comparison
+from drafttrain.reporting.page.whole import PAGE, page, title_of
+from drafttrain.reporting.records import read_record
 from drafttrain.reporting.rows import verdicts
 from drafttrain.reporting.side_by_side import COLUMNS, fastest_first, line, markdown, tree_title
 from drafttrain.runs import provenance, run_dir
@@ -44,6 +48,7 @@ from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
 
 RESULT, TEXT, PICTURE = "report.json", "report.md", "report.png"
+FILES = (PICTURE, TEXT, RESULT, PAGE)
 BASELINE = "baseline"
 READING = ("runs", "measure", "temperature", "run_dir")
 """Settings that have a meaning without measure=true."""
@@ -56,11 +61,11 @@ def main(cfg: DictConfig) -> None:
     if cfg.measure:
         contest = prepare(cfg, policy, entries)
         with opened(cfg) as folder:
-            publish(cfg, folder, measure(contest, cfg), settings_of(contest, policy, cfg))
+            publish(cfg, folder, entries, measure(contest, cfg), settings_of(contest, policy, cfg))
     else:
         rows, settings = recorded(entries, cfg)
         with opened(cfg) as folder:
-            publish(cfg, folder, rows, settings)
+            publish(cfg, folder, entries, rows, settings)
 
 
 # --- before long work starts ------------------------------------------------------------------------------------------
@@ -155,7 +160,7 @@ def recorded(entries: Sequence[Entry], cfg: DictConfig) -> tuple[list[dict[str, 
 
 def row_of(measured: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     """What was measured and what the drafter costs; the label tells it from every other row."""
-    row = {name: value for name, value in measured.items() if name != "rank_rates"} | facts
+    row = {name: value for name, value in measured.items() if name not in ("rank_rates", "node_counts")} | facts
     return row | {"label": f"{facts['run']} {tree_title(row)}", "speed_prompts": row["prompts"]}
 
 
@@ -256,7 +261,9 @@ def settings_of(contest: Contest, policy: Policy, cfg: DictConfig) -> dict[str, 
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def publish(cfg: DictConfig, folder: Path, rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> None:
+def publish(
+    cfg: DictConfig, folder: Path, entries: Sequence[Entry], rows: Sequence[dict[str, Any]], settings: dict[str, Any]
+) -> None:
     """Show the table, and write it in all its forms; they are moved into the folder once all of them are whole."""
     ordered, title = fastest_first(rows), f"Drafters for {settings['target']}"
     table(f"{title}, the fastest first", COLUMNS, [line(row) for row in ordered])
@@ -267,11 +274,28 @@ def publish(cfg: DictConfig, folder: Path, rows: Sequence[dict[str, Any]], setti
         text = markdown(ordered, title=title, settings=settings, notes=told, picture=PICTURE)
         (made / TEXT).write_text(text, encoding="utf-8")
         comparison(ordered, made / PICTURE, title=title)
-        for name in (PICTURE, TEXT, RESULT):
+        (made / PAGE).write_text(page_of(cfg, entries, ordered, settings, told), encoding="utf-8")
+        for name in FILES:
             (made / name).replace(folder / name)
     for sentence in told:
         say(sentence)
-    say(f"wrote {TEXT}, {RESULT} and {PICTURE} into {folder}")
+    say(f"wrote {', '.join(FILES)} into {folder}")
+
+
+def page_of(
+    cfg: DictConfig,
+    entries: Sequence[Entry],
+    ordered: Sequence[dict[str, Any]],
+    settings: dict[str, Any],
+    notes: Sequence[str],
+) -> str:
+    """The page: what is compared, then every run in the same order. One run alone, as it was measured, is compared with nothing."""
+    places = [row["run"] for row in ordered]
+    records = [read_record(entry) for entry in sorted(entries, key=lambda entry: places.index(entry.name))]
+    title = title_of(records)
+    if not cfg.measure and len(records) == 1:
+        return page(title, records)
+    return page(title, records, rows=ordered, settings=settings, notes=notes)
 
 
 def say(text: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafttrain import fit
+from drafttrain import fit, report
 from drafttrain.data.conversations import Row, read_set, write_set
 from drafttrain.decoding.conditions import digest_of
 from drafttrain.decoding.plan import Plan
@@ -32,6 +32,7 @@ from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
 from drafttrain.wiring.conf import conf_dir
 from tests.helpers import file_limit
+from tests.reporting.parsed import parsed
 from tests.training.parts import same, write_tiny_set
 
 UNTRAINED = ["ngram", "selfspec", "suffix"]
@@ -87,7 +88,7 @@ def test_every_experiment_fits_and_packages(target: Target, folder: Path, tmp_pa
     fit.main([f"experiment={experiment}", f"run_dir={run}", *small, *vocabulary, *QUICK])
     names = {path.name for path in run.iterdir()}
     pictures = {"acceptance.png"} | ({"heads.png"} if experiment in WITH_HEADS else set())
-    assert names == {"config.yaml", "metrics.csv", "checkpoints", "package"} | pictures
+    assert names == {"config.yaml", "metrics.csv", "checkpoints", "package", "run.json", "report.html"} | pictures
     rows = read_metrics(run / "metrics.csv")
     assert [row["step"] for row in rows] == [1, 2, 3] and all("train/loss" in row for row in rows)
     assert all("val/tau" in row and "sim/tau" in row for row in rows[1:])
@@ -163,7 +164,10 @@ def test_what_learns_nothing_is_measured_and_packaged(
         small += ["search.max_new_tokens=5", "search.first_tokens=16"]
     fit.main([f"experiment={experiment}", f"run_dir={run}", *small])
     searched = {"search.json"} if experiment == "selfspec" else set()
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.csv", "acceptance.png", "package", *searched}
+    written = {"config.yaml", "metrics.csv", "acceptance.png", "package", "run.json", "report.html"}
+    assert {path.name for path in run.iterdir()} == written | searched
+    seconds = json.loads((run / "run.json").read_text())["seconds"]
+    assert list(seconds) == ["loading", *(["searching"] if searched else []), "measuring", "packaging"]
     out = " ".join(capsys.readouterr().out.split())
     assert "course" not in out and ("decoded before in the same measurement" in out) == (experiment == "suffix")
     (row,) = read_metrics(run / "metrics.csv")
@@ -203,12 +207,52 @@ def test_a_dynamic_tree_is_measured_while_training_and_packaged(target: Target, 
     assert [output.ids for output in drafted] == [output.ids for output in plain] and tally.drafted
 
 
+def test_the_page_of_a_run_is_made_from_its_folder_alone(target: Target, folder: Path, tmp_path: Path) -> None:
+    """Samples are what the packaged plan decodes, a measured tree has the hits of its nodes, and `report` makes the same page."""
+    run = tmp_path / "run"
+    trees = [f"final.speed.{name}=null" for name in ("chain_2", "chain_3", "chain_4", "chain_5", "tree_3x1x1")]
+    few = ["trainer.max_steps=4", "eval.every=2", "eval.prompts=2", "eval.max_new_tokens=6", "final.prompts=2"]
+    few += ["final.max_new_tokens=12", "final.speed_prompts=2", "final.speed_new_tokens=12", "final.samples=2"]
+    fit.main(words(folder, run, *few, *trees))
+    noted = json.loads((run / "run.json").read_text())
+    assert list(noted["seconds"]) == ["loading", "training", "measuring", "packaging"] and min(noted["seconds"].values()) >= 0
+    speculator = load_package(run / "package", target)
+    assert noted["samples"]["tree"] == speculator.plan.tree.title and noted["samples"]["written_in"] == "ids"
+    passes: list[dict[str, Any]] = []
+    for prompt, answer in zip(read_set(folder).prompts(2), noted["samples"]["answers"], strict=True):
+        (output,), _ = speculator.generate([prompt], max_new_tokens=12, plan=Plan(Tree.chain(0)))
+        assert answer["prompt"] == " ".join(map(str, prompt)) and answer["finish"] == output.finish
+        text = "".join("".join(one["drafts"]) + one["own"] for one in answer["passes"])
+        assert [int(word) for word in text.split()] == output.ids and answer["passes"][0]["drafts"] == []
+        passes += answer["passes"]
+    rows = {row["label"]: row for row in json.loads((run / "package" / "metrics.json").read_text())["rows"]}
+    best = max((row for row in rows.values() if row["speedup"] is not None), key=lambda row: row["speedup"])
+    assert best["tree"] == noted["samples"]["tree"] and best["tokens"] == sum(one["tokens"] for one in passes)
+    assert best["rounds"] == len(passes) - 2
+    assert best["accepted_per_round"] * best["rounds"] == pytest.approx(sum(len(one["drafts"]) for one in passes))
+    assert len(rows["static_25"]["node_counts"]) == 25 and rows["tree_2x2x1 alone"]["plain_seconds"].keys() == {
+        *("prefill", "draft", "verify", "host")
+    }
+    text = (run / "report.html").read_text()
+    root = parsed(text)
+    assert [node.text for node in root.all("h2")] == ["run"] and not root.one("run-1").classed("missing")
+    (table,) = root.one("run-1-measured").all("table")
+    assert [(cells[0].text, cells[4].values()) for cells in table.cells()] == [
+        (label, [row["tau"]]) for label, row in rows.items()
+    ]
+    assert len(root.one("run-1-trees").all("svg")) == 2 and len(root.classed("answer")) == 2
+    report.main([f"runs=[{run}]", f"run_dir={tmp_path / 'again'}"])
+    assert (tmp_path / "again" / "report.html").read_text() == text
+
+
 def test_without_held_out_rows_the_last_weights_are_packaged(
     target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_tiny_set(target, tmp_path / "set", rows=8, held_out=0)
     fit.main(words(folder, tmp_path / "run", "trainer.max_steps=2"))
     assert "not available" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["samples"] is None
+    assert "there was no held-out prompt to decode" in (tmp_path / "run" / "report.html").read_text()
     assert json.loads((tmp_path / "run" / "package" / "metrics.json").read_text())["rows"] == []
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["last.ckpt"]
 

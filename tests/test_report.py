@@ -26,7 +26,9 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.collection import find_packages, read_entries
 from drafttrain.packaging.manifest import METRICS, TENSORS
 from drafttrain.packaging.writing import size_of
-from drafttrain.reporting.side_by_side import COLUMNS
+from drafttrain.reporting.page.whole import COMPARED
+from drafttrain.reporting.rows import accepted_cells
+from drafttrain.reporting.side_by_side import COLUMNS, tree_title
 from drafttrain.target import load
 from drafttrain.target.adapter import tuned
 from drafttrain.target.model import Target
@@ -34,6 +36,7 @@ from drafttrain.tree.topology import Tree
 from drafttrain.wiring.composing import compose
 from tests.packaging.made import overfitted, packed
 from tests.packaging.measured import FAST, OLD, SLOW, row, write_runs
+from tests.reporting.test_page import check_form
 from tests.target.test_adapter import made
 from tests.training.parts import write_tiny_set
 
@@ -54,8 +57,31 @@ def words(runs: Any, out: Path, *more: str) -> list[str]:
 
 def told(out: Path) -> dict[str, Any]:
     found = json.loads((out / report.RESULT).read_text())
-    assert sorted(path.name for path in out.iterdir()) == sorted((report.RESULT, report.TEXT, report.PICTURE))
+    assert sorted(path.name for path in out.iterdir()) == sorted(report.FILES)
+    check_page(out, found["rows"])
     return found
+
+
+def check_page(out: Path, rows: list[dict[str, Any]]) -> None:
+    """Every number of the page's shared table is the JSON's, and every run has its part below, in the same order."""
+    root = check_form((out / report.PAGE).read_text())
+    lines = root.one(COMPARED).cells()
+    assert len(lines) == len(rows)
+    for cells, one in zip(lines, rows, strict=True):
+        assert [cells[place].text for place in (0, 1, 2, 15)] == [
+            *(one["run"], one["drafter"], tree_title(one), one["guarantee"]),
+        ]
+        assert [cells[place].values() for place in (3, 4, 5, 6, 7)] == [
+            [] if one["speedup"] is None else [one["speedup"]],
+            one["speedup_interval"] or [],
+            *([one["tau"]], one["tau_interval"] or [], [one["accepted_per_round"]]),
+        ]
+        assert cells[8].text == (" ".join(accepted_cells(one)) or "-") and cells[9].values() == [one["prompts"]]
+        assert cells[12].values() == ([] if one["bytes"] is None else [one["bytes"] / 1e6])
+    assert [node.text for node in root.all("h2")] == [
+        "Side by side",
+        *dict.fromkeys(one["run"] for one in rows if one["run"] != report.BASELINE),
+    ]
 
 
 def markdown_rows(out: Path) -> list[dict[int, str]]:

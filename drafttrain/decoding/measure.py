@@ -64,11 +64,39 @@ class Measurement:
     """Tokens of the texts decoded before in this measurement that the drafter could copy from."""
     repeated: int = 0
     """Prompts that had been decoded before in this measurement, where the drafter remembers texts."""
+    outputs: list[Output] = field(default_factory=list)
+    """What was written, one per prompt."""
+    plain_stages: dict[str, float] = field(default_factory=dict)
+    """Wall seconds of plain decoding by stage, as far as it was timed beside this."""
 
     @property
     def tau_interval(self) -> Interval | None:
         """95 % interval of tau over resampled prompts; None for one prompt."""
         return _bootstrap([t.emitted for t in self.tallies], [t.rounds for t in self.tallies])
+
+    @property
+    def accept_at_interval(self) -> list[Interval | None]:
+        """Of accept@k, k = 1..; None where no prompt, or one alone, was offered a k-th draft."""
+        return [
+            _bootstrap(*([_at(getattr(t, name), k) for t in self.tallies] for name in ("kept", "offered")))
+            for k in range(len(self.tally.offered))
+        ]
+
+    @property
+    def node_counts(self) -> list[dict[str, Any]] | None:
+        """For each node of the tree its `parent` (-1 is the anchor), and in how many rounds it was accepted (`kept`) of those in
+        which its parent was (`offered`), counted as in `rank_rates`.
+
+        None for a tree without a fixed shape, and where no text was kept.
+        """
+        tree = self.plan.tree
+        if not isinstance(tree, Tree) or not tree.size or not self.outputs:
+            return None
+        kept, offered = _by_node(tree, self.outputs)
+        return [
+            {"parent": parent, "kept": hit, "offered": of}
+            for parent, hit, of in zip(tree.parents, kept, offered, strict=True)
+        ]
 
     @property
     def speedup(self) -> float | None:
@@ -113,6 +141,7 @@ class Measurement:
             "tau_interval": _listed(self.tau_interval),
             "accepted_per_round": tally.accepted_per_round,
             "accept_at": tally.accept_at,
+            "accept_at_interval": [_listed(interval) for interval in self.accept_at_interval],
             "accept_counts": [list(pair) for pair in zip(tally.kept, tally.offered, strict=True)],
             "reach": [kept / tally.rounds if tally.rounds else None for kept in tally.kept],
             "speedup": self.speedup,
@@ -120,6 +149,9 @@ class Measurement:
             "tokens_per_second": self.tokens_per_second,
             "plain_tokens_per_second": self.plain_tokens_per_second,
             "seconds": dict(tally.seconds),
+            "tokens": sum(self.tokens),
+            "plain_seconds": dict(self.plain_stages) or None,
+            "plain_tokens": sum(self.plain_tokens) or None,
             "prompts": len(self.tallies),
             "rounds": tally.rounds,
             "same_as_plain": self.same_as_plain,
@@ -127,6 +159,7 @@ class Measurement:
             "rank_rates": self.rates,
             "remember": self.remember,
             "repeated_prompts": self.repeated,
+            "node_counts": self.node_counts,
         }
 
 
@@ -161,7 +194,7 @@ def measure_acceptance(
         total += tally
     rates = rank_rates(plan.tree, outputs) if isinstance(plan.tree, Tree) and plan.tree.size else None
     tallies, tokens = [o.tally for o in outputs], [len(o.ids) for o in outputs]
-    found = Measurement(plan, tallies, total, tokens, guarantee=plan.guarantee_on(target), rates=rates)
+    found = Measurement(plan, tallies, total, tokens, guarantee=plan.guarantee_on(target), rates=rates, outputs=outputs)
     return _with_memory(found, drafter, prompts)
 
 
@@ -197,16 +230,27 @@ def rank_rates(tree: Tree, outputs: Sequence[Output]) -> list[list[float | None]
     """
     widths = [max(tree.ranks[node] for node in level) + 1 for level in tree.levels()]
     taken, offered = ([[0] * width for width in widths] for _ in range(2))
-    children = {node: tree.children(node) for node in (-1, *range(tree.size))}
-    for output in outputs:
-        for nodes in output.nodes[:-1]:
-            for depth, parent in enumerate((-1, *nodes)):
-                for child in children[parent]:
-                    offered[depth][tree.ranks[child]] += 1
-                    taken[depth][tree.ranks[child]] += child in nodes[depth : depth + 1]
+    for node, (hit, of) in enumerate(zip(*_by_node(tree, outputs), strict=True)):
+        depth, rank = tree.depths[node] - 1, tree.ranks[node]
+        taken[depth][rank] += hit
+        offered[depth][rank] += of
     return [
         [hit / of if of else None for hit, of in zip(*row, strict=True)] for row in zip(taken, offered, strict=True)
     ]
+
+
+def _by_node(tree: Tree, outputs: Sequence[Output]) -> tuple[list[int], list[int]]:
+    """For each node, the rounds in which it was accepted and those in which its parent was; each output's last one left out."""
+    kept, offered = ([0] * tree.size for _ in range(2))
+    children = {node: tree.children(node) for node in (-1, *range(tree.size))}
+    for output in outputs:
+        for nodes in output.nodes[:-1]:
+            for node in nodes:
+                kept[node] += 1
+            for parent in (-1, *nodes):
+                for child in children[parent]:
+                    offered[child] += 1
+    return kept, offered
 
 
 def measure_speed(
@@ -311,6 +355,8 @@ def race(
             [len(output.ids) for output, _ in plain],
             plan.guarantee_on(one.target),
             same,
+            outputs=outputs,
+            plain_stages=total[bases[id(one.target), one.plan.policy]].seconds,
         )
         measurements.append(_with_memory(found, one.drafter, prompts))
     return measurements
@@ -324,6 +370,10 @@ def _afresh(entrants: Sequence[Entrant]) -> list[Entrant]:
 def _resampled(prompts: int) -> np.ndarray:
     """(resamples prompts) indices, the same at every call."""
     return np.random.default_rng(0).integers(0, prompts, (RESAMPLES, prompts))
+
+
+def _at(counts: Sequence[int], k: int) -> int:
+    return counts[k] if k < len(counts) else 0
 
 
 def _bootstrap(above: Sequence[float], below: Sequence[float]) -> Interval | None:

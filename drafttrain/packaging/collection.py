@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from drafttrain.packaging.manifest import (
 from drafttrain.packaging.writing import size_of
 from drafttrain.runs import differences
 from drafttrain.target import fingerprint
+from drafttrain.tree.topology import Tree, check_size
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -52,6 +53,12 @@ class Entry:
     def drafter(self) -> str:
         """Name of its class."""
         return str(self.config["drafter"]["_target_"]).rpartition(".")[2]
+
+    @property
+    def run_folder(self) -> Path | None:
+        """The folder of the run that made it; None for a package that lies elsewhere."""
+        place = self.folder.resolve()
+        return place.parent if place.name == PACKAGE else None
 
     def facts(self) -> dict[str, Any]:
         """What it costs, plain JSON values; None where that is not known."""
@@ -154,13 +161,19 @@ def read_entries(folders: Sequence[Path], *, measured: bool) -> list[Entry]:
         class_of(config["drafter"]["_target_"], str(folder / CONFIG))
         marks = config["target"]["fingerprint"]
         fingerprint.refuse_other(marks, marks, str(folder))  # whether it lacks a part
-        metrics = checked_metrics(folder) if measured else {"settings": {}, "rows": []}
-        rows = [_checked(row, str(folder / METRICS)) for row in metrics["rows"]]
-        return Entry(name, folder, config, metrics["settings"], rows)
+        entry = Entry(name, folder, config, {}, [])
+        return with_rows(entry) if measured else entry
 
     entries = for_all(list(zip(names_of(folders), folders, strict=True)), read)
     for_all(entries, lambda entry: _refuse_other_target(entry, entries[0]))
     return entries
+
+
+def with_rows(entry: Entry) -> Entry:
+    """The entry with what its own run measured. Raises InputError if that cannot be read."""
+    metrics = checked_metrics(entry.folder)
+    rows = [_checked(row, str(entry.folder / METRICS)) for row in metrics["rows"]]
+    return replace(entry, settings=metrics["settings"], rows=rows)
 
 
 def for_all(items: Sequence[T], work: Callable[[T], R]) -> list[R]:
@@ -203,6 +216,13 @@ def _checked(row: dict[str, Any], where: str) -> dict[str, Any]:
     known = isinstance(counts, list) and len(counts) == len(rates)
     if not known or not all(pair is None or _is_pair(pair) for pair in counts):
         raise InputError(f"{where}: accept_counts of a row is {str(counts)[:80]!r}, needs two counts for every rate")
+    for name, fits, wanted in _MORE:
+        value = found.get(name)
+        if value is not None and not fits(value):
+            raise InputError(f"{where}: {name} of a row is {str(value)[:80]!r}, needs {wanted}")
+    for name in ("accept_at_interval", "reach"):
+        if found.get(name) is not None and len(found[name]) != len(rates):
+            raise InputError(f"{where}: {name} of a row has {len(found[name])} entries, accept_at {len(rates)}")
     return found | {"accept_at": rates, "accept_counts": counts}
 
 
@@ -220,6 +240,28 @@ def _is_pair(value: Any) -> bool:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
+
+
+def _is_list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Of what fits, and of None, where something was not measured."""
+    return lambda value: isinstance(value, list) and all(one is None or fits(one) for one in value)
+
+
+def _is_stages(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_number(seconds) and seconds >= 0 for seconds in value.values())
+
+
+def _is_nodes(value: Any) -> bool:
+    keys = {"parent", "kept", "offered"}
+    if not isinstance(value, list) or not all(isinstance(node, dict) and node.keys() >= keys for node in value):
+        return False
+    if not all(type(node["parent"]) is int and all(_is_count(node[name]) for name in ("kept", "offered")) for node in value):
+        return False
+    try:
+        check_size(Tree(tuple(node["parent"] for node in value)).size)
+    except InputError:
+        return False
+    return True
 
 
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
@@ -240,6 +282,17 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("growth", "tree", "rule", "guarantee", "measured", "label"), _is_text, "text"),
 )
 """What a table reads of a row, and what it must be where it is there."""
+_MORE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("accept_at_interval", _is_list_of(_is_pair), "a list of two numbers each"),
+    ("reach", _is_list_of(_is_number), "a list of rates"),
+    ("seconds", _is_stages, "seconds by stage"),
+    ("plain_seconds", _is_stages, "seconds by stage"),
+    ("tokens", _is_count, "a count"),
+    ("plain_tokens", _is_count, "a count"),
+    ("rank_rates", _is_list_of(_is_list_of(_is_number)), "a list of rates for each depth"),
+    ("node_counts", _is_nodes, "parent, kept and offered of each node of a tree, breadth first"),
+)
+"""What drawings read of a row besides; a row of an earlier version may lack it."""
 
 
 def fastest_row(entry: Entry, temperature: float) -> dict[str, Any]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+_Z = 1.959964
+"""Half the width of a 95 % interval, in standard deviations."""
 
 
 def pair(interval: Sequence[float] | None) -> tuple[float, float] | None:
@@ -17,6 +21,24 @@ def accepted_cells(row: Mapping[str, Any]) -> list[str]:
         "-" if value is None else f"{value:.3f}" + (f" ({counts[0]}/{counts[1]})" if counts else "")
         for value, counts in zip(row["accept_at"], row["accept_counts"], strict=True)
     ]
+
+
+def position_intervals(row: Mapping[str, Any]) -> tuple[list[tuple[float, float] | None], bool]:
+    """95 % intervals of accept@k, k = 1, 2, ..., and whether they are over prompts: where a row of an earlier version has none,
+    Wilson's interval of its counts, which takes rounds as independent of each other."""
+    given = row.get("accept_at_interval")
+    if given is not None:
+        return [pair(interval) for interval in given], True
+    return [None if counts is None else wilson(*counts) for counts in row["accept_counts"]], False
+
+
+def wilson(kept: float, offered: float) -> tuple[float, float] | None:
+    """95 % interval of a share (Wilson 1927); None where there is no share."""
+    if not 0 <= kept <= offered or not offered:
+        return None
+    share, room = kept / offered, _Z**2 / offered
+    centre, half = share + room / 2, _Z * math.sqrt(share * (1 - share) / offered + room / offered / 4)
+    return (centre - half) / (1 + room), (centre + half) / (1 + room)
 
 
 def same_text_cell(row: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ COLUMNS = (
     "tokens learned",
     "guarantee",
 )
-_MEANING = """\
+MEANING = """\
 `speed` is plain decoding's seconds per token over these, `tau` the tokens written per target pass, the target's own
 included, and `accept@k` how often the k-th drafted token is kept, given that those before it were. 95 % intervals are over
 prompts. `parameters` and `MB` are what the package adds to its target; `tokens learned` are supervised tokens, those of
@@ -95,7 +95,7 @@ def markdown(
         _table_line(["---"] * len(COLUMNS)),
         *(_table_line([cell(value) for value in line(row)]) for row in rows),
         "",
-        _MEANING,
+        MEANING,
         *(["", f"Measured with: {told}."] if told else []),
         *(["", *(f"- {note}" for note in notes)] if notes else []),
         *(["", f"![speed, tau and accept@k]({picture})"] if picture else []),

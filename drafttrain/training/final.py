@@ -8,8 +8,9 @@ from typing import Any
 
 from drafttrain.checks import shown, whole
 from drafttrain.decoding.conditions import conditions, dtype_name
-from drafttrain.decoding.measure import Watch, unwatched
+from drafttrain.decoding.measure import Measurement, Watch, unwatched
 from drafttrain.decoding.plan import Plan
+from drafttrain.decoding.samples import samples_of
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
@@ -23,6 +24,8 @@ class FinalConfig:
 
     prompts: int
     """Held-out prompts for acceptance."""
+    samples: int
+    """How many of their answers are kept as samples; they are held-out text, so they stay in the run's folder."""
     max_new_tokens: int
     batch: int
     acceptance: Mapping[str, Growth | None]
@@ -39,8 +42,8 @@ class FinalConfig:
     """Held-out rows on which a target that was trained jointly is compared with the original; 0 compares none."""
 
     def __post_init__(self) -> None:
-        least = {"prompts": 0, "max_new_tokens": 1, "batch": 1, "speed_prompts": 0, "speed_new_tokens": 1, "change_rows": 0}
-        for name, low in least.items():
+        least = {"prompts": 0, "samples": 0, "max_new_tokens": 1, "batch": 1, "speed_prompts": 0, "speed_new_tokens": 1}
+        for name, low in {**least, "change_rows": 0}.items():
             whole(f"final.{name}", getattr(self, name), low)
         for name in ("acceptance", "speed"):
             trees = getattr(self, name)
@@ -85,6 +88,8 @@ class Worth:
     settings: dict[str, Any] = field(default_factory=dict)
     change: dict[str, Any] | None = None
     """What joint training did to the target."""
+    samples: dict[str, Any] | None = None
+    """Some answers as that plan decoded them, see `drafttrain.decoding.samples`; None where none was measured."""
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -117,7 +122,7 @@ def measure(
         trees |= {f"calibrated_{size}": calibrate(size) for size in config.calibrated}
         fast |= {f"calibrated_{size}": calibrate(size) for size in config.calibrated_speed}
     rows: list[dict[str, Any]] = []
-    best: tuple[float, Plan] | None = None
+    best: tuple[float, Plan, Measurement] | None = None
     own = speculator.plan.tree
     more = {} if own in (*trees.values(), *fast.values()) else {own.title.replace(" ", "_"): own}
     accepting = list(prompts[: config.prompts])
@@ -135,18 +140,18 @@ def measure(
         row = {"label": name, "measured": "acceptance", **found.row(), "speedup": None, "speedup_interval": None}
         rows.append(row)
         if row["tau"] is not None and (best is None or row["tau"] > best[0]):
-            best = (row["tau"], found.plan)
+            best = (row["tau"], found.plan, found)
     named = [(name, Plan(tree)) for name, tree in {**fast, **more}.items() if tree is not None]
     racing = list(prompts[: config.speed_prompts])
     if named and racing:
         raced = speculator.measure_speed(
             racing, [plan for _, plan in named], max_new_tokens=config.speed_new_tokens, seed=seed, watch=watch
         )
-        fastest: tuple[float, Plan] | None = None
+        fastest: tuple[float, Plan, Measurement] | None = None
         for (name, plan), found in zip(named, raced, strict=True):
             rows.append({"label": f"{name} alone", "measured": "speed", **found.row()})
             if found.speedup is not None and (fastest is None or found.speedup > fastest[0]):
-                fastest = (found.speedup, plan)
+                fastest = (found.speedup, plan, found)
         best = fastest or best
     settings = {
         "prompts": len(accepting),
@@ -159,4 +164,7 @@ def measure(
         **conditions(speculator.target, prompts[: max(config.prompts, config.speed_prompts)]),
         "drafter_dtype": dtype_name(speculator.drafter.dtype),
     }
-    return Worth(best[1] if best else speculator.plan, rows, settings)
+    if best is None:
+        return Worth(speculator.plan, rows, settings)
+    _, plan, chosen = best
+    return Worth(plan, rows, settings, samples=samples_of(speculator.target, prompts, chosen, config.samples))

@@ -7,7 +7,16 @@ import torch
 
 from drafttrain.decoding import measure
 from drafttrain.decoding.conditions import conditions, digest_of, dtype_name
-from drafttrain.decoding.measure import Entrant, Measurement, measure_acceptance, measure_speed, race, tau_behind
+from drafttrain.decoding.loop import Output
+from drafttrain.decoding.measure import (
+    Entrant,
+    Measurement,
+    measure_acceptance,
+    measure_speed,
+    race,
+    rank_rates,
+    tau_behind,
+)
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.eagle1 import Eagle1
@@ -15,6 +24,7 @@ from drafttrain.drafter.ngram import NGram
 from drafttrain.flow import Tally
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
+from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
 
 PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11], [12], [13, 14]]
@@ -141,3 +151,47 @@ def test_speculator_streams_what_it_generates_and_follows_live_weights(pair):
     assert torch.equal(speculator.drafter.fc.weight, drafter.fc.weight)
     with torch.no_grad():
         drafter.fc.weight -= 0.5
+
+
+def test_every_node_of_a_tree_is_counted():
+    """Each answer's last round is left out. By depth and rank the counts add up to the rates that Sequoia reads."""
+    tree = Tree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+    outputs = [Output(nodes=[(0, 2, 5), (1,), (), (0, 3)]), Output(nodes=[(0, 3), (0, 2)]), Output(nodes=[(0,)]), Output()]
+    found = Measurement(Plan(tree), [], Tally(), [], rates=rank_rates(tree, outputs), outputs=outputs)
+    counts = [(-1, 2, 4), (-1, 1, 4), (0, 1, 2), (0, 1, 2), (1, 0, 1), (2, 1, 1)]
+    row = found.row()
+    assert row["node_counts"] == [{"parent": parent, "kept": kept, "offered": offered} for parent, kept, offered in counts]
+    assert row["rank_rates"] == [[2 / 4, 1 / 4], [1 / 3, 1 / 2], [1.0]]
+    assert dataclasses.replace(found, outputs=[]).node_counts is None
+    assert dataclasses.replace(found, plan=Plan(Dynamic(depth=2, top_k=2, total=3))).node_counts is None
+    assert dataclasses.replace(found, plan=Plan(Tree.chain(0))).node_counts is None
+
+
+def test_positions_have_intervals_over_prompts(pair):
+    tallies = [Tally(rounds=10, offered=[10, k], kept=[k, 0]) for k in range(1, 10)] + [Tally(rounds=1, offered=[1], kept=[0])]
+    total = Tally()
+    for one in tallies:
+        total += one
+    found = Measurement(Plan(Tree.chain(2)), tallies, total, [])
+    (low, high), nothing = found.row()["accept_at_interval"]
+    assert low < total.accept_at[0] < high and nothing == [0.0, 0.0]
+    even = [Tally(rounds=10, offered=[10], kept=[5])] * 10
+    same = Measurement(Plan(Tree.chain(1)), even, Tally(offered=[100], kept=[50]), [])
+    assert same.row()["accept_at_interval"] == [[0.5, 0.5]]
+    alone = Measurement(Plan(Tree.chain(1)), even[:1], even[0], [])
+    assert alone.row()["accept_at_interval"] == [None]
+
+
+def test_plain_decoding_s_stages_stand_beside(pair):
+    plans = [Plan(Tree.chain(2)), Plan(Tree.eagle1_static())]
+    chain, tree = measure_speed(*pair, PROMPTS[:2], plans, max_new_tokens=12, stop_ids=())
+    for one in (chain, tree):
+        row = one.row()
+        assert (row["tokens"], row["plain_tokens"]) == (24, 24) and len(row["node_counts"]) == one.plan.tree.size
+        assert set(row["plain_seconds"]) == {"prefill", "draft", "verify", "host"}
+        # The timed pieces are parts of what was timed from outside.
+        assert 0 < sum(row["plain_seconds"].values()) <= sum(one.plain_seconds)
+        assert 0 < sum(row["seconds"].values()) <= sum(one.seconds)
+    assert chain.row()["plain_seconds"] == tree.row()["plain_seconds"]
+    alone = measure_acceptance(*pair, PROMPTS[:2], Plan(Tree.chain(2)), max_new_tokens=12, stop_ids=())
+    assert alone.row()["plain_seconds"] is None and alone.row()["plain_tokens"] is None

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from drafttrain.errors import InputError
-from drafttrain.packaging.collection import Entry, fastest_row, find_packages, measured_alike, names_of, read_entries
+from drafttrain.packaging.collection import (
+    Entry,
+    fastest_row,
+    find_packages,
+    measured_alike,
+    names_of,
+    read_entries,
+    with_rows,
+)
 from drafttrain.packaging.manifest import (
     CONFIG,
     METRICS,
@@ -127,6 +135,7 @@ def edit_rows(package: Path, **changes: Any) -> None:
     (package / METRICS).write_text(json.dumps(metrics))
 
 
+NODE = {"parent": -1, "kept": 1, "offered": 2}
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str, bool]] = {
     "config cut short": (lambda p: (p / CONFIG).write_text('{"format": 1'), r"config\.json cannot be read", True),
     "no weights": (lambda p: (p / TENSORS).unlink(), r"lacks drafter\.safetensors", True),
@@ -151,6 +160,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, bool]] = {
     "half a tau": (lambda p: edit_rows(p, tau=10**400), "tau of a row is '1000.*needs a number", False),
     "half an interval": (lambda p: edit_rows(p, tau_interval=[1.0]), "tau_interval of a row .* needs two numbers", False),
     "half the counts": (lambda p: edit_rows(p, accept_counts=[[1, 2]]), "needs two counts for every rate", False),
+    "half the intervals": (lambda p: edit_rows(p, accept_at_interval=[None]), "accept_at_interval of a row has 1 entries", False),
+    "wordy reach": (lambda p: edit_rows(p, reach=["x"]), "reach of a row .* needs a list of rates", False),
+    "lost time": (lambda p: edit_rows(p, seconds={"draft": -1}), "seconds of a row .* needs seconds by stage", False),
+    "lost plain time": (lambda p: edit_rows(p, plain_seconds=[1]), "plain_seconds of a row .* needs seconds by stage", False),
+    "half a token": (lambda p: edit_rows(p, tokens=0.5), "tokens of a row is '0.5', needs a count", False),
+    "ranks without rates": (lambda p: edit_rows(p, rank_rates=[["x"]]), "rank_rates of a row .* for each depth", False),
+    "a node below itself": (lambda p: edit_rows(p, node_counts=[{**NODE, "parent": 0}]), "node_counts of a row .* breadth", False),
+    "half a node": (lambda p: edit_rows(p, node_counts=[{"parent": -1, "kept": 1}]), "node_counts of a row .* breadth", False),
+    "too many nodes": (lambda p: edit_rows(p, node_counts=[NODE] * 1025), "node_counts of a row .* breadth", False),
     "wordy rates": (lambda p: edit_rows(p, accept_at=["x"]), "accept_at of a row .* needs a list of rates", False),
 }
 """Each with whether it matters where nothing measured is read."""
@@ -178,6 +196,17 @@ def test_a_first_package_without_a_whole_fingerprint(place: Path) -> None:
     edit_config(place / "fast" / "package", lambda config: config["target"]["fingerprint"].pop("weights"))
     with pytest.raises(InputError, match=r"1 of 3 packages .*fast/package: its target fingerprint lacks weights"):
         read_entries(found(place), measured=True)
+
+
+def test_a_package_says_which_run_it_belongs_to(original: Path, tmp_path: Path) -> None:
+    shutil.copytree(original / "old" / "package", tmp_path / "lone")
+    run, lone = read_entries([original / "fast" / "package", tmp_path / "lone"], measured=False)
+    assert run.run_folder == (original / "fast").resolve() and lone.run_folder is None
+    assert with_rows(run).rows == FAST and with_rows(run).settings == {**SETTINGS, "drafter_dtype": None}
+    more = {"node_counts": [NODE], "seconds": {"draft": 0.5}, "tokens": 3, "rank_rates": [[0.5, None], None]}
+    more |= {"reach": [0.5, 0.25, None], "accept_at_interval": [[0.25, 0.75], None, None]}
+    edit_rows(tmp_path / "lone", **more)
+    assert with_rows(lone).rows[0].items() >= more.items()
 
 
 def test_rows_of_earlier_forms_have_gaps(place: Path) -> None:

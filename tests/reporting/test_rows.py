@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafttrain.reporting.rows import accepted_cells, gaps, memories, same_text_cell, verdicts
+import pytest
+
+from drafttrain.reporting.rows import (
+    accepted_cells,
+    gaps,
+    memories,
+    position_intervals,
+    same_text_cell,
+    verdicts,
+    wilson,
+)
 
 
 def test_cells_show_counts_where_they_are_known() -> None:
@@ -12,6 +22,20 @@ def test_cells_show_counts_where_they_are_known() -> None:
     assert accepted_cells(row) == ["0.500 (1/2)", "-", "0.250"]
     assert same_text_cell({"same_as_plain": None}) == "-"
     assert same_text_cell({"same_as_plain": 3, "speed_prompts": 4}) == "3/4"
+
+
+def test_intervals_of_shares_are_those_recorded_or_of_the_counts() -> None:
+    row: dict[str, Any] = {"accept_at": [0.5, None], "accept_counts": [[10, 20], None]}
+    intervals, over_prompts = position_intervals(row)
+    assert intervals == [pytest.approx((0.29930, 0.70070), abs=1e-5), None] and not over_prompts
+    assert position_intervals({**row, "accept_at_interval": [[0.25, 0.75], None]}) == ([(0.25, 0.75), None], True)
+    # Both ends solve |p - kept/offered| = z sqrt(p (1 - p) / offered).
+    for kept, offered in ((0, 5), (3, 7), (99, 100), (8, 8)):
+        found = wilson(kept, offered)
+        assert found is not None
+        for end in found:
+            assert abs(end - kept / offered) == pytest.approx(1.959964 * (max(0.0, end * (1 - end)) / offered) ** 0.5, abs=1e-6)
+    assert wilson(0, 0) is None and wilson(3, 2) is None and wilson(-1, 2) is None
 
 
 def test_what_is_behind_is_said_with_how_sure_that_is() -> None:
