@@ -364,7 +364,7 @@ def learn(
     )
     say(outline(training.module.course, settings, data))
     train(training)
-    if training.module.stopped == "signal":
+    if training.module.stop_requested or training.module.stopped == "signal":
         say(f"stopped by a signal after update {training.updates}: continue with resume=last run_dir={home or run.folder}")
         raise SystemExit(STOPPED_BY_SIGNAL)  # It is not done, and can be resumed.
     if rank() == 0:

@@ -7,17 +7,19 @@ code of the file's.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
 from drafttrain.checks import whole
@@ -114,8 +116,9 @@ def refuse_full_disk(folder: Path, module: nn.Module) -> None:
 class Keeper(Callback):
     """Writes checkpoints, remembers the best, ends a run without progress, and stops it cleanly on a signal.
 
-    Best is by `decode.tau`, if it could be measured; ties keep the earlier. SIGTERM and the first Ctrl-C let the update that is
-    being made finish, write `last.ckpt` and end the run.
+    Best is by `decode.tau`, if it could be measured; ties keep the earlier. SIGTERM and the first Ctrl-C write `last.ckpt` at once,
+    as of the last update, since an update or an evaluation may take longer than the sender waits; then they let the update that is
+    being made finish, write again and end the run. Where processes share the weights among them, nothing is written before that.
 
     Args:
         folder: of the checkpoints.
@@ -142,11 +145,15 @@ class Keeper(Callback):
         """Evaluations since the best one."""
         self._looked_at: int | None = None
         self._written: tuple[int, int | None] | None = None
+        self._busy = False
+        """Is something being compared or written, which a signal must not come between?"""
         self._handlers: dict[int, Any] = {}
 
     # When -------------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, DraftModule)
+        if self.decode is not None and self.decode.caught_up:
+            self._look(trainer, pl_module)
         if threading.current_thread() is not threading.main_thread():
             return
 
@@ -154,6 +161,7 @@ class Keeper(Callback):
             if pl_module.stop_requested and number == signal.SIGINT:
                 raise KeyboardInterrupt
             pl_module.stop_requested = True
+            self._save_now(trainer, pl_module)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             self._handlers[number] = signal.signal(number, stop)
@@ -163,17 +171,20 @@ class Keeper(Callback):
     ) -> None:
         assert isinstance(pl_module, DraftModule)
         module = pl_module
-        if not module.just_updated and not module.stopped:
-            return
-        self._look(trainer, module)
-        due = self.config.every is not None and module.updates % self.config.every == 0
-        if due or module.stopped == "signal":
-            self._save(trainer, module)
+        if module.just_updated or module.stopped:
+            with self._undivided():
+                self._look(trainer, module)
+                due = self.config.every is not None and module.updates % self.config.every == 0
+                if due or module.stopped == "signal":
+                    self._save(trainer, module)
+        if module.stop_requested:
+            self._save_now(trainer, module)  # It could not, when the signal came.
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, DraftModule)
-        self._look(trainer, pl_module)
-        self._save(trainer, pl_module)
+        with self._undivided():
+            self._look(trainer, pl_module)
+            self._save(trainer, pl_module)
         self._restore_handlers()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -200,16 +211,42 @@ class Keeper(Callback):
             self._save(trainer, module)
 
     # How --------------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def _undivided(self) -> Iterator[None]:
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    def _save_now(self, trainer: Trainer, module: DraftModule) -> None:
+        """Write where the last closed window led to, wherever in the program a signal came; nothing where that is not settled.
+
+        Processes are not at the same place then, so only one that has all of the state by itself writes.
+        """
+        decode = self.decode
+        behind = decode is not None and decode.measured_at == module.updates and self._looked_at != module.updates
+        settled = module.closed and not (self._busy or module.updating or module.stopped or module.finished or behind)
+        whole = rank() == 0 and isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
+        if settled and whole and self._written != self._state_of(module):
+            # What cannot be written now is told behind the update, where the whole run can end on it.
+            with self._undivided(), contextlib.suppress(OSError, RuntimeError):
+                self._write(trainer, module, LAST, together=False)
+
     def _save(self, trainer: Trainer, module: DraftModule) -> None:
         if self._written != self._state_of(module):
             self._write(trainer, module, LAST)
             self._number(module)
 
     def _state_of(self, module: DraftModule) -> tuple[int, int | None]:
-        return module.position, None if self.decode is None else self.decode.measured_at
+        return module.closed, None if self.decode is None else self.decode.measured_at
 
-    def _write(self, trainer: Trainer, module: DraftModule, name: str) -> None:
-        """Collect on every process, write on the first."""
+    def _write(self, trainer: Trainer, module: DraftModule, name: str, *, together: bool = True) -> None:
+        """Collect on every process, write on the first.
+
+        Args:
+            together: does every process come here?
+        """
         strategy = trainer.strategy
         weights = strategy.lightning_module_state_dict()
         optimiser = strategy.optimizer_state(trainer.optimizers[0])
@@ -225,7 +262,8 @@ class Keeper(Callback):
             }
             write_checkpoint(self.folder / name, state)
         self._written = self._state_of(module)
-        strategy.barrier("checkpoint")
+        if together:
+            strategy.barrier("checkpoint")
 
     def _number(self, module: DraftModule) -> None:
         if rank() != 0 or not self.config.keep:

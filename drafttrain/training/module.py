@@ -58,6 +58,10 @@ class DraftModule(LightningModule):
         # Where the run stands; all of it travels in checkpoints.
         self.position = 0
         """Micro-batches that this process has read."""
+        self.closed = 0
+        """Those of them that lie in closed windows: what weights and optimiser stand behind."""
+        self.updating = False
+        """Is a window just being closed, so that weights and counts do not belong together?"""
         self.updates = 0
         """Optimiser updates made."""
         self.empty_windows = 0
@@ -90,7 +94,9 @@ class DraftModule(LightningModule):
         self.position += 1
         self.just_updated = False
         if closes:
+            self.updating = True
             self._close_window()
+            self.closed, self.updating = self.position, False
         self._logged.seconds += time.perf_counter() - began
         self._logged.feature_seconds += ready - began
         if closes and self.updates % self.log_every == 0 and self.just_updated:
@@ -144,8 +150,9 @@ class DraftModule(LightningModule):
             self.empty_windows += 1
         optimiser.zero_grad()
         self._window = Sums()
-        if signals or clocks:
-            self.stopped = "signal" if signals else "time"
+        stop = signals and not self.finished  # What has reached its end is measured there, and has nothing to go on with.
+        if stop or clocks:
+            self.stopped = "signal" if stop else "time"
             self.trainer.should_stop = True
 
     # The log --------------------------------------------------------------------------------------------------------
@@ -214,8 +221,9 @@ class DraftModule(LightningModule):
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
     def progress(self) -> dict[str, Any]:
+        """Where the run stands behind its last closed window; an open one is begun again, nothing of it is in the weights."""
         return {
-            "position": self.position,
+            "position": self.closed,
             "updates": self.updates,
             "empty_windows": self.empty_windows,
             "supervised": self.supervised,
@@ -226,7 +234,8 @@ class DraftModule(LightningModule):
         """Take over a checkpoint's weights and place; the optimiser's state follows when there is an optimiser."""
         self.load_state_dict(state["weights"])
         progress = state["progress"]
-        self.position, self.updates = progress["position"], progress["updates"]
+        self.position = self.closed = progress["position"]
+        self.updates = progress["updates"]
         self.empty_windows, self.supervised = progress["empty_windows"], progress["supervised"]
         self.seconds_before = progress["seconds"]
         self._optimiser_state = state["optimiser"]

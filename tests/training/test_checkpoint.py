@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.decoding.plan import Plan
@@ -17,6 +19,7 @@ from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import CheckpointConfig, Keeper, check_whole, read_checkpoint, write_checkpoint
 from drafttrain.training.decode_callback import DecodeCallback, EvalConfig
 from drafttrain.training.module import DraftModule
+from drafttrain.training.resume import refuse_other_run
 from drafttrain.tree.topology import Tree
 from tests.training.parts import Watch, fit, module_for, same, weights_of
 from tests.training.test_decode_callback import EVAL
@@ -121,6 +124,103 @@ def test_stopped_in_mid_epoch_and_resumed(target: Target, data: ConversationData
     assert one.rates + two.rates == watched.rates
     assert same(weights_of(second), weights_of(whole)) and second.supervised == whole.supervised
     assert (keep.best, keep.best_update) == (2.0, 4) and updates_in(tmp_path / "best.ckpt") == 4
+
+
+class Killed(Exception):
+    """What a program that was not given the time to stop does not see."""
+
+
+class KilledWhileMeasuring(Told):
+    """A TERM signal comes while the measurement of an update is made, and the end before it is done."""
+
+    def __init__(self, taus: list[float | None], every: int, at: int) -> None:
+        super().__init__(taus, every)
+        self.at = at
+
+    def measure(self, module: DraftModule, *, last: bool = False) -> dict[str, float | None]:
+        if module.updates == self.at:
+            signal.raise_signal(signal.SIGTERM)
+            raise Killed
+        return super().measure(module, last=last)
+
+
+class KilledWithinAWindow(Callback):
+    """A TERM signal comes behind a micro-batch that ends no window, and the end before the next one."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if pl_module.updates == 4 and pl_module.position > pl_module.closed:
+            signal.raise_signal(signal.SIGTERM)
+            raise Killed
+
+
+@pytest.mark.parametrize("where", ["in an evaluation", "in a window"])
+def test_a_signal_writes_a_checkpoint_at_once(target: Target, data: ConversationData, tmp_path: Path, where: str) -> None:
+    """However long an update or an evaluation takes; what was not done is done by the resumed run, and nothing differs."""
+    settings: dict[str, Any] = {"accumulate": 2, "max_steps": 9, "batch_tokens": 320}
+    taus: list[float | None] = [1.0, 3.0, 2.0, 2.5, 2.75]
+    whole, stream = module_for(data, target, **settings)
+    watched, told = Watch(), Told(taus, every=2)
+    calm = keeper(tmp_path / "calm", told, every=3)
+    fit(whole, stream, watched, told, calm)
+
+    first, stream = module_for(data, target, **settings)
+    one, folder, before = Watch(), tmp_path / "run", signal.getsignal(signal.SIGTERM)
+    measuring = where == "in an evaluation"
+    decode = KilledWhileMeasuring(taus, 2, at=4) if measuring else Told(taus, every=2)
+    others = [] if measuring else [KilledWithinAWindow()]
+    with pytest.raises(Killed):
+        fit(first, stream, one, *others, decode, keeper(folder, decode, every=100))
+    assert signal.getsignal(signal.SIGTERM) is before
+    state = read_checkpoint(folder / "last.ckpt")
+    assert state["progress"]["updates"] == 4 and state["decode"]["measured_at"] == (2 if measuring else 4)
+    assert state["decode"]["evaluations"] == (1 if measuring else 2)
+
+    second, stream = module_for(data, target, **settings)
+    second.continue_from(state)
+    stream.position = second.position
+    decode, two = Told(taus, every=2), Watch()
+    decode.load_state_dict(state["decode"])
+    keep = keeper(folder, decode, every=3)
+    keep.load_state_dict(state["keeper"])
+    fit(second, stream, two, decode, keep)
+    assert one.rows[: state["progress"]["position"]] + two.rows == watched.rows
+    assert keep.state_dict() == calm.state_dict() == {"best": 3.0, "best_update": 4, "without_progress": 3}
+    assert decode.evaluations == told.evaluations == 5
+    for name in ("best.ckpt", "last.ckpt"):
+        ours, theirs = (read_checkpoint(path / name) for path in (folder, tmp_path / "calm"))
+        assert same(ours["weights"], theirs["weights"]) and ours["progress"]["updates"] == theirs["progress"]["updates"]
+
+
+def test_a_signal_within_the_last_update_leaves_the_run_its_end(target: Target, data: ConversationData, tmp_path: Path) -> None:
+    module, stream = module_for(data, target, max_steps=3)
+    decode = Told([1.5], every=50)
+    fit(module, stream, Watch(stop_at=2), decode, keeper(tmp_path, decode, every=1))
+    assert module.stop_requested and module.stopped is None and decode.measured_at == 3
+    state = read_checkpoint(tmp_path / "last.ckpt")
+    assert state["progress"]["updates"] == 3 and state["keeper"]["best_update"] == 3
+
+
+def test_processes_that_share_the_weights_write_together_alone(
+    target: Target, data: ConversationData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that holds a part of the state cannot write it by itself, wherever a signal finds it."""
+    monkeypatch.setattr("drafttrain.training.checkpoint.SingleDeviceStrategy", Killed)
+    module, stream = module_for(data, target, accumulate=2, max_steps=9, batch_tokens=320)
+    with pytest.raises(Killed):
+        fit(module, stream, KilledWithinAWindow(), keeper(tmp_path, every=3))
+    assert updates_in(tmp_path / "last.ckpt") == 3
+
+
+def test_another_number_of_processes_is_another_run() -> None:
+    """Batches and noise are drawn for so many: with others the same updates would not follow."""
+    facts = {"target": {"weights": "a"}, "processes": 1, "seed": 0}
+    settings = {"seed": 0, "trainer": {"log_every": 2}}
+    told: list[str] = []
+    state = {"facts": facts, "settings": settings}
+    refuse_other_run(state, facts, {**settings, "trainer": {"log_every": 3}}, told.append)
+    assert told == ["settings differ from the earlier part of this run: trainer.log_every was 2, is 3"]
+    with pytest.raises(InputError, match="not be the same run .processes was 1, is 2."):
+        refuse_other_run(state, {**facts, "processes": 2}, settings, told.append)
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
