@@ -334,8 +334,12 @@ def test_a_folder_of_somebody_is_not_taken_for_a_run(
     assert {path: path.read_bytes() for path in mine.rglob("*") if path.is_file() and path.name != "config.yaml"} == before
     (mine / "scratch" / "1").mkdir()
     (mine / "scratch" / "1" / "features.bin").touch()
+    (mine / "checkpoints").mkdir()
+    for name in (".last.ckpt-a_b1", ".update-00000012.ckpt-link", ".last.ckpt", "last.ckpt-mine", ".notes-1"):
+        (mine / "checkpoints" / name).touch()
     Run(mine).clear_scratch()
     assert not (mine / "scratch" / "1").exists() and (mine / "scratch" / "thesis.tex").exists()
+    assert {path.name for path in (mine / "checkpoints").iterdir()} == {".last.ckpt", "last.ckpt-mine", ".notes-1"}
 
 
 def test_checkpoints_that_are_none_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
