@@ -30,7 +30,7 @@ from drafttrain.data.conversations import HELD_OUT, write_json
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.selfspec import SelfSpec
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, first_line
 from drafttrain.packaging.beginning import check_beginning, read_beginning, take_weights
 from drafttrain.packaging.gathering import check_packages
 from drafttrain.packaging.manifest import PACKAGE
@@ -517,7 +517,11 @@ def use_best(cfg: DictConfig, training: Training) -> None:
     best = training.run.checkpoints / BEST
     path = best if training.keeper.best is not None and best.exists() else training.run.checkpoints / LAST
     state = read_checkpoint(path)
-    training.module.load_state_dict(state["weights"])
+    check_whole(state, path)
+    try:
+        training.module.load_state_dict(state["weights"])
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"the weights in {path} do not fit ({first_line(error)}): train again in another run_dir") from error
     training.drafter.to(training.target.device)
     tau = "" if training.keeper.best is None else f", val/tau {training.keeper.best:.3f}"
     say(f"uses {path.name} of update {state['progress']['updates']}{tau}")

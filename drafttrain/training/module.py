@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from drafttrain.drafter.base import Drafter
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, first_line
 from drafttrain.flow import Batch, Features, Loss
 from drafttrain.processes import rank
 from drafttrain.training.course import Course
@@ -195,10 +195,24 @@ class DraftModule(LightningModule):
 
     def on_fit_start(self) -> None:
         if self._optimiser_state is not None:
-            self.trainer.strategy.load_optimizer_state_dict({"optimizer_states": [self._optimiser_state]})
+            self._take_optimiser_state(self._optimiser_state)
             self._optimiser_state = None
         # Lightning counts updates too, for its limit and for the progress line.
         self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed = self.updates
+
+    def _take_optimiser_state(self, state: dict[str, Any]) -> None:
+        """Raises: InputError if it is not of these weights."""
+        try:
+            self.trainer.strategy.load_optimizer_state_dict({"optimizer_states": [state]})
+        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            raise InputError(f"the checkpoint's optimiser does not fit ({first_line(error)}): give another checkpoint") from error
+        for weight, moments in self.trainer.optimizers[0].state.items():
+            odd = [m for m in moments.values() if isinstance(m, Tensor) and m.dim() and m.shape != weight.shape]
+            if odd:
+                raise InputError(
+                    f"the checkpoint's optimiser does not fit (moments of {tuple(odd[0].shape)} for weights of "
+                    f"{tuple(weight.shape)}): give another checkpoint"
+                )
 
     def on_train_start(self) -> None:
         self._began = time.monotonic()

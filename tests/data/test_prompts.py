@@ -187,6 +187,24 @@ def test_nothing_left_is_one_message(tmp_path: Path) -> None:
     assert "holds no rows" in str(nothing_left("empty", PromptFile(path=str(tmp_path / "empty.jsonl")).read(None)))
 
 
+def test_what_is_too_long_to_be_held_is_left_out_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some kilobytes that gzip unfolds to one endless line."""
+    monkeypatch.setattr("drafttrain.data.prompts._LONGEST_LINE", 1000)
+    monkeypatch.setattr("drafttrain.data.prompts._LONGEST_ARRAY", 5000)
+    good = json.dumps({"prompt": ASK}).encode()
+    fits = json.dumps({"prompt": "x" * 986}).encode()
+    assert len(fits) == 1000 - 1
+    lines = [good, json.dumps({"prompt": "x" * 10_000}).encode(), fits, b" " * 999, fits + b" ", good]
+    for end in (b"\n", b""):
+        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines) + end))
+        found = PromptFile(path=str(tmp_path / "a.jsonl.gz")).read(None)
+        assert [row for row, _ in found.rows] == [1, 3, 6]
+        assert [(item.row, item.reason) for item in found.skipped] == [(n, "a line of more than 1000 bytes") for n in (2, 5)]
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(b"[" + good + b", " * 5000 + b"]"))
+    with pytest.raises(InputError, match="JSON array of more than 5000 bytes: write one object a line"):
+        PromptFile(path=str(tmp_path / "b.json.gz")).read(None)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import time
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +262,78 @@ def test_what_a_run_cannot_go_on_from_is_refused(target: Target, data: Conversat
         change(state)
         with pytest.raises(InputError, match=said):
             check_whole(state, path)
+
+
+def repacked(path: Path, change: Callable[[dict[str, bytes]], Any], how: int = zipfile.ZIP_STORED) -> None:
+    """The archive written anew from its changed parts."""
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    change(parts)
+    with zipfile.ZipFile(path, "w", how) as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content)
+
+
+def laughs() -> list[Any]:
+    """Thirty lists that unfold to 10^30 entries."""
+    inner: list[Any] = [0]
+    for _ in range(30):
+        inner = [inner] * 10
+    return inner
+
+
+def around_itself() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"format": laughs()}, "other things than tensors and plain values"),
+        ({"format": 1, "facts": {"target": laughs()}}, "other things than tensors and plain values"),
+        ({"format": 1, "facts": around_itself()}, "other things than tensors and plain values"),
+        ({"format": 1 << 20_000}, "other things than tensors and plain values"),
+        ({"format": 1, "weights": torch.float32}, "other things than tensors and plain values"),
+        ({"format": torch.ones(3)}, r"checkpoint format tensor\(\[1\."),
+    ],
+    ids=["format", "facts", "itself", "number", "dtype", "tensor"],
+)
+def test_what_refers_to_itself_or_is_huge_is_refused_in_a_moment(tmp_path: Path, state: dict[str, Any], said: str) -> None:
+    torch.save(state, tmp_path / "a.ckpt")
+    began = time.monotonic()
+    with pytest.raises(InputError, match=said):
+        read_checkpoint(tmp_path / "a.ckpt")
+    assert time.monotonic() - began < 5
+
+
+def test_a_packed_archive_is_refused_before_it_unfolds(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    write_checkpoint(path, {"x": torch.zeros(100_000)})
+    repacked(path, lambda parts: None)
+    assert read_checkpoint(path)["x"].shape == (100_000,)
+    repacked(path, lambda parts: None, zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 10_000
+    with pytest.raises(InputError, match="cannot be read as a checkpoint"):
+        read_checkpoint(path)
+
+
+def test_moments_of_other_weights_are_refused(target: Target, data: ConversationData, tmp_path: Path) -> None:
+    module, stream = module_for(data, target, max_steps=1)
+    fit(module, stream, keeper(tmp_path))
+    whole = read_checkpoint(tmp_path / "last.ckpt")
+    moments = whole["optimiser"]["state"]
+    for change, said in (
+        (lambda: moments[0].update(exp_avg=torch.zeros(3)), r"moments of \(3,\) for weights of"),
+        (lambda: whole["optimiser"].pop("param_groups"), r"optimiser does not fit .*param_groups"),
+    ):
+        change()
+        again, stream = module_for(data, target, max_steps=3)
+        again.continue_from(copy.deepcopy(whole))
+        stream.position = again.position
+        with pytest.raises(InputError, match=said):
+            fit(again, stream)
 
 
 def test_files_are_read_without_running_code(tmp_path: Path) -> None:
