@@ -192,8 +192,8 @@ def test_what_is_too_long_to_be_held_is_left_out_or_refused(tmp_path: Path, monk
     monkeypatch.setattr("drafttrain.data.prompts._LONGEST_LINE", 1000)
     monkeypatch.setattr("drafttrain.data.prompts._LONGEST_ARRAY", 5000)
     good = json.dumps({"prompt": ASK}).encode()
-    fits = json.dumps({"prompt": "x" * 986}).encode()
-    assert len(fits) == 1000 - 1
+    fits = json.dumps({"prompt": "x" * 985}).encode()
+    assert len(fits) == 999
     lines = [good, json.dumps({"prompt": "x" * 10_000}).encode(), fits, b" " * 999, fits + b" ", good]
     for end in (b"\n", b""):
         (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines) + end))

@@ -294,7 +294,7 @@ def around_itself() -> list[Any]:
         ({"format": laughs()}, "other things than tensors and plain values"),
         ({"format": 1, "facts": {"target": laughs()}}, "other things than tensors and plain values"),
         ({"format": 1, "facts": around_itself()}, "other things than tensors and plain values"),
-        ({"format": 1 << 20_000}, "other things than tensors and plain values"),
+        ({"format": 1 << 1000}, "other things than tensors and plain values"),
         ({"format": 1, "weights": torch.float32}, "other things than tensors and plain values"),
         ({"format": torch.ones(3)}, r"checkpoint format tensor\(\[1\."),
     ],
