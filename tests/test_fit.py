@@ -74,6 +74,7 @@ def weights(run: Path, name: str = "last") -> dict[str, torch.Tensor]:
 # --- it works ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.field("F52")
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_fits_and_packages(target: Target, folder: Path, tmp_path: Path, experiment: str) -> None:
     run = tmp_path / "run"
@@ -200,6 +201,7 @@ def test_a_dynamic_tree_is_measured_while_training_and_packaged(target: Target, 
     assert [output.ids for output in drafted] == [output.ids for output in plain] and tally.drafted
 
 
+@pytest.mark.field("F49")
 def test_without_held_out_rows_the_last_weights_are_packaged(
     target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,6 +215,7 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
 # --- what is wrong is refused --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.field("F14", "F61", "F62")
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -353,6 +356,7 @@ def test_checkpoints_that_are_none_are_refused(folder: Path, tmp_path: Path, cap
     assert last.exists()
 
 
+@pytest.mark.field("F05", "F07", "F63")
 def test_data_that_cannot_be_learned_from(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not a conversation set" in refusal(capsys, words(tmp_path / "none", tmp_path / "run"))
     manifest = {"target": {"name": target.name, "fingerprint": target.fingerprint}}
@@ -382,6 +386,7 @@ def test_a_crash_before_the_first_checkpoint_leaves_the_folder_free(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.field("F28")
 def test_a_full_disk(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 1000})
     with monkeypatch.context() as patch:
@@ -397,6 +402,7 @@ def test_a_full_disk(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "run" / "package").exists()
 
 
+@pytest.mark.field("F21")
 def test_a_used_folder_and_a_run_that_is_not_the_same(
     target: Target, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -438,6 +444,7 @@ class Signal(ConsoleProgress):
             signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.field("F18", "F19")
 def test_killed_and_stopped_runs_go_on_to_the_same_weights(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -476,6 +483,7 @@ def test_killed_and_stopped_runs_go_on_to_the_same_weights(
     assert (run / "package" / "drafter.safetensors").read_bytes() == (calm / "package" / "drafter.safetensors").read_bytes()
 
 
+@pytest.mark.field("F23", "F33", "F45")
 @pytest.mark.processes
 def test_two_processes_give_the_weights_of_one(folder: Path, tmp_path: Path) -> None:
     """An epoch is one update here: three batches alone, and four over two processes, one of which has no label."""

@@ -86,6 +86,7 @@ def equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+@pytest.mark.field("F18", "F29")
 @pytest.mark.slow
 @pytest.mark.processes
 def test_twenty_kills_at_random_change_nothing(folder: Path, tmp_path: Path) -> None:
@@ -149,6 +150,7 @@ def test_twenty_kills_at_random_change_nothing(folder: Path, tmp_path: Path) -> 
             assert ours[step].get(key) == theirs[step].get(key), (step, key)
 
 
+@pytest.mark.field("F18")
 def test_a_disk_that_fills_up_leaves_a_checkpoint_to_go_on_from(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,11 +46,13 @@ def write_lines(path: Path, rows: list[Any]) -> Path:
     return path
 
 
+@pytest.mark.field("F66")
 @pytest.mark.parametrize("row", SHAPES, ids=lambda row: "+".join(row))
 def test_documented_shapes_give_the_same_prompt(row: dict[str, Any]) -> None:
     assert parse(row) == Prompt((ASK,))
 
 
+@pytest.mark.field("F66")
 def test_every_container_gives_the_same_rows(tmp_path: Path) -> None:
     import datasets
     import pyarrow
@@ -84,6 +86,7 @@ def conversation(*turns: tuple[str, str], **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in turns], **more}
 
 
+@pytest.mark.field("F03")
 @pytest.mark.parametrize(
     ("row", "system"),
     [
@@ -130,6 +133,7 @@ BAD: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.field("F01")
 def test_unusable_rows_are_counted_with_their_numbers(tmp_path: Path) -> None:
     good = {"prompt": ASK}
     path = write_lines(tmp_path / "bad.jsonl", [good, *(row for row, _ in BAD), good])
@@ -146,6 +150,7 @@ def test_unusable_rows_are_counted_with_their_numbers(tmp_path: Path) -> None:
     assert by_reason(found.skipped)["no user turn"] == [4, 5]
 
 
+@pytest.mark.field("F22")
 def test_numbers_do_not_depend_on_the_limit(tmp_path: Path) -> None:
     rows = [{"prompt": ASK} if i % 3 else {"prompt": ""} for i in range(30)]
     path = write_lines(tmp_path / "a.jsonl", rows)
@@ -156,6 +161,7 @@ def test_numbers_do_not_depend_on_the_limit(tmp_path: Path) -> None:
     assert PromptFile(path=str(write_lines(tmp_path / "c.jsonl", rows[:-1]))).read(5).source != whole.source
 
 
+@pytest.mark.field("F63", "F66")
 def test_unknown_shape_lists_the_accepted_ones_and_the_keys(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"question": ASK, "answer": "x"}] * 3)
     with pytest.raises(InputError, match=r"conversations.*messages.*first row's keys: question, answer"):
@@ -178,6 +184,7 @@ def test_text_alone_is_refused_with_the_way_out(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.field("F63")
 def test_nothing_left_is_one_message(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [conversation(), conversation(), conversation(("system", "S"))])
     message = str(nothing_left("a.jsonl", PromptFile(path=str(path)).read(None)))

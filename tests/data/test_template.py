@@ -52,6 +52,7 @@ def grown(chat: ChatPieces, system: str | None, users: list[str], answers: list[
     return tokenizer.decode(ids)
 
 
+@pytest.mark.field("F03", "F06")
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, DEFAULT_SYSTEM, ALTERNATING])
 @pytest.mark.parametrize("system", [None, "Be brief."])
 def test_pieces_join_to_the_templates_own_text(template: str, system: str | None) -> None:
@@ -82,6 +83,7 @@ def test_a_blank_before_the_end_token_is_not_written_twice() -> None:
     assert text == "[INST] one [/INST] first<|im_end|>[INST] two [/INST] second<|im_end|>"
 
 
+@pytest.mark.field("F04")
 def test_templates_that_rewrite_earlier_turns_are_noticed() -> None:
     assert pieces(CHATML).keeps_reasoning and not pieces(REASONING).keeps_reasoning
     assert pieces(REASONING).grows(with_system=False)
@@ -173,6 +175,7 @@ def test_a_target_without_a_template_says_so() -> None:
         ChatPieces(tokenizer, (2,))
 
 
+@pytest.mark.field("F08")
 def test_rows_that_another_encoding_would_change_are_counted() -> None:
     tokenizer = tiny_tokenizer()
     t, h, th = (tokenizer.convert_tokens_to_ids(word) for word in ("t", "h", "th"))

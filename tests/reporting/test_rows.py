@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from drafttrain.reporting.rows import accepted_cells, gaps, same_text_cell, verdicts
 
 
@@ -26,6 +28,7 @@ def test_what_is_behind_is_said_with_how_sure_that_is() -> None:
     assert gaps(rows[1:2]) == gaps([{"label": "d", "tau": 2.0}]) == []
 
 
+@pytest.mark.field("F59")
 def test_slower_is_said_plainly() -> None:
     def row(
         label: str, speed: float | None, *, nodes: int = 3, low: float = 0.0, same: int | None = 4

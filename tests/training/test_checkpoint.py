@@ -55,6 +55,7 @@ def updates_in(path: Path) -> int:
     return int(read_checkpoint(path)["progress"]["updates"])
 
 
+@pytest.mark.field("F48")
 def test_best_is_by_tau_and_ties_keep_the_earlier(target: Target, data: ConversationData, tmp_path: Path) -> None:
     module, stream = module_for(data, target, max_steps=6)
     decode = Told([None, 1.5, 2.0, 2.0, None, 1.9])
@@ -65,6 +66,7 @@ def test_best_is_by_tau_and_ties_keep_the_earlier(target: Target, data: Conversa
     assert names(tmp_path) == ["best.ckpt", "last.ckpt"]
 
 
+@pytest.mark.field("F48", "F49")
 def test_nothing_measured_is_never_best(target: Target, data: ConversationData, tmp_path: Path) -> None:
     module, stream = module_for(data, target, max_steps=3)
     decode = Told([None] * 3)
@@ -81,6 +83,7 @@ def test_patience_ends_the_run(target: Target, data: ConversationData, tmp_path:
     assert updates_in(tmp_path / "best.ckpt") == 3 and updates_in(tmp_path / "last.ckpt") == 5
 
 
+@pytest.mark.field("F20")
 @pytest.mark.parametrize(("steps", "every"), [(10, 4), (3, 100), (4, 4)])
 def test_last_is_the_true_last_step(target: Target, data: ConversationData, tmp_path: Path, steps: int, every: int) -> None:
     module, stream = module_for(data, target, max_steps=steps)
@@ -90,6 +93,7 @@ def test_last_is_the_true_last_step(target: Target, data: ConversationData, tmp_
     assert same({n.removeprefix("drafter."): w for n, w in state["weights"].items()}, weights_of(module))
 
 
+@pytest.mark.field("F29")
 def test_old_numbered_ones_are_removed(target: Target, data: ConversationData, tmp_path: Path) -> None:
     module, stream = module_for(data, target, max_steps=10)
     decode = Told([1.0, 9.0, *[1.0] * 8])
@@ -100,6 +104,7 @@ def test_old_numbered_ones_are_removed(target: Target, data: ConversationData, t
     assert len(inodes) == 3  # the newest numbered one is last itself
 
 
+@pytest.mark.field("F18", "F19", "F21")
 def test_stopped_in_mid_epoch_and_resumed(target: Target, data: ConversationData, tmp_path: Path) -> None:
     """Rows, rates and weights of both parts together are those of a run that was not stopped."""
     settings: dict[str, Any] = {"accumulate": 2, "max_steps": 9, "batch_tokens": 320}
@@ -156,6 +161,7 @@ class KilledWithinAWindow(Callback):
             raise Killed
 
 
+@pytest.mark.field("F18")
 @pytest.mark.parametrize("where", ["in an evaluation", "in a window"])
 def test_a_signal_writes_a_checkpoint_at_once(target: Target, data: ConversationData, tmp_path: Path, where: str) -> None:
     """However long an update or an evaluation takes; what was not done is done by the resumed run, and nothing differs."""
@@ -214,6 +220,7 @@ def test_processes_that_share_the_weights_write_together_alone(
     assert updates_in(tmp_path / "last.ckpt") == 3
 
 
+@pytest.mark.field("F21")
 def test_another_number_of_processes_is_another_run() -> None:
     """Batches and noise are drawn for so many: with others the same updates would not follow."""
     facts = {"target": {"weights": "a"}, "processes": 1, "seed": 0}
@@ -336,6 +343,7 @@ def test_moments_of_other_weights_are_refused(target: Target, data: Conversation
             fit(again, stream)
 
 
+@pytest.mark.field("F67")
 def test_files_are_read_without_running_code(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
