@@ -190,6 +190,7 @@ def test_a_borrowed_embedding_is_never_written(target: Target, drafter: Eagle1, 
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.field("F64")
 def test_the_layout_and_the_card(target: Target, drafter: Eagle1, tmp_path: Path) -> None:
     folder = packed(
         tmp_path / "package", drafter, target, metrics={"settings": {"prompts": 3}, "rows": ROWS}, licence="MIT"
