@@ -29,7 +29,7 @@ def within(seconds: float, memory: int) -> Iterator[None]:
         memory: bytes beyond what the process has already.
     Raises: TimeoutError, MemoryError.
     """
-    with _time(seconds), _memory(memory):
+    with _memory(memory), _time(seconds):  # The clock is stopped before the limit is put back, so that it cannot ring in between.
         yield
 
 
@@ -48,8 +48,10 @@ def _time(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:
+            signal.signal(signal.SIGALRM, before)
 
 
 @contextlib.contextmanager
