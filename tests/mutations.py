@@ -26,7 +26,8 @@ NUMBERS = (
     0.5, -0.5, 1e308, 1e-320,
 )  # fmt: skip
 SIGNS = (
-    b"[", b"{", b"]", b"}", b": ", b", ", b"- ", b"\n", b"  ", b'"', b"'", b"&a ", b"*a", b"!!", b"1e9", b"null",
+    b"[", b"{", b"]", b"}", b": ", b", ", b"- ", b"\n", b"  ", b'"', b"'", b"&a ", b"*a", b"!!", b"1e9", b"null", b"0x", b"F",
+    b"!!bool ", b"!!timestamp ", b"!!int ", b"!!float '' ", b"!!set ", b"!!binary ", b"? ", b"<<: ",
 )  # fmt: skip
 DTYPES = ("BOOL", "U8", "I8", "I16", "U16", "F16", "BF16", "I32", "F32", "F64", "I64", "F8_E4M3", "C64", "none", "")
 OPCODES = [op.code.encode("latin1") for op in pickletools.opcodes]

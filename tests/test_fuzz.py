@@ -130,10 +130,9 @@ def feature_store(folder: Path, target: Target) -> Loader:
         content = json_of(chance, whole)
         try:
             found = json.loads(content)
-            found["digest"] = digest_of(found)
-            return json.dumps(found).encode()
-        except (ValueError, TypeError, RecursionError):
+        except (ValueError, RecursionError):
             return content
+        return json.dumps({**found, "digest": digest_of(found)}).encode() if isinstance(found, dict) else content
 
     def read(path: Path, _name: str) -> object:
         store = Store(path / "store")

@@ -432,9 +432,11 @@ def _json_rows(path: Path, *, packed: bool) -> Iterator[tuple[int, Any]]:
         if first.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             file.seek(0)
             try:
-                text = file.read(_LONGEST_ARRAY + 1)
-                if len(text) > _LONGEST_ARRAY:
-                    raise InputError(f"{path} is a JSON array of more than {_LONGEST_ARRAY} bytes: write one object a line")
+                text = bytearray()
+                while part := file.read(1 << 20):
+                    text += part
+                    if len(text) > _LONGEST_ARRAY:
+                        raise InputError(f"{path} is a JSON array of more than {_LONGEST_ARRAY} bytes: write one object a line")
                 rows = json.loads(text.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{path} begins like a JSON array but cannot be read: {error}") from error

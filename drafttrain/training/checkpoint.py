@@ -41,7 +41,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
 }
 """What a checkpoint holds beside its format."""
 FORMAT = 1
-_MOST_VALUES, _DEEPEST = 1 << 20, 64
+_MOST_VALUES, _DEEPEST = 1 << 17, 64
 """Of what a checkpoint holds beside its tensors' numbers."""
 LAST, BEST = "last.ckpt", "best.ckpt"
 
