@@ -319,19 +319,19 @@ def trees(folder: Path, target: Target) -> Loader:
 
 
 LOADERS: dict[str, tuple[Maker, int]] = {
-    "conversation set": (conversation_set, 300),
-    "growing set": (growing_set, 300),
-    "feature store": (feature_store, 300),
-    "growing store": (growing_store, 300),
-    "package": (package, 250),
-    "package of a model": (package_of_a_model, 150),
-    "engine directories": (engine_directories, 300),
-    "heads taken over": (heads_taken_over, 250),
+    "conversation set": (conversation_set, 200),
+    "growing set": (growing_set, 200),
+    "feature store": (feature_store, 200),
+    "growing store": (growing_store, 200),
+    "package": (package, 100),
+    "package of a model": (package_of_a_model, 60),
+    "engine directories": (engine_directories, 200),
+    "heads taken over": (heads_taken_over, 150),
     "prompts": (prompts, 300),
-    "checkpoint": (checkpoint, 300),
+    "checkpoint": (checkpoint, 200),
     "tokenizer": (tokenizer, 100),
-    "chat template": (chat_template, 250),
-    "trees": (trees, 300),
+    "chat template": (chat_template, 200),
+    "trees": (trees, 200),
 }
 """What is read, and how many changed files are tried every time."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from drafttrain.errors import InputError, first_line
 from drafttrain.tree.topology import Tree
 
 _LARGEST, _DEEPEST = 1 << 20, 16
+_BRACKETS = re.compile(r"[\[\]{}]")
 Table = list[list[float]]
 
 
@@ -77,6 +79,11 @@ class _PlainLoader(yaml.SafeLoader):
 
 def read_yaml(text: str) -> Any:
     """Plain values of a YAML text. Raises: yaml.YAMLError, ValueError, RecursionError."""
+    depth = 0
+    for sign in _BRACKETS.findall(text):  # What the parser takes for each level grows with their number.
+        depth += 1 if sign in "[{" else -1
+        if depth > _DEEPEST:
+            raise ValueError(f"more than {_DEEPEST} levels")
     try:
         found = yaml.load(text, Loader=_PlainLoader)
     except (AttributeError, KeyError, IndexError, TypeError, OverflowError) as error:
