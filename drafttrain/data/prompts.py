@@ -443,14 +443,14 @@ def _json_rows(path: Path, *, packed: bool) -> Iterator[tuple[int, Any]]:
             yield from enumerate(rows, start=1)
             return
         file.seek(0)
-        for number, line in enumerate(_lines(file), start=1):
-            if line is None:
+        for number, read in enumerate(_lines(file), start=1):
+            if read is None:
                 yield number, _Unusable(f"a line of more than {_LONGEST_LINE} bytes")
                 continue
             if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if line.strip():
-                yield number, _json_row(line)
+                read = read.removeprefix(b"\xef\xbb\xbf")
+            if read.strip():
+                yield number, _json_row(read)
 
 
 def _lines(file: Any) -> Iterator[bytes | None]:
