@@ -95,6 +95,11 @@ def _behind(error: BaseException) -> Iterator[BaseException]:
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
 
 
+def panicked(error: BaseException) -> bool:
+    """Did a library written in Rust, such as `tokenizers`, break off? Its error is no Exception."""
+    return type(error).__name__ == "PanicException"
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, as far as it fits into a sentence; its class where it says nothing."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]

@@ -34,7 +34,7 @@ from drafttrain.data.conversations import HELD_OUT, write_json
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.selfspec import SelfSpec
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, first_line
 from drafttrain.packaging.beginning import check_beginning, read_beginning, take_weights
 from drafttrain.packaging.collection import read_entries
 from drafttrain.packaging.gathering import check_packages
@@ -383,7 +383,7 @@ def learn(
     )
     say(outline(training.module.course, settings, data))
     train(training)
-    if training.module.stopped == "signal":
+    if training.module.stop_requested or training.module.stopped == "signal":
         say(f"stopped by a signal after update {training.updates}: continue with resume=last run_dir={home or run.folder}")
         raise SystemExit(STOPPED_BY_SIGNAL)  # It is not done, and can be resumed.
     if rank() == 0:
@@ -538,7 +538,11 @@ def use_best(cfg: DictConfig, training: Training) -> None:
     best = training.run.checkpoints / BEST
     path = best if training.keeper.best is not None and best.exists() else training.run.checkpoints / LAST
     state = read_checkpoint(path)
-    training.module.load_state_dict(state["weights"])
+    check_whole(state, path)
+    try:
+        training.module.load_state_dict(state["weights"])
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"the weights in {path} do not fit ({first_line(error)}): train again in another run_dir") from error
     training.drafter.to(training.target.device)
     tau = "" if training.keeper.best is None else f", val/tau {training.keeper.best:.3f}"
     say(f"uses {path.name} of update {state['progress']['updates']}{tau}")

@@ -131,6 +131,7 @@ def start(arguments: Sequence[str], **environment: str) -> subprocess.Popen[str]
     return subprocess.Popen(command, cwd=ROOT, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.field("F22")
 @pytest.mark.processes
 def test_a_kill_loses_doubles_and_recomputes_nothing(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -227,6 +228,7 @@ def test_a_finished_store_is_looked_after(
 # --- what is wrong is refused ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.field("F28")
 def test_a_disk_without_room_is_refused_before_anything_is_written(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +272,7 @@ def test_a_folder_with_other_files_is_refused(folder: Path, tmp_path: Path, caps
     assert len(read_set(folder)) == 40
 
 
+@pytest.mark.field("F32")
 def test_features_that_are_not_finite_stop_it_naming_their_rows(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

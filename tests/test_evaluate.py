@@ -89,6 +89,7 @@ def test_rows_and_their_keys(run: tuple[dict[str, Any], Path]) -> None:
     assert (out / evaluate.PICTURE).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.field("F46")
 def test_numbers_are_those_of_counting(
     run: tuple[dict[str, Any], Path], place: Path, target: Target, prompts: list[list[int]]
 ) -> None:
@@ -174,6 +175,7 @@ def test_no_speed_on_demand(place: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "accept@2" in shown and "tokens/s" not in shown
 
 
+@pytest.mark.field("F52")
 def test_exactness_on_demand(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ("speed_prompts=0", "parity_prompts=0", "limit=2", "exactness=true", "exactness_draws=160", "exactness_prompts=2")
     evaluate.main(words(place, tmp_path / "run", *few, "chains=[2]", "trees=[expand:2x1]", "rule=[auto,block]"))
@@ -214,11 +216,13 @@ def test_a_failure_leaves_no_folder_and_prompts_beyond_the_model_are_left_out(
     assert not (tmp_path / "none").exists() and not (tmp_path / "broken").exists()
 
 
+@pytest.mark.field("F35")
 def test_training_and_decoding_agree(run: tuple[dict[str, Any], Path]) -> None:
     found = run[0]["parity"]
     assert found["agree"] and 0.2 < found["accept_at_1"] == found["sim_accept_at_1"] < 1 and found["rounds"] > 9
 
 
+@pytest.mark.field("F35")
 def test_a_drafter_fed_otherwise_than_in_training_is_found_out(
     target: Target, drafter: Eagle1, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +260,7 @@ def test_prompts_of_a_conversation_set(
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.field("F49")
 def test_prompts_that_end_at_once_have_no_tau(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tiny_chat_target(stop_bias=1e4)
     packed_place(tmp_path, target, Eagle1(target))
@@ -331,6 +336,7 @@ def made(folder: Path, text: str) -> Path:
     return folder / "made.jsonl"
 
 
+@pytest.mark.field("F62")
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line(name: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change, message = BAD[name]
@@ -342,6 +348,7 @@ def test_bad_input_is_one_line(name: str, place: Path, tmp_path: Path, capsys: p
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.field("F64")
 def test_decoding_beyond_the_trained_length_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     evaluate.warn_of_length({"trained_length": 20}, [[1] * 8, [1] * 12], 10)
     assert "1 of 2 prompts go beyond the 20 tokens" in capsys.readouterr().err

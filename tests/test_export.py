@@ -100,6 +100,7 @@ def test_drafters_that_no_engine_loads(kind: Any, message: str, target: Target, 
             export.check_pair(tmp_path / "package", to)
 
 
+@pytest.mark.field("F41")
 def test_pairs_that_no_engine_serves(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before the target is read."""
     for to in ("medusa", "speculators", "hf"):
@@ -215,6 +216,7 @@ def test_a_failing_write_leaves_the_place_as_it_was(
     assert not there or not list(out.iterdir())
 
 
+@pytest.mark.field("F69")
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir()
     os.chmod(tmp_path / "closed", 0o500)
@@ -263,6 +265,7 @@ def config_of_origin(path: Path, **changes: Any) -> None:
     (path / "drafttrain.json").write_text(json.dumps(told | changes))
 
 
+@pytest.mark.field("F67", "F68")
 def test_nothing_of_a_directory_is_run(head: Path, tmp_path: Path) -> None:
     """Neither a pickle nor Python code."""
 

@@ -76,6 +76,7 @@ def weights(run: Path, name: str = "last") -> dict[str, torch.Tensor]:
 # --- it works ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.field("F52")
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_fits_and_packages(target: Target, folder: Path, tmp_path: Path, experiment: str) -> None:
     run = tmp_path / "run"
@@ -245,6 +246,7 @@ def test_the_page_of_a_run_is_made_from_its_folder_alone(target: Target, folder:
     assert (tmp_path / "again" / "report.html").read_text() == text
 
 
+@pytest.mark.field("F49")
 def test_without_held_out_rows_the_last_weights_are_packaged(
     target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -260,6 +262,7 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
 # --- what is wrong is refused --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.field("F14", "F61", "F62")
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -381,8 +384,12 @@ def test_a_folder_of_somebody_is_not_taken_for_a_run(
     assert {path: path.read_bytes() for path in mine.rglob("*") if path.is_file() and path.name != "config.yaml"} == before
     (mine / "scratch" / "1").mkdir()
     (mine / "scratch" / "1" / "features.bin").touch()
+    (mine / "checkpoints").mkdir()
+    for name in (".last.ckpt-a_b1", ".update-00000012.ckpt-link", ".last.ckpt", "last.ckpt-mine", ".notes-1"):
+        (mine / "checkpoints" / name).touch()
     Run(mine).clear_scratch()
     assert not (mine / "scratch" / "1").exists() and (mine / "scratch" / "thesis.tex").exists()
+    assert {path.name for path in (mine / "checkpoints").iterdir()} == {".last.ckpt", "last.ckpt-mine", ".notes-1"}
 
 
 def test_checkpoints_that_are_none_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -396,6 +403,7 @@ def test_checkpoints_that_are_none_are_refused(folder: Path, tmp_path: Path, cap
     assert last.exists()
 
 
+@pytest.mark.field("F05", "F07", "F63")
 def test_data_that_cannot_be_learned_from(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not a conversation set" in refusal(capsys, words(tmp_path / "none", tmp_path / "run"))
     manifest = {"target": {"name": target.name, "fingerprint": target.fingerprint}}
@@ -425,6 +433,7 @@ def test_a_crash_before_the_first_checkpoint_leaves_the_folder_free(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.field("F28")
 def test_a_full_disk(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 1000})
     with monkeypatch.context() as patch:
@@ -450,6 +459,7 @@ def test_a_limit_of_file_sizes(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert "starts from the beginning" in capsys.readouterr().out and (run / "package").exists()
 
 
+@pytest.mark.field("F21")
 def test_a_used_folder_and_a_run_that_is_not_the_same(
     target: Target, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -499,6 +509,7 @@ class Signal(ConsoleProgress):
             signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.field("F18", "F19")
 def test_killed_and_stopped_runs_go_on_to_the_same_weights(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -537,6 +548,7 @@ def test_killed_and_stopped_runs_go_on_to_the_same_weights(
     assert (run / "package" / "drafter.safetensors").read_bytes() == (calm / "package" / "drafter.safetensors").read_bytes()
 
 
+@pytest.mark.field("F23", "F33", "F45")
 @pytest.mark.processes
 def test_two_processes_give_the_weights_of_one(folder: Path, tmp_path: Path) -> None:
     """An epoch is one update here: three batches alone, and four over two processes, one of which has no label."""

@@ -50,6 +50,7 @@ def shown(text: str) -> str:
 # --- the door --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.field("F13")
 def test_the_text_is_plain_decodings_with_accepted_drafts_marked(
     place: Path, target: Target, ids: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -298,6 +299,7 @@ def test_what_cannot_be_read_does_not_end_a_conversation(
     assert "that was not UTF-8" in found.err and "the prompt is not UTF-8" in found.err and found.out.count("tau ") == 1
 
 
+@pytest.mark.field("F13")
 def test_a_tokenizer_larger_than_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tiny_chat_target(BARE, vocab_size=260)
     place = packed_place(tmp_path, target, Eagle1(target), plan=Plan(Tree.chain(2)))

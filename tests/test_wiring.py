@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import io
 import json
 import os
@@ -125,6 +126,7 @@ def test_overrides_and_experiments(conf: Path) -> None:
     assert compose("fit", ["experiment=eagle1", "target=small", "~experiment"]).target.path == "a"
 
 
+@pytest.mark.field("F61")
 @pytest.mark.parametrize(
     ("override", "wanted"),
     [
@@ -160,6 +162,7 @@ def test_group_of_another_door(conf: Path) -> None:
     assert "generate has no choice of experiment" in refusal("experiment=eagle1", "package=x", name="generate")
 
 
+@pytest.mark.field("F61")
 @pytest.mark.parametrize(("name", "key"), [("misspelt", "optim.lrr"), ("wrong_section", "trainer.lr")])
 def test_experiment_file_cannot_invent_settings(conf: Path, name: str, key: str) -> None:
     assert f"experiment={name} sets {key}: there is no setting {key}. Did you mean optim.lr?" in refusal(f"experiment={name}")
@@ -195,6 +198,7 @@ def test_what_a_door_needs_stays(conf: Path, override: str, wanted: str) -> None
     assert compose("fit", ["optim={}"]).optim.lr == 1e-3
 
 
+@pytest.mark.field("F62")
 def test_missing_setting_is_named_with_its_meaning(conf: Path) -> None:
     message = refusal(name="generate")
     assert "needs package=... (a folder that fit made)" in message
@@ -388,6 +392,35 @@ def test_help_of_every_door(name: str) -> None:
     assert f"Usage: python -m drafttrain.{name}" in done.stdout
 
 
+LACKING: dict[str, tuple[list[str], str]] = {
+    "adopt": ([], "head=..."),
+    "capture": ([], "out=..."),
+    "evaluate": ([], "package=..."),
+    "export": ([], "package=<"),
+    "fit": (["target=hf"], "target.path=..."),
+    "generate": ([], "package=..."),
+    "report": ([], "runs=..."),
+    "synthesize": ([], "out=<"),
+    "tune": ([], "package=..."),
+}
+
+
+@pytest.mark.field("F62")
+@pytest.mark.parametrize("name", DOORS)
+def test_a_door_that_lacks_something_says_what(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for builder in ("smollm2", "hf", "tiny"):
+        monkeypatch.setattr(f"drafttrain.target.load.{builder}", lambda **_: pytest.fail("the target was loaded"))
+    words, said = LACKING[name]
+    with pytest.raises(SystemExit) as left:
+        importlib.import_module(f"drafttrain.{name}").main(words)
+    told = capsys.readouterr().err
+    assert left.value.code == 2 and told.startswith(f"drafttrain.{name}: needs ") and told.count("\n") == 1 and said in told, told
+    assert not list(tmp_path.iterdir())
+
+
 # --- provenance and the run's folder
 
 
@@ -416,6 +449,7 @@ def test_seed_sets_every_source() -> None:
         runs.seed_everything(-1)
 
 
+@pytest.mark.field("F21")
 def test_run_dir_is_named_and_used_folders_are_refused(conf: Path, tmp_path: Path) -> None:
     folder = open_door(runs.run_dir, "experiment=quickstart")
     assert folder.parent == tmp_path / "runs" and folder.name.startswith("fit-quickstart-") and folder.is_dir()
@@ -510,6 +544,7 @@ def start(rank: int, port: int, *words: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.field("F24", "F26")
 @pytest.mark.processes
 @pytest.mark.parametrize("first", [0, 1])
 def test_processes_started_across_a_second_agree(conf: Path, first: int) -> None:
@@ -525,6 +560,7 @@ def test_processes_started_across_a_second_agree(conf: Path, first: int) -> None
     assert folders[0] == folders[1] and len(list(Path("runs").iterdir())) == 1
 
 
+@pytest.mark.field("F26")
 @pytest.mark.processes
 def test_word_of_a_killed_run_is_ignored_and_a_refusal_reaches_all(conf: Path, tmp_path: Path) -> None:
     port = 40001 + os.getpid() % 20000

@@ -42,6 +42,8 @@ _USER = {"user", "human", "prompter"}
 _ASSISTANT = {"assistant", "gpt", "model", "bot", "chatgpt", "bard", "bing"}
 _SYSTEM = {"system", "developer"}
 MOST_ROWS = 10_000_000
+_LONGEST_LINE, _LONGEST_ARRAY = 64 << 20, 1 << 30
+"""Bytes; a packed file of some kilobytes can unfold to lines of any length."""
 _HEAD = 100
 """Rows of a data set that its identity is made from."""
 
@@ -423,24 +425,43 @@ def _json_rows(path: Path, *, packed: bool) -> Iterator[tuple[int, Any]]:
     with gzip.open(path, "rb") if packed else path.open("rb") as file:
         first = b""
         while not first.strip(b"\xef\xbb\xbf \t\r\n"):
-            line = file.readline()
+            line = file.readline(_LONGEST_LINE)
             if not line:
                 return
             first = line
         if first.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             file.seek(0)
             try:
-                rows = json.loads(file.read().decode("utf-8-sig"))
+                text = bytearray()
+                while part := file.read(1 << 20):
+                    text += part
+                    if len(text) > _LONGEST_ARRAY:
+                        raise InputError(f"{path} is a JSON array of more than {_LONGEST_ARRAY} bytes: write one object a line")
+                rows = json.loads(text.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{path} begins like a JSON array but cannot be read: {error}") from error
             yield from enumerate(rows, start=1)
             return
         file.seek(0)
-        for number, line in enumerate(file, start=1):
+        for number, read in enumerate(_lines(file), start=1):
+            if read is None:
+                yield number, _Unusable(f"a line of more than {_LONGEST_LINE} bytes")
+                continue
             if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if line.strip():
-                yield number, _json_row(line)
+                read = read.removeprefix(b"\xef\xbb\xbf")
+            if read.strip():
+                yield number, _json_row(read)
+
+
+def _lines(file: Any) -> Iterator[bytes | None]:
+    """Lines of a file; None for one that is too long to be held."""
+    while line := file.readline(_LONGEST_LINE):
+        if len(line) < _LONGEST_LINE or line.endswith(b"\n"):
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(_LONGEST_LINE)
+        yield None
 
 
 def _json_row(line: bytes) -> Any:

@@ -10,14 +10,19 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+from drafttrain.data.bounded import within
 from drafttrain.data.conversations import Row
-from drafttrain.errors import InputError, first_line
+from drafttrain.errors import InputError, first_line, panicked
 
 Message = dict[str, str]
 
 _MARKS = ("Qz0userQz", "Qz1answerQz", "Qz2userQz")
 _THOUGHT = "Qz3thoughtQz"
 REASONING_END = "</think>"
+MOST_SECONDS, MOST_MEMORY = 10.0, 2 << 30
+"""That a template may take for one text: it is a program of the tokenizer's, and may have loops."""
+MOST_CHARACTERS = 16 << 20
+"""Of what it makes of one conversation."""
 
 
 class ChatPieces:
@@ -36,15 +41,29 @@ class ChatPieces:
     def render(self, messages: list[Message], *, prompt: bool) -> str:
         """The template's text; `prompt` ends it with the header of the next answer.
 
-        Raises: InputError with the template's own message when it refuses the messages.
+        Raises: InputError with the template's own message when it refuses the messages, and when it takes more time or memory than
+            any text needs.
         """
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+            with within(MOST_SECONDS, MOST_MEMORY):
+                text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        except MemoryError as error:
+            raise InputError(f"the chat template refuses: it asks for more than {MOST_MEMORY / 1e9:.1f} GB of memory") from error
         except Exception as error:  # Templates raise what they like.
             raise InputError(f"the chat template refuses: {first_line(error)}") from error
+        if not isinstance(text, str) or len(text) > MOST_CHARACTERS:
+            what = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
+            raise InputError(f"the chat template makes {what} of a conversation, at most {MOST_CHARACTERS} characters are read")
+        return text
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        """Raises: InputError if the tokenizer fails on the text."""
+        try:
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        except BaseException as error:
+            if not isinstance(error, Exception) and not panicked(error):
+                raise
+            raise InputError(f"the tokenizer refuses: {first_line(error)}") from error
 
     def before_user(self, system: str | None = None) -> list[int]:
         """From the start of the text to the first user turn's first token."""

@@ -19,6 +19,7 @@ from drafttrain.drafter.lending import LentEmbedding, LentHead, LentNorm
 from drafttrain.errors import InputError, first_line
 from drafttrain.nn.attention import TREE_BACKENDS
 from drafttrain.target import fingerprint
+from drafttrain.target.load import check_layers
 from drafttrain.target.model import Target
 
 log = logging.getLogger(__name__)
@@ -224,6 +225,7 @@ def from_directory(path: str, target: Target) -> Any:
         pickled = [file.name for pattern in _PICKLED for file in sorted(folder.glob(pattern))]
         held = f"holds {pickled[0]}, which can run code when read" if pickled else "holds no weights"
         raise InputError(f"drafter.path={path} {held}: only safetensors is read, save the model as that")
+    check_layers(folder, f"drafter.path={path}")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:

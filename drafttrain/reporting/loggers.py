@@ -31,8 +31,8 @@ PathLike = str | os.PathLike[str]
 class CsvLogger(Logger):
     """`metrics.csv`: one row per step, a column per metric, written at once so that a killed run keeps its rows.
 
-    A folder that already has the file is continued: rows from the first step logged now onwards are dropped (a resumed run
-    computes them again), earlier ones stay.
+    A folder that already has the file is continued: rows behind the first step logged now are dropped (a resumed run computes them
+    again), earlier ones stay, and that step's own is added to.
 
     Raises: InputError for a file that no run wrote: it would be written over.
     """
@@ -85,7 +85,11 @@ class CsvLogger(Logger):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = _rows(self.path)
         self._columns = list(rows[0]) if rows else ["step"]
-        self._write([row for row in rows if int(row["step"]) < step])
+        self._write([row for row in rows if int(row["step"] or 0) < step])
+        self._place = self.path.stat().st_size
+        for row in rows:
+            if int(row["step"] or 0) == step:
+                self._row = {**{name: value for name, value in row.items() if value != ""}, "step": step}
         return self._columns
 
     def _write(self, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -20,6 +20,9 @@ IDENTITY = ("config", "weights", "tokenizer", "chat_template", "quantisation")
 ADAPTER = "adapter"
 """A further part, of targets that were tuned; there is none in the fingerprint of a target as it came."""
 
+PROBE = "The quick brown fox, 12345 \n\tnaïve ünïcödé 🙂."
+"""What a tokenizer is known by."""
+
 _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
 
 
@@ -54,7 +57,7 @@ def of_tokenizer(tokenizer: Any | None) -> str:
     if tokenizer is None:
         return "none"
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
-    probe = json.dumps(tokenizer("The quick brown fox, 12345 \n\tnaïve ünïcödé 🙂.")["input_ids"])
+    probe = json.dumps(tokenizer(PROBE)["input_ids"])
     return digest(vocabulary.encode("utf-8", "surrogatepass"), probe.encode())
 
 

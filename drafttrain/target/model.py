@@ -67,7 +67,10 @@ class Target(CausalLM):
         for source in (generation, self.config, self.tokenizer):
             ids = getattr(source, "eos_token_id", None)
             found += ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]
-        return tuple(dict.fromkeys(int(i) for i in found))
+        odd = [i for i in found if type(i) is not int]
+        if odd:
+            raise InputError(f"target {self.name}: eos_token_id holds {str(odd[0])[:40]}, needs the ids of tokens")
+        return tuple(dict.fromkeys(found))
 
     @property
     def fingerprint(self) -> dict[str, str]:

@@ -7,18 +7,21 @@ code of the file's.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
 from drafttrain.checks import whole
@@ -39,6 +42,8 @@ _PARTS: dict[str, tuple[str, ...]] = {
 }
 """What a checkpoint holds beside its format."""
 FORMAT = 1
+_MOST_VALUES, _DEEPEST = 1 << 17, 64
+"""Of what a checkpoint holds beside its tensors' numbers."""
 LAST, BEST = "last.ckpt", "best.ckpt"
 
 
@@ -96,6 +101,7 @@ class _Noted:
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint on the CPU. Raises InputError for a file that is missing, damaged or of another format."""
     try:
+        _check_archive(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise InputError(f"there is no checkpoint {path}") from error
@@ -103,10 +109,50 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # What lies there may be anything, and is read by a library's own rules.
         raise InputError(f"{path} cannot be read as a checkpoint: it is damaged or not one of this program's") from error
+    if not _is_plain(state, tensors=True):
+        raise InputError(f"{path} cannot be read as a checkpoint: it holds other things than tensors and plain values")
     form = state.get("format") if isinstance(state, dict) else None
     if type(form) is not int or form != FORMAT:
         raise InputError(f"{path}: checkpoint format {str(form)[:40]}, this version reads {FORMAT}")
     return state
+
+
+def _check_archive(path: Path) -> None:
+    """Raise ValueError unless what a file unfolds to is no larger than the file: torch.save packs nothing."""
+    if path.exists() and not path.is_file():
+        raise ValueError("not a file")
+    with zipfile.ZipFile(path) as archive:
+        parts = archive.infolist()
+    packed = any(part.compress_type != zipfile.ZIP_STORED or part.file_size != part.compress_size for part in parts)
+    if packed or sum(part.file_size for part in parts) > path.stat().st_size:
+        raise ValueError("packed")
+
+
+def _is_plain(value: Any, *, tensors: bool) -> bool:
+    """Is it made of plain values, of moderate number and depth? A few bytes can refer to one another so often that looking at all
+    of it would take for ever.
+
+    Args:
+        tensors: may there be tensors too?
+    """
+    waiting, left = [(value, 0)], _MOST_VALUES
+    while waiting:
+        one, depth = waiting.pop()
+        inner: list[Any] = []
+        if isinstance(one, dict):
+            inner = [*one.keys(), *one.values()]
+        elif isinstance(one, list | tuple | set | frozenset):
+            inner = list(one)
+        elif isinstance(one, int):
+            if one.bit_length() > 64:
+                return False
+        elif not (one is None or isinstance(one, str | float | bytes) or (tensors and isinstance(one, torch.Tensor))):
+            return False
+        left -= len(inner)
+        if left < 0 or depth > _DEEPEST:
+            return False
+        waiting += [(part, depth + 1) for part in inner]
+    return True
 
 
 def check_facts(state: Mapping[str, Any], path: Path) -> None:
@@ -148,6 +194,8 @@ def _check_parts(state: Mapping[str, Any], path: Path, parts: Iterable[str]) -> 
         if part == "decode" and part in state and found is None:
             continue
         lacking = [name for name in names if not isinstance(found, dict) or name not in found]
+        if isinstance(found, dict) and part not in ("weights", "optimiser") and not _is_plain(found, tensors=False):
+            raise InputError(f"{path} holds {part} that are no plain values: it is damaged, give another one")
         if lacking or not isinstance(found, dict):
             raise InputError(f"{path} lacks {part}{': ' if lacking else ''}{', '.join(lacking)}: it is damaged, give another one")
 
@@ -166,8 +214,9 @@ def refuse_full_disk(folder: Path, module: nn.Module) -> None:
 class Keeper(Callback):
     """Writes checkpoints, remembers the best, ends a run without progress, and stops it cleanly on a signal.
 
-    Best is by `decode.tau`, if it could be measured; ties keep the earlier. SIGTERM and the first Ctrl-C let the update that is
-    being made finish, write `last.ckpt` and end the run.
+    Best is by `decode.tau`, if it could be measured; ties keep the earlier. SIGTERM and the first Ctrl-C write `last.ckpt` at once,
+    as of the last update, since an update or an evaluation may take longer than the sender waits; then they let the update that is
+    being made finish, write again and end the run. Where processes share the weights among them, nothing is written before that.
 
     Args:
         folder: of the checkpoints.
@@ -194,11 +243,15 @@ class Keeper(Callback):
         """Evaluations since the best one."""
         self._looked_at: int | None = None
         self._written: tuple[int, int | None] | None = None
+        self._busy = False
+        """Is something being compared or written, which a signal must not come between?"""
         self._handlers: dict[int, Any] = {}
 
     # When -------------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, DraftModule)
+        if self.decode is not None and self.decode.caught_up:
+            self._look(trainer, pl_module)
         if threading.current_thread() is not threading.main_thread():
             return
 
@@ -206,6 +259,7 @@ class Keeper(Callback):
             if pl_module.stop_requested and number == signal.SIGINT:
                 raise KeyboardInterrupt
             pl_module.stop_requested = True
+            self._save_now(trainer, pl_module)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             self._handlers[number] = signal.signal(number, stop)
@@ -215,17 +269,20 @@ class Keeper(Callback):
     ) -> None:
         assert isinstance(pl_module, DraftModule)
         module = pl_module
-        if not module.just_updated and not module.stopped:
-            return
-        self._look(trainer, module)
-        due = self.config.every is not None and module.updates % self.config.every == 0
-        if due or module.stopped == "signal":
-            self._save(trainer, module)
+        if module.just_updated or module.stopped:
+            with self._undivided():
+                self._look(trainer, module)
+                due = self.config.every is not None and module.updates % self.config.every == 0
+                if due or module.stopped == "signal":
+                    self._save(trainer, module)
+        if module.stop_requested:
+            self._save_now(trainer, module)  # It could not, when the signal came.
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, DraftModule)
-        self._look(trainer, pl_module)
-        self._save(trainer, pl_module)
+        with self._undivided():
+            self._look(trainer, pl_module)
+            self._save(trainer, pl_module)
         self._restore_handlers()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -252,16 +309,42 @@ class Keeper(Callback):
             self._save(trainer, module)
 
     # How --------------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def _undivided(self) -> Iterator[None]:
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    def _save_now(self, trainer: Trainer, module: DraftModule) -> None:
+        """Write where the last closed window led to, wherever in the program a signal came; nothing where that is not settled.
+
+        Processes are not at the same place then, so only one that has all of the state by itself writes.
+        """
+        decode = self.decode
+        behind = decode is not None and decode.measured_at == module.updates and self._looked_at != module.updates
+        settled = module.closed and not (self._busy or module.updating or module.stopped or module.finished or behind)
+        whole = rank() == 0 and isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
+        if settled and whole and self._written != self._state_of(module):
+            # What cannot be written now is told behind the update, where the whole run can end on it.
+            with self._undivided(), contextlib.suppress(OSError, RuntimeError):
+                self._write(trainer, module, LAST, together=False)
+
     def _save(self, trainer: Trainer, module: DraftModule) -> None:
         if self._written != self._state_of(module):
             self._write(trainer, module, LAST)
             self._number(module)
 
     def _state_of(self, module: DraftModule) -> tuple[int, int | None]:
-        return module.position, None if self.decode is None else self.decode.measured_at
+        return module.closed, None if self.decode is None else self.decode.measured_at
 
-    def _write(self, trainer: Trainer, module: DraftModule, name: str) -> None:
-        """Collect on every process, write on the first."""
+    def _write(self, trainer: Trainer, module: DraftModule, name: str, *, together: bool = True) -> None:
+        """Collect on every process, write on the first.
+
+        Args:
+            together: does every process come here?
+        """
         strategy = trainer.strategy
         weights = strategy.lightning_module_state_dict()
         optimiser = strategy.optimizer_state(trainer.optimizers[0])
@@ -277,7 +360,8 @@ class Keeper(Callback):
             }
             write_checkpoint(self.folder / name, state)
         self._written = self._state_of(module)
-        strategy.barrier("checkpoint")
+        if together:
+            strategy.barrier("checkpoint")
 
     def _number(self, module: DraftModule) -> None:
         if rank() != 0 or not self.config.keep:

@@ -105,18 +105,29 @@ class DecodeCallback(Callback):
         self.measured_at: int | None = None
         """Updates at the last evaluation."""
         self.evaluations = 0
+        self.caught_up = False
+        """Was an evaluation made at the start, since the run had been stopped before it was done?"""
         self.tau: float | None = None
         """Of the last evaluation, by the first plan; None if it could not be measured."""
         self.seconds = 0.0
         """Wall seconds spent here so far."""
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, DraftModule)
+        self.caught_up = pl_module.updates > 0 and self._due(pl_module) and self.measured_at != pl_module.updates
+        if self.caught_up:
+            self.measure(pl_module)
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(pl_module, DraftModule)
-        every = self.config.every
-        if every is not None and pl_module.just_updated and pl_module.updates % every == 0:
+        # Whoever sent a signal does not wait for an evaluation: the resumed run makes it.
+        if pl_module.just_updated and pl_module.stopped != "signal" and self._due(pl_module):
             self.measure(pl_module, last=pl_module.updates == pl_module.course.updates)
+
+    def _due(self, module: DraftModule) -> bool:
+        return self.config.every is not None and module.updates % self.config.every == 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, DraftModule)
@@ -127,8 +138,8 @@ class DecodeCallback(Callback):
         """Measure and log now. Every process must come here together."""
         began = time.monotonic()
         config = self.config
-        self.evaluations += 1
-        fast = config.speed_prompts and (last or (config.speed_every and self.evaluations % config.speed_every == 0))
+        number = self.evaluations + 1
+        fast = config.speed_prompts and (last or (config.speed_every and number % config.speed_every == 0))
         metrics: dict[str, float | None] = {}
         with module.whole(), undisturbed(module.drafter), torch.autocast(module.device.type, enabled=False):
             self.speculator.refresh(module.drafter)
@@ -141,7 +152,7 @@ class DecodeCallback(Callback):
             if self.sim is not None:
                 depth = max(1, next(iter(self.plans.values())).tree.max_depth)
                 metrics |= self.sim.measure(module.drafter, depth, module.device)
-        self.tau, self.measured_at = metrics["val/tau"], module.updates
+        self.evaluations, self.tau, self.measured_at = number, metrics["val/tau"], module.updates
         self.seconds += time.monotonic() - began
         if module.seconds:
             metrics["val/share_of_time"] = self.seconds / module.seconds

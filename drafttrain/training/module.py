@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from drafttrain.drafter.base import Drafter
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, first_line
 from drafttrain.flow import Batch, Features, Loss
 from drafttrain.processes import rank
 from drafttrain.training.course import Course
@@ -61,6 +61,10 @@ class DraftModule(LightningModule):
         # Where the run stands; all of it travels in checkpoints.
         self.position = 0
         """Micro-batches that this process has read."""
+        self.closed = 0
+        """Those of them that lie in closed windows: what weights and optimiser stand behind."""
+        self.updating = False
+        """Is a window just being closed, so that weights and counts do not belong together?"""
         self.updates = 0
         """Optimiser updates made."""
         self.empty_windows = 0
@@ -95,7 +99,9 @@ class DraftModule(LightningModule):
         self.position += 1
         self.just_updated = False
         if closes:
+            self.updating = True
             self._close_window()
+            self.closed, self.updating = self.position, False
         self._logged.seconds += time.perf_counter() - began
         self._logged.feature_seconds += ready - began
         if closes and self.updates % self.log_every == 0 and self.just_updated:
@@ -162,8 +168,9 @@ class DraftModule(LightningModule):
             self.empty_windows += 1
         optimiser.zero_grad()
         self._window = Sums()
-        if signals or clocks:
-            self.stopped = "signal" if signals else "time"
+        stop = signals and not self.finished  # What has reached its end is measured there, and has nothing to go on with.
+        if stop or clocks:
+            self.stopped = "signal" if stop else "time"
             self.trainer.should_stop = True
 
     # The log --------------------------------------------------------------------------------------------------------
@@ -206,10 +213,24 @@ class DraftModule(LightningModule):
 
     def on_fit_start(self) -> None:
         if self._optimiser_state is not None:
-            self.trainer.strategy.load_optimizer_state_dict({"optimizer_states": [self._optimiser_state]})
+            self._take_optimiser_state(self._optimiser_state)
             self._optimiser_state = None
         # Lightning counts updates too, for its limit and for the progress line.
         self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed = self.updates
+
+    def _take_optimiser_state(self, state: dict[str, Any]) -> None:
+        """Raises: InputError if it is not of these weights."""
+        try:
+            self.trainer.strategy.load_optimizer_state_dict({"optimizer_states": [state]})
+        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            raise InputError(f"the checkpoint's optimiser does not fit ({first_line(error)}): give another checkpoint") from error
+        for weight, moments in self.trainer.optimizers[0].state.items():
+            odd = [m for m in moments.values() if isinstance(m, Tensor) and m.dim() and m.shape != weight.shape]
+            if odd:
+                raise InputError(
+                    f"the checkpoint's optimiser does not fit (moments of {tuple(odd[0].shape)} for weights of "
+                    f"{tuple(weight.shape)}): give another checkpoint"
+                )
 
     def on_train_start(self) -> None:
         self._began = time.monotonic()
@@ -232,8 +253,9 @@ class DraftModule(LightningModule):
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
     def progress(self) -> dict[str, Any]:
+        """Where the run stands behind its last closed window; an open one is begun again, nothing of it is in the weights."""
         return {
-            "position": self.position,
+            "position": self.closed,
             "updates": self.updates,
             "empty_windows": self.empty_windows,
             "supervised": self.supervised,
@@ -244,7 +266,8 @@ class DraftModule(LightningModule):
         """Take over a checkpoint's weights and place; the optimiser's state follows when there is an optimiser."""
         self.load_state_dict(state["weights"])
         progress = state["progress"]
-        self.position, self.updates = progress["position"], progress["updates"]
+        self.position = self.closed = progress["position"]
+        self.updates = progress["updates"]
         self.empty_windows, self.supervised = progress["empty_windows"], progress["supervised"]
         self.seconds_before = progress["seconds"]
         self._optimiser_state = state["optimiser"]

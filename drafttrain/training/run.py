@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from drafttrain.target.load import resolve_device, resolve_dtype
 from drafttrain.training.checkpoint import LAST, check_facts, check_whole, read_checkpoint
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
+_HALF_WRITTEN = re.compile(r"\.(last|best|update-\d+)\.ckpt-\w+")
 
 
 @dataclass
@@ -39,7 +41,12 @@ class Run:
         return self.folder / "scratch"
 
     def clear_scratch(self) -> None:
-        """Remove kept features and the folders they leave empty; nothing else, whatever folder was given as the run's."""
+        """Remove kept features, the folders they leave empty, and checkpoints that a kill left half written; nothing else, whatever
+        folder was given as the run's."""
+        for path in self.checkpoints.glob(".*"):
+            if _HALF_WRITTEN.fullmatch(path.name):
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
         if self.scratch.is_dir():
             ours = [path for path in self.scratch.iterdir() if path.name.isdecimal()]  # a process's own
             for folder in (*ours, self.scratch):

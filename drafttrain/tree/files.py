@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
 from drafttrain.checks import path_of
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, first_line
 from drafttrain.tree.topology import Tree
 
-_LARGEST = 1 << 20
+_LARGEST, _DEEPEST = 1 << 20, 16
+_BRACKETS = re.compile(r"[\[\]{}]")
 Table = list[list[float]]
 
 
@@ -77,7 +79,17 @@ class _PlainLoader(yaml.SafeLoader):
 
 def read_yaml(text: str) -> Any:
     """Plain values of a YAML text. Raises: yaml.YAMLError, ValueError, RecursionError."""
-    return yaml.load(text, Loader=_PlainLoader)
+    depth = 0
+    for sign in _BRACKETS.findall(text):  # What the parser takes for each level grows with their number.
+        depth += 1 if sign in "[{" else -1
+        if depth > _DEEPEST:
+            raise ValueError(f"more than {_DEEPEST} levels")
+    try:
+        found = yaml.load(text, Loader=_PlainLoader)
+    except (AttributeError, KeyError, IndexError, TypeError, OverflowError) as error:
+        raise yaml.YAMLError(f"a value does not fit its tag ({first_line(error)})") from error
+    _refuse_huge(found)
+    return found
 
 
 def _read(path: str, name: str) -> Any:
@@ -90,6 +102,19 @@ def _read(path: str, name: str) -> Any:
         raise InputError(f"{path} does not exist: give a JSON or YAML file") from error
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         raise InputError(f"{path} cannot be read as JSON or YAML: {' '.join(str(error).split())[:200]}") from error
+
+
+def _refuse_huge(found: Any, depth: int = 0) -> None:
+    """Raise ValueError for numbers of thousands of digits and lists within lists without end, which no message could show."""
+    if depth > _DEEPEST:
+        raise ValueError(f"more than {_DEEPEST} levels")
+    if isinstance(found, int) and found.bit_length() > 1024:
+        raise ValueError("a number of too many digits")
+    if isinstance(found, dict):
+        found = [*found.keys(), *found.values()]
+    if isinstance(found, list | tuple | set):
+        for inner in found:
+            _refuse_huge(inner, depth + 1)
 
 
 def _what(found: Any) -> str:

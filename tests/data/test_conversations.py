@@ -262,6 +262,7 @@ def test_rows_of_a_set_count_as_finished_and_survive_its_replacement(tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [TENSORS, MANIFEST]
 
 
+@pytest.mark.field("F24")
 def test_a_stopped_process_is_named_not_waited_for(tmp_path: Path) -> None:
     folder, rows = SetFolder(tmp_path), some_rows()
     write_journal(tmp_path / "journal-0000.jsonl", [row for row in rows if row.row % 2 == 0], {})

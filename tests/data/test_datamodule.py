@@ -30,6 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.field("F16")
 def test_padding_is_never_supervised_and_an_end_token_equal_to_it_is() -> None:
     rows = [
         (torch.tensor([7, 0, 0]), torch.tensor([False, True, True]), 4),
@@ -42,6 +43,7 @@ def test_padding_is_never_supervised_and_an_end_token_equal_to_it_is() -> None:
     assert batch.padding.tolist() == [[True, True, True, False], [True, False, False, False]]
 
 
+@pytest.mark.field("F05", "F07")
 def test_long_rows_are_cut_or_dropped_and_counted(folder: Path) -> None:
     whole = ConversationData(folder)
     assert whole.indices == [2, 3, 4, 5, 6] and whole.lengths == [80, 50, 10, 40, 5] and whole.supervised == 79
@@ -84,6 +86,7 @@ def test_labels_of_a_part_may_have_weights(folder: Path) -> None:
         whole.part([0, 1], weights[1:])
 
 
+@pytest.mark.field("F07", "F63")
 def test_nothing_left_gives_the_counts(folder: Path) -> None:
     with pytest.raises(
         InputError, match=r"none of its 5 rows can be used \(5 no supervised token in the first 2 tokens\)"
@@ -145,6 +148,7 @@ def test_unknown_builtin_sets_are_refused() -> None:
     assert set_folder("some/folder") == Path("some/folder")
 
 
+@pytest.mark.field("F23")
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 400), min_size=1, max_size=120),

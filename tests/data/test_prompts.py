@@ -46,11 +46,13 @@ def write_lines(path: Path, rows: list[Any]) -> Path:
     return path
 
 
+@pytest.mark.field("F66")
 @pytest.mark.parametrize("row", SHAPES, ids=lambda row: "+".join(row))
 def test_documented_shapes_give_the_same_prompt(row: dict[str, Any]) -> None:
     assert parse(row) == Prompt((ASK,))
 
 
+@pytest.mark.field("F66")
 def test_every_container_gives_the_same_rows(tmp_path: Path) -> None:
     import datasets
     import pyarrow
@@ -84,6 +86,7 @@ def conversation(*turns: tuple[str, str], **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in turns], **more}
 
 
+@pytest.mark.field("F03")
 @pytest.mark.parametrize(
     ("row", "system"),
     [
@@ -130,6 +133,7 @@ BAD: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.field("F01")
 def test_unusable_rows_are_counted_with_their_numbers(tmp_path: Path) -> None:
     good = {"prompt": ASK}
     path = write_lines(tmp_path / "bad.jsonl", [good, *(row for row, _ in BAD), good])
@@ -146,6 +150,7 @@ def test_unusable_rows_are_counted_with_their_numbers(tmp_path: Path) -> None:
     assert by_reason(found.skipped)["no user turn"] == [4, 5]
 
 
+@pytest.mark.field("F22")
 def test_numbers_do_not_depend_on_the_limit(tmp_path: Path) -> None:
     rows = [{"prompt": ASK} if i % 3 else {"prompt": ""} for i in range(30)]
     path = write_lines(tmp_path / "a.jsonl", rows)
@@ -156,6 +161,7 @@ def test_numbers_do_not_depend_on_the_limit(tmp_path: Path) -> None:
     assert PromptFile(path=str(write_lines(tmp_path / "c.jsonl", rows[:-1]))).read(5).source != whole.source
 
 
+@pytest.mark.field("F63", "F66")
 def test_unknown_shape_lists_the_accepted_ones_and_the_keys(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"question": ASK, "answer": "x"}] * 3)
     with pytest.raises(InputError, match=r"conversations.*messages.*first row's keys: question, answer"):
@@ -178,6 +184,7 @@ def test_text_alone_is_refused_with_the_way_out(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.field("F63")
 def test_nothing_left_is_one_message(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [conversation(), conversation(), conversation(("system", "S"))])
     message = str(nothing_left("a.jsonl", PromptFile(path=str(path)).read(None)))
@@ -185,6 +192,24 @@ def test_nothing_left_is_one_message(tmp_path: Path) -> None:
     assert "first row's keys: messages" in message
     (tmp_path / "empty.jsonl").write_text("\n\n")
     assert "holds no rows" in str(nothing_left("empty", PromptFile(path=str(tmp_path / "empty.jsonl")).read(None)))
+
+
+def test_what_is_too_long_to_be_held_is_left_out_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some kilobytes that gzip unfolds to one endless line."""
+    monkeypatch.setattr("drafttrain.data.prompts._LONGEST_LINE", 1000)
+    monkeypatch.setattr("drafttrain.data.prompts._LONGEST_ARRAY", 5000)
+    good = json.dumps({"prompt": ASK}).encode()
+    fits = json.dumps({"prompt": "x" * 985}).encode()
+    assert len(fits) == 999
+    lines = [good, json.dumps({"prompt": "x" * 10_000}).encode(), fits, b" " * 999, fits + b" ", good]
+    for end in (b"\n", b""):
+        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines) + end))
+        found = PromptFile(path=str(tmp_path / "a.jsonl.gz")).read(None)
+        assert [row for row, _ in found.rows] == [1, 3, 6]
+        assert [(item.row, item.reason) for item in found.skipped] == [(n, "a line of more than 1000 bytes") for n in (2, 5)]
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(b"[" + good + b", " * 5000 + b"]"))
+    with pytest.raises(InputError, match="JSON array of more than 5000 bytes: write one object a line"):
+        PromptFile(path=str(tmp_path / "b.json.gz")).read(None)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from typing import Any
 
 import pytest
@@ -50,6 +52,7 @@ def grown(chat: ChatPieces, system: str | None, users: list[str], answers: list[
     return tokenizer.decode(ids)
 
 
+@pytest.mark.field("F03", "F06")
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, DEFAULT_SYSTEM, ALTERNATING])
 @pytest.mark.parametrize("system", [None, "Be brief."])
 def test_pieces_join_to_the_templates_own_text(template: str, system: str | None) -> None:
@@ -80,6 +83,7 @@ def test_a_blank_before_the_end_token_is_not_written_twice() -> None:
     assert text == "[INST] one [/INST] first<|im_end|>[INST] two [/INST] second<|im_end|>"
 
 
+@pytest.mark.field("F04")
 def test_templates_that_rewrite_earlier_turns_are_noticed() -> None:
     assert pieces(CHATML).keeps_reasoning and not pieces(REASONING).keeps_reasoning
     assert pieces(REASONING).grows(with_system=False)
@@ -100,6 +104,68 @@ def test_refusals_carry_the_templates_message() -> None:
         pieces("{{ messages[0].content }}").before_user()
 
 
+DOUBLING = "{% set ns = namespace(x='0123456789') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"
+LOOPING = "{% for i in range(9999) %}{% for j in range(9999) %}{% for k in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (LOOPING, r"refuses: it takes longer than 0\.2 s"),
+        (DOUBLING, r"refuses: it asks for more than 0\.3 GB of memory"),
+        ("{{ 'x' * 99999999999 }}", r"refuses: it asks for more than 0\.3 GB of memory"),
+        ("{{ messages[0].content * 1000 }}", "makes 9000 characters of a conversation, at most 4096"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses: maximum recursion depth"),
+    ],
+    ids=["loops", "doubles", "multiplies", "much", "itself"],
+)
+def test_a_template_is_a_program_and_kept_within_bounds(template: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafttrain.data.template.MOST_SECONDS", 0.2 if template == LOOPING else 5.0)
+    monkeypatch.setattr("drafttrain.data.template.MOST_MEMORY", 300 << 20)
+    monkeypatch.setattr("drafttrain.data.template.MOST_CHARACTERS", 4096)
+    before = signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(InputError, match=said):
+        pieces(template).before_user()
+    assert (signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)) == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_timer_that_runs_already_is_left_alone() -> None:
+    rung: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: rung.append(number))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 60)
+        assert pieces(CHATML).before_user()
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 50 and not rung
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_tokenizer_that_fails_on_a_text_says_so() -> None:
+    class PanicException(BaseException):
+        """As `tokenizers` raises it: no Exception."""
+
+    chat = pieces(CHATML)
+    tokenizer = chat.tokenizer
+
+    def broken(error: BaseException) -> Any:
+        def encode(*given: Any, **more: Any) -> Any:
+            raise error
+
+        return encode
+
+    for error in (PanicException("index out of bounds"), ValueError("index out of bounds")):
+        chat.tokenizer = broken(error)
+        with pytest.raises(InputError, match="the tokenizer refuses: index out of bounds"):
+            chat.encode("a")
+    chat.tokenizer = broken(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        chat.encode("a")
+    chat.tokenizer = tokenizer
+    assert chat.encode("a")
+
+
 def test_a_target_without_a_template_says_so() -> None:
     with pytest.raises(InputError, match="without a tokenizer"):
         ChatPieces(None, (2,))
@@ -109,6 +175,7 @@ def test_a_target_without_a_template_says_so() -> None:
         ChatPieces(tokenizer, (2,))
 
 
+@pytest.mark.field("F08")
 def test_rows_that_another_encoding_would_change_are_counted() -> None:
     tokenizer = tiny_tokenizer()
     t, h, th = (tokenizer.convert_tokens_to_ids(word) for word in ("t", "h", "th"))

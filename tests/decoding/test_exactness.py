@@ -103,6 +103,7 @@ def test_wrong_greedy_text_is_shown_with_its_gap(speculator, monkeypatch):
         assert difference["gap"] > 2 * difference["rounding"] and not difference["near_tie"]
 
 
+@pytest.mark.field("F52")
 def test_rounding_is_told_from_a_difference(speculator):
     target, ids = speculator.target, PROMPTS[0]
     logits = last_logits(target, [ids])[0]

@@ -34,6 +34,7 @@ def family(request):
     return target, drafter, [output.ids for output in plain]
 
 
+@pytest.mark.field("F57")
 def test_plain_decoding_equals_the_library(family):
     target, _, plain = family
     for prompt, ids in zip(PROMPTS, plain, strict=True):
@@ -43,6 +44,31 @@ def test_plain_decoding_equals_the_library(family):
         assert out[0, len(prompt) :].tolist() == ids
 
 
+@pytest.mark.field("F57")
+@pytest.mark.parametrize(
+    "settings",
+    [{"family": "qwen2"}, {"attention_bias": True}, {"mlp_bias": True}, {"tie_word_embeddings": True}, {"head_dim": 24}],
+    ids=str,
+)
+def test_what_a_target_has_beside_its_matrices_is_computed(settings):
+    """Biases, which a fresh model has at zero, are given values here."""
+    target, _ = make(**settings)
+    chance = torch.Generator().manual_seed(7)
+    biases = [p for name, p in target.model.named_parameters() if name.endswith(".bias")]
+    assert bool(biases) == ("tie_word_embeddings" not in settings and "head_dim" not in settings)
+    for bias in biases:
+        bias.data.normal_(generator=chance)
+    drafter = Eagle1(target).eval()
+    plain, _ = decode(target, None, PROMPTS, PLAIN, max_new_tokens=16, stop_ids=())
+    for prompt, output in zip(PROMPTS, plain, strict=True):
+        out = target.model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert out[0, len(prompt) :].tolist() == output.ids
+    for tree in TREES.values():
+        drafted, _ = decode(target, drafter, PROMPTS, Plan(tree), max_new_tokens=16, stop_ids=())
+        assert [output.ids for output in drafted] == [output.ids for output in plain]
+
+
+@pytest.mark.field("F52", "F55", "F56")
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("stop", ["none", "mid", "first"])
@@ -74,6 +100,7 @@ def perfect(target, drafter, prompt, limit):
     return ids, drafter
 
 
+@pytest.mark.field("F51")
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 5, 9, 17])
 def test_limit_is_exact_with_a_perfect_drafter(limit):
     target, drafter = make()
@@ -84,6 +111,7 @@ def test_limit_is_exact_with_a_perfect_drafter(limit):
         assert tally.rounds == 2 and tally.tau == 8.0  # 1 from the prefill, then 9 and, one short of its tree, 7
 
 
+@pytest.mark.field("F50")
 def test_stop_token_at_every_place_of_a_block():
     target, _ = make()
     for place in range(20):
@@ -105,6 +133,7 @@ def test_stop_token_at_every_place_of_a_block():
         assert tally.emitted == first
 
 
+@pytest.mark.field("F51", "F55")
 def test_context_limit_ends_as_plain_decoding_does():
     target, drafter = make(max_position_embeddings=24)
     prompt = list(range(3, 21))
@@ -115,6 +144,7 @@ def test_context_limit_ends_as_plain_decoding_does():
         decode(target, drafter, [list(range(24))], PLAIN, max_new_tokens=1)
 
 
+@pytest.mark.field("F55")
 @pytest.mark.parametrize(("prompt", "message"), [([], "empty"), ([400], "vocabulary"), ([-1], "vocabulary")])
 def test_bad_prompts_are_refused(prompt, message):
     target, drafter = make()
@@ -169,6 +199,7 @@ def test_drafts_are_made_as_suits_the_rule(rule, tree, law, guarantee):
     assert all(len(output.ids) == 6 for output in outputs) and tally.rounds
 
 
+@pytest.mark.field("F54")
 @pytest.mark.parametrize("policy", [Policy(1.0), Policy(0.7, 20, 0.9)])
 @pytest.mark.parametrize("tree", ["chain", "tree"])
 @pytest.mark.parametrize("sampled", [True, False])
@@ -184,6 +215,7 @@ def test_a_sampled_row_does_not_depend_on_its_neighbours(policy, tree, sampled):
         assert alone[0].ids == together[row].ids
 
 
+@pytest.mark.field("F54")
 def test_decoding_leaves_the_global_random_state_alone():
     target, drafter = make()
     before = torch.get_rng_state()
@@ -240,6 +272,7 @@ LAWS = {
 }
 
 
+@pytest.mark.field("F53")
 @pytest.mark.parametrize("name", LAWS)
 def test_first_three_tokens_follow_the_targets_law(small, name):
     assert p_value(*small, LAWS[name]) > 1e-3
@@ -286,6 +319,7 @@ def test_the_law_test_notices_a_planted_mistake(small, monkeypatch, name, rule, 
     assert p_value(*small, plan, rows=2 * ROWS) < 1e-6
 
 
+@pytest.mark.field("F45", "F46")
 def test_counts_are_consistent_with_a_brute_force_count():
     target, drafter = make()
     outputs, tally = decode(target, drafter, PROMPTS, Plan(TREES["tree"], Policy(1.0)), max_new_tokens=24, stop_ids=())

@@ -51,6 +51,7 @@ def test_acceptance_is_the_same_for_every_batch_size(pair, policy):
     assert (row["guarantee"], row["rule"]) == (("greedy", "greedy") if policy.greedy else ("distribution", "ratio"))
 
 
+@pytest.mark.field("F46")
 def test_unconditional_rates_add_up_to_the_accepted_length(pair):
     measured = measure_acceptance(*pair, PROMPTS, Plan(Tree.chain(3), Policy(1.0)), max_new_tokens=16, stop_ids=())
     row = measured.row()
@@ -58,6 +59,7 @@ def test_unconditional_rates_add_up_to_the_accepted_length(pair):
     assert all(0 <= rate <= 1 for rate in row["reach"])
 
 
+@pytest.mark.field("F59")
 def test_speed_is_interleaved_and_compares_the_same_tokens(pair):
     plans = [Plan(Tree.chain(2)), Plan(Tree.eagle1_static())]
     measured = measure_speed(*pair, PROMPTS[:3], plans, max_new_tokens=12, stop_ids=())
@@ -128,6 +130,7 @@ def test_conditions_tell_prompts_apart_and_not_their_form(pair):
     assert (dtype_name(torch.bfloat16), dtype_name(None)) == ("bfloat16", None)
 
 
+@pytest.mark.field("F49")
 def test_nothing_to_measure_is_none_and_not_nan(pair):
     for prompts, limit in (([], 8), (PROMPTS, 0), (PROMPTS, 1)):
         measured = measure_acceptance(*pair, prompts, Plan(Tree.chain(2)), max_new_tokens=limit)

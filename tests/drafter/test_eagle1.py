@@ -32,6 +32,7 @@ def features(target, batch: Batch) -> Features:
     return target.features(batch.input_ids, batch.lengths, Needs(last_hidden=True))
 
 
+@pytest.mark.field("F09")
 def test_alignment_of_five_prompt_and_four_answer_tokens(monkeypatch):
     """The dump (position, feature index, input token, label, weight): the first draft of the answer is supervised."""
     target, drafter = make(noise=0.0)
@@ -62,6 +63,7 @@ def test_alignment_of_five_prompt_and_four_answer_tokens(monkeypatch):
     torch.testing.assert_close(chosen["teacher"], true.last_hidden[0, 4:8])  # targets h_{i+1}
 
 
+@pytest.mark.field("F09", "F33")
 def test_no_label_from_padding_or_beyond_the_end():
     target, drafter = make(noise=0.0)
     short, long = [5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15]
@@ -80,6 +82,7 @@ def test_no_label_from_padding_or_beyond_the_end():
     torch.testing.assert_close(drafter.loss(wide, features(target, wide)).total, together.total)
 
 
+@pytest.mark.field("F12", "F31")
 @pytest.mark.parametrize("ids", [[4, 5], [4, 5, 6], [4]])
 def test_rows_too_short_to_teach_count_nothing_and_give_no_nan(ids):
     target, drafter = make()
@@ -90,6 +93,7 @@ def test_rows_too_short_to_teach_count_nothing_and_give_no_nan(ids):
     assert all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in drafter.parameters())
 
 
+@pytest.mark.field("F10", "F11")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_training_row_equals_the_drafting_step_of_its_prefix(family):
     target, drafter = make(family)
@@ -104,6 +108,7 @@ def test_a_training_row_equals_the_drafting_step_of_its_prefix(family):
             torch.testing.assert_close(out[0], trained[0, n - 2], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.field("F39")
 @pytest.mark.parametrize("tree", [Tree.chain(4), Tree.eagle1_static()], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_draft_logits_equal_a_recomputation_from_true_features(family, tree, monkeypatch):
@@ -132,6 +137,7 @@ def test_draft_logits_equal_a_recomputation_from_true_features(family, tree, mon
     assert len(rounds) > 3
 
 
+@pytest.mark.field("F11")
 def test_a_deeper_draft_step_equals_the_naive_loop():
     """Position of step k is base + k, and a node sees the true rows and its own ancestors."""
     target, drafter = make()
@@ -157,6 +163,7 @@ def test_a_deeper_draft_step_equals_the_naive_loop():
                 tokens = torch.cat((tokens, proposal.tokens[:, step : step + 1]), 1)
 
 
+@pytest.mark.field("F10", "F35")
 @pytest.mark.parametrize("draft_vocab", [0, 160])
 def test_an_overfitted_sample_is_decoded_at_near_full_depth(draft_vocab):
     target = load.tiny(seed=5)
@@ -186,6 +193,7 @@ def test_an_overfitted_sample_is_decoded_at_near_full_depth(draft_vocab):
     assert abs(tally.accept_at[0] - float(hits / count)) < 0.1
 
 
+@pytest.mark.field("F17")
 def test_reduced_vocabulary_counts_outside_labels_as_misses():
     target = load.tiny()
     kept = most_frequent(torch.zeros(320), 8, [1, 2])
@@ -199,6 +207,7 @@ def test_reduced_vocabulary_counts_outside_labels_as_misses():
     assert law.shape == (2, 320) and torch.equal(law[:, :8], probs) and float(law[:, 8:].sum()) == 0
 
 
+@pytest.mark.field("F14")
 def test_vocabulary_selection():
     counts = torch.tensor([0, 5, 0, 9, 1, 0])
     assert most_frequent(counts, 3, [0]).tolist() == [0, 1, 3]
@@ -269,6 +278,7 @@ def test_bad_settings_are_refused(settings, message):
         make(**settings)
 
 
+@pytest.mark.field("F12")
 def test_rows_too_short_for_a_label_count_nothing():
     target, drafter = make()
     batch = row([3, 4], [0, 1])
@@ -278,6 +288,7 @@ def test_rows_too_short_for_a_label_count_nothing():
     assert drafter.guesses(batch, true).tolist() == [[[-1], [-1]]]
 
 
+@pytest.mark.field("F36")
 def test_rotary_settings_of_the_target_are_carried_over():
     """With another rope the same weights give other outputs; the drafter uses the target's own rotary module."""
     scaled = load.tiny(rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,

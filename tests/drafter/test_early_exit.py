@@ -65,6 +65,7 @@ def test_a_new_adapter_behind_the_last_layer_is_the_target(family: str, tree: Tr
     assert texts(outputs) == texts(decode(target, None, PROMPTS, PLAIN, max_new_tokens=limit, stop_ids=())[0])
 
 
+@pytest.mark.field("F52")
 @pytest.mark.parametrize(
     ("family", "settings", "tree"),
     [
@@ -85,6 +86,7 @@ def test_greedy_output_is_the_targets_own(family: str, settings: dict[str, Any],
     assert tally.drafted
 
 
+@pytest.mark.field("F53")
 @pytest.mark.parametrize(
     ("plan", "settings"),
     [
@@ -135,6 +137,7 @@ def test_no_layer_reads_a_token_twice(exit_layer: int, tree: str) -> None:
     assert counts == [len(PROMPTS[0]) + tally.rounds * (growth.size + 1)] * 3
 
 
+@pytest.mark.field("F39")
 @pytest.mark.parametrize("tree", ["chain", "tree", "dynamic"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
 def test_the_targets_cache_keeps_the_text_alone(family: str, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +148,7 @@ def test_the_targets_cache_keeps_the_text_alone(family: str, tree: str, monkeypa
     assert check_entries(target, outputs, seen) >= 6 and tally.accepted
 
 
+@pytest.mark.field("F10")
 @pytest.mark.parametrize("tree", ["chain", "tree"])
 def test_a_round_drafts_what_training_would_guess(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The law behind the anchor, from its own cache, is that of one pass over the whole text."""
@@ -234,6 +238,7 @@ def test_costs_can_be_measured() -> None:
 # --- training --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.field("F09")
 @pytest.mark.parametrize("settings", [{}, {"draft_ids": list(range(0, 320, 2))}, {"mlp": 32}], ids=["whole", "few tokens", "mlp"])
 def test_the_loss_of_every_label_by_hand(settings: dict[str, Any]) -> None:
     """Row i, of the stream behind the exit, predicts x_{i+1} against the target's law there; the weight is the label's mask."""
@@ -279,6 +284,7 @@ def test_only_the_adapter_gets_a_gradient() -> None:
     assert all(p.grad is None and not p.requires_grad for p in target.model.parameters())
 
 
+@pytest.mark.field("F12", "F31")
 @pytest.mark.parametrize("ids", [[4], [4, 5], [4, 5, 6]])
 def test_short_rows_and_rows_without_labels_give_no_nan(ids: list[int]) -> None:
     target, drafter = make()
@@ -324,6 +330,7 @@ def test_it_begins_as_the_targets_head_on_the_exit_layer_and_learns() -> None:
 # --- the block -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.field("F36")
 def test_rotary_positions_are_those_of_llama() -> None:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 

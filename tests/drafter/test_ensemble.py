@@ -68,6 +68,7 @@ def texts(outputs: list[Any]) -> list[list[int]]:
 # --- the text is the target's ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.field("F52")
 @pytest.mark.parametrize("name", FORESTS, ids=IDS)
 def test_greedy_output_is_the_targets_own(name: tuple[str, str], target: Target) -> None:
     drafter, plan = made(name[0], target), Plan(FORESTS[name])
@@ -108,6 +109,7 @@ LAWS = {
 }
 
 
+@pytest.mark.field("F53")
 @pytest.mark.parametrize("name", LAWS)
 def test_first_three_tokens_follow_the_targets_law(small: tuple[Target, Ensemble], name: str) -> None:
     assert p_value(*small, LAWS[name], rows=3000) > 1e-3

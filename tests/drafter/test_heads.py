@@ -67,6 +67,7 @@ def features(target, batch: Batch) -> Features:
     return Features(found.clone())  # not a tensor of inference mode, which gradients cannot pass
 
 
+@pytest.mark.field("F09")
 @pytest.mark.parametrize("kind", KINDS)
 def test_alignment_of_five_prompt_and_four_answer_tokens(kind, monkeypatch):
     """The dump (label's position, feature index, label, weight) of every head: head k reads h_t and predicts x_{t+k+1}."""
@@ -165,6 +166,7 @@ def test_loss_and_gradients_equal_a_plain_computation(kind, own_head, loss, draf
     assert set(made.parts) == set(drafter.loss_parts)
 
 
+@pytest.mark.field("F12", "F31")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
 def test_later_heads_without_a_label_give_no_nan(kind, length):
@@ -191,6 +193,7 @@ def test_what_is_trained_is_owned_and_blocks_are_not_shared(kind):
     assert {"head_rows"}.isdisjoint(drafter.state_dict())
 
 
+@pytest.mark.field("F52")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", load.TINY)
 @pytest.mark.parametrize("tree", TREES)
@@ -218,6 +221,7 @@ def small(request):
     return make(request.param, target=load.tiny(vocab_size=8, sharpness=1.5))
 
 
+@pytest.mark.field("F53")
 @pytest.mark.parametrize("name", LAWS)
 def test_first_three_tokens_follow_the_targets_law(small, name):
     assert p_value(*small, LAWS[name], rows=8000) > 1e-3
@@ -249,6 +253,7 @@ def test_a_drafted_node_is_what_its_head_says_of_the_path_to_it(kind):
             assert int(proposal.tokens[0, node]) == int(choice[tree.ranks[node]])
 
 
+@pytest.mark.field("F10", "F35")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("own_head", [False, True])
 def test_an_overfitted_sample_is_decoded_at_near_full_depth(kind, own_head):
@@ -388,6 +393,7 @@ def test_a_calibrated_tree_that_heads_cannot_fill_is_refused(kind):
         check_calibrated(5000, drafter, "final.calibrated")
 
 
+@pytest.mark.field("F42")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tree_deeper_than_the_heads_is_refused(kind):
     target, drafter = make(kind)

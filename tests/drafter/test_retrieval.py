@@ -54,6 +54,7 @@ def own() -> Any:
     return target, prompts, [output.ids for output in plain]
 
 
+@pytest.mark.field("F52")
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("stop", ["none", "mid", "first"])
 @pytest.mark.parametrize("limit", [LIMIT, 1, 2, 5])
@@ -181,6 +182,7 @@ LAWS: dict[str, tuple[type[Retrieval], dict[str, Any], Plan]] = {
 }
 
 
+@pytest.mark.field("F53")
 @pytest.mark.parametrize("name", LAWS)
 def test_first_three_tokens_follow_the_targets_law(name: str) -> None:
     target = load.tiny(**SMALL)

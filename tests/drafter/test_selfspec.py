@@ -54,6 +54,7 @@ def test_drawn_drafts_of_the_whole_target_are_accepted_too() -> None:
     assert decode(target, SelfSpec(target), PROMPTS, plan, max_new_tokens=1 + 3 * 4, stop_ids=())[1].tau == 4
 
 
+@pytest.mark.field("F52")
 @pytest.mark.parametrize(
     ("family", "skips", "tree"),
     [
@@ -73,6 +74,7 @@ def test_greedy_output_is_the_targets_own(family: str, skips: str, tree: str) ->
     assert tally.drafted
 
 
+@pytest.mark.field("F53")
 @pytest.mark.parametrize(
     ("plan", "settings"),
     [
@@ -100,6 +102,7 @@ def test_a_sampled_row_does_not_depend_on_its_neighbours(tree: str) -> None:
 # --- what is read ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.field("F39")
 @pytest.mark.parametrize("tree", ["chain", "tree", "dynamic"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
 def test_the_targets_cache_keeps_its_own_keys_and_values(family: str, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,7 @@ def texts(outputs: list[Any]) -> list[list[int]]:
 # --- the text is the target's ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.field("F10", "F35")
 @pytest.mark.parametrize("tree", [Tree.chain(4), Tree.expansion([2, 2, 1])], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", load.TINY)
 def test_a_cut_of_all_layers_accepts_everything(family: str, tree: Tree) -> None:
@@ -85,6 +86,7 @@ def test_drawn_drafts_of_all_layers_are_accepted_too() -> None:
     assert decode(target, drafter, PROMPTS, plan, max_new_tokens=1 + 3 * 4, stop_ids=())[1].tau == 4
 
 
+@pytest.mark.field("F52")
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize(
     ("family", "origin"),
@@ -101,6 +103,7 @@ def test_greedy_output_is_the_targets_own(family: str, origin: str, tree: str) -
     assert tally.drafted
 
 
+@pytest.mark.field("F53")
 @pytest.mark.parametrize(
     ("plan", "settings"),
     [
@@ -130,6 +133,7 @@ def test_a_sampled_row_does_not_depend_on_its_neighbours(tree: str) -> None:
 # --- rows ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.field("F39")
 @pytest.mark.parametrize("tree", ["chain", "tree"])
 @pytest.mark.parametrize("family", load.TINY)
 def test_after_every_round_the_cache_holds_one_plain_forward(
@@ -198,6 +202,7 @@ def test_every_drafted_node_equals_a_plain_forward_over_its_path(family: str, mo
     assert compared == 2 * (2 + 4 + 8)
 
 
+@pytest.mark.field("F09")
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_the_loss_of_every_label_by_hand(origin: str) -> None:
     """Row i predicts x_{i+1} against the target's law there; the weight is the label's mask."""
@@ -302,6 +307,7 @@ def test_the_gradient_is_that_of_the_plain_computation() -> None:
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.field("F12", "F31")
 @pytest.mark.parametrize("ids", [[4], [4, 5], [4, 5, 6]])
 def test_short_rows_and_rows_without_labels_give_no_nan(ids: list[int]) -> None:
     target, drafter = make()
@@ -313,6 +319,7 @@ def test_short_rows_and_rows_without_labels_give_no_nan(ids: list[int]) -> None:
         assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in drafter.parameters())
 
 
+@pytest.mark.field("F33")
 def test_padding_changes_nothing() -> None:
     target, drafter = make("mistral")
     rows = [row(list(range(9, 48)), [0, 0] + [1] * 37), row([5, 6, 7, 8], [0, 0, 1, 1], 1)]
@@ -473,6 +480,7 @@ def test_another_tokenizer_is_refused_and_the_same_is_taken(directory: Path) -> 
         Ssm(target, path=str(directory))
 
 
+@pytest.mark.field("F67")
 def test_pickled_weights_are_refused(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     with pytest.raises(InputError, match=r"pytorch_model\.bin, which can run code"):
@@ -482,6 +490,7 @@ def test_pickled_weights_are_refused(directory: Path) -> None:
         Ssm(load.tiny(), path=str(directory))
 
 
+@pytest.mark.field("F68")
 def test_code_of_a_directory_is_not_run(directory: Path) -> None:
     code = f"import pathlib\npathlib.Path({str(directory / 'marker')!r}).touch()\n"
     (directory / "configuration_mystery.py").write_text(code)

@@ -64,6 +64,7 @@ def tiny() -> Target:
     return load.tiny()
 
 
+@pytest.mark.field("F41")
 @pytest.mark.parametrize("engine", eagle1.ENGINES)
 @pytest.mark.parametrize("settings", [{}, {"draft_ids": IDS, "noise": 0.2}], ids=["whole", "reduced"])
 def test_there_and_back(engine: str, settings: dict[str, Any], tiny: Target, tmp_path: Path) -> None:
@@ -305,6 +306,7 @@ def good(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.field("F41")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_by_name(fault: str, good: Path, tmp_path: Path) -> None:
     engine, edit, name, fatal = FAULTS[fault]

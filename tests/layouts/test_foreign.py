@@ -288,6 +288,7 @@ FAULTS: dict[str, tuple[str, str, Edit, str, bool]] = {
 }  # fmt: skip
 
 
+@pytest.mark.field("F41")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_by_name(fault: str, tmp_path: Path) -> None:
     kind, engine, edit, name, fatal = FAULTS[fault]

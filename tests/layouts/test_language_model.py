@@ -35,6 +35,7 @@ def made(target: Target, name: str = "new") -> Ssm:
         return stirred(Ssm(target, **ORIGINS[name]))
 
 
+@pytest.mark.field("F41")
 @pytest.mark.parametrize(("name", "tied"), [*((name, False) for name in ORIGINS), ("cut", True)])
 def test_there_and_back(name: str, tied: bool, tmp_path: Path) -> None:
     target = load.tiny(tie_word_embeddings=tied)
@@ -126,6 +127,7 @@ FAULTS: dict[str, tuple[Edit, str, bool]] = {
 }
 
 
+@pytest.mark.field("F41")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_by_name(fault: str, good: Path, tmp_path: Path) -> None:
     edit, name, fatal = FAULTS[fault]

@@ -59,6 +59,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.field("F41")
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back(case: str, tiny: Target, tmp_path: Path) -> None:
     engine, settings = CASES[case]
@@ -188,6 +189,7 @@ def good(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.field("F41")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_by_name(fault: str, good: Path, tmp_path: Path) -> None:
     kind, edit, name = FAULTS[fault]

@@ -154,6 +154,7 @@ def test_processors_are_not_written() -> None:
         decoding.write_plan(Plan(Tree.chain(2), Policy(processors=(lambda ids, scores: scores,))))
 
 
+@pytest.mark.field("F30")
 def test_bfloat16_halves_the_weights(target: Target, drafter: Eagle1, tmp_path: Path) -> None:
     told: list[str] = []
     whole = packed(tmp_path / "whole", drafter, target)
@@ -174,6 +175,7 @@ def test_a_whole_vocabulary_needs_no_ids(target: Target, tmp_path: Path) -> None
     assert load_drafter(folder, target).settings()["draft_ids"] is None
 
 
+@pytest.mark.field("F30")
 def test_nothing_of_the_vocabulary_is_inside(package: Path, target: Target) -> None:
     sizes = {name: tuple(t.shape) for name, t in load_file(package / TENSORS).items()}
     assert sizes and not [name for name, shape in sizes.items() if target.vocab_size in shape]
@@ -189,6 +191,7 @@ def test_a_borrowed_embedding_is_never_written(target: Target, drafter: Eagle1, 
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.field("F64")
 def test_the_layout_and_the_card(target: Target, drafter: Eagle1, tmp_path: Path) -> None:
     folder = packed(
         tmp_path / "package", drafter, target, metrics={"settings": {"prompts": 3}, "rows": ROWS}, licence="MIT"
@@ -209,6 +212,46 @@ def test_importing_the_name_alone_is_light() -> None:
     assert callable(drafttrain.load) and "load" in dir(drafttrain)
     with pytest.raises(AttributeError, match="lode"):
         _ = drafttrain.lode
+
+
+@pytest.mark.field("F15")
+@pytest.mark.parametrize("largest", ["1GB", "60KB"], ids=["one file", "several"])
+def test_a_target_with_tied_embeddings_in_any_number_of_files(largest: str, tmp_path: Path) -> None:
+    """Its head is its embedding; a draft head of another size is not tied to anything."""
+    tied = load.tiny(tie_word_embeddings=True)
+    tied.model.save_pretrained(tmp_path / "target", max_shard_size=largest)
+    files = list((tmp_path / "target").glob("*.safetensors"))
+    assert (len(files) > 1) == (largest != "1GB")
+    again = load.hf(str(tmp_path / "target"), dtype="float32", device="cpu", attention="sdpa", pack=False)
+    assert again.fingerprint == tied.fingerprint and again.output.weight.data_ptr() == again.embedding.weight.data_ptr()
+    hidden = torch.randn(3, tied.width)
+    assert torch.equal(again.head(hidden), tied.head(hidden))
+    for name, ids in (("whole", None), ("reduced", list(range(1, 201, 2)))):
+        torch.manual_seed(3)
+        drafter = Eagle1(tied, draft_ids=ids).eval()
+        other = load_drafter(packed(tmp_path / name, drafter, tied), again)
+        assert torch.equal(other.head(hidden), drafter.head(hidden)) and other.choices == (100 if ids else 320)
+        state = drafter.state_dict()
+        assert all(torch.equal(state[key], value) for key, value in other.state_dict().items())
+        drafted, _ = drafttrain.load(tmp_path / name, again, dtype="float32").generate([[5, 6, 7]], max_new_tokens=8)
+        plain, _ = drafttrain.load(tmp_path / name, tied).generate([[5, 6, 7]], max_new_tokens=8, plan=Plan(Tree.chain(0)))
+        assert drafted[0].ids == plain[0].ids
+
+
+@pytest.mark.field("F44")
+def test_the_attention_that_a_target_was_trained_with_is_no_part_of_a_package(tmp_path: Path) -> None:
+    """A package names none: it decodes with whichever its target was loaded with here, to the same text."""
+    texts = []
+    one, other = load.tiny(attention="eager"), load.tiny(attention="sdpa")
+    torch.manual_seed(3)
+    folder = packed(tmp_path / "package", Eagle1(one).eval(), one)
+    assert one.fingerprint == other.fingerprint
+    assert not any(word in (folder / CONFIG).read_text() + (folder / DECODING).read_text() for word in ("eager", "sdpa"))
+    for target in (one, other):
+        outputs, tally = drafttrain.load(folder, target, dtype="float32").generate([[5, 6, 7], [8, 9]], max_new_tokens=12)
+        texts.append([output.ids for output in outputs])
+        assert tally.drafted
+    assert texts[0] == texts[1]
 
 
 # --- what is refused on reading --------------------------------------------------------------------------------------------
@@ -348,6 +391,7 @@ def edit_plan(package: Path, old: str, new: str) -> None:
     (package / DECODING).write_text(text.replace(old, new, 1))
 
 
+@pytest.mark.field("F37", "F40", "F43")
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_refused_by_name(name: str, package: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(package.parent)
@@ -410,6 +454,7 @@ def test_a_long_chain_is_read_in_a_moment(target: Target, tmp_path: Path) -> Non
     assert (tmp_path / DECODING).stat().st_size < 2000 and decoding.read_plan(tmp_path / DECODING) == plan
 
 
+@pytest.mark.field("F67")
 @pytest.mark.parametrize(
     "name",
     [
@@ -449,6 +494,7 @@ class _Marker:
         return (open, (str(self.path), "w"))
 
 
+@pytest.mark.field("F67")
 @pytest.mark.parametrize("name", ["drafter.bin", "pytorch_model.bin", "drafter.pt", "drafter.ckpt", TENSORS])
 def test_nothing_is_unpickled(name: str, package: Path, target: Target, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
@@ -521,6 +567,7 @@ def test_what_is_no_package_says_what_it_is(tmp_path: Path, target: Target) -> N
         drafttrain.load(save_target(tiny_chat_target(), tmp_path / "target"), target)
 
 
+@pytest.mark.field("F42")
 def test_a_tree_too_deep_is_capped_with_a_message(
     package: Path, target: Target, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -530,6 +577,7 @@ def test_a_tree_too_deep_is_capped_with_a_message(
     assert "4 deep, this drafter fills 2" in caplog.text
 
 
+@pytest.mark.field("F42")
 def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target: Target, tmp_path: Path) -> None:
     small = Eagle1(target, draft_ids=[1, 2, 3])
     with pytest.raises(InputError, match="4 children, this drafter proposes from 3 tokens"):
@@ -572,6 +620,7 @@ def test_an_empty_folder_is_used(target: Target, drafter: Eagle1, tmp_path: Path
     drafttrain.load(packed(tmp_path / "package", drafter, target), target)
 
 
+@pytest.mark.field("F69")
 @pytest.mark.parametrize("name", ["thesis.tex", ".hidden", "custom_generate/mine.py", "sub/deep.txt"])
 def test_foreign_files_are_refused_and_kept(name: str, package: Path, target: Target, drafter: Eagle1) -> None:
     (package / name).parent.mkdir(exist_ok=True)
@@ -592,6 +641,7 @@ def test_a_folder_that_is_no_package_is_kept(target: Target, drafter: Eagle1, tm
     assert (folder / "README.md").read_text() == "mine"
 
 
+@pytest.mark.field("F69")
 def test_links_are_refused(package: Path, target: Target, drafter: Eagle1, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(package)
@@ -607,6 +657,7 @@ def test_links_are_refused(package: Path, target: Target, drafter: Eagle1, tmp_p
     assert {**snapshot(package), CARD: before[CARD]} == before
 
 
+@pytest.mark.field("F69")
 def test_the_folder_the_program_runs_in_is_refused(
     target: Target, drafter: Eagle1, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ class Line(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
+@pytest.mark.field("F65")
 @pytest.mark.parametrize("terminal", [False, True])
 def test_training_is_shown(tmp_path: Path, terminal: bool) -> None:
     out = Console(file=io.StringIO(), width=200, force_terminal=terminal)

@@ -65,6 +65,7 @@ def test_what_was_remembered_while_measuring_is_said() -> None:
     assert memories(rows[3:]) == []
 
 
+@pytest.mark.field("F59")
 def test_slower_is_said_plainly() -> None:
     def row(
         label: str, speed: float | None, *, nodes: int = 3, low: float = 0.0, same: int | None = 4

@@ -59,6 +59,7 @@ def make(data: ConversationData, target: Target, mode: str, folder: Path, **sett
     return OnlineFeatures(target, NEEDS, data=data, spill_dir=folder, **{"keep_dtype": "float32", **budgets, **settings})
 
 
+@pytest.mark.field("F38")
 @pytest.mark.parametrize("mode", ["memory", "file", "recompute"])
 @pytest.mark.parametrize("rows", [1, 4, 12])
 def test_rows_are_never_mixed_up(target: Target, data: ConversationData, tmp_path: Path, mode: str, rows: int) -> None:
@@ -80,6 +81,7 @@ def test_rows_are_never_mixed_up(target: Target, data: ConversationData, tmp_pat
     assert not (tmp_path / "scratch").exists()
 
 
+@pytest.mark.field("F38")
 @pytest.mark.parametrize("mode", ["memory", "file"])
 def test_a_row_has_the_same_bits_whenever_it_is_asked_for(
     target: Target, data: ConversationData, tmp_path: Path, mode: str
@@ -138,6 +140,7 @@ def test_a_full_disk_means_computing_again(
     check(source, data, [0, 1])
 
 
+@pytest.mark.field("F32")
 def test_features_that_are_not_finite_name_their_rows(
     target: Target, data: ConversationData, monkeypatch: pytest.MonkeyPatch
 ) -> None:

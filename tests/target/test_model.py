@@ -1,12 +1,19 @@
 """The wrapper around a target against the library's own forward pass, for every tiny family."""
 
+import json
+import pickle
+
 import pytest
 import torch
 
+from drafttrain.decoding.loop import decode
+from drafttrain.decoding.plan import Plan
+from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError
 from drafttrain.flow import Needs
 from drafttrain.target import fingerprint, load
 from drafttrain.tree.topology import Tree
+from tests.helpers import save_target, tiny_chat_target
 
 FAMILIES = load.TINY
 
@@ -15,6 +22,7 @@ def ids(*shape: int) -> torch.Tensor:
     return torch.randint(0, 320, shape, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.field("F57")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_features_and_head_equal_the_library(family):
     target = load.tiny(family=family)
@@ -27,6 +35,7 @@ def test_features_and_head_equal_the_library(family):
         torch.testing.assert_close(features.layers[layer], reference.hidden_states[layer + 1])
 
 
+@pytest.mark.field("F38")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_a_padded_batch_equal_rows_alone(family):
     target = load.tiny(family=family)
@@ -94,6 +103,7 @@ def test_one_changed_weight_changes_the_fingerprint():
     assert fingerprint.of_weights(target.model) != before
 
 
+@pytest.mark.field("F57", "F62")
 def test_what_cannot_be_represented_is_refused(tmp_path):
     with pytest.raises(InputError, match="flash"):
         load.tiny(attention="flash_attention_2")
@@ -113,6 +123,7 @@ def test_a_saved_model_loads_as_the_same_target(tmp_path, family):
     assert again.fingerprint == target.fingerprint and again.tokenizer is None
 
 
+@pytest.mark.field("F57")
 def test_models_without_a_causal_head_are_refused(tmp_path):
     from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
@@ -131,6 +142,17 @@ def test_models_without_a_causal_head_are_refused(tmp_path):
         load.hf(str(tmp_path / "bert"), dtype="float32", device="cpu", attention="sdpa")
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_layers_beyond_what_the_files_hold_are_not_built(tmp_path, family):
+    """Not even as a list of their kinds, which some families make when their config is read."""
+    load.tiny(family=family).model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config = {name: value for name, value in config.items() if name != "layer_types"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
+    with pytest.raises(InputError, match=r"describes 1000000000 layers, its files hold \d+ tensors"):
+        load.hf(str(tmp_path), dtype="float32", device="cpu", attention="sdpa")
+
+
 def test_a_target_that_lacks_tensors_is_refused(tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -142,9 +164,62 @@ def test_a_target_that_lacks_tensors_is_refused(tmp_path):
         load.hf(str(tmp_path), dtype="float32", device="cpu", attention="sdpa")
 
 
-def test_remote_code_is_not_run_unless_asked(tmp_path):
-    import json
+@pytest.mark.field("F16")
+def test_ends_may_be_several_and_padding_and_start_missing(tmp_path):
+    """Any of the ends stops a text; nothing needs an id for padding, or one that texts begin with."""
+    target = load.tiny(eos_token_id=[1, 2], pad_token_id=None, bos_token_id=None)
+    assert target.stop_ids == (1, 2)
+    target.model.save_pretrained(tmp_path)
+    again = load.hf(str(tmp_path), dtype="float32", device="cpu", attention="sdpa")
+    assert again.stop_ids == (1, 2) and again.fingerprint == target.fingerprint
+    plain, _ = decode(again, None, [[3, 4, 5]], Plan(Tree.chain(0)), max_new_tokens=12, stop_ids=())
+    torch.manual_seed(0)
+    drafter = Eagle1(again).eval()
+    for place in (2, 5):
+        end = plain[0].ids[place]
+        for ends in ([end, 319], [319, end]):
+            again.model.generation_config.eos_token_id = ends
+            outputs, _ = decode(again, drafter, [[3, 4, 5]], Plan(Tree.chain(4)), max_new_tokens=12)
+            first = next(i for i, token in enumerate(plain[0].ids) if token in (1, 2, 319, end))  # The model's own stay ends.
+            assert outputs[0].ids == plain[0].ids[: first + 1] and outputs[0].finish == "stop"
+    again.model.generation_config.eos_token_id = ["</s>"]
+    with pytest.raises(InputError, match="eos_token_id holds </s>, needs the ids of tokens"):
+        _ = again.stop_ids
 
+
+class Evil:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return open, (self.marker, "w")
+
+
+@pytest.mark.field("F67")
+def test_pickled_weights_of_a_target_are_not_opened(tmp_path):
+    marker = tmp_path / "marker"
+    load.tiny().model.save_pretrained(tmp_path / "target")
+    (tmp_path / "target" / "model.safetensors").unlink()
+    (tmp_path / "target" / "pytorch_model.bin").write_bytes(pickle.dumps({"x": Evil(marker)}))
+    with pytest.raises(InputError, match=r"target .* cannot be loaded: .*safetensors"):
+        load.hf(str(tmp_path / "target"), dtype="float32", device="cpu", attention="sdpa")
+    assert not marker.exists()
+
+
+def test_a_tokenizer_that_does_not_work_is_refused_by_the_target(tmp_path):
+    target = save_target(tiny_chat_target(), tmp_path / "target")
+    load.read_tokenizer(str(target))
+    whole = json.loads((target / "tokenizer.json").read_text())
+    for change in ({"model": {"type": "BPE"}}, {"decoder": {"type": "Unheard"}}, {"added_tokens": 3}):
+        (target / "tokenizer.json").write_text(json.dumps({**whole, **change}))
+        with pytest.raises(InputError, match="its tokenizer cannot be read"):
+            load.hf(str(target), dtype="float32", device="cpu", attention="sdpa")
+
+
+@pytest.mark.field("F68")
+def test_remote_code_is_not_run_unless_asked(tmp_path):
     target = load.tiny()
     target.model.save_pretrained(tmp_path)
     marker = tmp_path / "marker"

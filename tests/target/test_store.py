@@ -161,6 +161,7 @@ def test_a_norm_that_does_not_make_it_is_noticed(target: Target, data: Conversat
         StoredFeatures(other, ONE, data=data, path=path)
 
 
+@pytest.mark.field("F27")
 def test_rows_may_be_cut_shorter_and_rows_left_out(target: Target, set_at: Path, data: ConversationData, kept: Path) -> None:
     fewer = ConversationData(set_at, max_length=16, limit_rows=5)
     source = StoredFeatures(target, BOTH, data=fewer, path=kept)
@@ -274,6 +275,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.field("F32")
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_shard_is_refused(target: Target, data: ConversationData, store: Path, kind: str) -> None:
     harm, said = DAMAGE[kind]
@@ -374,6 +376,7 @@ def test_a_manifest_with_a_flipped_letter_and_one_that_is_too_large(target: Targ
         StoredFeatures(target, ONE, data=data, path=store)
 
 
+@pytest.mark.field("F32")
 @pytest.mark.parametrize("encoding", ["float32", "fp8"])
 def test_features_that_are_not_finite_name_their_rows(
     target: Target, data: ConversationData, tmp_path: Path, encoding: str

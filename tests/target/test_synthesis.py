@@ -77,6 +77,7 @@ def contents(out: Path) -> list[Row]:
 # --- what is written ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.field("F08")
 def test_greedy_answers_are_what_transformers_writes(target: Target, tmp_path: Path) -> None:
     prompts = some_prompts(12)
     rows = written(target, prompts, tmp_path)
@@ -91,10 +92,46 @@ def test_greedy_answers_are_what_transformers_writes(target: Target, tmp_path: P
         assert rows[number].spans == ((len(lead), len(rows[number].ids)),)
 
 
-def test_batch_and_single_rows_give_the_same_text(target: Target, tmp_path: Path) -> None:
-    prompts = some_prompts()
+@pytest.mark.field("F60")
+def test_batch_and_single_rows_give_the_same_text(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, passes = some_prompts(), 0
+    step = Target.step
+
+    def counted(*given: Any, **more: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        return step(*given, **more)
+
+    monkeypatch.setattr(Target, "step", counted)
     single = written(target, prompts, tmp_path / "a", slots=1)
+    alone, passes = passes, 0
     assert written(target, prompts, tmp_path / "b", slots=16) == single
+    assert passes < alone / 3  # What takes the time is passes, not rows.
+
+
+@pytest.mark.field("F25")
+def test_very_long_rows_are_read_in_this_process(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, as with a warm cache; and beside threads of the tokenizer's own, where it may have some."""
+    path = tmp_path / "long.jsonl"
+    lines = [{"prompt": "the"}, *({"prompt": "then the " * 4500} for _ in range(3)), {"prompt": "an"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for number, parallel in enumerate(("false", "true")):
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
+        began = time.monotonic()
+        out = tmp_path / f"out{number}"
+        door.main(arguments(folder, out, "prompts=jsonl", f"prompts.path={path}", "writing.temperatures=[0]"))
+        assert time.monotonic() - began < 120
+        assert [row.row for row in contents(out)] == [1, 5]
+        assert read_set(out).manifest["skipped"] == {"prompt longer than max_length 160": [2, 3, 4]}
+    capsys.readouterr()
+    for more in ("num_proc=4", "prompts.num_proc=4", "writing.workers=4"):
+        with pytest.raises(SystemExit) as caught:
+            door.main(arguments(folder, tmp_path / "none", "prompts=jsonl", f"prompts.path={path}", more))
+        assert caught.value.code == 2 and "there is no setting" in capsys.readouterr().err
 
 
 def test_sampled_rows_do_not_depend_on_their_neighbours(target: Target, tmp_path: Path) -> None:
@@ -108,6 +145,7 @@ def test_sampled_rows_do_not_depend_on_their_neighbours(target: Target, tmp_path
     assert other != alone
 
 
+@pytest.mark.field("F05", "F06")
 def test_spans_end_on_the_end_token_unless_cut(target: Target, tmp_path: Path) -> None:
     rows = written(target, [None] * 40, tmp_path, temperatures=[1.0], max_answer=6, turns=[2])
     reasons = set()
@@ -123,6 +161,7 @@ def test_spans_end_on_the_end_token_unless_cut(target: Target, tmp_path: Path) -
     assert reasons == {"stop", "length"}
 
 
+@pytest.mark.field("F03")
 def test_several_turns_read_like_the_templates_own_rendering(target: Target, tmp_path: Path) -> None:
     prompt = Prompt(("one the", "two\nthen", "three"), "Be brief.")
     row = written(target, [prompt], tmp_path, temperatures=[1.0], max_answer=60, max_length=400, seed=3)[0]
@@ -136,6 +175,7 @@ def test_several_turns_read_like_the_templates_own_rendering(target: Target, tmp
     assert whole.count("Be brief.") == 1
 
 
+@pytest.mark.field("F04")
 def test_no_later_turn_where_the_template_shows_the_answer_otherwise(tmp_path: Path) -> None:
     block = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}")
     row = written(tiny_chat_target(block), [Prompt(("one", "two"))], tmp_path, max_answer=60, max_length=300)[0]
@@ -143,6 +183,7 @@ def test_no_later_turn_where_the_template_shows_the_answer_otherwise(tmp_path: P
     assert "</think>" in tiny_chat_target(block).tokenizer.decode(list(row.ids[: row.spans[0][0]]))
 
 
+@pytest.mark.field("F02")
 def test_a_row_the_template_refuses_leaves_the_others_alone(tmp_path: Path) -> None:
     template = "{% if 'bad' in messages[-1].content %}{{ raise_exception('no bad words') }}{% endif %}" + CHATML
     target = tiny_chat_target(template)
@@ -220,6 +261,7 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.field("F08")
 def test_the_set_says_how_it_was_made(whole: Path, target: Target, capsys: pytest.CaptureFixture[str]) -> None:
     found = read_set(whole)
     manifest = found.manifest
@@ -237,6 +279,7 @@ def test_the_set_says_how_it_was_made(whole: Path, target: Target, capsys: pytes
     ]
 
 
+@pytest.mark.field("F22")
 def test_a_finished_set_is_not_written_again_but_can_grow(folder: Path, whole: Path, tmp_path: Path) -> None:
     before = contents(whole)
     out = tmp_path / "set"
@@ -332,6 +375,7 @@ def test_a_refused_target_leaves_nothing_behind(tmp_path: Path, capsys: pytest.C
     assert not [path for path in out.glob("*") if path.stat().st_size]
 
 
+@pytest.mark.field("F01", "F02")
 def test_bad_rows_are_listed_and_strict_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save_target(tiny_chat_target(ALTERNATING), tmp_path / "target")
     lines: list[Any] = [{"messages": [{"role": "user", "content": f"the {i}"}]} for i in range(5)]
@@ -357,6 +401,7 @@ def test_bad_rows_are_listed_and_strict_stops(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "strict").exists()
 
 
+@pytest.mark.field("F02", "F62")
 def test_nothing_left_stops_before_the_target_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,6 +429,7 @@ def test_nothing_left_stops_before_the_target_is_loaded(
     assert "needs out=" in capsys.readouterr().err
 
 
+@pytest.mark.field("F04")
 def test_preview_shows_tokens_and_mask(
     folder: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,6 +463,7 @@ def test_journals_made_elsewhere_are_taken_over(folder: Path, whole: Path, tmp_p
     assert contents(out) == contents(whole)
 
 
+@pytest.mark.field("F22")
 @pytest.mark.processes
 def test_a_kill_loses_doubles_and_recomputes_nothing(folder: Path, tmp_path: Path) -> None:
     more = ["rows=100", "keep_journal=true", "slots=3"]

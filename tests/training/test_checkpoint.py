@@ -5,11 +5,16 @@ from __future__ import annotations
 import copy
 import math
 import os
+import signal
+import time
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.decoding.plan import Plan
@@ -18,6 +23,7 @@ from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import CheckpointConfig, Keeper, check_whole, read_checkpoint, write_checkpoint
 from drafttrain.training.decode_callback import DecodeCallback, EvalConfig
 from drafttrain.training.module import DraftModule
+from drafttrain.training.resume import refuse_other_run
 from drafttrain.tree.topology import Tree
 from tests.helpers import file_limit
 from tests.training.parts import Watch, fit, module_for, same, weights_of
@@ -54,6 +60,7 @@ def updates_in(path: Path) -> int:
     return int(read_checkpoint(path)["progress"]["updates"])
 
 
+@pytest.mark.field("F48")
 def test_best_is_by_tau_and_ties_keep_the_earlier(target: Target, data: ConversationData, tmp_path: Path) -> None:
     module, stream = module_for(data, target, max_steps=6)
     decode = Told([None, 1.5, 2.0, 2.0, None, 1.9])
@@ -64,6 +71,7 @@ def test_best_is_by_tau_and_ties_keep_the_earlier(target: Target, data: Conversa
     assert names(tmp_path) == ["best.ckpt", "last.ckpt"]
 
 
+@pytest.mark.field("F48", "F49")
 def test_nothing_measured_is_never_best(target: Target, data: ConversationData, tmp_path: Path) -> None:
     module, stream = module_for(data, target, max_steps=3)
     decode = Told([None] * 3)
@@ -80,6 +88,7 @@ def test_patience_ends_the_run(target: Target, data: ConversationData, tmp_path:
     assert updates_in(tmp_path / "best.ckpt") == 3 and updates_in(tmp_path / "last.ckpt") == 5
 
 
+@pytest.mark.field("F20")
 @pytest.mark.parametrize(("steps", "every"), [(10, 4), (3, 100), (4, 4)])
 def test_last_is_the_true_last_step(target: Target, data: ConversationData, tmp_path: Path, steps: int, every: int) -> None:
     module, stream = module_for(data, target, max_steps=steps)
@@ -89,6 +98,7 @@ def test_last_is_the_true_last_step(target: Target, data: ConversationData, tmp_
     assert same({n.removeprefix("drafter."): w for n, w in state["weights"].items()}, weights_of(module))
 
 
+@pytest.mark.field("F29")
 def test_old_numbered_ones_are_removed(target: Target, data: ConversationData, tmp_path: Path) -> None:
     module, stream = module_for(data, target, max_steps=10)
     decode = Told([1.0, 9.0, *[1.0] * 8])
@@ -99,6 +109,7 @@ def test_old_numbered_ones_are_removed(target: Target, data: ConversationData, t
     assert len(inodes) == 3  # the newest numbered one is last itself
 
 
+@pytest.mark.field("F18", "F19", "F21")
 def test_stopped_in_mid_epoch_and_resumed(target: Target, data: ConversationData, tmp_path: Path) -> None:
     """Rows, rates and weights of both parts together are those of a run that was not stopped."""
     settings: dict[str, Any] = {"accumulate": 2, "max_steps": 9, "batch_tokens": 320}
@@ -126,6 +137,105 @@ def test_stopped_in_mid_epoch_and_resumed(target: Target, data: ConversationData
     assert one.rates + two.rates == watched.rates
     assert same(weights_of(second), weights_of(whole)) and second.supervised == whole.supervised
     assert (keep.best, keep.best_update) == (2.0, 4) and updates_in(tmp_path / "best.ckpt") == 4
+
+
+class Killed(Exception):
+    """What a program that was not given the time to stop does not see."""
+
+
+class KilledWhileMeasuring(Told):
+    """A TERM signal comes while the measurement of an update is made, and the end before it is done."""
+
+    def __init__(self, taus: list[float | None], every: int, at: int) -> None:
+        super().__init__(taus, every)
+        self.at = at
+
+    def measure(self, module: DraftModule, *, last: bool = False) -> dict[str, float | None]:
+        if module.updates == self.at:
+            signal.raise_signal(signal.SIGTERM)
+            raise Killed
+        return super().measure(module, last=last)
+
+
+class KilledWithinAWindow(Callback):
+    """A TERM signal comes behind a micro-batch that ends no window, and the end before the next one."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if pl_module.updates >= 5 and pl_module.position > pl_module.closed:
+            signal.raise_signal(signal.SIGTERM)
+            raise Killed
+
+
+@pytest.mark.field("F18")
+@pytest.mark.parametrize("where", ["in an evaluation", "in a window"])
+def test_a_signal_writes_a_checkpoint_at_once(target: Target, data: ConversationData, tmp_path: Path, where: str) -> None:
+    """However long an update or an evaluation takes; what was not done is done by the resumed run, and nothing differs."""
+    settings: dict[str, Any] = {"accumulate": 2, "max_steps": 9, "batch_tokens": 320}
+    taus: list[float | None] = [1.0, 3.0, 2.0, 2.5, 2.75]
+    whole, stream = module_for(data, target, **settings)
+    watched, told = Watch(), Told(taus, every=2)
+    calm = keeper(tmp_path / "calm", told, every=3)
+    fit(whole, stream, watched, told, calm)
+
+    first, stream = module_for(data, target, **settings)
+    one, folder, before = Watch(), tmp_path / "run", signal.getsignal(signal.SIGTERM)
+    measuring = where == "in an evaluation"
+    decode = KilledWhileMeasuring(taus, 2, at=4) if measuring else Told(taus, every=2)
+    others = [] if measuring else [KilledWithinAWindow()]
+    with pytest.raises(Killed):
+        fit(first, stream, one, *others, decode, keeper(folder, decode, every=100))
+    assert signal.getsignal(signal.SIGTERM) is before
+    state = read_checkpoint(folder / "last.ckpt")
+    assert state["progress"]["updates"] == first.updates >= 4 and state["progress"]["position"] == first.closed
+    assert state["decode"]["measured_at"] == first.updates // 2 * 2 - (2 if measuring else 0)
+
+    second, stream = module_for(data, target, **settings)
+    second.continue_from(state)
+    stream.position = second.position
+    decode, two = Told(taus, every=2), Watch()
+    decode.load_state_dict(state["decode"])
+    keep = keeper(folder, decode, every=3)
+    keep.load_state_dict(state["keeper"])
+    fit(second, stream, two, decode, keep)
+    assert one.rows[: state["progress"]["position"]] + two.rows == watched.rows
+    assert keep.state_dict() == calm.state_dict() == {"best": 3.0, "best_update": 4, "without_progress": 3}
+    assert decode.evaluations == told.evaluations == 5
+    for name in ("best.ckpt", "last.ckpt"):
+        ours, theirs = (read_checkpoint(path / name) for path in (folder, tmp_path / "calm"))
+        assert same(ours["weights"], theirs["weights"]) and ours["progress"]["updates"] == theirs["progress"]["updates"]
+
+
+def test_a_signal_within_the_last_update_leaves_the_run_its_end(target: Target, data: ConversationData, tmp_path: Path) -> None:
+    module, stream = module_for(data, target, max_steps=3)
+    decode = Told([1.5], every=50)
+    fit(module, stream, Watch(stop_at=2), decode, keeper(tmp_path, decode, every=1))
+    assert module.stop_requested and module.stopped is None and decode.measured_at == 3
+    state = read_checkpoint(tmp_path / "last.ckpt")
+    assert state["progress"]["updates"] == 3 and state["keeper"]["best_update"] == 3
+
+
+def test_processes_that_share_the_weights_write_together_alone(
+    target: Target, data: ConversationData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that holds a part of the state cannot write it by itself, wherever a signal finds it."""
+    monkeypatch.setattr("drafttrain.training.checkpoint.SingleDeviceStrategy", Killed)
+    module, stream = module_for(data, target, accumulate=2, max_steps=9, batch_tokens=320)
+    with pytest.raises(Killed):
+        fit(module, stream, KilledWithinAWindow(), keeper(tmp_path, every=100))
+    assert module.stop_requested and not list(tmp_path.iterdir())
+
+
+@pytest.mark.field("F21")
+def test_another_number_of_processes_is_another_run() -> None:
+    """Batches and noise are drawn for so many: with others the same updates would not follow."""
+    facts = {"target": {"weights": "a"}, "processes": 1, "seed": 0}
+    settings = {"seed": 0, "trainer": {"log_every": 2}}
+    told: list[str] = []
+    state = {"facts": facts, "settings": settings}
+    refuse_other_run(state, facts, {**settings, "trainer": {"log_every": 3}}, told.append)
+    assert told == ["settings differ from the earlier part of this run: trainer.log_every was 2, is 3"]
+    with pytest.raises(InputError, match=r"not be the same run \(processes was 1, is 2\)"):
+        refuse_other_run(state, {**facts, "processes": 2}, settings, told.append)
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +308,79 @@ def test_what_a_run_cannot_go_on_from_is_refused(target: Target, data: Conversat
             check_whole(state, path)
 
 
+def repacked(path: Path, change: Callable[[dict[str, bytes]], Any], how: int = zipfile.ZIP_STORED) -> None:
+    """The archive written anew from its changed parts."""
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    change(parts)
+    with zipfile.ZipFile(path, "w", how) as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content)
+
+
+def laughs() -> list[Any]:
+    """Thirty lists that unfold to 10^30 entries."""
+    inner: list[Any] = [0]
+    for _ in range(30):
+        inner = [inner] * 10
+    return inner
+
+
+def around_itself() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"format": laughs()}, "other things than tensors and plain values"),
+        ({"format": 1, "facts": {"target": laughs()}}, "other things than tensors and plain values"),
+        ({"format": 1, "facts": around_itself()}, "other things than tensors and plain values"),
+        ({"format": 1 << 1000}, "other things than tensors and plain values"),
+        ({"format": 1, "weights": torch.float32}, "other things than tensors and plain values"),
+        ({"format": torch.ones(3)}, r"checkpoint format tensor\(\[1\."),
+    ],
+    ids=["format", "facts", "itself", "number", "dtype", "tensor"],
+)
+def test_what_refers_to_itself_or_is_huge_is_refused_in_a_moment(tmp_path: Path, state: dict[str, Any], said: str) -> None:
+    torch.save(state, tmp_path / "a.ckpt")
+    began = time.monotonic()
+    with pytest.raises(InputError, match=said):
+        read_checkpoint(tmp_path / "a.ckpt")
+    assert time.monotonic() - began < 5
+
+
+def test_a_packed_archive_is_refused_before_it_unfolds(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    write_checkpoint(path, {"x": torch.zeros(100_000)})
+    repacked(path, lambda parts: None)
+    assert read_checkpoint(path)["x"].shape == (100_000,)
+    repacked(path, lambda parts: None, zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 10_000
+    with pytest.raises(InputError, match="cannot be read as a checkpoint"):
+        read_checkpoint(path)
+
+
+def test_moments_of_other_weights_are_refused(target: Target, data: ConversationData, tmp_path: Path) -> None:
+    module, stream = module_for(data, target, max_steps=1)
+    fit(module, stream, keeper(tmp_path))
+    whole = read_checkpoint(tmp_path / "last.ckpt")
+    moments = whole["optimiser"]["state"]
+    for change, said in (
+        (lambda: moments[0].update(exp_avg=torch.zeros(3)), r"moments of \(3,\) for weights of"),
+        (lambda: whole["optimiser"].pop("param_groups"), r"optimiser does not fit .*param_groups"),
+    ):
+        change()
+        again, stream = module_for(data, target, max_steps=3)
+        again.continue_from(copy.deepcopy(whole))
+        stream.position = again.position
+        with pytest.raises(InputError, match=said):
+            fit(again, stream)
+
+
+@pytest.mark.field("F67")
 def test_files_are_read_without_running_code(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:

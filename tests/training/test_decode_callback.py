@@ -45,6 +45,7 @@ def callback(
     )
 
 
+@pytest.mark.field("F47", "F54")
 def test_a_run_with_and_without_it_has_identical_weights(
     target: Target, data: ConversationData, held_out: ConversationData
 ) -> None:
@@ -63,6 +64,7 @@ def test_a_run_with_and_without_it_has_identical_weights(
     assert same(plain, evaluated) and before == after
 
 
+@pytest.mark.field("F54")
 def test_it_restores_modes_and_every_random_state() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
     module[1].eval()
@@ -76,6 +78,7 @@ def test_it_restores_modes_and_every_random_state() -> None:
     assert (np.random.get_state()[1] == states[1]).all()  # type: ignore[index]
 
 
+@pytest.mark.field("F46", "F48")
 def test_it_logs_what_decoding_measures(target: Target, data: ConversationData, held_out: ConversationData) -> None:
     module, stream = module_for(data, target, max_steps=4)
     decode = callback(module, target, data, held_out)
@@ -124,6 +127,7 @@ def test_sim_tau_counts_runs_of_right_guesses(
     assert found["sim/loss"] is not None and found["sim/loss"] > 0
 
 
+@pytest.mark.field("F49")
 def test_nothing_to_evaluate_is_not_available(target: Target, data: ConversationData) -> None:
     for settings in ({"prompts": 0}, {"max_new_tokens": 1}):
         module, stream = module_for(data, target, max_steps=2)
@@ -135,6 +139,7 @@ def test_nothing_to_evaluate_is_not_available(target: Target, data: Conversation
         assert all(math.isfinite(value) for _, row in logger.rows for value in row.values())
 
 
+@pytest.mark.field("F49")
 def test_fewer_prompts_than_the_batch(target: Target, data: ConversationData) -> None:
     module, stream = module_for(data, target, max_steps=2)
     decode = callback(module, target, data, None, prompts=1, batch=8)

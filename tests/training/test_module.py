@@ -54,6 +54,7 @@ def close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         torch.testing.assert_close(a[name], b[name], rtol=1e-6, atol=1e-6 * float(b[name].abs().max()))
 
 
+@pytest.mark.field("F33")
 def test_accumulation_and_padding_do_not_change_the_gradient(target: Target, data: ConversationData) -> None:
     rows = [(*data.row(i), data.indices[i]) for i in (0, 1, 2, 3)]
     short = [(ids[:12], mask[:12], row) for ids, mask, row in rows[:1]] + rows[1:]
@@ -63,6 +64,7 @@ def test_accumulation_and_padding_do_not_change_the_gradient(target: Target, dat
     close(gradients(target, [collate(short, pad_to_multiple=64)]), whole)
 
 
+@pytest.mark.field("F31")
 def test_a_batch_without_labels_weighs_nothing(target: Target, data: ConversationData) -> None:
     rows = [(*data.row(i), data.indices[i]) for i in (0, 1)]
     masked = [(ids, torch.zeros_like(mask), row) for ids, mask, row in rows]
@@ -73,6 +75,7 @@ def test_a_batch_without_labels_weighs_nothing(target: Target, data: Conversatio
         close(gradients(target, batches), expected)
 
 
+@pytest.mark.field("F31")
 def test_a_window_without_labels_makes_no_update(target: Target, data: ConversationData) -> None:
     drafter = drafter_of(target)
     ids, mask = data.row(0)
@@ -91,6 +94,7 @@ def test_a_window_without_labels_makes_no_update(target: Target, data: Conversat
     assert same(before, weights_of(alone)) and alone.updates == 0
 
 
+@pytest.mark.field("F47")
 def test_logged_values_are_means_over_the_window_s_tokens(target: Target, data: ConversationData) -> None:
     module, stream = module_for(data, target, accumulate=2, max_steps=6, log_every=3, batch_tokens=320, noise=0.0)
     seen: list[tuple[float, float, float]] = []
@@ -114,6 +118,7 @@ def test_logged_values_are_means_over_the_window_s_tokens(target: Target, data: 
     assert module.supervised == sum(count for _, count, _ in seen)
 
 
+@pytest.mark.field("F19")
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 def test_rate_follows_updates_and_ends_on_the_last(target: Target, data: ConversationData, schedule: str) -> None:
     module, stream = module_for(data, target, optim={"schedule": schedule, "warmup": 3}, accumulate=2, max_steps=9)
@@ -163,6 +168,22 @@ def test_the_clock_ends_a_run_without_a_length(target: Target, data: Conversatio
     assert module.seconds == took >= 0.5, "what follows training is not counted"
 
 
+@pytest.mark.field("F58")
+def test_nothing_is_compiled_for_any_length(target: Target, data: ConversationData) -> None:
+    """Batches of many widths, and no switch for it."""
+    batches = TrainerConfig(**TRAINER).sampler(data, seed=0, rank=0, world=1).batches(0)
+    assert len({data.batch(places).input_ids.shape for places in batches}) > 1
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    module, stream = module_for(data, target, max_steps=6)
+    fit(module, stream)
+    assert module.updates == 6 and not counters["frames"] and not counters["stats"]
+    with pytest.raises(TypeError, match="compile"):
+        TrainerConfig(**TRAINER, compile=True)
+
+
+@pytest.mark.field("F34")
 def test_weights_are_float32_and_move_at_small_rates(target: Target, data: ConversationData) -> None:
     module, stream = module_for(data, target, optim={"lr": 1e-5, "schedule": "constant", "warmup": 0}, max_steps=3)
     before = weights_of(module)

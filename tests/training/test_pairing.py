@@ -34,6 +34,7 @@ def test_training_is_where_the_target_is(target: Target) -> None:
         check_device(target, "gpu")
 
 
+@pytest.mark.field("F14", "F17")
 def test_the_draft_vocabulary_is_that_of_all_labels(target: Target, folder: Path) -> None:
     whole, part = ConversationData(folder), ConversationData(folder, limit_rows=2)
     ids, told = draft_vocabulary(target, whole, None, 20)

@@ -45,6 +45,12 @@ def test_what_is_read(text: str, tree: Tree, tmp_path: Path) -> None:
         ("{parents: [-1, 0, -1]}", "sort nodes breadth first"),
         ("{parents: [-1], more: 1}", "needs a list of paths"),
         ("!!python/object/apply:os.system ['true']", "cannot be read"),
+        ("[[0], [!!timestamp x]]", "cannot be read .*does not fit its tag"),
+        ("[[0], [!!bool x]]", "cannot be read .*does not fit its tag"),
+        ("[[0], [!!float '']]", "cannot be read .*does not fit its tag"),
+        ("[[0x" + "f" * 5000 + "]]", "too many digits"),
+        ("{parents: [0x" + "f" * 5000 + "]}", "too many digits"),
+        ("[" * 20 + "0" + "]" * 20, "more than 16 levels"),
     ],
 )
 def test_what_is_refused(text: str, said: str, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_paths_read_back(tree: Tree) -> None:
     assert Tree.from_paths(tree.paths) == tree
 
 
+@pytest.mark.field("F42")
 @pytest.mark.parametrize(
     ("paths", "said"),
     [

@@ -1,0 +1,178 @@
+"""A run that was killed, or that the disk stopped, ends like one that was left alone: bit for bit, row for row."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain import fit
+from drafttrain.data.datamodule import ConversationData
+from drafttrain.reporting.loggers import read_metrics
+from drafttrain.target import load
+from drafttrain.target.model import Target
+from drafttrain.training.checkpoint import read_checkpoint
+from tests.training.parts import same, write_tiny_set
+
+ROOT = Path(__file__).resolve().parents[1]
+UNMEASURED = ["eval.every=null", "eval.prompts=0", "eval.sim_rows=0", "final.prompts=0", "final.speed_prompts=0"]
+KILLS = 20
+UPDATES = 500
+CHILD = """
+import json, os, sys
+
+from drafttrain import fit
+from drafttrain.reporting.progress import ConsoleProgress
+
+
+class Noting(ConsoleProgress):
+    '''Writes down the rows of every micro-batch before it is learned from; a kill leaves whole lines.'''
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        line = json.dumps([pl_module.position, batch.row_ids.tolist()]) + chr(10)
+        os.write(notes, line.encode())
+
+
+notes = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+fit.ConsoleProgress = Noting
+fit.main(sys.argv[2:])
+"""
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return load.tiny()
+
+
+@pytest.fixture(scope="module")
+def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_set(target, tmp_path_factory.mktemp("set"))
+
+
+def words(folder: Path, run: Path, *more: str) -> list[str]:
+    return ["experiment=smoke", f"data.path={folder}", f"run_dir={run}", *more]
+
+
+def start(notes: Path, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-c", CHILD, str(notes), *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def noted(notes: Path) -> list[tuple[int, list[int]]]:
+    """(number of the micro-batch, its rows) in the order in which they were read."""
+    lines = notes.read_text().splitlines() if notes.exists() else []
+    return [(int(position), rows) for position, rows in map(json.loads, lines)]
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Bit for bit, whatever holds the tensors."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.field("F18", "F29")
+@pytest.mark.slow
+@pytest.mark.processes
+def test_twenty_kills_at_random_change_nothing(folder: Path, tmp_path: Path) -> None:
+    run, calm = tmp_path / "run", tmp_path / "calm"
+    more = [f"trainer.max_steps={UPDATES}", "trainer.batch_tokens=512", "trainer.accumulate=2", "trainer.log_every=10"]
+    more += ["checkpoint.every=3", "checkpoint.keep=2", "eval.every=20", "eval.speed_prompts=0", "eval.max_new_tokens=6"]
+    more += ["final.prompts=0", "final.speed_prompts=0"]
+    process = start(tmp_path / "calm.jsonl", words(folder, calm, *more))
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    undisturbed = noted(tmp_path / "calm.jsonl")
+    rows_of = dict(undisturbed)
+
+    chance = random.Random(0)
+    parts: list[list[tuple[int, list[int]]]] = []
+    resume: list[str] = []
+    for number in range(KILLS):
+        notes = tmp_path / f"part-{number}.jsonl"
+        process = start(notes, [*words(folder, run, *more), *resume])
+        enough, until = chance.randint(1, 40), time.monotonic() + 300
+        while not notes.exists() or notes.read_bytes().count(b"\n") < enough:
+            assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0, 0.04))
+        process.send_signal(signal.SIGKILL)
+        said, _ = process.communicate()
+        assert process.returncode == -signal.SIGKILL, f"kill {number} came too late: {said}"
+        parts.append(noted(notes))
+        resume = ["resume=last"]
+    assert not (run / "package").exists()
+    process = start(tmp_path / "last.jsonl", [*words(folder, run, *more), *resume])
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    parts.append(noted(tmp_path / "last.jsonl"))
+
+    # Every micro-batch that was ever read is the undisturbed run's; those that the result was made of are each there once.
+    assert all(rows == rows_of[position] for part in parts for position, rows in part)
+    ends = [part[0][0] for part in parts[1:]] + [len(undisturbed)]
+    kept = [entry for part, end in zip(parts, ends, strict=True) for entry in part if entry[0] < end]
+    assert kept == undisturbed and [position for position, _ in kept] == list(range(len(kept)))
+    train, seen = sorted(ConversationData(folder).indices), [row for _, rows in kept for row in rows]
+    epochs = [sorted(seen[at : at + len(train)]) for at in range(0, len(seen), len(train))]
+    assert len(epochs) > 10 and all(epoch == train for epoch in epochs[:-1])
+
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == sorted(
+        path.name for path in (calm / "checkpoints").iterdir()
+    )
+    for name in ("last.ckpt", "best.ckpt"):
+        ours, theirs = (read_checkpoint(path / "checkpoints" / name) for path in (run, calm))
+        for state in (ours, theirs):
+            state["progress"].pop("seconds")
+            state["decode"].pop("seconds")
+            state["settings"].pop("run_dir")
+            state["settings"].pop("resume")
+        assert all(equal(ours[part], theirs[part]) for part in theirs), name
+    assert (run / "package" / "drafter.safetensors").read_bytes() == (calm / "package" / "drafter.safetensors").read_bytes()
+    ours, theirs = ({row["step"]: row for row in read_metrics(path / "metrics.csv")} for path in (run, calm))
+    assert list(ours) == list(theirs)
+    for step in theirs:
+        for key in ("train/lr", "val/tau", "val/rounds", "sim/loss"):
+            assert ours[step].get(key) == theirs[step].get(key), (step, key)
+
+
+@pytest.mark.field("F18")
+def test_a_disk_that_fills_up_leaves_a_checkpoint_to_go_on_from(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, calm = tmp_path / "run", tmp_path / "calm"
+    save, room = torch.save, 2
+
+    def filling(state: Any, path: Path, *args: Any, **kwargs: Any) -> None:
+        nonlocal room
+        room -= 1
+        if room < 0:
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device", str(path))
+        save(state, path, *args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        patch.setattr(torch, "save", filling)
+        fit.main(words(folder, run, *UNMEASURED, "checkpoint.keep=1"))
+    assert stopped.value.code == 2 and "the disk is full while writing" in capsys.readouterr().err
+    left = {path.name: read_checkpoint(path)["progress"]["updates"] for path in (run / "checkpoints").iterdir()}
+    assert left == {"last.ckpt": 4, "update-00000004.ckpt": 4}
+    fit.main([*words(folder, run, *UNMEASURED, "checkpoint.keep=1"), "resume=last"])
+    assert "goes on behind update 4," in capsys.readouterr().out
+    fit.main(words(folder, calm, *UNMEASURED))
+    ours, theirs = (read_checkpoint(path / "checkpoints" / "last.ckpt") for path in (run, calm))
+    assert same(ours["weights"], theirs["weights"]) and ours["progress"]["updates"] == 12
