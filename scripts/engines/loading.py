@@ -21,6 +21,8 @@ class Reads(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.path = ""
+        """Of the checkpoint."""
         self._held: list[tuple[str, Tensor]] = []
         self._sizes: dict[str, int] = {}
         self._taken: dict[str, int] = {}
@@ -60,28 +62,30 @@ class Reads(TorchDispatchMode):
 
 
 def watch(loader: Any) -> None:
-    """Keep in LOADED what each checkpoint's loading read.
+    """Keep in LOADED what the loading of each checkpoint read.
 
     Args:
-        loader: vLLM's class with `get_all_weights`, which yields (name, tensor), and `load_weights(model, model_config)`.
+        loader: vLLM's class with `load_model`, which gives the model, and `get_all_weights(model_config, ...)`, which it takes the
+            checkpoint's (name, tensor) from.
     """
-    weights, load = loader.get_all_weights, loader.load_weights
+    weights, load = loader.get_all_weights, loader.load_model
     watching: list[Reads] = []
 
-    def get_all_weights(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights(self, *args, **kwargs):
+    def get_all_weights(self: Any, model_config: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights(self, model_config, *args, **kwargs):
             if watching:
+                watching[-1].path = str(model_config.model)
                 watching[-1].hold(name, tensor)
             yield name, tensor
 
-    def load_weights(self: Any, model: nn.Module, model_config: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> nn.Module:
         with Reads() as reads:
             watching.append(reads)
             try:
-                found = load(self, model, model_config, *args, **kwargs)
+                model: nn.Module = load(self, *args, **kwargs)
             finally:
                 watching.pop()
-        LOADED[str(model_config.model)] = reads.summary(model)
-        return found
+        LOADED[reads.path] = reads.summary(model)
+        return model
 
-    loader.get_all_weights, loader.load_weights = get_all_weights, load_weights
+    loader.get_all_weights, loader.load_model = get_all_weights, load_model

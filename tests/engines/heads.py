@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.medusa import Medusa
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.flow import Batch, Needs
 from drafttrain.target.model import Target
+from drafttrain.tree.topology import Tree
 from scripts.engines.proof import Job
 from tests.packaging.made import packed
 
@@ -41,7 +43,7 @@ def learned(kind: str, job: Job, folder: Path) -> Path:
         loss = drafter.loss(batch, features)
         (loss.total / loss.count).backward()
         adam.step()
-    return packed(folder, drafter.eval(), job.target)
+    return packed(folder, drafter.eval(), job.target, plan=Plan(Tree.chain(3)))
 
 
 def made(kind: str, target: Target, words: list[int]) -> tuple[Drafter, float]:
