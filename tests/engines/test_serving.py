@@ -26,7 +26,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fused, self.norm, self.kept = nn.Linear(4, 6, bias=False), nn.LayerNorm(4, bias=False), None
-        self.half = nn.Linear(4, 2, bias=False, dtype=torch.bfloat16)
+        self.low = nn.Linear(4, 2, bias=False, dtype=torch.bfloat16)
 
 
 def test_tensors_that_reach_a_model_and_those_that_do_not() -> None:
@@ -51,7 +51,7 @@ def test_tensors_that_reach_a_model_and_those_that_do_not() -> None:
                 elif name == "norm":
                     model.norm.weight.data.copy_(tensor)
                 elif name == "half":
-                    model.half.weight.data.copy_(tensor.to(torch.bfloat16))
+                    model.low.weight.data.copy_(tensor.to(torch.bfloat16))
                 elif name == "map":
                     model.kept = nn.Parameter(tensor, requires_grad=False)  # type: ignore[assignment]
                 elif name == "part":
