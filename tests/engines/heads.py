@@ -21,7 +21,7 @@ from tests.packaging.made import packed
 KINDS = ("Eagle1", "Medusa", "Ssm")
 LEARNED = 4
 """Answers of a job's that are learned; the others are new to the drafter."""
-STEPS = 40
+STEPS = 100
 
 
 def learned(kind: str, job: Job, folder: Path) -> Path:
@@ -30,7 +30,10 @@ def learned(kind: str, job: Job, folder: Path) -> Path:
     longest = max(map(len, rows))
     lengths = torch.tensor([len(row) for row in rows])
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-    batch = Batch(ids, torch.arange(longest)[None] < lengths[:, None], lengths, torch.arange(len(rows)))
+    starts = torch.tensor([len(prompt) for prompt in job.prompts[: len(rows)]])
+    places = torch.arange(longest)[None]
+    written = (starts[:, None] <= places) & (places < lengths[:, None])
+    batch = Batch(ids, written, lengths, torch.arange(len(rows)))
     features = job.target.features(batch.input_ids, batch.lengths, Needs(last_hidden=True))
     # The words of these texts, and of a size that engines pad.
     words = sorted({*batch.input_ids.flatten().tolist(), *range(4000)})
@@ -50,7 +53,7 @@ def made(kind: str, target: Target, words: list[int]) -> tuple[Drafter, float]:
     """A new drafter, and a rate to learn at."""
     settings: dict[str, Any] = {"draft_ids": words, "chunk": 128}
     if kind == "Eagle1":
-        return Eagle1(target, regression=1.0, classification=1.0, balance_input=True, **settings), 2e-3
+        return Eagle1(target, regression=10.0, classification=1.0, balance_input=True, **settings), 3e-3
     if kind == "Medusa":
         return Medusa(target, heads=3, **settings), 2e-3
     return Ssm(target, layers=[0, 1, 29], **settings), 5e-4
