@@ -7,8 +7,7 @@ vLLM runs in an environment of its own (scripts/engines/setup.sh), decodes greed
 the text so far, so that two loops which draft alike accept alike, in every round. What they count differs in three places, and
 drafttrain's side is counted as the engine does:
 
-* Which vocabulary is drafted from: the file's. EAGLE-1 heads and draft models speak the whole one in an engine, also where the
-  package has a reduced one; Medusa's heads keep it.
+* Which vocabulary is drafted from: in these engines the whole one, also where the package has a reduced one.
 * vLLM: the pass that reads the prompt is no round. A round at the end counts all that it accepted, also what the limit then cuts
   off, and always drafts in full. Here the text is decoded a round further, and the rounds that began below the limit are counted.
 * transformers: the first round drafts before the target has read the prompt. Here that is a prompt without its last token, which
@@ -132,11 +131,10 @@ class Result:
 # --- counting ------------------------------------------------------------------------------------------------------------
 
 
-def drafting_as_exported(package: Path, target: Target, exported: Path) -> Drafter:
-    """A package's drafter in float32, speaking the vocabulary that its export does."""
-    drafter = load_drafter(package, target)
-    if getattr(drafter, "draft_ids", None) is not None and "token_map" not in open_directory(exported, "exported").tensors:
-        whole = type(drafter)(target, **{**drafter.settings(), "draft_ids": None})
+def speaking_all(drafter: Drafter) -> Drafter:
+    """A drafter in float32 that drafts from the whole vocabulary, as engines do with its export."""
+    if getattr(drafter, "draft_ids", None) is not None:
+        whole = type(drafter)(drafter.target, **{**drafter.settings(), "draft_ids": None})
         whole.load_state_dict({name: tensor for name, tensor in drafter.state_dict().items() if name != "draft_ids"})
         drafter = whole
     return drafter.at(torch.float32)
@@ -281,9 +279,11 @@ def _run(words: list[str], log: Path, seconds: float) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if code != 0:
-        said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:]
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        # A worker's error stands far above those that follow from it.
+        said = [line for line in lines if "Error: " in line] + lines[-20:]
         what = f"did not answer within {seconds:g} s" if code is None else f"failed with exit code {code}"
-        raise EngineError("\n".join([f"the engine {what}; the end of what it said:", *said]))
+        raise EngineError("\n".join([f"the engine {what}; its errors, and the end of what it said:", *said]))
 
 
 def on_vllm(environment: Path, job: Job, package: Path, out: Path, tokens: int) -> Result:
@@ -297,7 +297,7 @@ def on_vllm(environment: Path, job: Job, package: Path, out: Path, tokens: int) 
     depth = drafter.max_depth or tokens
     exported = export_package(package, job.target, "vllm", out, tokens=depth)
     served = serve(environment, job, speculative_of(exported.command))
-    ours = as_vllm(job, drafting_as_exported(package, job.target, out), depth)
+    ours = as_vllm(job, speaking_all(drafter), depth)
     return vllm_result(type(drafter).__name__, job, served, ours, set(open_directory(out, "exported").tensors))
 
 
@@ -370,7 +370,7 @@ def on_transformers(job: Job, package: Path, out: Path, tokens: int) -> Result:
         out, dtype=torch.float32, use_safetensors=True, output_loading_info=True
     )
     texts, theirs = assisted(job, assistant.eval(), tokens)
-    ours = as_transformers(job, drafting_as_exported(package, job.target, out), tokens)
+    ours = as_transformers(job, speaking_all(load_drafter(package, job.target)), tokens)
     unread = tuple(sorted({*report["unexpected_keys"], *report["missing_keys"]}))
     engine = f"transformers {transformers.__version__}"
     return Result("Ssm", engine, len(job.prompts), job.same(texts), theirs, ours, unread)

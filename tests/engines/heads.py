@@ -35,7 +35,6 @@ def learned(kind: str, job: Job, folder: Path) -> Path:
     written = (starts[:, None] <= places) & (places < lengths[:, None])
     batch = Batch(ids, written, lengths, torch.arange(len(rows)))
     features = job.target.features(batch.input_ids, batch.lengths, Needs(last_hidden=True))
-    # The words of these texts, and of a size that engines pad.
     words = sorted({*batch.input_ids.flatten().tolist(), *range(4000)})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,32 +101,28 @@ def test_rounds_as_transformers_makes_them(new: int, job: Job, tmp_path: Path) -
 
 def test_transformers_assistants_that_differ_are_noticed(job: Job, tmp_path: Path) -> None:
     target = job.target
-    package = packed(tmp_path / "package", shaken(Ssm(target, layers=[0, 1, 2])), target)
+    drafter = shaken(Ssm(target, layers=[0, 1, 2]))
+    package = packed(tmp_path / "package", drafter, target)
     export_package(package, target, "hf", tmp_path / "out")
     assistant = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
         assistant.model.norm.weight *= torch.linspace(-1, 1, 64)
     texts, theirs = proof.assisted(job, assistant, DEPTH)
-    ours = proof.as_transformers(job, proof.drafting_as_exported(package, target, tmp_path / "out"), DEPTH)
+    ours = proof.as_transformers(job, proof.speaking_all(drafter), DEPTH)
     assert job.same(texts) == len(PROMPTS) and theirs.accepted != ours.accepted
 
 
 IDS = list(range(1, 201, 2))
 
 
-@pytest.mark.parametrize(("kind", "choices"), [("eagle1", 320), ("medusa", 100), ("ssm", 320)])
-def test_drafts_come_from_the_vocabulary_that_the_export_speaks(kind: str, choices: int, job: Job, tmp_path: Path) -> None:
-    target = job.target
-    makers = {
-        "eagle1": lambda: Eagle1(target, draft_ids=IDS),
-        "medusa": lambda: Medusa(target, draft_ids=IDS),
-        "ssm": lambda: Ssm(target, layers=[0], draft_ids=IDS),
-    }
-    drafter = shaken(makers[kind]())
-    package = packed(tmp_path / "package", drafter, target)
-    export_package(package, target, "vllm", tmp_path / "out")
-    found = proof.drafting_as_exported(package, target, tmp_path / "out")
-    assert found.choices == choices and drafter.choices == 100
+@pytest.mark.parametrize("kind", [Eagle1, Medusa, Ssm])
+def test_engines_draft_from_the_whole_vocabulary(kind: type[Drafter], job: Job) -> None:
+    more: dict[str, Any] = {"layers": [0]} if kind is Ssm else {}
+    drafter = shaken(kind(job.target, draft_ids=IDS, **more))
+    found = proof.speaking_all(drafter)
+    assert (drafter.choices, found.choices) == (100, 320)
     kept = {name: tensor for name, tensor in drafter.state_dict().items() if name != "draft_ids"}
     theirs = found.state_dict()
-    assert kept.keys() == theirs.keys() - {"draft_ids"} and all(torch.equal(theirs[name], kept[name]) for name in kept)
+    assert kept.keys() == theirs.keys() and all(torch.equal(theirs[name], kept[name]) for name in kept)
+    whole = shaken(kind(job.target, **more))
+    assert proof.speaking_all(whole).choices == 320

@@ -51,7 +51,7 @@ def test_a_head_that_reads_the_halves_of_its_input_in_the_wrong_order_is_noticed
     swap = tensors(lambda held: held.update({"fc.weight": torch.cat(held["fc.weight"].split(width, 1)[::-1], 1)}))
     swap(out)
     served = proof.serve(vllm, job, proof.speculative_of(exported.command))
-    ours = proof.as_vllm(job, proof.drafting_as_exported(packages["Eagle1"], job.target, out), TOKENS)
+    ours = proof.as_vllm(job, proof.speaking_all(load_drafter(packages["Eagle1"], job.target)), TOKENS)
     found = proof.vllm_result("Eagle1", job, served, ours, set(open_directory(out, "head").tensors))
     assert found.same == found.prompts and found.unread == () and not found.holds
     assert served.counts is not None and served.counts.accepted[0] < ours.accepted[0]
