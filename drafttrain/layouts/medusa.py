@@ -4,11 +4,12 @@
 | blocks.{j}.layers.{i}.weight | {j}.{i}.linear.weight    | (d d) | residual blocks of head j = 0.. |
 | blocks.{j}.layers.{i}.bias   | {j}.{i}.linear.bias      | (d)   | read by vLLM with medusa_fc_bias alone |
 | lm_heads.{j}.weight          | {j}.{L}.weight           | (v d) | or one lm_head.weight with original_lm_head, vLLM alone |
-| token_map                    | -                        | (w)   | int64 ids of a reduced vocabulary, with truncated_vocab_size |
+| token_map                    | -                        | (w)   | int64 ids of a reduced vocabulary; not written |
 
 Head j guesses x_{t+2+j} from h_t. FasterDecoding's code makes all blocks of a head one shared module. vLLM renames every key of a
-config that holds "num" with "heads" or "layers". Read from: vLLM 0.32 model_executor/models/medusa.py and
-transformers_utils/configs/medusa.py, FasterDecoding/Medusa medusa/model/medusa_model.py, TensorRT-LLM's load_medusa_hf.
+config that holds "num" with "heads" or "layers"; it has code for a token_map, but its loader stops at one, which it takes for a
+weight that the file lacks. Read from: vLLM 0.32 model_executor/models/medusa.py and transformers_utils/configs/medusa.py,
+FasterDecoding/Medusa medusa/model/medusa_model.py, TensorRT-LLM's load_medusa_hf.
 """
 
 from __future__ import annotations
@@ -46,22 +47,22 @@ def write(source: Source) -> Exported:
     assert isinstance(drafter, Medusa)
     if getattr(target.output, "bias", None) is not None:
         raise InputError(f"to={engine}: the head of target {target.name} has a bias, which no engine's Medusa heads have")
-    ids = source.kept_ids(holds=engine == "vllm", why="FasterDecoding's layout has no reduced vocabulary; to=vllm has")
-    if drafter.projections is not None and source.draft_ids is not None and ids is None:
-        where = "vocabulary=whole" if source.vocabulary == "whole" else f"to={engine}"
+    source.kept_ids(holds=False, why="no engine loads Medusa heads that speak a reduced vocabulary")
+    if drafter.projections is not None and source.draft_ids is not None:
         raise InputError(
-            f"{where}: these heads learned {len(source.draft_ids)} of {target.vocab_size} tokens and have no rows for the others: "
-            "give to=vllm vocabulary=auto"
+            f"to={engine}: these heads learned {len(source.draft_ids)} of {target.vocab_size} tokens and have no rows for the "
+            "others, and no engine loads a reduced vocabulary: train with draft_vocab=0, or with drafter.own_head=false, which "
+            "speaks with the target's rows"
         )
     blocks = _blocks(drafter)
     word = str(source.dtype).removeprefix("torch.")
     config = {"hidden_size": target.width, "medusa_fc_bias": True, "dtype": word, "torch_dtype": word}
     notes: tuple[str, ...] = ()
-    if source.draft_ids is not None and ids is None:
+    if source.draft_ids is not None:
         notes = (f"the package drafts from {len(source.draft_ids)} tokens, these heads from all: they may propose others too",)
     if engine == "vllm":
         tensors = {f"blocks.{j}.layers.{i}.{part}": tensor for (j, i, part), tensor in blocks.items()}
-        tensors |= _vllm_heads(drafter, target, ids)
+        tensors |= _vllm_heads(drafter, target)
         config |= {
             "model_type": "medusa",
             "architectures": ["MedusaModel"],
@@ -69,7 +70,6 @@ def write(source: Source) -> Exported:
             "num_hidden_layers": drafter.blocks,
             "vocab_size": target.vocab_size,
             "original_lm_head": drafter.projections is None,
-            "truncated_vocab_size": target.vocab_size if ids is None else len(ids),
         }
         command = vllm_command("medusa", min(source.tokens, drafter.count))
         return Exported(config, stored(tensors, source.dtype), command, notes=notes)
@@ -102,12 +102,10 @@ def _blocks(drafter: Medusa) -> dict[tuple[int, int, str], Tensor]:
     return found
 
 
-def _vllm_heads(drafter: Medusa, target: Target, ids: Tensor | None) -> dict[str, Tensor]:
-    found = {} if ids is None else {"token_map": ids}
+def _vllm_heads(drafter: Medusa, target: Target) -> dict[str, Tensor]:
     if drafter.projections is not None:
-        return found | {f"lm_heads.{j}.weight": weight for j, weight in enumerate(drafter.projections)}
-    weight: Tensor = target.output.weight
-    return found | {"lm_head.weight": weight if ids is None else weight[ids.to(weight.device)]}
+        return {f"lm_heads.{j}.weight": weight for j, weight in enumerate(drafter.projections)}
+    return {"lm_head.weight": target.output.weight}
 
 
 def _refuse_shared_blocks(drafter: Medusa, blocks: dict[tuple[int, int, str], Tensor]) -> None:
@@ -252,11 +250,17 @@ def _check_token_map(inspection: Inspection, vocab_size: int | None) -> None:
     except InputError as error:
         inspection.add("token-map-ids", str(error))
         return
-    if len(ids) != inspection.config.get("truncated_vocab_size"):
-        given = str(inspection.config.get("truncated_vocab_size"))[:40]
+    size = inspection.config.get("truncated_vocab_size")
+    if len(ids) != size:
         inspection.add(
             "token-map-not-read",
-            f"token_map has {len(ids)} ids, truncated_vocab_size is {given}: vLLM reads the map only with that number",
+            f"token_map has {len(ids)} ids, truncated_vocab_size is {str(size)[:40]}: vLLM reads the map only with that number",
+        )
+    elif len(ids) < vocab_size:
+        inspection.add(
+            "token-map-not-loaded",
+            f"drafts from {len(ids)} of {vocab_size} tokens by a token_map, at which vLLM 0.32 stops (weights were not "
+            "initialized): write heads with a row for every token",
         )
 
 

@@ -215,6 +215,7 @@ FAULTS: dict[str, tuple[str, str, Edit, str, bool]] = {
     ),
     # 5 what was copied of the target's config
     "tied": ("eagle3", "sglang", config(tie_word_embeddings=True), "tied-embeddings", True),
+    "tied in vLLM": ("eagle3", "vllm", config(tie_word_embeddings=True), "tied-embeddings", False),
     "no draft vocabulary in SGLang": ("eagle3", "sglang", config(draft_vocab_size=DROP), "draft-vocab-missing", True),
     "a vocabulary below the target's": ("eagle3", "vllm", config(vocab_size=W), "vocabulary-size", True),
     # 6 RoPE
@@ -224,6 +225,7 @@ FAULTS: dict[str, tuple[str, str, Edit, str, bool]] = {
     ),
     # 7 the context
     "a short context": ("eagle3", "sglang", config(max_position_embeddings=16), "positions-short", True),
+    "a short context in vLLM": ("eagle3", "vllm", config(max_position_embeddings=16), "positions-short", False),
     # 9 other than three states
     "four states": (
         "eagle3", "vllm",

@@ -1,0 +1,58 @@
+"""Drafters of the embedded target that know some of its answers by heart: made in seconds, and really accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafttrain.decoding.plan import Plan
+from drafttrain.drafter.base import Drafter
+from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.drafter.medusa import Medusa
+from drafttrain.drafter.ssm import Ssm
+from drafttrain.flow import Batch, Needs
+from drafttrain.target.model import Target
+from drafttrain.tree.topology import Tree
+from scripts.engines.proof import Job
+from tests.packaging.made import packed
+
+KINDS = ("Eagle1", "Medusa", "Ssm")
+LEARNED = 4
+"""Answers of a job's that are learned; the others are new to the drafter."""
+STEPS = 100
+
+
+def learned(kind: str, job: Job, folder: Path) -> Path:
+    """A package of one of KINDS."""
+    rows = [prompt + text for prompt, text in zip(job.prompts, job.texts, strict=True)][:LEARNED]
+    longest = max(map(len, rows))
+    lengths = torch.tensor([len(row) for row in rows])
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    starts = torch.tensor([len(prompt) for prompt in job.prompts[: len(rows)]])
+    places = torch.arange(longest)[None]
+    written = (starts[:, None] <= places) & (places < lengths[:, None])
+    batch = Batch(ids, written, lengths, torch.arange(len(rows)))
+    features = job.target.features(batch.input_ids, batch.lengths, Needs(last_hidden=True))
+    words = sorted({*batch.input_ids.flatten().tolist(), *range(4000)})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        drafter, rate = made(kind, job.target, words)
+    adam = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=rate)
+    for _ in range(STEPS):
+        adam.zero_grad()
+        loss = drafter.loss(batch, features)
+        (loss.total / loss.count).backward()
+        adam.step()
+    return packed(folder, drafter.eval(), job.target, plan=Plan(Tree.chain(3)))
+
+
+def made(kind: str, target: Target, words: list[int]) -> tuple[Drafter, float]:
+    """A new drafter, and a rate to learn at."""
+    settings: dict[str, Any] = {"draft_ids": words, "chunk": 128}
+    if kind == "Eagle1":
+        return Eagle1(target, regression=10.0, classification=1.0, balance_input=True, **settings), 3e-3
+    if kind == "Medusa":
+        return Medusa(target, heads=3, **settings), 2e-3
+    return Ssm(target, layers=[0, 1, 29], **settings), 5e-4

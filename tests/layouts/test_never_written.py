@@ -1,0 +1,118 @@
+"""What goes wrong in engines without a word, and what no export has, whatever its target tempts it to copy."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import nn
+
+from drafttrain.drafter.base import Drafter
+from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.drafter.medusa import Medusa
+from drafttrain.drafter.ssm import Ssm
+from drafttrain.errors import InputError
+from drafttrain.export import export_package
+from drafttrain.layouts import medusa
+from drafttrain.layouts.pairs import LAYOUTS
+from drafttrain.target import load
+from drafttrain.target.model import Target
+from tests.layouts.made import DROP, config, directory, names, stirred
+from tests.packaging.made import packed
+
+MAKERS: dict[type[Drafter], Callable[[Target], Drafter]] = {
+    Eagle1: lambda target: Eagle1(target, draft_ids=list(range(1, 201, 2))),
+    Medusa: lambda target: Medusa(target, heads=3),
+    Ssm: lambda target: Ssm(target, layers=[0, 2]),
+}
+PAIRS = [(kind, engine) for kind, layout in LAYOUTS.items() if kind in MAKERS for engine in layout.ENGINES]
+METHODS = {
+    (Eagle1, "vllm"): '"method": "eagle"', (Eagle1, "sglang"): "--speculative-algorithm EAGLE ",
+    (Eagle1, "eagle"): "use_eagle3=False", (Medusa, "vllm"): '"method": "medusa"', (Medusa, "medusa"): "text-generation-launcher",
+    (Ssm, "vllm"): '"method": "draft_model"', (Ssm, "sglang"): "STANDALONE", (Ssm, "hf"): "assistant_model=",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tempting() -> Target:
+    """Tied, another base of RoPE, a long context: what heads must not take, or must not lose."""
+    return load.tiny(
+        tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 5e5}, max_position_embeddings=4096
+    )
+
+
+@pytest.mark.parametrize(("kind", "engine"), PAIRS)
+def test_what_no_export_has(kind: type[Drafter], engine: str, tempting: Target, tmp_path: Path) -> None:
+    packed(tmp_path / "package", stirred(MAKERS[kind](tempting)), tempting)
+    found = export_package(tmp_path / "package", tempting, engine, out := tmp_path / "out", tokens=2)
+    told = json.loads((out / "config.json").read_text())
+    (file,) = out.glob("*.safetensors")
+    held = load_file(file)
+    assert METHODS[kind, engine] in found.command and str(out) in found.command and shlex.split(found.command)
+    assert not {"quantization_config", "compression_config", "auto_map", "_name_or_path"} & told.keys()
+    # No map of a draft vocabulary in a place where it is another's, and no pickle.
+    assert not {"d2t", "t2d"} & held.keys() and "draft_vocab_size" not in told
+    assert not [path for path in out.rglob("*") if path.suffix in (".bin", ".pt", ".pth", ".pkl")]
+    # A draft model may tie its own two; a head that did would speak with its embedding.
+    assert told.get("tie_word_embeddings", False) == (kind is Ssm)
+    if kind is not Medusa:
+        assert told["rope_theta"] == told["rope_parameters"]["rope_theta"] == 5e5 and told["rope_scaling"] is None
+        assert told["max_position_embeddings"] == 4096
+    if kind is Eagle1:
+        assert "embed_tokens.weight" not in held or engine == "eagle"
+        assert not {"lm_head.weight", "norm.weight", "layers.0.input_layernorm.weight"} & held.keys()
+        assert told["bias"] is False and ("fc.bias" in held) == (engine == "sglang")
+    if kind is Medusa:
+        assert told["medusa_fc_bias"] is True and told["hidden_size"] == 64
+        assert not [key for key in told if "num" in key and key.startswith("num_attention")]
+
+
+@pytest.mark.parametrize("kind", [Eagle1, Medusa])
+def test_heads_of_a_quantised_target_are_plain(kind: type[Drafter], tmp_path: Path) -> None:
+    target = load.tiny()
+    target.model.config.quantization_config = {"quant_method": "fp8"}
+    packed(tmp_path / "package", stirred(MAKERS[kind](target)), target)
+    export_package(tmp_path / "package", target, "vllm", tmp_path / "out", tokens=2)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "eagle"])
+def test_an_embedding_that_is_padded_otherwise_than_the_head(engine: str, tmp_path: Path) -> None:
+    """Engines know one vocabulary size."""
+    model: Any = load.tiny().model
+    model.set_input_embeddings(nn.Embedding(384, 64))
+    target = Target(model, None, "padded")
+    packed(tmp_path / "package", stirred(Eagle1(target)), target)
+    with pytest.raises(InputError, match="embeds 384 tokens and speaks 320: engines know one vocabulary size"):
+        export_package(tmp_path / "package", target, engine, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_fasterdecodings_heads_in_vllm(tmp_path: Path) -> None:
+    """vLLM maps their names, but knows neither their width nor, without a word, their biases; a pickle is not read here."""
+    target = load.tiny()
+    packed(tmp_path / "package", stirred(Medusa(target, heads=2, own_head=True)), target)
+    export_package(tmp_path / "package", target, "medusa", out := tmp_path / "out")
+    assert names(out, "medusa") == {}
+    held = load_file(out / medusa.FILE)
+    bare = {"medusa_num_heads": 2, "medusa_num_layers": 1, "vocab_size": 320}
+    path = directory(tmp_path / "bare", bare, held, medusa.FILE)
+    assert names(path, "vllm").get("medusa-hidden-size") is True
+    path = directory(tmp_path / "wide", {**bare, "hidden_size": 64}, held, medusa.FILE)
+    assert names(path, "vllm") == {"medusa-biases-dropped": True}
+    (path / medusa.FILE).rename(path / "medusa_lm_head.pt")
+    assert names(path) == {"pickled-weights": True}
+
+
+def test_a_draft_model_without_the_old_spelling_of_its_base(tempting: Target, tmp_path: Path) -> None:
+    """transformers 4 and 5 spell it in two places; a reader of the other one takes 10000 without a word."""
+    packed(tmp_path / "package", stirred(MAKERS[Ssm](tempting)), tempting)
+    export_package(tmp_path / "package", tempting, "sglang", out := tmp_path / "out")
+    assert names(out, "sglang") == {}
+    config(rope_theta=DROP)(out)
+    assert names(out, "sglang") == {"rope-old-spelling-missing": True}
