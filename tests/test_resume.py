@@ -27,7 +27,7 @@ from tests.training.parts import same, write_tiny_set
 ROOT = Path(__file__).resolve().parents[1]
 UNMEASURED = ["eval.every=null", "eval.prompts=0", "eval.sim_rows=0", "final.prompts=0", "final.speed_prompts=0"]
 KILLS = 20
-UPDATES = 500
+UPDATES = 600
 CHILD = """
 import json, os, sys
 
@@ -106,7 +106,7 @@ def test_twenty_kills_at_random_change_nothing(folder: Path, tmp_path: Path) -> 
     for number in range(KILLS):
         notes = tmp_path / f"part-{number}.jsonl"
         process = start(notes, [*words(folder, run, *more), *resume])
-        enough, until = chance.randint(1, 40), time.monotonic() + 300
+        enough, until = chance.randint(1, 30), time.monotonic() + 300
         while not notes.exists() or notes.read_bytes().count(b"\n") < enough:
             assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
             time.sleep(0.002)
