@@ -78,6 +78,7 @@ class Companions:
                 mark_file(other).unlink(missing_ok=True)
 
     def _write(self) -> None:
+        self._own["wrote"] = time.time()
         with contextlib.suppress(OSError):  # A full temporary folder must not end a run.
             write_note(mark_file(rank()), self._own)
 
@@ -92,7 +93,7 @@ class Companions:
                 self._seen[other] = note
                 if note.get("failed"):
                     return f"rank {other} failed: {note['failed']}"
-            elif note is not None and before is not None and note["pid"] == before["pid"] and not note.get("left"):
+            elif note is not None and not note.get("left") and self._is_of_this_run(note, before):
                 if note.get("failed"):
                     return f"rank {other} failed: {note['failed']}"
                 return (
@@ -100,6 +101,10 @@ class Companions:
                     f"was at this: {note.get('at')}"
                 )
         return ""
+
+    def _is_of_this_run(self, note: dict[str, Any], before: dict[str, Any] | None) -> bool:
+        """Of a process that is gone: was it seen alive, or did it write since this one began? Marks of an earlier run are older."""
+        return (before is not None and note["pid"] == before["pid"]) or float(note.get("wrote") or 0) > self._began
 
     def meet(self, what: str) -> None:
         """Wait, without a collective, until every process on this machine has come here, however long one takes.
@@ -128,7 +133,7 @@ class Companions:
     def _has_met(self, other: int) -> bool:
         note = read_note(mark_file(other))
         if note is None or not is_alive(note):
-            # One that has ended as it should was here. Marks of an earlier run are older than this process.
+            # One that has ended as it should was here.
             return other in self._seen if note is None else float(note.get("left") or 0) > self._began
         self._seen[other] = note
         return int(note.get("met", 0)) >= self._own["met"]

@@ -24,6 +24,7 @@ class Packing:
     """(b s) int64: place of a token in its own row; 0 on padding."""
 
     def to(self, device: torch.device | str) -> Packing:
+        """The same on a device."""
         return Packing(self.document_ids.to(device), self.position_ids.to(device))
 
 

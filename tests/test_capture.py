@@ -278,8 +278,8 @@ def test_features_that_are_not_finite_stop_it_naming_their_rows(
 ) -> None:
     inner = Target.features
 
-    def poisoned(self: Target, ids: Any, lengths: Any, needs: Needs) -> Any:
-        hidden = inner(self, ids, lengths, needs).last_hidden.clone()
+    def poisoned(self: Target, *given: Any) -> Any:
+        hidden = inner(self, *given).last_hidden.clone()
         hidden[1, 2, 3] = float("nan")
         return Features(hidden)
 

@@ -81,7 +81,7 @@ def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
 def test_a_failure_ends_the_others_with_its_cause(port: int, what: str, code: int, cause: str) -> None:
     other, failing = ended(start(0, port, "works"), start(1, port, what))
     assert failing[0] == code and ("Traceback" in failing[1]) == (what == "bug")
-    assert other[0] == 1 and f"drafttrain.fit (rank 0): {cause}; this process ends too" in other[1] and "resume=last" in other[1]
+    assert other[0] == 1 and f"{cause}; this process ends too" in other[1] and "resume=last" in other[1]
 
 
 @pytest.mark.processes

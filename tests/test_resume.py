@@ -157,13 +157,19 @@ def test_a_disk_that_fills_up_leaves_a_checkpoint_to_go_on_from(
     run, calm = tmp_path / "run", tmp_path / "calm"
     save, room = torch.save, 2
 
-    def filling(state: Any, path: Path, *args: Any, **kwargs: Any) -> None:
+    class Full:
+        def write(self, data: bytes) -> int:
+            raise OSError(28, "No space left on device")
+
+        def flush(self) -> None: ...
+
+    def filling(state: Any, file: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal room
         room -= 1
         if room < 0:
-            Path(path).write_bytes(b"half")
-            raise OSError(28, "No space left on device", str(path))
-        save(state, path, *args, **kwargs)
+            file.write(b"half")
+            file.file = Full()
+        save(state, file, *args, **kwargs)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
         patch.setattr(torch, "save", filling)

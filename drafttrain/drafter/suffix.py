@@ -172,6 +172,7 @@ class Elsewhere:
         self._state = self._size = 0
 
     def append(self, token: int) -> None:
+        """Go on by a token of the row."""
         there, state, size = self.automaton, self._state, self._size
         # What was forgotten has a count of 0, as state 0 has, to which no token leads.
         while state and not there.count[there.next[state].get(token, 0)]:
@@ -200,6 +201,7 @@ class Earlier(Elsewhere):
         self._recent: deque[int] = deque(maxlen=max_match)
 
     def append(self, token: int) -> None:
+        """Go on by a token of the row, from the start of its end where texts came or went since."""
         self._recent.append(token)
         if self._version == self.texts.version:
             super().append(token)

@@ -43,7 +43,12 @@ class CsvLogger(Logger):
         self._columns: list[str] | None = None
         self._row: dict[str, Any] = {}
         self._place = 0
-        _rows(self.path)
+        try:
+            _rows(self.path)
+        except InputError as error:
+            raise InputError(
+                f"{error}: it would be written over. Move it elsewhere and a new one is begun, or go on without one (logger=none)"
+            ) from error
 
     @property
     def name(self) -> str:
@@ -150,10 +155,7 @@ def _is_row(row: Mapping[str, str]) -> bool:
 
 
 def _foreign(path: Path, why: str) -> InputError:
-    return InputError(
-        f"{path} is no metrics file of a run ({why}): it would be written over. Move it elsewhere and a new one is begun, or go on "
-        "without one (logger=none)"
-    )
+    return InputError(f"{path} is no metrics file of a run ({why})")
 
 
 def read_metrics(path: PathLike) -> list[dict[str, float]]:

@@ -366,7 +366,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "plan: a pipe": (lambda p: ((p / DECODING).unlink(), os.mkfifo(p / DECODING)), "lacks decoding.yaml"),
     "plan: a number beyond floats": (
         lambda p: edit_plan(p, "temperature: 0.0", "temperature: 1" + "0" * 400),
-        "temperature is 1000",
+        "a number of too many digits",
     ),
     "a name that is none": (lambda p: change(p / CONFIG, lambda c: c["target"].update(name=5)), "target.name is 5, needs text"),
     "a licence that is none": (lambda p: change(p / CONFIG, lambda c: c["target"].update(licence=[])), "target.licence is"),
