@@ -20,7 +20,8 @@ from omegaconf import DictConfig
 from drafttrain.errors import InputError
 from drafttrain.layouts import checking, origin, pairs
 from drafttrain.layouts.directory import Directory
-from drafttrain.layouts.inspection import ENGINES, Finding
+from drafttrain.layouts.finding import Finding
+from drafttrain.layouts.inspection import ENGINES
 from drafttrain.layouts.pairs import Writer
 from drafttrain.layouts.writing import CARD, VOCABULARIES, Exported, Source, check_out, put
 from drafttrain.packaging.card import HUB_IDS

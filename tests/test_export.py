@@ -22,7 +22,7 @@ from drafttrain.drafter.suffix import Suffix
 from drafttrain.errors import InputError
 from drafttrain.layouts import pairs, writing
 from drafttrain.layouts.checking import check_path
-from drafttrain.layouts.inspection import Finding
+from drafttrain.layouts.finding import Finding
 from drafttrain.layouts.writing import check_out
 from drafttrain.target.model import Target
 from drafttrain.wiring.composing import compose

@@ -27,7 +27,6 @@ from drafttrain.drafter.lending import lent_tensors
 from drafttrain.drafter.on_policy import OnPolicy, write_answers
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Loss, Needs, Packing
-from drafttrain.nn import isolation
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.causal import CausalLM
 from drafttrain.nn.mixture import TEXT, Mixture, mixed
@@ -215,7 +214,7 @@ class Ssm(BorrowsHead, Autoregressive):
             raise InputError(
                 "trainer.pack: drafter.on_policy writes answers row by row, set trainer.pack=null or drafter.on_policy=0"
             )
-        isolation.choose(self.network)
+        self.network.choose_isolation()
 
     def loss(self, batch: Batch, features: Features, *, generator: torch.Generator | None = None) -> Loss:
         device = self.network.device

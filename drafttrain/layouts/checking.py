@@ -8,7 +8,8 @@ from types import ModuleType
 from drafttrain.errors import InputError
 from drafttrain.layouts import dflash, eagle1, eagle3, language_model, medusa, mtp, origin, speculators
 from drafttrain.layouts.directory import Directory, open_directory
-from drafttrain.layouts.inspection import Finding, Inspection
+from drafttrain.layouts.finding import Finding
+from drafttrain.layouts.inspection import Inspection
 
 KINDS: tuple[ModuleType, ...] = (speculators, medusa, dflash, eagle3, eagle1, mtp, language_model)
 """The first that recognises a directory has it."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from drafttrain.errors import InputError
 from drafttrain.layouts import rope
 from drafttrain.layouts.directory import FLOATS, INDEX, Directory, how_to_convert
+from drafttrain.layouts.finding import Finding
 from drafttrain.packaging.checking import some
 
 Shapes = dict[str, tuple[int, ...]]
@@ -20,16 +21,6 @@ ENGINES = ("vllm", "sglang", "eagle", "medusa", "hf")
 """Those whose reading of a directory is known: medusa is FasterDecoding's code, TGI and TensorRT-LLM; hf is transformers."""
 
 _LARGEST_NUMBER = 1 << 31
-
-
-@dataclass(frozen=True)
-class Finding:
-    name: str
-    """Of the fault; it stays the same between versions."""
-    said: str
-    """What was found, what comes of it, and what is needed."""
-    fatal: bool = True
-    """False: it works, but for a reason that may go away."""
 
 
 @dataclass
@@ -180,7 +171,7 @@ class Inspection:
             width: has the head the target's own width?
         """
         theirs = self.target_config
-        rope.check(config, theirs, self)
+        self.findings += rope.faults(config, theirs, self.engine)
         if theirs is None:
             return
         mine, own = config.get("vocab_size"), theirs.get("vocab_size")

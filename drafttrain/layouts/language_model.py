@@ -86,7 +86,7 @@ def check(inspection: Inspection) -> None:
     _check_vocabulary(inspection, vocab_size)
     check_masks(inspection, vocab_size)
     if "rope_theta" in config or _of(config.get("rope_parameters"), "rope_theta") is not None:
-        rope.check(config, None, inspection)
+        inspection.findings += rope.faults(config, None, inspection.engine)
     if not held:
         return
     expected, optional = _shapes(inspection)

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from drafttrain.errors import InputError
-
-if TYPE_CHECKING:
-    from drafttrain.layouts.inspection import Inspection
+from drafttrain.layouts.finding import Finding
 
 OLD_READERS = ("sglang", "eagle")
 """Engines some versions of which read the old spelling alone."""
@@ -40,41 +38,41 @@ def effective(config: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
     return float(theta) if isinstance(theta, int | float) else FALLBACK, kind
 
 
-def check(config: Mapping[str, Any], target: Mapping[str, Any] | None, inspection: Inspection) -> None:
+def faults(config: Mapping[str, Any], target: Mapping[str, Any] | None, engine: str) -> Iterator[Finding]:
     """The two spellings agree, what this engine reads is there, and it is the target's."""
     new = config.get("rope_parameters")
     has_new = isinstance(new, Mapping) and "rope_theta" in new
     has_old = "rope_theta" in config
     if not has_new and not has_old:
-        inspection.add(
+        yield Finding(
             "rope-theta-missing",
             f"neither rope_parameters nor rope_theta: engines take {FALLBACK:g} without a word; write both",
             fatal=target is not None and effective(target)[0] != FALLBACK,
         )
     elif not has_old and effective(config)[0] != FALLBACK:
-        inspection.add(
+        yield Finding(
             "rope-old-spelling-missing",
             f"rope_theta is not at the top level: older readers take {FALLBACK:g} instead of {effective(config)[0]:g}",
-            fatal=inspection.engine in OLD_READERS,
+            fatal=engine in OLD_READERS,
         )
     if isinstance(new, Mapping):
         if has_new and has_old and new["rope_theta"] != config["rope_theta"]:
-            inspection.add(
+            yield Finding(
                 "rope-spellings-disagree",
                 f"rope_parameters has a base of {str(new['rope_theta'])[:20]}, rope_theta is {str(config['rope_theta'])[:20]}",
             )
         mine, old = _scaling(new), _scaling(config.get("rope_scaling"))
         if mine and not old:
-            inspection.add(
+            yield Finding(
                 "rope-scaling-lost",
                 f"rope_parameters scales ({mine['rope_type']}), rope_scaling says nothing: older readers do not scale",
-                fatal=inspection.engine in OLD_READERS,
+                fatal=engine in OLD_READERS,
             )
         elif old and mine != old:
-            inspection.add("rope-spellings-disagree", "rope_parameters and rope_scaling describe two scalings")
+            yield Finding("rope-spellings-disagree", "rope_parameters and rope_scaling describe two scalings")
     if target is not None and effective(config) != effective(target):
         (theta, scaling), (own, theirs) = effective(config), effective(target)
-        inspection.add(
+        yield Finding(
             "rope-differs-from-target",
             f"a base of {theta:g} ({scaling.get('rope_type', 'no scaling')}), the target's is {own:g} "
             f"({theirs.get('rope_type', 'no scaling')}): right only if it was trained so",

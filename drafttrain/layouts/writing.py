@@ -18,7 +18,8 @@ from torch import Tensor
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.layouts.directory import CONFIG, Directory, open_directory
-from drafttrain.layouts.inspection import Finding, refuse
+from drafttrain.layouts.finding import Finding
+from drafttrain.layouts.inspection import refuse
 from drafttrain.packaging.checking import some
 from drafttrain.target.model import Target
 

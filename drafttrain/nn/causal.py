@@ -5,16 +5,18 @@ The frozen target is one; a drafter that is a language model itself is another.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, first_line
 from drafttrain.flow import Packing
 from drafttrain.nn import isolation
-from drafttrain.nn.attention import as_attention, check_backend
+from drafttrain.nn.attention import as_attention, check_backend, computed_by
 from drafttrain.nn.cache import KVCache
 
 
@@ -45,7 +47,7 @@ class CausalLM:
         self.windows = self._attention_windows()
         """Sliding window of each layer, None for full attention."""
         self.isolates_by = isolation.DENSE
-        """How joined rows are kept apart: "dense" or "flex", see `isolation.choose`."""
+        """How joined rows are kept apart: "dense" or "flex", see `choose_isolation`."""
         self._cache_word = (
             "cache" if "cache" in inspect.signature(type(self.base).forward).parameters else "past_key_values"
         )
@@ -100,7 +102,7 @@ class CausalLM:
             packing: where rows lie that were joined into sequences; each gives what it gives alone.
         """
         if packing is not None:
-            with isolation.told(self, packing) as words:
+            with self.told(packing) as words:
                 joined: Tensor = self.base(input_ids=ids, use_cache=False, **words).last_hidden_state
                 return joined
         places: dict[str, Tensor] = {}
@@ -108,6 +110,56 @@ class CausalLM:
             places["position_ids"] = torch.arange(ids.shape[1], device=ids.device).clamp_max(self.context - 1)[None]
         out: Tensor = self.base(input_ids=ids, use_cache=False, **places).last_hidden_state
         return out
+
+    @contextlib.contextmanager
+    def told(self, packing: Packing) -> Iterator[dict[str, Any]]:
+        """What a pass over joined rows is given: masks in its backend's form, and positions that begin anew in every row.
+
+        `flex_attention` takes the backend's place where `isolates_by` says so and no gradient is asked for.
+        """
+        flex = self.isolates_by == isolation.FLEX and not torch.is_grad_enabled()
+
+        def made(window: int | None) -> Any:
+            return isolation.blocks(packing, window) if flex else self.as_attention(isolation.dense(packing, window=window))
+
+        kinds = {self.kind_of(layer): window for layer, window in enumerate(self.windows)}
+        masks = {kind: made(window) for kind, window in kinds.items()}
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        with computed_by(self.model, "flex_attention") if flex else contextlib.nullcontext():
+            yield {"attention_mask": mask, "position_ids": packing.position_ids.clamp_max(self.context - 1)}
+
+    @torch.no_grad()
+    def choose_isolation(self) -> str:
+        """Find out, by trying, how to keep joined rows apart, and do so from now on. Returns "dense" or "flex".
+
+        `flex_attention` is taken on an accelerator whose compiler can build it, with PyTorch's attention.
+
+        Raises: InputError where joined rows do not give what they give alone: a model that counts positions by itself, for
+            instance, or one whose layers carry something on from token to token.
+        """
+        ids = torch.arange(1, 13, device=self.device) * max(1, self.vocab_size // 13) % self.vocab_size
+        documents = torch.tensor([[0] * 5 + [1] * 7 + [-1]], device=self.device)
+        positions = torch.tensor([[*range(5), *range(7), 0]], device=self.device)
+        packing, joined = Packing(documents, positions), torch.cat((ids, ids[:1]))[None]
+        alone = torch.cat([self.whole(row[None])[0] for row in (ids[:5], ids[5:])]).float()
+        loose = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
+        why = ""
+        accelerated = self.device.type not in ("cpu", "mps") and self.attention == "sdpa"
+        for way in (isolation.FLEX, isolation.DENSE) if accelerated else (isolation.DENSE,):
+            self.isolates_by = way
+            try:
+                found = self.whole(joined, packing)[0, :12].float()
+                gap = float((found - alone).abs().max() / (alone.abs().max() + 1e-9))
+                if gap <= loose:
+                    return way
+                why = f"features differ by {gap:.2g} of their size from those of the rows alone"
+            except Exception as error:  # A family's own code, or a compiler's.
+                why = first_line(error)
+        self.isolates_by = isolation.DENSE
+        raise InputError(
+            f"trainer.pack: {self.called} ({self.config.model_type}) cannot keep rows apart in one sequence ({why}): set "
+            "trainer.pack=null"
+        )
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         return KVCache(rows, capacity, self.device)

@@ -6,18 +6,13 @@ accelerator is at hand, `flex_attention` skips blocks of tokens that have no row
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from drafttrain.errors import InputError, first_line
 from drafttrain.flow import Packing
-
-if TYPE_CHECKING:
-    from drafttrain.nn.causal import CausalLM
 
 DENSE, FLEX = "dense", "flex"
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -64,70 +59,3 @@ def blocks(packing: Packing, window: int | None = None) -> Any:
 
     b, s = packing.document_ids.shape
     return create_block_mask(rule(packing, window), b, None, s, s, device=packing.document_ids.device)
-
-
-@contextlib.contextmanager
-def told(model: CausalLM, packing: Packing) -> Iterator[dict[str, Any]]:
-    """What a model's pass over joined rows is given: masks in its backend's form, and positions that begin anew in every row.
-
-    `flex_attention` takes the place of the model's backend where the model is said to use it and no gradient is asked for.
-    """
-    flex = model.isolates_by == FLEX and not torch.is_grad_enabled()
-
-    def made(window: int | None) -> Any:
-        return blocks(packing, window) if flex else model.as_attention(dense(packing, window=window))
-
-    kinds = {model.kind_of(layer): window for layer, window in enumerate(model.windows)}
-    masks = {kind: made(window) for kind, window in kinds.items()}
-    mask = masks if len(masks) > 1 else next(iter(masks.values()))
-    with _flex(model) if flex else contextlib.nullcontext():
-        yield {"attention_mask": mask, "position_ids": packing.position_ids.clamp_max(model.context - 1)}
-
-
-@contextlib.contextmanager
-def _flex(model: CausalLM) -> Iterator[None]:
-    """Every part of a model reads its backend's name from its config, and parts may have configs of their own."""
-    found = {id(part.config): part.config for part in model.model.modules() if hasattr(part, "config")}
-    before = [(config, config._attn_implementation) for config in found.values()]
-    try:
-        for config, _ in before:
-            config._attn_implementation = "flex_attention"
-        yield
-    finally:
-        for config, name in before:
-            config._attn_implementation = name
-
-
-@torch.no_grad()
-def choose(model: CausalLM) -> str:
-    """Find out, by trying, how a model keeps joined rows apart, and let it do so from now on. Returns "dense" or "flex".
-
-    `flex_attention` is taken on an accelerator whose compiler can build it, for a model with PyTorch's attention.
-
-    Raises: InputError for a model in which joined rows do not give what they give alone, such as one that counts positions by
-        itself, or one whose layers carry something on from token to token.
-    """
-    ids = torch.arange(1, 13, device=model.device) * max(1, model.vocab_size // 13) % model.vocab_size
-    first, second = ids[:5], ids[5:]
-    documents = torch.tensor([[0] * 5 + [1] * 7 + [-1]], device=model.device)
-    positions = torch.tensor([[*range(5), *range(7), 0]], device=model.device)
-    packing, joined = Packing(documents, positions), torch.cat((ids, ids[:1]))[None]
-    alone = torch.cat([model.whole(row[None])[0] for row in (first, second)]).float()
-    loose = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
-    why = ""
-    accelerated = model.device.type not in ("cpu", "mps") and model.attention == "sdpa"
-    for way in (FLEX, DENSE) if accelerated else (DENSE,):
-        model.isolates_by = way
-        try:
-            found = model.whole(joined, packing)[0, :12].float()
-            gap = float((found - alone).abs().max() / (alone.abs().max() + 1e-9))
-            if gap <= loose:
-                return way
-            why = f"features differ by {gap:.2g} of their size from those of the rows alone"
-        except Exception as error:  # A family's own code, or a compiler's.
-            why = first_line(error)
-    model.isolates_by = DENSE
-    raise InputError(
-        f"trainer.pack: {model.called} ({model.config.model_type}) cannot keep rows apart in one sequence ({why}): set "
-        "trainer.pack=null"
-    )

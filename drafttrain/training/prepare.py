@@ -275,7 +275,7 @@ def joined(
 ) -> ConversationData:
     """Rows that are joined into sequences. Raises InputError if target or drafter would not keep them apart."""
     drafter.check_packing()
-    by = isolation.choose(target)
+    by = target.choose_isolation()
     how = "a dense mask" if by == isolation.DENSE else "flex_attention"
     say(
         f"rows are joined into sequences of {sampler.sequence} tokens, {sampler.filled:.0%} filled; the target keeps them apart "

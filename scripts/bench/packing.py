@@ -21,7 +21,6 @@ from drafttrain.data.datamodule import ConversationData, EpochSampler
 from drafttrain.data.sequences import PackedSampler
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.flow import Batch, Features, Needs
-from drafttrain.nn import isolation
 from drafttrain.target import load
 
 
@@ -60,7 +59,7 @@ def main() -> None:
     target = load.tiny() if options.target == "tiny" else load.smollm2(**where)
     data = ConversationData(options.data, max_length=options.pack)
     joined = data.joined(options.pack)
-    by = isolation.choose(target)
+    by = target.choose_isolation()
     padded = EpochSampler(data.lengths, batch_tokens=options.batch_tokens).batches(0)
     packed = PackedSampler(data.lengths, sequence=options.pack, sequences=max(1, options.batch_tokens // options.pack)).batches(0)
     arms = {

@@ -83,7 +83,7 @@ def test_flex_attention_with_the_blocks_is_attention_with_the_dense_mask() -> No
 def test_joined_rows_have_the_features_that_they_have_alone(family: str) -> None:
     target = load.tiny(family=family, layers=2, width=32, vocab_size=128)
     needs = Needs(last_hidden=True, layers=(0, 1))
-    assert isolation.choose(target) == "dense"
+    assert target.choose_isolation() == "dense"
     found, chance = packing(), torch.Generator().manual_seed(1)
     ids = torch.randint(3, 128, found.document_ids.shape, generator=chance)
     joined = target.features(ids, torch.tensor([60, 43]), needs, found)
@@ -103,7 +103,7 @@ def test_a_model_that_mixes_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     whole = Target.whole
     monkeypatch.setattr(Target, "whole", lambda self, ids, packing=None: whole(self, ids))
     with pytest.raises(InputError, match=r"tiny-llama \(llama\) cannot keep rows apart in one sequence \(features differ by"):
-        isolation.choose(target)
+        target.choose_isolation()
 
     def broken(self: Target, ids: Tensor, packing: Packing | None = None) -> Tensor:
         if packing is not None:
@@ -112,7 +112,7 @@ def test_a_model_that_mixes_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Target, "whole", broken)
     with pytest.raises(InputError, match=r"one sequence \(too many values to unpack\): set trainer.pack=null"):
-        isolation.choose(target)
+        target.choose_isolation()
 
 
 def test_flex_is_for_passes_without_gradients_and_leaves_no_trace() -> None:
@@ -120,9 +120,9 @@ def test_flex_is_for_passes_without_gradients_and_leaves_no_trace() -> None:
 
     target = load.tiny(layers=1, width=32, vocab_size=64)
     target.isolates_by = isolation.FLEX
-    with isolation.told(target, packing()) as words:
+    with target.told(packing()) as words:
         assert isinstance(words["attention_mask"], Tensor) and target.model.config._attn_implementation == "sdpa"
-    with pytest.raises(ZeroDivisionError), torch.no_grad(), isolation.told(target, packing()) as words:
+    with pytest.raises(ZeroDivisionError), torch.no_grad(), target.told(packing()) as words:
         assert isinstance(words["attention_mask"], BlockMask) and target.model.config._attn_implementation == "flex_attention"
         assert target.decoder_layers[0].self_attn.config._attn_implementation == "flex_attention"  # type: ignore[union-attr]
         _ = 1 / 0
