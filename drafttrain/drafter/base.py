@@ -369,6 +369,10 @@ class Retrieval(Drafter):
     def memory(self) -> RowText:
         """Of a new row."""
 
+    def reading(self) -> contextlib.AbstractContextManager[Any]:
+        """Held while rows' texts go on and are read, for memories that several threads share."""
+        return contextlib.nullcontext()
+
     def open(self, rows: int, capacity: int) -> list[RowText]:
         return [self.memory() for _ in range(rows)]
 
@@ -391,10 +395,11 @@ class Retrieval(Drafter):
         else:
             new = fresh.tokens
         rows = []
-        for text, (count, *ids) in zip(state, torch.cat((counts[:, None], new), 1).tolist(), strict=True):
-            for token in ids[:count]:
-                text.append(token)
-            rows.append(copied(text, text.root(), tree))
+        with self.reading():
+            for text, (count, *ids) in zip(state, torch.cat((counts[:, None], new), 1).tolist(), strict=True):
+                for token in ids[:count]:
+                    text.append(token)
+                rows.append(copied(text, text.root(), tree))
         return proposal_of(rows, new.device)
 
     def loss(self, batch: Batch, features: Features, *, generator: torch.Generator | None = None) -> Loss:

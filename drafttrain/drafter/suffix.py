@@ -26,16 +26,14 @@ from drafttrain.checks import whole
 from drafttrain.data.conversations import TRAIN, read_set
 from drafttrain.data.datamodule import set_folder
 from drafttrain.drafter.automaton import SuffixAutomaton
-from drafttrain.drafter.base import Fresh, Retrieval, RowText
+from drafttrain.drafter.base import Retrieval, RowText
 from drafttrain.drafter.remembered import ALONE, Remembered
 from drafttrain.errors import InputError
-from drafttrain.flow import Law, Proposal
-from drafttrain.nn.sampling import Policy
 from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
-from drafttrain.tree.topology import MOST_NODES, Growth, Tree
+from drafttrain.tree.topology import MOST_NODES, Tree
 
 APART = -1
 """Stands between two texts of a corpus; no token has this id."""
@@ -132,18 +130,8 @@ class Suffix(Retrieval):
             others.insert(0, Earlier(self.earlier, self.max_match))
         return SuffixText(SuffixAutomaton(self.longest), others, self.max_match, self.min_match)
 
-    def propose(
-        self,
-        state: list[RowText],
-        fresh: Fresh,
-        tree: Growth,
-        policy: Policy,
-        u: Tensor | None,
-        law: Law = Law.ONE_HOT,
-    ) -> Proposal:
-        alone: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if self.earlier is None else ALONE
-        with alone:
-            return super().propose(state, fresh, tree, policy, u, law)
+    def reading(self) -> contextlib.AbstractContextManager[Any]:
+        return super().reading() if self.earlier is None else ALONE
 
     # What was decoded earlier ----------------------------------------------------------------------------------------
     @property
