@@ -12,9 +12,10 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from drafttrain import adopt, evaluate, export, fit, generate, synthesize, tune
+from drafttrain import adopt, evaluate, export, generate, synthesize, tune
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError
+from drafttrain.fitting import settings
 from drafttrain.flow import Needs
 from drafttrain.target import load
 from drafttrain.target.model import Target
@@ -116,7 +117,7 @@ def test_what_is_built(name: str, target: Target, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("door", "words", "check"),
     [
-        ("fit", ["experiment=smoke", "data.path=x"], fit.read_settings),
+        ("fit", ["experiment=smoke", "data.path=x"], settings.read_settings),
         ("evaluate", ["package=x"], evaluate.check_settings),
         ("generate", ["package=x"], generate.check_settings),
         ("tune", ["package=x"], tune.check_settings),

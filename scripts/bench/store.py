@@ -24,6 +24,7 @@ from torch import Tensor
 from drafttrain import fit
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
+from drafttrain.fitting import given
 from drafttrain.flow import Batch, Needs
 from drafttrain.target.encoding import ENCODINGS
 from drafttrain.target.features import LAST, computed
@@ -154,7 +155,7 @@ def main() -> None:
     cfg = compose("fit", words)
     data: ConversationData = build(cfg.data, split="train")
     target: Target = build(cfg.target, work="throughput")
-    drafter = fit.make_drafter(cfg, target, data, None)
+    drafter = given.make_drafter(cfg, target, data, None)
     trainer: TrainerConfig = build(cfg.trainer)
     places = trainer.sampler(data, seed=cfg.seed, rank=0, world=1).batches(0)
     with tempfile.TemporaryDirectory(prefix="drafttrain-store-") as folder:

@@ -23,6 +23,7 @@ from drafttrain.drafter.ngram import NGram
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.drafter.suffix import Suffix
 from drafttrain.errors import InputError
+from drafttrain.fitting import settings
 from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.decoding import read_plan, tree_of, write_plan
 from drafttrain.packaging.gathering import check_packages
@@ -197,7 +198,7 @@ def test_what_an_ensemble_is_not_made_for_is_refused_early() -> None:
         other = copy.deepcopy(config)
         OmegaConf.update(other, key, value, force_add=True)
         with pytest.raises(InputError, match=re.escape(said)):
-            fit.read_settings(other)
+            settings.read_settings(other)
 
 
 # --- damage ------------------------------------------------------------------------------------------------------------------

@@ -20,17 +20,17 @@ from drafttrain import fit, report
 from drafttrain.data.conversations import Row, read_set, write_set
 from drafttrain.decoding.conditions import digest_of
 from drafttrain.decoding.plan import Plan
+from drafttrain.fitting import learning
 from drafttrain.packaging.manifest import read_config, training_of
 from drafttrain.packaging.reading import load as load_package
 from drafttrain.reporting.loggers import read_metrics
-from drafttrain.reporting.progress import ConsoleProgress
-from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import read_checkpoint
 from drafttrain.training.run import Run
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
 from drafttrain.wiring.conf import conf_dir
+from tests.fitting.parts import QUICK, UNMEASURED, Signal, refusal, weights, words
 from tests.helpers import file_limit
 from tests.reporting.parsed import parsed
 from tests.training.parts import same, write_tiny_set
@@ -38,39 +38,9 @@ from tests.training.parts import same, write_tiny_set
 UNTRAINED = ["ngram", "selfspec", "suffix"]
 """Experiments whose drafters learn nothing."""
 SEVERAL = ["specinfer"]
-"""Experiments that fit more than one drafter: see test_boost_fit.py."""
+"""Experiments that fit more than one drafter: see test_boosting.py."""
 EXPERIMENTS = sorted({path.stem for path in (conf_dir() / "experiment").glob("*.yaml")} - {*UNTRAINED, *SEVERAL})
 WITH_HEADS = ("medusa1", "medusa2", "hydra_heads")
-QUICK = ["final.prompts=2", "final.max_new_tokens=6", "final.speed_prompts=1", "final.speed_new_tokens=6"]
-UNMEASURED = ["eval.every=null", "eval.prompts=0", "eval.sim_rows=0", "final.prompts=0", "final.speed_prompts=0"]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return load.tiny()
-
-
-@pytest.fixture(scope="module")
-def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_set(target, tmp_path_factory.mktemp("set"))
-
-
-def words(folder: Path, run: Path, *more: str) -> list[str]:
-    return ["experiment=smoke", f"data.path={folder}", f"run_dir={run}", *more]
-
-
-def refusal(capsys: pytest.CaptureFixture[str], words: Sequence[str]) -> str:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        fit.main(words)
-    assert stopped.value.code == 2
-    said = capsys.readouterr().err.strip()
-    assert said.startswith("drafttrain.fit: ") and "\n" not in said, said
-    return said
-
-
-def weights(run: Path, name: str = "last") -> dict[str, torch.Tensor]:
-    return read_checkpoint(run / "checkpoints" / f"{name}.ckpt")["weights"]
 
 
 # --- it works ----------------------------------------------------------------------------------------------------------
@@ -153,8 +123,8 @@ def test_what_learns_nothing_is_measured_and_packaged(
     def never(*_given: Any, **_more: Any) -> None:
         raise AssertionError("something was trained")
 
-    monkeypatch.setattr(fit, "train", never)
-    monkeypatch.setattr(fit, "prepare", never)
+    monkeypatch.setattr(learning, "train", never)
+    monkeypatch.setattr(learning, "prepare", never)
     run = tmp_path / "run"
     small = ["target=tiny", "data=set", f"data.path={folder}", *QUICK]
     if experiment == "suffix":
@@ -427,7 +397,7 @@ def test_a_crash_before_the_first_checkpoint_leaves_the_folder_free(
     def broken(*_given: Any, **_more: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(fit, "train", broken)
+    monkeypatch.setattr(learning, "train", broken)
     with pytest.raises(ZeroDivisionError):
         fit.main(words(folder, tmp_path / "run"))
     assert not (tmp_path / "run").exists()
@@ -501,14 +471,6 @@ def start(arguments: Sequence[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-class Signal(ConsoleProgress):
-    """Sends this process a signal behind update 7."""
-
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        if args[1].updates == 7:
-            signal.raise_signal(signal.SIGTERM)
-
-
 @pytest.mark.field("F18", "F19")
 def test_killed_and_stopped_runs_go_on_to_the_same_weights(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -519,7 +481,7 @@ def test_killed_and_stopped_runs_go_on_to_the_same_weights(
     last = run / "checkpoints" / "last.ckpt"
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        patch.setattr(fit, "ConsoleProgress", Signal)
+        patch.setattr(learning, "ConsoleProgress", Signal)
         fit.main(words(folder, run, *more))
     stopped_at = read_checkpoint(last)["progress"]["updates"]
     assert stopped.value.code == 143 and 7 <= stopped_at <= 8

@@ -16,27 +16,14 @@ import torch
 
 from drafttrain import fit
 from drafttrain.reporting.loggers import read_metrics
-from drafttrain.target import load
-from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import read_checkpoint
-from tests.test_fit import UNMEASURED, weights, words
-from tests.training.parts import write_tiny_set
+from tests.fitting.parts import UNMEASURED, weights, words
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ["features.keep_dtype=float32", "drafter.noise=0", "trainer.batch_tokens=1024", "trainer.accelerator=cpu"]
 EPOCH = [*MEASURED, *UNMEASURED]
 """An epoch is an update, so that one process and two have the same rows in each."""
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return load.tiny()
-
-
-@pytest.fixture(scope="module")
-def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_set(target, tmp_path_factory.mktemp("set"))
 
 
 def accelerate(*arguments: str) -> list[str]:

@@ -17,12 +17,12 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.ensemble import Ensemble
 from drafttrain.errors import InputError
+from drafttrain.fitting import learning, settings
 from drafttrain.packaging.manifest import TENSORS
 from drafttrain.packaging.reading import load as load_package
 from drafttrain.reporting.loggers import read_metrics
 from drafttrain.reporting.progress import ConsoleProgress
 from drafttrain.runs import plain
-from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.training.boosted import procedure_facts
 from drafttrain.training.checkpoint import read_checkpoint
@@ -31,11 +31,6 @@ from drafttrain.tree.topology import Tree
 from drafttrain.wiring.composing import compose
 from drafttrain.wiring.conf import conf_dir
 from tests.training.parts import write_tiny_set
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return load.tiny()
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +112,7 @@ def test_a_run_broken_off_goes_on_between_and_within_fits_to_the_same_weights(
 ) -> None:
     run = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        patch.setattr(fit, "ConsoleProgress", Signal)
+        patch.setattr(learning, "ConsoleProgress", Signal)
         fit.main(words(folder, run))
     said = capsys.readouterr().out
     assert stopped.value.code == 143 and f"continue with resume=last run_dir={run}" in said.replace("\n", "")
@@ -148,7 +143,7 @@ def test_what_cannot_work_is_refused_early(config: Any, key: str, value: Any, me
     other = copy.deepcopy(config)
     OmegaConf.update(other, key, value, force_add=True, merge=False)
     with pytest.raises(InputError, match=re.escape(message)):
-        fit.read_settings(other)
+        settings.read_settings(other)
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +152,9 @@ def config() -> Any:
 
 
 def test_several_processes_are_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit, "world_size", lambda: 2)
+    monkeypatch.setattr(settings, "world_size", lambda: 2)
     with pytest.raises(InputError, match="start it without accelerate launch"):
-        fit.read_settings(config)
+        settings.read_settings(config)
 
 
 def test_a_refusal_leaves_the_folder_free(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

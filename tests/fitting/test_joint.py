@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from drafttrain import evaluate, fit, generate, tune
 from drafttrain.decoding.plan import Plan
+from drafttrain.fitting import learning
 from drafttrain.packaging.manifest import ADAPTER, TENSORS, read_config, read_metrics
 from drafttrain.packaging.reading import load as load_package
 from drafttrain.reporting.loggers import read_metrics as read_log
@@ -23,8 +24,8 @@ from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import read_checkpoint
 from drafttrain.tree.topology import Tree
+from tests.fitting.parts import QUICK, Signal, refusal, weights, words
 from tests.helpers import save_target, tiny_chat_target
-from tests.test_fit import QUICK, Signal, refusal, weights, words
 from tests.training.parts import same, write_tiny_set
 
 HEADS = ["drafter=medusa", "drafter.heads=3", "tree.k=3", "final.acceptance.chain_4=null", "final.acceptance.static_25=null"]
@@ -32,16 +33,6 @@ HEADS += [f"final.speed.{name}=null" for name in ("tree_2x2x1", "tree_3x1x1", *(
 JOINT = [*HEADS, *QUICK, "joint=lora", "joint.rank=4"]
 TUNED = "greedy, relative to the tuned target"
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6]]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return load.tiny()
-
-
-@pytest.fixture(scope="module")
-def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_set(target, tmp_path_factory.mktemp("set"))
 
 
 def text(speculator: Any, plan: Plan | None = None) -> list[list[int]]:
@@ -150,7 +141,7 @@ def test_a_stopped_run_goes_on_to_the_same_package(
     run, calm = tmp_path / "run", tmp_path / "calm"
     more = [*JOINT, "joint.dropout=0.2", "checkpoint.every=5", "eval.every=6"]
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        patch.setattr(fit, "ConsoleProgress", Signal)
+        patch.setattr(learning, "ConsoleProgress", Signal)
         fit.main(words(folder, run, *more))
     assert stopped.value.code == 143 and signal.getsignal(signal.SIGTERM) is not None
     assert "joint.rank was 4, is 5" in refusal(capsys, [*words(folder, run, *more, "joint.rank=5"), "resume=last"])

@@ -19,19 +19,18 @@ import torch
 from drafttrain import fit
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.reporting.loggers import read_metrics
-from drafttrain.target import load
-from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import read_checkpoint
-from tests.training.parts import same, write_tiny_set
+from tests.fitting.parts import UNMEASURED, words
+from tests.training.parts import same
 
-ROOT = Path(__file__).resolve().parents[1]
-UNMEASURED = ["eval.every=null", "eval.prompts=0", "eval.sim_rows=0", "final.prompts=0", "final.speed_prompts=0"]
+ROOT = Path(__file__).resolve().parents[2]
 KILLS = 20
 UPDATES = 600
 CHILD = """
 import json, os, sys
 
 from drafttrain import fit
+from drafttrain.fitting import learning
 from drafttrain.reporting.progress import ConsoleProgress
 
 
@@ -44,23 +43,9 @@ class Noting(ConsoleProgress):
 
 
 notes = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-fit.ConsoleProgress = Noting
+learning.ConsoleProgress = Noting
 fit.main(sys.argv[2:])
 """
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return load.tiny()
-
-
-@pytest.fixture(scope="module")
-def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_set(target, tmp_path_factory.mktemp("set"))
-
-
-def words(folder: Path, run: Path, *more: str) -> list[str]:
-    return ["experiment=smoke", f"data.path={folder}", f"run_dir={run}", *more]
 
 
 def start(notes: Path, arguments: Sequence[str]) -> subprocess.Popen[str]:
