@@ -45,6 +45,7 @@ from drafttrain.packaging.manifest import (
     read_config,
     read_metrics,
 )
+from drafttrain.packaging.portable import portable
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 from drafttrain.version import version
@@ -74,7 +75,7 @@ def save_package(
         target: the one that the drafter drafts for; of a tuned one the adapter is packaged too.
         plan: how it decodes unless told otherwise.
         metrics: `{"settings": {...}, "rows": [...]}`, rows as `Measurement.row` gives them; may have no rows.
-        provenance: how it was trained, plain JSON values.
+        provenance: how it was trained, plain JSON values. Of absolute paths, here and in metrics, the last name alone is kept.
         trained_length: most tokens of a row in training; None takes provenance["trained_length"], if it is there.
         dtype: of the stored weights: float32 (bit for bit) or bfloat16 (half the size).
         licence: the target's; None looks it up by the target's name.
@@ -135,6 +136,7 @@ def save_package(
         }
     for node in (config["drafter"], *config["drafter"].get(MEMBERS, ())):
         class_of(node["_target_"], "this drafter")
+    config, metrics = portable(config), portable(metrics)
     texts = {
         CONFIG: _json(config),
         DECODING: write_plan(plan),

@@ -1,0 +1,50 @@
+"""What a package tells of its making, without the folders of the machine it was made on."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+_ROOT = r"(?:~[^\s/\\]*|[A-Za-z]:)?[/\\]"
+_WHOLE = re.compile(rf"(?:file://)?{_ROOT}[^\n]*")
+# Not behind what makes it a part of something else: a relative path, a hub id, an address, a fraction, markup.
+_INSIDE = re.compile(rf"(?:file://|(?<![\w:/\\.~<-])){_ROOT}[^\s,'\"()\[\]{{}}=;|<>]+")
+
+
+def portable(value: Any) -> Any:
+    """A plain JSON value in which every absolute path is its last name alone; relative paths, hub ids and addresses stay.
+
+    A text under the key `command` is taken for a command line: its words are looked at one by one, so a path with spaces is one.
+    """
+    if isinstance(value, dict):
+        return {key: _command(held) if key == "command" else portable(held) for key, held in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [portable(held) for held in value]
+    return _text(value) if isinstance(value, str) else value
+
+
+def _text(text: str) -> str:
+    if _WHOLE.fullmatch(text):
+        return _name(text)
+    return _INSIDE.sub(lambda found: _name(found.group()), text)
+
+
+def _command(line: Any) -> Any:
+    if not isinstance(line, str):
+        return portable(line)
+    try:
+        words = shlex.split(line)
+    except ValueError:
+        return _text(line)
+    return shlex.join(_word(word) for word in words)
+
+
+def _word(word: str) -> str:
+    """Of `key=<path>` the path alone is changed; it may hold an `=` of its own."""
+    key, sign, held = word.partition("=")
+    return f"{key}={_text(held)}" if sign and re.fullmatch(r"[\w.@/+~-]+", key) and not _WHOLE.fullmatch(word) else _text(word)
+
+
+def _name(path: str) -> str:
+    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
