@@ -24,12 +24,12 @@ from drafttrain.layouts.finding import Finding
 from drafttrain.layouts.inspection import ENGINES
 from drafttrain.layouts.pairs import Writer
 from drafttrain.layouts.writing import CARD, VOCABULARIES, Exported, Source, check_out, put
-from drafttrain.packaging.card import HUB_IDS
 from drafttrain.packaging.decoding import read_plan
 from drafttrain.packaging.manifest import CONFIG, DECODING, class_of, read_config
 from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.reporting.console import table
 from drafttrain.target.model import Target
+from drafttrain.target.naming import public
 from drafttrain.tree.topology import MOST_NODES, Growth
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
@@ -136,7 +136,7 @@ def export_package(
     drafted = tokens_of(tokens, read_plan(package / DECODING, drafter).tree, drafter.max_depth)
     source = Source(drafter, target, engine, kept, vocabulary, drafted)
     exported = write(source)
-    name = HUB_IDS.get(config["target"]["name"], config["target"]["name"])
+    name = public(config["target"]["name"])
     texts = {
         origin.FILE: origin.written(source, config, vocabulary != "whole"),
         CARD: card(type(drafter).__name__, name, exported, engine),

@@ -28,6 +28,7 @@ from drafttrain.layouts.inspection import Inspection, Shapes, alike
 from drafttrain.layouts.writing import Exported, Source, stored, vllm_command
 from drafttrain.packaging.checking import some
 from drafttrain.target.model import Target
+from drafttrain.target.naming import public
 
 ENGINES = ("vllm", "medusa")
 FILE = "medusa_lm_head.safetensors"
@@ -81,7 +82,7 @@ def write(source: Source) -> Exported:
     config |= {
         "medusa_num_heads": drafter.count,
         "medusa_num_layers": drafter.blocks,
-        "base_model_name_or_path": target.name,
+        "base_model_name_or_path": public(target.name),
         "vocab_size": target.vocab_size,
     }
     notes += (

@@ -8,6 +8,7 @@ from typing import Any
 
 from drafttrain.decoding.plan import TUNED, Plan
 from drafttrain.target.change import words
+from drafttrain.target.naming import HUB_IDS
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.forest import Forest
@@ -33,9 +34,6 @@ The text is that of the tuned model: this package holds an adapter, which is add
 text that `model.generate` gives without it. The model itself is not changed."""
 
 REQUIREMENTS = "drafttrain\n"
-
-HUB_IDS = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
-"""Where targets that are known by name come from."""
 
 _GUARANTEES = {
     "greedy": "the same tokens as the target's greedy decoding",

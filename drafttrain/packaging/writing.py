@@ -47,6 +47,7 @@ from drafttrain.packaging.manifest import (
 )
 from drafttrain.packaging.portable import portable
 from drafttrain.target.model import Target
+from drafttrain.target.naming import short
 from drafttrain.tree.topology import Tree
 from drafttrain.version import version
 
@@ -119,7 +120,7 @@ def save_package(
         },
         "trained_length": trained_length,
         "target": {
-            "name": _short(target.name),
+            "name": short(target.name),
             "model_type": target.config.model_type,
             "licence": licence or LICENCES.get(target.name),
             "fingerprint": original.fingerprint,
@@ -341,12 +342,6 @@ def _settings_of(drafter: Drafter) -> dict[str, Any]:
 
 def _unstored(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in STORED}
-
-
-def _short(name: str) -> str:
-    """A target's name without the folders of this machine."""
-    local = Path(name).expanduser()
-    return local.resolve().name if local.is_absolute() or local.exists() else name
 
 
 def _json(value: Any) -> str:

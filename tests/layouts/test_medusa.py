@@ -141,6 +141,14 @@ def test_heads_that_a_layout_cannot_hold(
     assert not (tmp_path / "out").exists()
 
 
+def test_the_target_is_named_without_its_folder(tiny: Target, tmp_path: Path) -> None:
+    target = Target(tiny.model, None, str(tmp_path / "the target"))
+    packed(tmp_path / "package", made(target), target)
+    export_package(tmp_path / "package", target, "medusa", out := tmp_path / "out")
+    assert json.loads((out / "config.json").read_text())["base_model_name_or_path"] == "the target"
+    assert not [path for path in out.rglob("*") if path.is_file() and str(tmp_path).encode() in path.read_bytes()]
+
+
 @pytest.mark.parametrize("engine", ["vllm", "medusa"])
 def test_heads_that_borrow_speak_the_whole_vocabulary(engine: str, tiny: Target, tmp_path: Path) -> None:
     """vLLM 0.32 has code for a reduced one, but its loader stops at the map."""
