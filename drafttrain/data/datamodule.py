@@ -281,9 +281,10 @@ def _listed(counts: dict[str, int]) -> str:
 class EpochSampler:
     """Batches of row places for every epoch and process: shuffled, of like length, equally many on every process.
 
-    Every row appears once an epoch over all processes. The number of batches is the same in every epoch. Where the
-    batches do not divide evenly, a process gets a batch [~i], which stands for row i with nothing supervised: it takes
-    part in every collective and weighs nothing.
+    Every row appears once an epoch over all processes. The number of batches is the same in every epoch. An update has
+    `accumulate` batches of each process; which rows an update has depends on `accumulate` times `world` alone, so that a run
+    may go on in another number of processes. Where the batches do not divide evenly, a process gets a batch [~i], which stands
+    for row i with nothing supervised: it takes part in every collective and weighs nothing.
     """
 
     def __init__(
@@ -295,6 +296,7 @@ class EpochSampler:
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
+        accumulate: int = 1,
     ) -> None:
         """Say how rows become batches.
 
@@ -302,6 +304,7 @@ class EpochSampler:
             lengths: tokens of each row.
             batch_tokens: rows times width of a batch is at most this (padding counted).
             batch_rows: rows of a batch. At least one of the two limits must be given.
+            accumulate: batches of an update on each process.
         Raises: InputError for no rows, no limit, or a row longer than batch_tokens.
         """
         if not lengths:
@@ -317,7 +320,7 @@ class EpochSampler:
             )
         if not 0 <= rank < world:
             raise InputError(f"rank={rank} is not one of {world} processes")
-        self.seed, self.rank, self.world = seed, rank, world
+        self.seed, self.rank, self.world, self.accumulate = seed, rank, world, accumulate
         self._classes = length_classes(lengths, _BUCKET)
         # Classes alone decide where a batch ends, so that every epoch has equally many batches.
         in_order = sorted(self._classes)
@@ -334,11 +337,11 @@ class EpochSampler:
 
     def __len__(self) -> int:
         """Batches of one process in one epoch."""
-        return -(-len(self._sizes) // self.world)
+        return -(-len(self._sizes) // (self.accumulate * self.world)) * self.accumulate
 
     def batches(self, epoch: int) -> list[list[int]]:
         """This process's batches of an epoch, in order."""
-        return [group[self.rank] for group in self._groups(epoch)]
+        return [batch for update in self._updates(epoch) for batch in update[self.rank :: self.world]]
 
     def from_step(self, epoch: int, first: int = 0) -> Iterator[tuple[int, int, list[int]]]:
         """(epoch, k, batch) without end, from batch `first` of `epoch` on."""
@@ -347,8 +350,9 @@ class EpochSampler:
                 yield epoch, k, batch
             epoch, first = epoch + 1, 0
 
-    def _groups(self, epoch: int) -> list[list[list[int]]]:
-        """[step][process] -> batch; the batches of a step are of like length, so that no process waits long."""
+    def _updates(self, epoch: int) -> list[list[list[int]]]:
+        """[update][batch, those of the first micro-batch of every process before those of the second]; the batches of an update are
+        of like length, so that no process waits long."""
         chance = random.Random(f"{self.seed}/{epoch}/batches")
         order = list(range(len(self._classes)))
         chance.shuffle(order)
@@ -357,15 +361,15 @@ class EpochSampler:
         for size in self._sizes:
             batches.append(order[start : start + size])
             start += size
-        groups = self._steps(batches)
-        chance.shuffle(groups)
-        return groups
+        return self._shuffled(batches, chance)
 
-    def _steps(self, batches: list[list[int]]) -> list[list[list[int]]]:
-        """Batches dealt out, the last step filled up."""
-        groups = [batches[i : i + self.world] for i in range(0, len(batches), self.world)]
-        groups[-1] += [[self._filler]] * (self.world - len(groups[-1]))
-        return groups
+    def _shuffled(self, batches: list[list[int]], chance: random.Random) -> list[list[list[int]]]:
+        """Batches dealt out to updates, the last filled up."""
+        parts = self.accumulate * self.world
+        updates = [batches[i : i + parts] for i in range(0, len(batches), parts)]
+        updates[-1] += [[self._filler]] * (parts - len(updates[-1]))
+        chance.shuffle(updates)
+        return updates
 
 
 def length_classes(lengths: Sequence[int], factor: float) -> list[int]:

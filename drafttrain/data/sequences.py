@@ -28,14 +28,16 @@ class PackedSampler(EpochSampler):
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
+        accumulate: int = 1,
     ) -> None:
         """Say how rows become sequences.
 
         Args:
             lengths: tokens of each row, at most `sequence`.
             sequence: tokens of a sequence; sequences: of a batch.
+            accumulate: batches of an update on each process.
         """
-        super().__init__(lengths, batch_tokens=sequence, seed=seed, rank=rank, world=world)
+        super().__init__(lengths, batch_tokens=sequence, seed=seed, rank=rank, world=world, accumulate=accumulate)
         self.sequence = sequence
         self._classes = length_classes(lengths, _FINE)
         self._bins = fill(self._classes, sequence)
@@ -43,7 +45,7 @@ class PackedSampler(EpochSampler):
         """Share of the sequences that rows take."""
         self._sizes = [len(self._bins[i : i + sequences]) for i in range(0, len(self._bins), sequences)]
 
-    def _groups(self, epoch: int) -> list[list[list[int]]]:
+    def _updates(self, epoch: int) -> list[list[list[int]]]:
         chance = random.Random(f"{self.seed}/{epoch}/batches")
         waiting: dict[int, list[int]] = {}
         for i, width in enumerate(self._classes):
@@ -58,9 +60,7 @@ class PackedSampler(EpochSampler):
         for size in self._sizes:
             batches.append([row for rows in sequences[start : start + size] for row in rows])
             start += size
-        groups = self._steps(batches)
-        chance.shuffle(groups)
-        return groups
+        return self._shuffled(batches, chance)
 
 
 def fill(widths: Sequence[int], size: int) -> list[list[int]]:

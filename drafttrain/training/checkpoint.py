@@ -41,7 +41,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "settings": (),
 }
 """What a checkpoint holds beside its format."""
-FORMAT = 1
+FORMAT = 2
 _MOST_VALUES, _DEEPEST = 1 << 17, 64
 """Of what a checkpoint holds beside its tensors' numbers."""
 LAST, BEST = "last.ckpt", "best.ckpt"

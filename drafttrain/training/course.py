@@ -77,15 +77,16 @@ class TrainerConfig:
                 f"trainer.batch_tokens={self.batch_tokens} is less than the longest row, which has {longest} tokens: raise it, or "
                 "lower data.max_length"
             )
+        common: dict[str, int] = {"seed": seed, "rank": rank, "world": world, "accumulate": self.accumulate}
         if self.pack is not None:
             assert self.batch_tokens is not None
             lengths = data.joined(self.pack).lengths
             sequences = max(1, self.batch_tokens // parts // self.pack)
-            return PackedSampler(lengths, sequence=self.pack, sequences=sequences, seed=seed, rank=rank, world=world)
+            return PackedSampler(lengths, sequence=self.pack, sequences=sequences, **common)
         # A row is never split: where a process's share is smaller than one, it takes one row.
         tokens = None if self.batch_tokens is None else max(self.batch_tokens // parts, longest)
         rows = None if self.batch_rows is None else self.batch_rows // parts
-        return EpochSampler(data.lengths, batch_tokens=tokens, batch_rows=rows, seed=seed, rank=rank, world=world)
+        return EpochSampler(data.lengths, batch_tokens=tokens, batch_rows=rows, **common)
 
     def course(self, sampler: EpochSampler) -> Course:
         return Course(

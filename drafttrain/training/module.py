@@ -21,7 +21,7 @@ from torch import Tensor
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError, first_line
 from drafttrain.flow import Batch, Features, Loss
-from drafttrain.processes import rank
+from drafttrain.processes import rank, world_size
 from drafttrain.training.course import Course
 from drafttrain.training.optim import AdamW
 
@@ -128,7 +128,7 @@ class DraftModule(LightningModule):
             self.drafter = shared
 
     def _noise_seed(self) -> int:
-        name = f"{self.seed}/{self.position}/{rank()}"
+        name = f"{self.seed}/{self.position * world_size() + rank()}"
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
     def _generator(self) -> torch.Generator:
@@ -253,9 +253,10 @@ class DraftModule(LightningModule):
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
     def progress(self) -> dict[str, Any]:
-        """Where the run stands behind its last closed window; an open one is begun again, nothing of it is in the weights."""
+        """Where the run stands behind its last closed window; an open one is begun again, nothing of it is in the weights. Its
+        position is that of all processes together, so that a run may go on in another number of them."""
         return {
-            "position": self.closed,
+            "position": self.closed * world_size(),
             "updates": self.updates,
             "empty_windows": self.empty_windows,
             "supervised": self.supervised,
@@ -266,7 +267,7 @@ class DraftModule(LightningModule):
         """Take over a checkpoint's weights and place; the optimiser's state follows when there is an optimiser."""
         self.load_state_dict(state["weights"])
         progress = state["progress"]
-        self.position = self.closed = progress["position"]
+        self.position = self.closed = progress["position"] // world_size()
         self.updates = progress["updates"]
         self.empty_windows, self.supervised = progress["empty_windows"], progress["supervised"]
         self.seconds_before = progress["seconds"]

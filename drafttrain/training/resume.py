@@ -32,9 +32,9 @@ def facts_of(
         "joint": config.get("joint"),
         "optim": {name: value for name, value in config["optim"].items() if name not in in_rate},
         "rate": module.rate.facts(),
-        "batches": {name: config["trainer"][name] for name in ("batch_tokens", "batch_rows", "pack", "accumulate", "precision")},
+        "batches": {name: config["trainer"][name] for name in ("batch_tokens", "batch_rows", "pack", "precision")},
+        "accumulate x processes": config["trainer"]["accumulate"] * world,
         "features": features,
-        "processes": world,
         "seed": config["seed"],
         **({} if data.digest is None else {"part": data.digest}),
     }

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from drafttrain.data.conversations import Row, write_set
 from drafttrain.data.datamodule import ConversationData, EpochSampler, collate, set_folder
+from drafttrain.data.sequences import PackedSampler
 from drafttrain.errors import InputError
 
 ABOUT: dict[str, Any] = {"target": {"name": "t", "fingerprint": {"dtype": "float32"}}, "prompts": {}, "writing": {}}
@@ -153,15 +154,16 @@ def test_unknown_builtin_sets_are_refused() -> None:
 @given(
     lengths=st.lists(st.integers(1, 400), min_size=1, max_size=120),
     world=st.integers(1, 4),
+    accumulate=st.integers(1, 3),
     limits=st.sampled_from([(None, 1), (None, 8), (400, None), (1500, None), (1500, 5)]),
     seed=st.integers(0, 3),
 )
 def test_every_row_once_and_equally_many_batches(
-    lengths: list[int], world: int, limits: tuple[int | None, int | None], seed: int
+    lengths: list[int], world: int, accumulate: int, limits: tuple[int | None, int | None], seed: int
 ) -> None:
     tokens, rows = limits
     samplers = [
-        EpochSampler(lengths, batch_tokens=tokens, batch_rows=rows, seed=seed, rank=r, world=world)
+        EpochSampler(lengths, batch_tokens=tokens, batch_rows=rows, seed=seed, rank=r, world=world, accumulate=accumulate)
         for r in range(world)
     ]
     for epoch in (0, 1, 7):
@@ -173,6 +175,30 @@ def test_every_row_once_and_equally_many_batches(
             width = max(lengths[i if i >= 0 else ~i] for i in batch)
             assert tokens is None or width * len(batch) <= tokens
             assert all(i >= 0 for i in batch) or len(batch) == 1
+
+
+@pytest.mark.field("F21")
+@pytest.mark.parametrize("pack", [None, 400])
+def test_an_update_has_the_same_rows_in_any_number_of_processes(pack: int | None) -> None:
+    """In the same order of micro-batches, so that their noise is the same too."""
+    lengths = [random.Random(0).randint(20, 400) for _ in range(200)]
+
+    def updates(world: int, accumulate: int) -> list[list[list[int]]]:
+        common: dict[str, Any] = {"seed": 3, "world": world, "accumulate": accumulate}
+        if pack is None:
+            samplers = [EpochSampler(lengths, batch_tokens=700, rank=r, **common) for r in range(world)]
+        else:
+            samplers = [PackedSampler(lengths, sequence=pack, sequences=2, rank=r, **common) for r in range(world)]
+        mine = [sampler.batches(1) for sampler in samplers]
+        assert {len(batches) for batches in mine} == {len(samplers[0])} and len(samplers[0]) % accumulate == 0
+        # What all processes read behind one another, micro-batch by micro-batch.
+        read = [batch for together in zip(*mine, strict=True) for batch in together]
+        return [read[i : i + 6] for i in range(0, len(read), 6)]
+
+    alone = updates(1, 6)
+    assert len(alone) > 3 and sorted(i for update in alone for batch in update for i in batch if i >= 0) == list(range(200))
+    assert any(batch[0] < 0 for update in alone for batch in update), "the last is filled up"
+    assert alone == updates(2, 3) == updates(3, 2) == updates(6, 1)
 
 
 def test_batches_depend_on_seed_and_epoch_alone() -> None:

@@ -443,7 +443,7 @@ def test_a_used_folder_and_a_run_that_is_not_the_same(
         ("drafter.noise=0.2", "drafter.noise was 0.1, is 0.2"),
         ("seed=1", "seed was 0, is 1"),
         ("trainer.max_steps=6", "rate.end was 3, is 6"),
-        ("trainer.accumulate=2", "batches.accumulate was 1, is 2"),
+        ("trainer.accumulate=2", "accumulate x processes was 1, is 2"),
     ):
         assert said in refusal(capsys, [*once, changed, "resume=last"])
     other = write_tiny_set(target, tmp_path / "other", seed=5)

@@ -133,6 +133,29 @@ def test_a_run_goes_on_by_another_strategy(folder: Path, tmp_path: Path) -> None
     close(run, calm, 1e-5)
 
 
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_run_goes_on_in_another_number_of_processes(folder: Path, tmp_path: Path, first: int) -> None:
+    """Noise is drawn too: it belongs to the micro-batch, whoever reads it."""
+    run, calm = tmp_path / "run", tmp_path / "calm"
+    more = [*UNMEASURED, "features.keep_dtype=float32", "trainer.batch_tokens=1024", "trainer.accelerator=cpu", "optim.horizon=12"]
+
+    def part(processes: int, steps: int, *also: str) -> None:
+        told = words(folder, run, *more, f"trainer.accumulate={2 // processes}", f"trainer.max_steps={steps}", *also)
+        if processes == 1:
+            fit.main(told)
+        else:
+            said(started(torchrun(*told)))
+
+    fit.main(words(folder, calm, *more, "trainer.accumulate=2", "trainer.max_steps=12"))
+    part(first, 5)
+    part(3 - first, 12, "resume=last")
+    states = [read_checkpoint(path / "checkpoints" / "last.ckpt") for path in (run, calm)]
+    assert states[0]["progress"]["updates"] == states[1]["progress"]["updates"] == 12
+    assert states[0]["progress"]["position"] == states[1]["progress"]["position"] == 24
+    assert states[0]["progress"]["supervised"] == states[1]["progress"]["supervised"]
+    close(run, calm, 1e-5)
+
+
 # --- lost, failed, slow --------------------------------------------------------------------------------------------------
 
 

@@ -226,16 +226,16 @@ def test_processes_that_share_the_weights_write_together_alone(
 
 
 @pytest.mark.field("F21")
-def test_another_number_of_processes_is_another_run() -> None:
-    """Batches and noise are drawn for so many: with others the same updates would not follow."""
-    facts = {"target": {"weights": "a"}, "processes": 1, "seed": 0}
+def test_other_micro_batches_are_another_run() -> None:
+    """Batches and noise are drawn for so many in an update: with others the same updates would not follow."""
+    facts = {"target": {"weights": "a"}, "accumulate x processes": 1, "seed": 0}
     settings = {"seed": 0, "trainer": {"log_every": 2}}
     told: list[str] = []
     state = {"facts": facts, "settings": settings}
     refuse_other_run(state, facts, {**settings, "trainer": {"log_every": 3}}, told.append)
     assert told == ["settings differ from the earlier part of this run: trainer.log_every was 2, is 3"]
-    with pytest.raises(InputError, match=r"not be the same run \(processes was 1, is 2\)"):
-        refuse_other_run(state, {**facts, "processes": 2}, settings, told.append)
+    with pytest.raises(InputError, match=r"not be the same run \(accumulate x processes was 1, is 2\)"):
+        refuse_other_run(state, {**facts, "accumulate x processes": 2}, settings, told.append)
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
