@@ -39,7 +39,7 @@ from drafttrain.reporting.console import table, track
 from drafttrain.reporting.figures import comparison
 from drafttrain.reporting.page.whole import PAGE, page, title_of
 from drafttrain.reporting.records import read_record
-from drafttrain.reporting.rows import verdicts
+from drafttrain.reporting.rows import timed_prompts, verdicts
 from drafttrain.reporting.side_by_side import COLUMNS, fastest_first, line, markdown, tree_title
 from drafttrain.runs import provenance, run_dir
 from drafttrain.target.model import Target
@@ -161,7 +161,7 @@ def recorded(entries: Sequence[Entry], cfg: DictConfig) -> tuple[list[dict[str, 
 def row_of(measured: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     """What was measured and what the drafter costs; the label tells it from every other row."""
     row = {name: value for name, value in measured.items() if name not in ("rank_rates", "node_counts")} | facts
-    return row | {"label": f"{facts['run']} {tree_title(row)}", "speed_prompts": row["prompts"]}
+    return row | {"label": f"{facts['run']} {tree_title(row)}", "speed_prompts": timed_prompts(row)}
 
 
 # --- measuring again --------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 from drafttrain.wiring.composing import compose
 from tests.packaging.made import overfitted, packed
-from tests.packaging.measured import FAST, OLD, SLOW, row, write_runs
+from tests.packaging.measured import FAST, OLD, SETTINGS, SLOW, row, write_runs
 from tests.reporting.test_page import check_form
 from tests.target.test_adapter import made
 from tests.training.parts import write_tiny_set
@@ -158,6 +158,21 @@ def test_what_a_package_says_anew_is_shown_anew(original: Path, tmp_path: Path) 
     first, second = told(tmp_path / "out")["rows"]
     assert (first["run"], first["tree"], first["speedup"], first["tau"]) == ("slow", "static 9", 2.2, 2.5)
     assert first["guarantee"] == "approximate" and second["run"] == "fast"
+
+
+def test_measured_again_by_evaluate_is_told_as_evaluate_tells_it(original: Path, tmp_path: Path) -> None:
+    """evaluation.json has the form of metrics.json: acceptance over all prompts, speed over some, gaps; of others less is known."""
+    place = Path(shutil.copytree(original, tmp_path / "runs"))
+    path = place / "slow" / "package" / METRICS
+    evaluated = row(1.1, 1.25, prompts=100, speed_prompts=8, same_as_plain=8, tau_behind_best_interval=[0.1, 0.2])
+    path.write_text(json.dumps({"settings": SETTINGS, "rows": [evaluated]}))
+    report.main(words(place / "slow", tmp_path / "some"))
+    (found,) = json.loads((tmp_path / "some" / report.RESULT).read_text())["rows"]
+    assert (found["prompts"], found["speed_prompts"]) == (100, 8) and markdown_rows(tmp_path / "some")[0][10] == "8/8"
+    assert "near-ties" not in (tmp_path / "some" / report.TEXT).read_text()
+    path.write_text(json.dumps({"settings": SETTINGS, "rows": [{**evaluated, "prompts": None, "speed_prompts": None}]}))
+    report.main(words(place / "slow", tmp_path / "none"))
+    assert markdown_rows(tmp_path / "none")[0][10] == "8/?"
 
 
 def test_what_cannot_be_shown_leaves_nothing_behind(

@@ -231,7 +231,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST
 
 
 def _is_pair(value: Any) -> bool:
@@ -289,10 +289,13 @@ _MORE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("plain_seconds", _is_stages, "seconds by stage"),
     ("tokens", _is_count, "a count"),
     ("plain_tokens", _is_count, "a count"),
+    ("speed_prompts", _is_count, "a count"),
+    ("tau_behind_best", _is_number, "a number"),
+    ("tau_behind_best_interval", _is_pair, "two numbers"),
     ("rank_rates", _is_list_of(_is_list_of(_is_number)), "a list of rates for each depth"),
     ("node_counts", _is_nodes, "parent, kept and offered of each node of a tree, breadth first"),
 )
-"""What drawings read of a row besides; a row of an earlier version may lack it."""
+"""What drawings and sentences read of a row besides; a row of an earlier version may lack it."""
 
 
 def fastest_row(entry: Entry, temperature: float) -> dict[str, Any]:

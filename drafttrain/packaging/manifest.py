@@ -19,7 +19,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
-import math
 import os
 import re
 from pathlib import Path
@@ -69,6 +68,8 @@ _TARGET = ("name", "model_type", "licence", "fingerprint")
 _ADAPTER = ("rank", "alpha", "linears", "parameters", "digest")
 PICKLED = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib"}
 _LARGEST_CONFIG = 16 << 20
+_MOST = 1e15
+"""Beyond any number of seconds."""
 _CLASS = re.compile(r"(drafttrain\.drafter\.[a-z_][a-z0-9_]*)\.([A-Z]\w*)")
 
 
@@ -202,7 +203,7 @@ def _count(value: Any) -> TypeGuard[int]:
 
 
 def _amount(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MOST
 
 
 def check_target(config: dict[str, Any], target: Target, folder: str | os.PathLike[str] = "the package") -> None:

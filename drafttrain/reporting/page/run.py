@@ -133,15 +133,11 @@ def measured(rows: Sequence[Row]) -> Content:
             *(row["tau"], pair(row["tau_interval"]), row["accepted_per_round"]),
             *(row["speedup"], pair(row["speedup_interval"]), row["tokens_per_second"], row["plain_tokens_per_second"]),
             *(" ".join(accepted_cells(row)) or None, row["prompts"], row["rounds"]),
-            *(same_text_cell({"speed_prompts": row["prompts"], **row}), row["rule"], row["guarantee"]),
+            *(same_text_cell(row), row["rule"], row["guarantee"]),
         ]
         for row in rows
     ]
-    known = [
-        {"speed_prompts": row["prompts"], **row, "label": row_label(row)}
-        for row in rows
-        if row["temperature"] is not None
-    ]
+    known = [{**row, "label": row_label(row)} for row in rows if row["temperature"] is not None]
     told = [element("p", f"{line[:1].upper()}{line[1:]}.") for line in verdicts(known)]
     return [told, intervals(rows), table("Every way of drafting that was measured", _COLUMNS, lines)]
 
