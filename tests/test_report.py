@@ -209,7 +209,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a baseline by its name": ({"baseline": "ngram"}, "give baseline=null for none, or drafter@"),
     "a baseline of a package": ({"baseline_tree": "package"}, "the baseline has no package"),
     "a baseline of nothing": ({"baseline_tree": 0}, "baseline_tree: 0 drafts nothing"),
+    "a baseline that is run": ({"baseline": {"_target_": "os.system"}}, "_target_=os.system is no drafter by itself"),
+    "a baseline from nowhere": ({"baseline": {"_target_": "drafttrain.nowhere.X"}}, "X cannot be imported"),
     "an unknown dtype": ({"dtype": "foo"}, "dtype=foo"),
+    "a folder in use": ({"run_dir": str(Path(__file__).parent)}, "already holds"),
     "a seed of words": ({"seed": "x"}, "seed=x"),
     "a cold temperature": ({"temperature": -1}, "temperature is -1"),
 }
@@ -234,6 +237,8 @@ def test_a_baseline_is_chosen_as_a_drafter_and_needs_no_training(base: DictConfi
     assert report.check_settings(changed(base, baseline=None)) == Policy()
     cfg = compose("report", ["runs=a", "measure=true", "drafter@baseline=suffix"])
     assert cfg.baseline._target_.endswith("Suffix") and report.check_settings(cfg) == Policy()
+    with pytest.raises(InputError, match="is no drafter by itself: give drafter@baseline=ngram"):
+        report.check_settings(compose("report", ["runs=a", "measure=true", "drafter@baseline=ensemble", "baseline.packages=[a]"]))
     with pytest.raises(InputError, match="Eagle1 has to be trained"):
         report.check_settings(changed(base, baseline={"_target_": "drafttrain.drafter.eagle1.Eagle1"}))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from drafttrain.checks import path_of
 from drafttrain.errors import InputError
 from drafttrain.packaging.checking import some
 from drafttrain.packaging.manifest import (
@@ -99,7 +100,7 @@ def find_packages(runs: Iterable[str], say: Callable[[str], None]) -> list[Path]
 
 
 def _packages_of(given: str, say: Callable[[str], None]) -> list[Path]:
-    path = Path(given).expanduser()
+    path = path_of("runs", given)
     own = _package_in(path)
     if own is not None:
         return [own]
@@ -136,7 +137,8 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     places = [_place(folder.resolve()) for folder in folders]
     names: list[str] = []
     for parts in range(1, max((len(place.parts) for place in places), default=0) + 1):
-        names = ["/".join(place.parts[-parts:]) for place in places]
+        # What is no UTF-8 could be written into no report.
+        names = ["/".join(place.parts[-parts:]).encode(errors="replace").decode() for place in places]
         if len(set(names)) == len(names):
             break
     return names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -78,10 +79,17 @@ def test_what_holds_no_package(given: str, message: str, original: Path) -> None
         found(original / "fast", original / given)
 
 
+def test_what_is_no_path() -> None:
+    with pytest.raises(InputError, match="runs=~nobody-of-that-name/x can be no path"):
+        found("~nobody-of-that-name/x")
+
+
 def test_names_tell_runs_apart(tmp_path: Path) -> None:
     paths = [tmp_path / "a" / "one" / "package", tmp_path / "b" / "one", tmp_path / "b" / "two" / "package"]
     assert names_of(paths) == ["a/one", "b/one", "b/two"]
     assert names_of(paths[1:]) == ["one", "two"] and names_of([]) == []
+    (odd,) = names_of([tmp_path / os.fsdecode(b"caf\xe9")])
+    assert odd == "caf?", "no report could be written with a name that is no UTF-8"
 
 
 # --- read ----------------------------------------------------------------------------------------------------------------
