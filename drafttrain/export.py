@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
+from drafttrain.checks import path_of
 from drafttrain.errors import InputError
 from drafttrain.layouts import checking, origin, pairs
 from drafttrain.layouts.directory import Directory
@@ -72,6 +73,8 @@ def check_settings(cfg: DictConfig) -> None:
     for key in ("package", "out", "check", "against"):
         if not (cfg[key] is None or isinstance(cfg[key], str)):
             raise InputError(f"{key}={str(cfg[key])[:80]}: needs the path of a folder")
+        if cfg[key]:
+            path_of(key, cfg[key])
     if cfg.check is not None:
         if cfg.package is not None or cfg.out is not None:
             raise InputError("check looks at a directory and writes nothing: leave package and out away")

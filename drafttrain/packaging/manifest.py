@@ -26,6 +26,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor
 
+from drafttrain.checks import path_of
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.packaging.checking import check_keys, read_json, some
@@ -78,7 +79,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises: InputError if the folder is no package, holds pickled files, or its config is not exactly of this format.
     """
-    folder = Path(folder).expanduser()
+    folder = path_of("package", folder)
     if not folder.is_dir():
         raise InputError(
             f"package={folder} {'is a file' if folder.exists() else 'does not exist'}: give a package's folder"
