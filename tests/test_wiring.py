@@ -131,6 +131,8 @@ def test_overrides_and_experiments(conf: Path) -> None:
     ("override", "wanted"),
     [
         ("sed=1", "Did you mean seed?"),
+        ("+sed=1", "Did you mean seed?"),
+        ("++optm.lr=1", "Did you mean optim.lr?"),
         ("optim.lrr=1", "Did you mean optim.lr?"),
         ("optm.lr=1", "Did you mean optim.lr?"),
         ("lr=1", "Did you mean optim.lr?"),
@@ -218,6 +220,7 @@ def test_prompt_is_taken_literally(conf: Path, said: str) -> None:
         ("quickstart", "settings are written key=value"),
         ("seed=1,2", "one command makes one run"),
         ("optim.betas=[1", "needs quotes"),
+        ("target.path='\udcff'", "it is not UTF-8"),
         ("hydra.run.dir=x", "run_dir=<folder>"),
     ],
 )
