@@ -433,6 +433,8 @@ def test_provenance_is_json_and_complete(conf: Path) -> None:
     assert told["config"]["seed"] == 3 and told["versions"]["torch"]
     assert told["command"] == "python -m drafttrain.fit seed=3 'prompt=a b'"
     assert runs.differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2}) == {"a.b": (1, 3)}
+    endless = open_door(lambda cfg: runs.provenance(), "optim.lr=inf", "optim.betas=[0.9,nan]")["config"]["optim"]
+    assert json.dumps(endless, allow_nan=False) and endless["lr"] == "inf" and endless["betas"] == [0.9, "nan"]
 
 
 def test_seed_sets_every_source() -> None:
