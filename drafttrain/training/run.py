@@ -95,12 +95,13 @@ def open_run(cfg: DictConfig, say: Callable[[str], None]) -> Iterator[Run]:
 
 def read_resumed(cfg: DictConfig, run: Run, say: Callable[[str], None]) -> dict[str, Any] | None:
     path = run.checkpoints / LAST if cfg.resume == "last" else Path(str(cfg.resume)).expanduser().absolute()
+    mark = path if cfg.resume == "last" else run.checkpoints
+    if not mark.exists() and not (run.folder / CONFIG).is_file():
+        raise InputError(
+            f"run_dir={run.folder} is no run's folder, it has neither {mark.relative_to(run.folder)} nor {CONFIG}: give the folder "
+            "of an earlier run, or leave resume out and give a new one"
+        )
     if cfg.resume == "last" and not path.exists():
-        if not (run.folder / CONFIG).is_file():
-            raise InputError(
-                f"run_dir={run.folder} is no run's folder, it has neither {CHECKPOINTS}/{LAST} nor {CONFIG}: give the folder of an "
-                "earlier run, or leave resume out and give a new one"
-            )
         say(f"{run.folder} holds no checkpoint yet: starts from the beginning")
         return None
     state = read_checkpoint(path)

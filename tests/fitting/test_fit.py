@@ -348,6 +348,8 @@ def test_a_folder_of_somebody_is_not_taken_for_a_run(
     torch.save({"format": 1}, loose)
     said = refusal(capsys, ["experiment=smoke", f"data.path={folder}", f"resume={loose}"])
     assert "lies in no run's folder: give run_dir=<folder of the run> too" in said
+    said = refusal(capsys, words(folder, mine, f"resume={loose}"))
+    assert "is no run's folder, it has neither checkpoints nor config.yaml" in said
     loose.unlink()
     (mine / "config.yaml").touch()
     Run(mine).clear_scratch()
