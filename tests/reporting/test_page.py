@@ -342,5 +342,6 @@ def test_laps_add_up_and_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         for stage in ("loading", "training", "loading"):
             laps.mark(stage)
     assert laps.seconds == {"loading": 2.5, "training": 3.0}
-    write_noted(tmp_path, samples=None, seconds=laps.seconds)
-    assert json.loads((tmp_path / NOTED).read_text()) == {"format": 1, "seconds": laps.seconds, "samples": None}
+    write_noted(tmp_path, samples=None, seconds=laps.seconds, command="x y")
+    told = {"format": 1, "command": "x y", "seconds": laps.seconds, "samples": None}
+    assert json.loads((tmp_path / NOTED).read_text()) == told

@@ -62,7 +62,6 @@ def facts(record: Record) -> Markup:
     target, shape, made = config["target"], config["shape"], config["training"]
     limited = shape["draft_vocab"] < shape["vocab_size"]
     versions = made.get("versions") if isinstance(made.get("versions"), dict) else {}
-    command = made.get("command")
     rows: list[tuple[str, Content]] = [
         ("Target", listed(target["name"], target["model_type"], target["fingerprint"].get("dtype"), target["licence"])),
         (
@@ -90,7 +89,7 @@ def facts(record: Record) -> Markup:
                 *(f"{name} {value}" for name, value in versions.items() if name != "drafttrain"),
             ),
         ),
-        ("Command", element("code", command) if isinstance(command, str) else None),
+        ("Command", None if record.command is None else element("code", record.command)),
     ]
     return element("dl", [[element("dt", word), element("dd", value)] for word, value in rows if value])
 
