@@ -24,7 +24,7 @@ from drafttrain.layouts.directory import Directory
 from drafttrain.layouts.finding import Finding
 from drafttrain.layouts.inspection import ENGINES
 from drafttrain.layouts.pairs import Writer
-from drafttrain.layouts.writing import CARD, VOCABULARIES, Exported, Source, check_out, put
+from drafttrain.layouts.writing import CARD, VOCABULARIES, Exported, Source, check_out, filled, put
 from drafttrain.packaging.decoding import read_plan
 from drafttrain.packaging.manifest import CONFIG, DECODING, class_of, read_config
 from drafttrain.packaging.reading import load_drafter, target_for
@@ -145,7 +145,7 @@ def export_package(
         CARD: card(type(drafter).__name__, name, exported, engine),
     }
     put(out, exported, texts, target.tokenizer, lambda head: checked(head, source))
-    return dataclasses.replace(exported, command=exported.command.replace("{out}", str(out)).replace("{target}", name))
+    return dataclasses.replace(exported, command=filled(exported.command, str(out), name))
 
 
 def tokens_of(given: int | None, tree: Growth, deepest: int | None) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import os
 import pickle
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,17 @@ def test_export_then_check(place: Path, tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as left:
         export.main([f"check={out}"])
     assert left.value.code == 1 and "head-shipped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["a/b", "o'dir \"x\" [y] \\z $HOME ü", "{target}"])
+def test_printed_commands_hold_any_path(name: str) -> None:
+    _, _, target, _, told = shlex.split(writing.filled(writing.vllm_command("eagle", 4), name, "my target"))
+    assert target == "my target" and json.loads(told)["model"] == name
+    words = shlex.split(writing.filled(writing.sglang_command("EAGLE", 4) + " --speculative-token-map {out}/x.pt", name, "it's"))
+    assert [words[place] for place in (4, 8, -1)] == ["it's", name, f"{name}/x.pt"]
+    for quote in "'", '"':
+        call = ast.parse(writing.filled(f"Model.load({quote}{{target}}{quote}, out={quote}{{out}}{quote})  # x", name, "it's"))
+        assert [node.value for node in ast.walk(call) if isinstance(node, ast.Constant)] == ["it's", name]
 
 
 def test_warnings_alone_are_no_error(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
