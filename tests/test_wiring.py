@@ -315,6 +315,7 @@ def test_what_the_system_refuses_is_one_line(conf: Path, tmp_path: Path, capsys:
 
     assert "x/y cannot be used: Permission denied" in told(failing(PermissionError(errno.EACCES, "Permission denied", "x/y")))
     assert "File name too long" in told(lambda cfg: (tmp_path / ("a" * 300)).is_file())
+    assert f"{tmp_path}/gone is gone" in told(lambda cfg: (tmp_path / "gone" / "x").read_text())
     assert "larger than this system allows" in told(failing(OSError(errno.EFBIG, "File too large")))
     assert "memory is full" in told(failing(MemoryError()))
     said = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
