@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -99,6 +100,9 @@ class Record:
         if not self.learns:
             return "with a new run_dir= the same command measures again and notes it:", command
         more = "" if "resume=" in command else " resume=last"
+        folder = self.entry.run_folder
+        if "run_dir=" not in command and folder is not None:  # Without it the newest run of this experiment is meant.
+            more += " " + shlex.quote(f"run_dir=runs/{folder.name}")
         return "continued behind its end, the run trains nothing, measures again and notes it:", command + more
 
 
