@@ -29,7 +29,7 @@ from torch import Tensor
 from drafttrain.checks import path_of
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
-from drafttrain.packaging.checking import check_keys, read_json, some
+from drafttrain.packaging.checking import check_characters, check_keys, read_json, some
 from drafttrain.target import fingerprint
 from drafttrain.target.adapter import LARGEST_RANK
 from drafttrain.target.model import Target
@@ -97,7 +97,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
             hint = "this looks like a target, which is given as target=hf target.path=<folder>"
         raise InputError(f"{folder} is not a package, it lacks {', '.join(lacking)}: {hint}")
     path = folder / CONFIG
-    config = read_json(path, _LARGEST_CONFIG, "a package's config")
+    config = check_characters(read_json(path, _LARGEST_CONFIG, "a package's config"), path)
     form = config.get("format") if isinstance(config, dict) else None
     if form != FORMAT or isinstance(form, bool):
         newer = isinstance(form, int) and form > FORMAT
@@ -171,7 +171,7 @@ def checked_metrics(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder).expanduser() / METRICS
     if not path.is_file():
         raise InputError(f"{path} is missing: the package is not whole")
-    found = read_json(path, _LARGEST_CONFIG, "what was measured of a package")
+    found = check_characters(read_json(path, _LARGEST_CONFIG, "what was measured of a package"), path)
     rows, settings = (found.get("rows"), found.get("settings", {})) if isinstance(found, dict) else (None, None)
     if not isinstance(settings, dict) or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise InputError(f'{path} is not of the form {{"settings": {{...}}, "rows": [{{...}}]}}')
