@@ -14,10 +14,13 @@ import pytest
 import torch
 from torch import nn
 
+from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.drafter.ngram import NGram
 from drafttrain.errors import InputError
 from drafttrain.target import load
 from scripts.engines import loading, proof
 from scripts.engines.proof import Counts, EngineError, Job
+from tests.packaging.made import packed
 
 # --- tensors -------------------------------------------------------------------------------------------------------------
 
@@ -162,6 +165,22 @@ def test_a_target_as_a_directory(tmp_path: Path, target: Any) -> None:
     assert again.fingerprint == target.fingerprint
     with pytest.raises(InputError, match="exists: give a new or an empty folder"):
         proof.write_target(target, folder)
+
+
+def test_packages_that_cannot_be_served_are_refused_before_an_engine_is_started(
+    tmp_path: Path, target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed(tmp_path / "ngram", NGram(target), target)
+    packed(tmp_path / "other", Eagle1(load.tiny(seed=1)), load.tiny(seed=1))
+    monkeypatch.setattr(proof, "serve", lambda *_, **__: pytest.fail("an engine was started"))
+    monkeypatch.setattr(proof, "embedded", lambda: target)
+    for package, said in (
+        ("nowhere", "does not exist"),
+        ("ngram", "a NGram is not exported"),
+        ("other", "belongs to another target"),
+    ):
+        with pytest.raises(InputError, match=said):
+            proof.prove(tmp_path, [tmp_path / package], 1, 1, 1, tmp_path)
 
 
 # --- the environment -------------------------------------------------------------------------------------------------------
