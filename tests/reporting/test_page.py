@@ -317,6 +317,8 @@ def test_numbers_that_are_none_are_left_out(copy: Path) -> None:
         {"step": 3, "train/loss": -1e-320},
     ]
     check_form(page("x", [record]))
+    (copy / "metrics.csv").write_text(f"step,val/tau,val/accept@1,val/accept@{'9' * 5000}\n1,1.5,0.5,0.5\n")
+    check_form(page("x", [record_of(copy)]))
 
 
 def test_packages_of_all_kinds_have_a_page(tmp_path: Path) -> None:
