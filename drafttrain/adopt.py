@@ -12,6 +12,7 @@ import sys
 import torch
 from omegaconf import DictConfig
 
+from drafttrain.checks import path_of
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.ssm import Ssm
@@ -19,7 +20,8 @@ from drafttrain.errors import InputError
 from drafttrain.layouts.directory import Directory, how_to_convert, open_directory
 from drafttrain.layouts.origin import Origin, read_origin, refuse_other_target
 from drafttrain.layouts.pairs import reader_of
-from drafttrain.packaging.writing import check_place, save_package
+from drafttrain.layouts.writing import check_out
+from drafttrain.packaging.writing import save_package
 from drafttrain.runs import provenance
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import MOST_NODES, Tree
@@ -52,6 +54,7 @@ def check_settings(cfg: DictConfig) -> None:
     for key in ("head", "out"):
         if not isinstance(cfg[key], str) or not cfg[key].strip():
             raise InputError(f"{key}={str(cfg[key])[:80]}: needs the path of a folder")
+        path_of(key, cfg[key])
     for key, most in (("chain", MOST_NODES), ("trained_length", 1 << 31)):
         value = cfg[key]
         if not (value is None and key == "trained_length") and (type(value) is not int or not 1 <= value <= most):
@@ -64,7 +67,7 @@ def read_head(cfg: DictConfig) -> Directory:
     Raises: InputError.
     """
     check_settings(cfg)
-    check_place(cfg.out)
+    check_out(cfg.out)
     head = open_directory(cfg.head, "head")
     refuse_pickles(head)
     reader_of(head)

@@ -72,6 +72,10 @@ def _file_refused(error: BaseException) -> str:
     while one is not None:
         if isinstance(one, OSError) and one.errno in _REFUSED and one.filename is not None:
             return f"{one.filename} cannot be used: {one.strerror}"
+        if isinstance(one, FileNotFoundError) and isinstance(one.filename, str):
+            folder = os.path.dirname(one.filename) or "."
+            if not os.path.exists(folder):  # A wrong name in a folder that is there would be a fault of this program.
+                return f"{one.filename} cannot be used: {folder} is gone"
         one = one.__cause__
     return ""
 

@@ -17,13 +17,14 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
+from drafttrain.checks import path_of
 from drafttrain.errors import InputError
 from drafttrain.layouts import checking, origin, pairs
 from drafttrain.layouts.directory import Directory
 from drafttrain.layouts.finding import Finding
 from drafttrain.layouts.inspection import ENGINES
 from drafttrain.layouts.pairs import Writer
-from drafttrain.layouts.writing import CARD, VOCABULARIES, Exported, Source, check_out, put
+from drafttrain.layouts.writing import CARD, VOCABULARIES, Exported, Source, check_out, filled, put
 from drafttrain.packaging.decoding import read_plan
 from drafttrain.packaging.manifest import CONFIG, DECODING, class_of, read_config
 from drafttrain.packaging.reading import load_drafter, target_for
@@ -72,6 +73,8 @@ def check_settings(cfg: DictConfig) -> None:
     for key in ("package", "out", "check", "against"):
         if not (cfg[key] is None or isinstance(cfg[key], str)):
             raise InputError(f"{key}={str(cfg[key])[:80]}: needs the path of a folder")
+        if cfg[key]:
+            path_of(key, cfg[key])
     if cfg.check is not None:
         if cfg.package is not None or cfg.out is not None:
             raise InputError("check looks at a directory and writes nothing: leave package and out away")
@@ -142,7 +145,7 @@ def export_package(
         CARD: card(type(drafter).__name__, name, exported, engine),
     }
     put(out, exported, texts, target.tokenizer, lambda head: checked(head, source))
-    return dataclasses.replace(exported, command=exported.command.replace("{out}", str(out)).replace("{target}", name))
+    return dataclasses.replace(exported, command=filled(exported.command, str(out), name))
 
 
 def tokens_of(given: int | None, tree: Growth, deepest: int | None) -> int:

@@ -22,7 +22,7 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.selfspec import SelfSpec
 from drafttrain.fitting.boosting import boost
-from drafttrain.fitting.given import check_store, load_target, make_drafter, read_calibration, read_data
+from drafttrain.fitting.given import check_batches, check_store, load_target, make_drafter, read_calibration, read_data
 from drafttrain.fitting.learning import learn, logged
 from drafttrain.fitting.result import evaluate, pack, publish
 from drafttrain.fitting.saying import say
@@ -34,7 +34,7 @@ from drafttrain.reporting.console import clock, track
 from drafttrain.reporting.loggers import log_config
 from drafttrain.reporting.records import Laps
 from drafttrain.runs import plain
-from drafttrain.training.prepare import Ready, Settings, prepare_untrained
+from drafttrain.training.prepare import Ready, Settings, prepare_untrained, usable_prompts
 from drafttrain.training.run import Run, open_run
 from drafttrain.training.skips import Found
 from drafttrain.wiring.doors import door
@@ -48,6 +48,7 @@ def main(cfg: DictConfig) -> None:
     began, laps = time.monotonic(), Laps()
     settings = read_settings(cfg)
     data, held_out = read_data(cfg)
+    check_batches(cfg, settings, data)
     calibration = read_calibration(cfg, settings)
     check_store(cfg, data)
     with open_run(cfg, say) as run, logged(cfg, run):
@@ -89,6 +90,7 @@ def search(cfg: DictConfig, settings: Settings, run: Run, drafter: Drafter, data
     assert isinstance(drafter, SelfSpec)
     began = time.monotonic()
     settings.final.check(drafter)
+    usable_prompts(drafter.target, data, settings, lambda _: None)  # What it refuses, it refuses before the search.
     found = settings.search.run(
         drafter, settings.tree, data, seed=cfg.seed, watch=lambda items, what: track(items, description=what)
     )

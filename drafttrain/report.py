@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import hydra.utils
 from omegaconf import DictConfig, OmegaConf
 
 from drafttrain import runs
+from drafttrain.checks import shown
 from drafttrain.data.conversations import write_json
 from drafttrain.decoding.conditions import conditions, dtype_name
 from drafttrain.decoding.measure import Entrant, behind, race
@@ -39,12 +39,12 @@ from drafttrain.reporting.console import table, track
 from drafttrain.reporting.figures import comparison
 from drafttrain.reporting.page.whole import PAGE, page, title_of
 from drafttrain.reporting.records import read_record
-from drafttrain.reporting.rows import verdicts
+from drafttrain.reporting.rows import timed_prompts, verdicts
 from drafttrain.reporting.side_by_side import COLUMNS, fastest_first, line, markdown, tree_title
-from drafttrain.runs import provenance, run_dir
+from drafttrain.runs import check_run_dir, provenance, run_dir
 from drafttrain.target.model import Target
 from drafttrain.target.prompts import Source, open_prompts
-from drafttrain.wiring.building import build
+from drafttrain.wiring.building import build, named_by
 from drafttrain.wiring.doors import door
 
 RESULT, TEXT, PICTURE = "report.json", "report.md", "report.png"
@@ -82,6 +82,7 @@ def check_settings(cfg: DictConfig) -> Policy:
             raise InputError(f"{key}={value}: needs a whole number of at least 1")
     check_seed(cfg.seed)
     check_dtype(cfg.dtype)
+    check_run_dir(cfg.run_dir, resume=False)
     if not OmegaConf.is_list(cfg.trees) or not cfg.trees:
         raise InputError(f"trees={cfg.trees}: needs a list of at least one tree, such as 'trees=[package]'")
     for key, value in [*(("trees", value) for value in plain_trees(cfg)), ("baseline_tree", plain(cfg.baseline_tree))]:
@@ -90,7 +91,12 @@ def check_settings(cfg: DictConfig) -> Policy:
     if cfg.baseline is not None:
         if not OmegaConf.is_dict(cfg.baseline):
             raise InputError(f"baseline={cfg.baseline}: give baseline=null for none, or drafter@baseline=<name> for one")
-        kind = hydra.utils.get_object(cfg.baseline._target_)
+        kind = named_by(cfg.baseline)
+        if not (isinstance(kind, type) and issubclass(kind, Drafter)):
+            raise InputError(
+                f"baseline._target_={shown(cfg.baseline._target_)} is no drafter by itself: give drafter@baseline=ngram, "
+                "drafter@baseline=suffix or baseline=null"
+            )
         if kind.learns:
             raise InputError(
                 f"baseline: {kind.__name__} has to be trained, a baseline is what needs no training: give "
@@ -161,7 +167,7 @@ def recorded(entries: Sequence[Entry], cfg: DictConfig) -> tuple[list[dict[str, 
 def row_of(measured: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     """What was measured and what the drafter costs; the label tells it from every other row."""
     row = {name: value for name, value in measured.items() if name not in ("rank_rates", "node_counts")} | facts
-    return row | {"label": f"{facts['run']} {tree_title(row)}", "speed_prompts": row["prompts"]}
+    return row | {"label": f"{facts['run']} {tree_title(row)}", "speed_prompts": timed_prompts(row)}
 
 
 # --- measuring again --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import math
 import os
 import platform
 import random
@@ -69,8 +70,17 @@ def provenance(config: DictConfig | None = None) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), **versions},
         "commit": _commit(),
-        "config": plain(config),
+        "config": _as_json(plain(config)),
     }
+
+
+def _as_json(value: Any) -> Any:
+    """Plain values with what JSON has no number for, such as features.budget_gb=inf, as text."""
+    if isinstance(value, dict):
+        return {key: _as_json(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_as_json(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

@@ -120,6 +120,9 @@ def test_pickles_are_refused_with_a_way(place: Path, tmp_path: Path, target: Tar
         ({"chain": 0}, "chain=0: needs a whole number"),
         ({"trained_length": "long"}, "trained_length=long"),
         ({"out": "{place}"}, "holds"),
+        ({"out": "{place}/package"}, "give a new or an empty folder, nothing is ever replaced"),
+        ({"out": "~nobody-of-that-name/x"}, "out=~nobody-of-that-name/x can be no path"),
+        ({"head": "~nobody-of-that-name/x"}, "head=~nobody-of-that-name/x can be no path"),
         ({"head": "{place}/package"}, "is a drafttrain package"),
     ],
 )

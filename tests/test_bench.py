@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.rules import RULES
+from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.drafter.medusa import Medusa
+from drafttrain.drafter.ngram import NGram
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.target import load
 from drafttrain.tree.topology import Tree
@@ -79,6 +83,33 @@ def test_a_package_without_a_model_of_its_own_is_refused(
     with pytest.raises(SystemExit) as stopped:
         run("hf_peers.py", "--target", "tiny", "--package", package, patch=monkeypatch)
     assert stopped.value.code == 2 and "export_assistant=true" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--package", "/nowhere"), "package=/nowhere does not exist"),
+        (("--package", "~nobody-of-that-name/x"), "can be no path"),
+        (("--prompts", 0), "--k, --prompts and --new need at least 1"),
+        (("--k", -1), "--k, --prompts and --new need at least 1"),
+        (("--temperature", "nan"), "temperature is nan"),
+        (("--new", 1), "no prompt had a round of drafts"),
+        (("--package", "{ngram}"), "rule ratio does not fit"),
+        (("--package", "{medusa}", "--k", 3), "3 deep, this drafter fills 2"),
+    ],
+)
+def test_rules_are_not_compared_for_nothing(
+    words: Sequence[Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = load.tiny()
+    torch.manual_seed(0)
+    packed(tmp_path / "eagle1", Eagle1(target), target)
+    packed(tmp_path / "ngram", NGram(target), target)
+    packed(tmp_path / "medusa", Medusa(target, heads=2).eval(), target)
+    words = [str(word).replace("{", f"{tmp_path}/").replace("}", "") for word in words]
+    with pytest.raises(SystemExit) as stopped:
+        run("rules.py", "--target", "tiny", "--package", tmp_path / "eagle1", "--prompts", 1, "--new", 4, *words, patch=monkeypatch)
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_the_block_rule_beside_the_ratio_rule_on_the_same_chains(

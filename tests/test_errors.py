@@ -42,6 +42,15 @@ def test_what_keeps_a_file_from_being_whole(error: Exception, said: str) -> None
     assert refused_by_system(ValueError("unexpected position 3")) == ""
 
 
+def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+    """Where the folder is there, a name that is not there is a fault of the program, which a traceback shows."""
+    gone = tmp_path / "gone"
+    for place, said in ((gone / "x", f"{gone}/x cannot be used: {gone} is gone"), (tmp_path / "x", "")):
+        with pytest.raises(FileNotFoundError) as caught:
+            place.read_bytes()
+        assert refused_by_system(caught.value) == said
+
+
 def test_the_reason_wins_over_what_it_led_to() -> None:
     try:
         try:

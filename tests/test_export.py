@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import os
 import pickle
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,17 @@ def test_export_then_check(place: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert left.value.code == 1 and "head-shipped" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["a/b", "o'dir \"x\" [y] \\z $HOME ü", "{target}"])
+def test_printed_commands_hold_any_path(name: str) -> None:
+    _, _, target, _, told = shlex.split(writing.filled(writing.vllm_command("eagle", 4), name, "my target"))
+    assert target == "my target" and json.loads(told)["model"] == name
+    words = shlex.split(writing.filled(writing.sglang_command("EAGLE", 4) + " --speculative-token-map {out}/x.pt", name, "it's"))
+    assert [words[place] for place in (4, 8, -1)] == ["it's", name, f"{name}/x.pt"]
+    for quote in "'", '"':
+        call = ast.parse(writing.filled(f"Model.load({quote}{{target}}{quote}, out={quote}{{out}}{quote})  # x", name, "it's"))
+        assert [node.value for node in ast.walk(call) if isinstance(node, ast.Constant)] == ["it's", name]
+
+
 def test_warnings_alone_are_no_error(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config(tie_word_embeddings=True)(head)
     export.show(check_path(head), "head")
@@ -130,6 +143,9 @@ def test_a_tuned_target_is_refused(place: Path, tmp_path: Path, monkeypatch: pyt
         ({"dtype": "int8"}, "dtype=int8: give one of package, float32"),
         ({"vocabulary": "small"}, "vocabulary=small: give one of auto, whole, reduced"),
         ({"tokens": 0}, "tokens=0: needs a whole number from 1"),
+        ({"package": "~nobody-of-that-name/x"}, "package=~nobody-of-that-name/x can be no path"),
+        ({"out": "~nobody-of-that-name/x"}, "out=~nobody-of-that-name/x can be no path"),
+        ({"package": None, "out": None, "check": "~nobody-of-that-name/x"}, "check=~nobody-of-that-name/x can be no path"),
         ({"against": "somewhere"}, "against is what check compares with"),
         ({"check": "somewhere"}, "leave package and out away"),
         ({"package": None, "out": None, "check": "/nowhere", "to": "speculators"}, "to=speculators: give one of vllm"),

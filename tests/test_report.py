@@ -35,7 +35,7 @@ from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 from drafttrain.wiring.composing import compose
 from tests.packaging.made import overfitted, packed
-from tests.packaging.measured import FAST, OLD, SLOW, row, write_runs
+from tests.packaging.measured import FAST, OLD, SETTINGS, SLOW, row, write_runs
 from tests.reporting.test_page import check_form
 from tests.target.test_adapter import made
 from tests.training.parts import write_tiny_set
@@ -160,6 +160,21 @@ def test_what_a_package_says_anew_is_shown_anew(original: Path, tmp_path: Path) 
     assert first["guarantee"] == "approximate" and second["run"] == "fast"
 
 
+def test_measured_again_by_evaluate_is_told_as_evaluate_tells_it(original: Path, tmp_path: Path) -> None:
+    """evaluation.json has the form of metrics.json: acceptance over all prompts, speed over some, gaps; of others less is known."""
+    place = Path(shutil.copytree(original, tmp_path / "runs"))
+    path = place / "slow" / "package" / METRICS
+    evaluated = row(1.1, 1.25, prompts=100, speed_prompts=8, same_as_plain=8, tau_behind_best_interval=[0.1, 0.2])
+    path.write_text(json.dumps({"settings": SETTINGS, "rows": [evaluated]}))
+    report.main(words(place / "slow", tmp_path / "some"))
+    (found,) = json.loads((tmp_path / "some" / report.RESULT).read_text())["rows"]
+    assert (found["prompts"], found["speed_prompts"]) == (100, 8) and markdown_rows(tmp_path / "some")[0][10] == "8/8"
+    assert "near-ties" not in (tmp_path / "some" / report.TEXT).read_text()
+    path.write_text(json.dumps({"settings": SETTINGS, "rows": [{**evaluated, "prompts": None, "speed_prompts": None}]}))
+    report.main(words(place / "slow", tmp_path / "none"))
+    assert markdown_rows(tmp_path / "none")[0][10] == "8/?"
+
+
 def test_what_cannot_be_shown_leaves_nothing_behind(
     original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,7 +209,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a baseline by its name": ({"baseline": "ngram"}, "give baseline=null for none, or drafter@"),
     "a baseline of a package": ({"baseline_tree": "package"}, "the baseline has no package"),
     "a baseline of nothing": ({"baseline_tree": 0}, "baseline_tree: 0 drafts nothing"),
+    "a baseline that is run": ({"baseline": {"_target_": "os.system"}}, "_target_=os.system is no drafter by itself"),
+    "a baseline from nowhere": ({"baseline": {"_target_": "drafttrain.nowhere.X"}}, "X cannot be imported"),
     "an unknown dtype": ({"dtype": "foo"}, "dtype=foo"),
+    "a folder in use": ({"run_dir": str(Path(__file__).parent)}, "already holds"),
     "a seed of words": ({"seed": "x"}, "seed=x"),
     "a cold temperature": ({"temperature": -1}, "temperature is -1"),
 }
@@ -219,6 +237,8 @@ def test_a_baseline_is_chosen_as_a_drafter_and_needs_no_training(base: DictConfi
     assert report.check_settings(changed(base, baseline=None)) == Policy()
     cfg = compose("report", ["runs=a", "measure=true", "drafter@baseline=suffix"])
     assert cfg.baseline._target_.endswith("Suffix") and report.check_settings(cfg) == Policy()
+    with pytest.raises(InputError, match="is no drafter by itself: give drafter@baseline=ngram"):
+        report.check_settings(compose("report", ["runs=a", "measure=true", "drafter@baseline=ensemble", "baseline.packages=[a]"]))
     with pytest.raises(InputError, match="Eagle1 has to be trained"):
         report.check_settings(changed(base, baseline={"_target_": "drafttrain.drafter.eagle1.Eagle1"}))
 

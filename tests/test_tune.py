@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from drafttrain.drafter.ngram import NGram
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.drafter.suffix import Suffix
 from drafttrain.packaging.decoding import read_plan
+from drafttrain.packaging.manifest import CONFIG
 from drafttrain.target.model import Target
 from drafttrain.tree.forest import Forest
 from drafttrain.tree.topology import Tree
@@ -127,6 +129,16 @@ def test_bad_input_is_one_line(name: str, place: Path, tmp_path: Path, capsys: p
     *_, last = capsys.readouterr().err.strip().splitlines()
     assert last.startswith("drafttrain.tune: ") and re.search(message, last), last
     assert not (tmp_path / "run").exists()
+
+
+def test_a_package_of_nonsense_is_one_line(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    package = Path(shutil.copytree(place / "package", tmp_path / "package"))
+    config = json.loads((package / CONFIG).read_text())
+    config["drafter"]["members"] = 5
+    (package / CONFIG).write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as caught:
+        tune.main(words(place, tmp_path / "run", package=package))
+    assert caught.value.code == 2 and "drafter has an unknown key 'members'" in capsys.readouterr().err
 
 
 def test_an_ensemble_shares_its_drafts(place: Path, target: Target, tmp_path: Path) -> None:

@@ -131,6 +131,8 @@ def test_overrides_and_experiments(conf: Path) -> None:
     ("override", "wanted"),
     [
         ("sed=1", "Did you mean seed?"),
+        ("+sed=1", "Did you mean seed?"),
+        ("++optm.lr=1", "Did you mean optim.lr?"),
         ("optim.lrr=1", "Did you mean optim.lr?"),
         ("optm.lr=1", "Did you mean optim.lr?"),
         ("lr=1", "Did you mean optim.lr?"),
@@ -218,6 +220,7 @@ def test_prompt_is_taken_literally(conf: Path, said: str) -> None:
         ("quickstart", "settings are written key=value"),
         ("seed=1,2", "one command makes one run"),
         ("optim.betas=[1", "needs quotes"),
+        ("target.path='\udcff'", "it is not UTF-8"),
         ("hydra.run.dir=x", "run_dir=<folder>"),
     ],
 )
@@ -312,6 +315,7 @@ def test_what_the_system_refuses_is_one_line(conf: Path, tmp_path: Path, capsys:
 
     assert "x/y cannot be used: Permission denied" in told(failing(PermissionError(errno.EACCES, "Permission denied", "x/y")))
     assert "File name too long" in told(lambda cfg: (tmp_path / ("a" * 300)).is_file())
+    assert f"{tmp_path}/gone is gone" in told(lambda cfg: (tmp_path / "gone" / "x").read_text())
     assert "larger than this system allows" in told(failing(OSError(errno.EFBIG, "File too large")))
     assert "memory is full" in told(failing(MemoryError()))
     said = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
@@ -430,6 +434,8 @@ def test_provenance_is_json_and_complete(conf: Path) -> None:
     assert told["config"]["seed"] == 3 and told["versions"]["torch"]
     assert told["command"] == "python -m drafttrain.fit seed=3 'prompt=a b'"
     assert runs.differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2}) == {"a.b": (1, 3)}
+    endless = open_door(lambda cfg: runs.provenance(), "optim.lr=inf", "optim.betas=[0.9,nan]")["config"]["optim"]
+    assert json.dumps(endless, allow_nan=False) and endless["lr"] == "inf" and endless["betas"] == [0.9, "nan"]
 
 
 def test_seed_sets_every_source() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -101,6 +102,24 @@ def is_locked(path: Path) -> bool:
             return not _lock(file, patience=0)
     except OSError:
         return False
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """While it lasts, however it ends, no other process is in here for this folder; no file is made for it.
+
+    Raises: InputError if one is.
+    """
+    handle = None
+    with contextlib.suppress(OSError):  # Windows opens no folders.
+        handle = os.open(folder, os.O_RDONLY)
+    try:
+        if handle is not None and not _lock(handle):
+            raise InputError(f"{folder} is being written by another process: wait for it, or give another folder")
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 def _lock(file: Any, patience: float = 2.0) -> bool:

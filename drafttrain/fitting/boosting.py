@@ -18,7 +18,7 @@ from drafttrain.reporting.loggers import log_config
 from drafttrain.runs import plain
 from drafttrain.target.model import Target
 from drafttrain.training.boost import Collective, Fit, Tuning, references
-from drafttrain.training.boosted import Boosted, Borrowed, note_member, procedure_facts, together
+from drafttrain.training.boosted import Boosted, Borrowed, note_member, procedure_facts, prompts_to_share_on, together
 from drafttrain.training.checkpoint import LAST, check_whole, read_checkpoint, write_checkpoint
 from drafttrain.training.prepare import Settings, Training
 from drafttrain.training.resume import refuse_other_run
@@ -46,6 +46,8 @@ def boost(
     chosen.check(drafter)
     drafter.check(settings.tree)
     settings.final.check(drafter)
+    if chosen.nodes is not None and calibration is not None:
+        prompts_to_share_on(target, calibration, chosen)
     groups = settings.trainer.sampler(data, seed=cfg.seed, rank=0, world=1).batches(0)
     source = build(
         cfg.features, target=target, needs=drafter.needs, data=data, groups=groups, spill_dir=run.scratch, shared=False

@@ -17,6 +17,7 @@ from drafttrain.errors import InputError
 from drafttrain.fitting.saying import say
 from drafttrain.fitting.settings import kind_of, reads_store, trains_target
 from drafttrain.packaging.beginning import read_beginning, take_weights
+from drafttrain.processes import rank, world_size
 from drafttrain.reporting.console import clock, track
 from drafttrain.runs import seed_everything
 from drafttrain.target.adapter import Trained
@@ -43,6 +44,12 @@ def read_data(cfg: DictConfig) -> tuple[ConversationData, ConversationData | Non
     say(data.summary())
     say("held_out: no rows, so nothing is measured by decoding" if held_out is None else held_out.summary())
     return data, held_out
+
+
+def check_batches(cfg: DictConfig, settings: Settings, data: ConversationData) -> None:
+    """Raise InputError if the rows cannot be put into batches or sequences, before the target is loaded."""
+    if kind_of(cfg).learns:
+        settings.trainer.sampler(data, seed=cfg.seed, rank=rank(), world=world_size())
 
 
 def read_calibration(cfg: DictConfig, settings: Settings) -> ConversationData | None:

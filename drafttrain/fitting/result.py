@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from drafttrain import runs
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.fitting.saying import say
 from drafttrain.packaging.collection import read_entries
@@ -98,7 +99,7 @@ def pack(cfg: DictConfig, ready: Ready, worth: Worth) -> Path:
 
 def publish(run: Run, worth: Worth, laps: Laps) -> None:
     """Note what no other file holds, and write the page about the run, from its folder alone."""
-    write_noted(run.folder, samples=worth.samples, seconds=laps.seconds)
+    write_noted(run.folder, samples=worth.samples, seconds=laps.seconds, command=runs.current.command)
     records = [read_record(entry) for entry in read_entries([run.folder / PACKAGE], measured=True)]
     write_page(run.folder / PAGE, page(title_of(records), records))
     say(f"the page about the run is {run.folder / PAGE}")

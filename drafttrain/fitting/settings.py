@@ -21,6 +21,8 @@ from drafttrain.target.stored import StoredFeatures
 from drafttrain.training.course import TrainerConfig
 from drafttrain.training.prepare import Settings
 from drafttrain.training.trainer import check_trainer
+from drafttrain.tree.forest import Forest
+from drafttrain.tree.topology import check_size
 from drafttrain.wiring.building import build, named_by
 
 ONLY_LEARNING = {
@@ -69,6 +71,7 @@ def read_settings(cfg: DictConfig) -> Settings:
     if settings.boost is not None:
         settings.boost.check_kind(kind)
         refuse_with_boost(cfg)
+        check_together(settings, settings.boost.members)
     if settings.search is not None:
         settings.search.check(kind)
     if not settings.tree.size:
@@ -103,6 +106,15 @@ def refuse_learning(cfg: DictConfig, name: str) -> None:
         if cfg[key] not in (None, False):
             given = f"{key}={cfg[key]}" if isinstance(cfg[key], str) else key
             raise InputError(f"{given}: {name} learns nothing, so {why}; set {key}={off}")
+
+
+def check_together(settings: Settings, members: int) -> None:
+    """Raise InputError if trees that each of so many models grows are together more than one pass can check."""
+    tables = {"acceptance": settings.final.acceptance, "speed": settings.final.speed}
+    named = {f"final.{table}.{name}": tree for table, trees in tables.items() for name, tree in trees.items()}
+    for where, tree in {"the tree": settings.tree, **named}.items():
+        if tree is not None and not isinstance(tree, Forest):
+            check_size(members * tree.size, f"{where}, grown by each of boost.members={members}")
 
 
 def refuse_with_boost(cfg: DictConfig) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -89,6 +91,19 @@ def sglang_command(algorithm: str, tokens: int) -> str:
         f"python -m sglang.launch_server --model-path {{target}} --speculative-algorithm {algorithm} "
         f"--speculative-draft-model-path {{out}} --speculative-num-steps {tokens} --speculative-num-draft-tokens {tokens + 1}"
     )
+
+
+def filled(command: str, out: str, target: str) -> str:
+    """The command with both names in it, whatever signs they have: as a shell's word, in JSON in a shell's quotes, or in Python."""
+    shell = command.startswith(("vllm ", "python ", "text-generation-launcher "))
+
+    def name(place: re.Match[str]) -> str:
+        given = out if place[2] == "out" else target
+        if place[0].startswith('"') and shell:
+            return json.dumps(given, ensure_ascii=False).replace("'", "'\\''")
+        return shlex.quote(given) if place[0].startswith("{") else repr(given)
+
+    return re.sub(r"""(["']?)\{(out|target)\}\1""", name, command)
 
 
 def stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

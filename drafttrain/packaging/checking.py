@@ -42,6 +42,16 @@ def read_json(path: Path, largest: int, what: str) -> Any:
         raise InputError(f"{path} cannot be read: {error}") from error
 
 
+def check_characters(found: Any, path: Path) -> Any:
+    """What was read from JSON, if all of it could be written as UTF-8; raises InputError for half a surrogate pair, as \\ud800."""
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.start + 1]
+        raise InputError(f"{path} holds half a character ({half!a}): it is damaged, get it again") from error
+    return found
+
+
 def some(names: Iterable[str], limit: int = 8) -> str:
     """The first names, and how many more there are."""
     listed = [str(name)[:160] for name in names]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from drafttrain.checks import path_of
 from drafttrain.errors import InputError
 from drafttrain.packaging.checking import some
 from drafttrain.packaging.manifest import (
@@ -99,7 +100,7 @@ def find_packages(runs: Iterable[str], say: Callable[[str], None]) -> list[Path]
 
 
 def _packages_of(given: str, say: Callable[[str], None]) -> list[Path]:
-    path = Path(given).expanduser()
+    path = path_of("runs", given)
     own = _package_in(path)
     if own is not None:
         return [own]
@@ -136,7 +137,8 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     places = [_place(folder.resolve()) for folder in folders]
     names: list[str] = []
     for parts in range(1, max((len(place.parts) for place in places), default=0) + 1):
-        names = ["/".join(place.parts[-parts:]) for place in places]
+        # What is no UTF-8 could be written into no report.
+        names = ["/".join(place.parts[-parts:]).encode(errors="replace").decode() for place in places]
         if len(set(names)) == len(names):
             break
     return names
@@ -231,7 +233,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST
 
 
 def _is_pair(value: Any) -> bool:
@@ -289,10 +291,13 @@ _MORE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("plain_seconds", _is_stages, "seconds by stage"),
     ("tokens", _is_count, "a count"),
     ("plain_tokens", _is_count, "a count"),
+    ("speed_prompts", _is_count, "a count"),
+    ("tau_behind_best", _is_number, "a number"),
+    ("tau_behind_best_interval", _is_pair, "two numbers"),
     ("rank_rates", _is_list_of(_is_list_of(_is_number)), "a list of rates for each depth"),
     ("node_counts", _is_nodes, "parent, kept and offered of each node of a tree, breadth first"),
 )
-"""What drawings read of a row besides; a row of an earlier version may lack it."""
+"""What drawings and sentences read of a row besides; a row of an earlier version may lack it."""
 
 
 def fastest_row(entry: Entry, temperature: float) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
-import math
 import os
 import re
 from pathlib import Path
@@ -27,9 +26,10 @@ from typing import Any, TypeGuard
 
 from torch import Tensor
 
+from drafttrain.checks import path_of
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
-from drafttrain.packaging.checking import check_keys, read_json, some
+from drafttrain.packaging.checking import check_characters, check_keys, read_json, some
 from drafttrain.target import fingerprint
 from drafttrain.target.adapter import LARGEST_RANK
 from drafttrain.target.model import Target
@@ -69,6 +69,8 @@ _TARGET = ("name", "model_type", "licence", "fingerprint")
 _ADAPTER = ("rank", "alpha", "linears", "parameters", "digest")
 PICKLED = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib"}
 _LARGEST_CONFIG = 16 << 20
+_MOST = 1e15
+"""Beyond any number of seconds."""
 _CLASS = re.compile(r"(drafttrain\.drafter\.[a-z_][a-z0-9_]*)\.([A-Z]\w*)")
 
 
@@ -77,7 +79,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises: InputError if the folder is no package, holds pickled files, or its config is not exactly of this format.
     """
-    folder = Path(folder).expanduser()
+    folder = path_of("package", folder)
     if not folder.is_dir():
         raise InputError(
             f"package={folder} {'is a file' if folder.exists() else 'does not exist'}: give a package's folder"
@@ -95,7 +97,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
             hint = "this looks like a target, which is given as target=hf target.path=<folder>"
         raise InputError(f"{folder} is not a package, it lacks {', '.join(lacking)}: {hint}")
     path = folder / CONFIG
-    config = read_json(path, _LARGEST_CONFIG, "a package's config")
+    config = check_characters(read_json(path, _LARGEST_CONFIG, "a package's config"), path)
     form = config.get("format") if isinstance(config, dict) else None
     if form != FORMAT or isinstance(form, bool):
         newer = isinstance(form, int) and form > FORMAT
@@ -169,7 +171,7 @@ def checked_metrics(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder).expanduser() / METRICS
     if not path.is_file():
         raise InputError(f"{path} is missing: the package is not whole")
-    found = read_json(path, _LARGEST_CONFIG, "what was measured of a package")
+    found = check_characters(read_json(path, _LARGEST_CONFIG, "what was measured of a package"), path)
     rows, settings = (found.get("rows"), found.get("settings", {})) if isinstance(found, dict) else (None, None)
     if not isinstance(settings, dict) or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise InputError(f'{path} is not of the form {{"settings": {{...}}, "rows": [{{...}}]}}')
@@ -202,7 +204,7 @@ def _count(value: Any) -> TypeGuard[int]:
 
 
 def _amount(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MOST
 
 
 def check_target(config: dict[str, Any], target: Target, folder: str | os.PathLike[str] = "the package") -> None:

@@ -6,6 +6,8 @@ import re
 import shlex
 from typing import Any
 
+from drafttrain.packaging.manifest import PACKAGE
+
 _ROOT = r"(?:~[^\s/\\]*|[A-Za-z]:)?[/\\]"
 _WHOLE = re.compile(rf"(?:file://)?{_ROOT}[^\n]*")
 # Not behind what makes it a part of something else: a relative path, a hub id, an address, a fraction, markup.
@@ -47,4 +49,5 @@ def _word(word: str) -> str:
 
 
 def _name(path: str) -> str:
-    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
+    *_, run, name = ["", *re.split(r"[/\\]", path.rstrip("/\\"))]
+    return f"{run}/{name}" if name == PACKAGE and run else name  # All packages of runs have one name.

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from drafttrain.checks import path_of
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
@@ -54,7 +55,7 @@ def load(folder: str | os.PathLike[str], target: Target | nn.Module, *, dtype: s
     """
     if isinstance(target, nn.Module):
         target = Target(target, None, getattr(target.config, "_name_or_path", "") or type(target).__name__)
-    folder = Path(folder).expanduser()
+    folder = path_of("package", folder)
     target = target_for(folder, target)
     drafter = load_drafter(folder, target)
     plan = read_plan(folder / DECODING, drafter)

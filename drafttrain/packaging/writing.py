@@ -48,7 +48,6 @@ from drafttrain.packaging.manifest import (
 from drafttrain.packaging.portable import portable
 from drafttrain.target.model import Target
 from drafttrain.target.naming import short
-from drafttrain.tree.topology import Tree
 from drafttrain.version import version
 
 LICENCES = {"smollm2": "Apache-2.0"}
@@ -195,11 +194,11 @@ def change_plan(folder: str | os.PathLike[str], plan: Plan) -> None:
 
 
 def check_change(folder: str | os.PathLike[str]) -> None:
-    """Raise InputError if another plan could not be put into a package. Worth calling before long work."""
+    """Raise InputError if another plan could not be put into a package. Worth calling before long work, and before the package is
+    read: whether it is one, reading tells."""
     folder = Path(folder).expanduser()
     if not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(f"{folder} cannot be written to: make it writable, or leave it as it is with write=false")
-    _texts_of_plan(folder, Plan(Tree.chain(0)))
 
 
 def _texts_of_plan(folder: Path, plan: Plan) -> dict[str, str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -51,7 +53,7 @@ def acceptance_curve(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[
     _draw_curves(curve, rows)
     _draw_bars(bars, rows, "tau", TAU)
     if title:
-        figure.suptitle(title)
+        figure.suptitle(_literal(title))
     _write(figure, path)
     return path
 
@@ -71,7 +73,7 @@ def comparison(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], 
     _draw_bars(tau, rows, "tau", TAU)
     _draw_curves(curve, rows)
     if title:
-        figure.suptitle(title)
+        figure.suptitle(_literal(title))
     _write(figure, path)
     return path
 
@@ -108,35 +110,44 @@ def _write(figure: Figure, path: Path) -> None:
     """An earlier picture is replaced only by a whole one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    FigureCanvasAgg(figure).print_figure(str(temporary), format="png", dpi=120, metadata={"Software": None})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # A box stands in its place.
+        FigureCanvasAgg(figure).print_figure(str(temporary), format="png", dpi=120, metadata={"Software": None})
     os.replace(temporary, path)
+
+
+def _literal(text: str) -> str:
+    """A name as matplotlib shows it letter by letter: between two dollars it would read a formula."""
+    return text.replace("$", r"\$")
 
 
 def _draw_curves(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     """accept@k by depth for every row."""
-    drawn = [_draw_curve(axes, row, place, 0.05 * (place - (len(rows) - 1) / 2)) for place, row in enumerate(rows)]
+    found = [_draw_curve(axes, row, place, 0.05 * (place - (len(rows) - 1) / 2)) for place, row in enumerate(rows)]
+    drawn = [one for one in found if one is not None]
     axes.set_xlabel("position k in the draft")
     axes.set_ylabel("accept@k (given positions 1..k-1 accepted)")
     axes.set_ylim(0, 1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    if any(drawn):
-        axes.legend(fontsize="small")
+    if drawn:
+        # By name, since matplotlib leaves out what begins with an underscore.
+        axes.legend(drawn, [_literal(str(one.get_label())) for one in drawn], fontsize="small")
     else:
         _say_nothing(axes)
 
 
-def _draw_curve(axes: Axes, row: Mapping[str, Any], place: int, shift: float) -> bool:
-    """One row's points, a little beside the others' so that intervals do not hide each other."""
+def _draw_curve(axes: Axes, row: Mapping[str, Any], place: int, shift: float) -> ErrorbarContainer | None:
+    """One row's points, a little beside the others' so that intervals do not hide each other; None without any."""
     values = row.get("accept_at") or []
     depths = [k for k, value in enumerate(values, 1) if value is not None]
     if not depths:
-        return False
+        return None
     heights = [float(values[k - 1]) for k in depths]
     intervals = row.get("accept_at_interval") or []
     ranges = [_interval(intervals[k - 1]) if k <= len(intervals) else None for k in depths]
     colour = _COLOURS[place % len(_COLOURS)]
-    axes.errorbar(
+    return axes.errorbar(
         [depth + shift for depth in depths],
         heights,
         yerr=_bars(heights, ranges),
@@ -146,7 +157,6 @@ def _draw_curve(axes: Axes, row: Mapping[str, Any], place: int, shift: float) ->
         linestyle="-" if place < len(_COLOURS) else "--",
         capsize=3,
     )
-    return True
 
 
 def _draw_bars(axes: Axes, rows: Sequence[Mapping[str, Any]], name: str, words: str) -> None:
@@ -167,7 +177,7 @@ def _draw_bars(axes: Axes, rows: Sequence[Mapping[str, Any]], name: str, words: 
     )
     for place, height in enumerate(heights):
         axes.annotate(f"{height:.2f}", (0, place), xytext=(4, 0), textcoords="offset points", va="center", color="white")
-    axes.set_yticks(range(len(measured)), [row_label(row) for _, row in measured])
+    axes.set_yticks(range(len(measured)), [_literal(row_label(row)) for _, row in measured])
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=1, linestyle=":")
 

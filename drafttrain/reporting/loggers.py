@@ -72,6 +72,10 @@ class CsvLogger(Logger):
         row.update({name: float(value) for name, value in metrics.items() if name != "step"})
         if self._columns is None:
             self._columns = self._take_over(row["step"])
+        elif not self.path.exists():  # Somebody removed it, or its folder, while the run goes on.
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._write([])
+            self._row = {}
         if self._row.get("step") == row["step"]:
             row = {**self._row, **row}
         new = sorted(name for name in row if name not in self._columns)

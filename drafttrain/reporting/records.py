@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -77,6 +78,8 @@ class Record:
     samples: Samples | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall seconds by stage of the run's last part; empty where they were not noted."""
+    command: str | None = None
+    """Of the run's last part; where that was not noted the package's, which names no folders."""
     change: str | None = None
     """What joint training did to the target, in words."""
     texts: dict[str, str] = field(default_factory=dict)
@@ -91,12 +94,15 @@ class Record:
     @property
     def again(self) -> tuple[str, str | None]:
         """How what an earlier version did not note is had, by measuring again, which trains nothing: words, and a command."""
-        command = self.entry.config["training"].get("command")
-        if not isinstance(command, str) or not command.startswith("python -m drafttrain.fit"):
+        command = self.command
+        if command is None or not command.startswith("python -m drafttrain.fit"):
             return "fit notes it at the end of a run.", None
         if not self.learns:
             return "with a new run_dir= the same command measures again and notes it:", command
         more = "" if "resume=" in command else " resume=last"
+        folder = self.entry.run_folder
+        if "run_dir=" not in command and folder is not None:  # Without it the newest run of this experiment is meant.
+            more += " " + shlex.quote(f"run_dir=runs/{folder.name}")
         return "continued behind its end, the run trains nothing, measures again and notes it:", command + more
 
 
@@ -114,15 +120,18 @@ class Laps:
         self._last = now
 
 
-def write_noted(folder: Path, *, samples: Mapping[str, Any] | None, seconds: Mapping[str, float]) -> None:
+def write_noted(
+    folder: Path, *, samples: Mapping[str, Any] | None, seconds: Mapping[str, float], command: str
+) -> None:
     """Keep what no other file of a run holds, in run.json.
 
     Args:
         samples: as `drafttrain.decoding.samples` gives them; None where nothing was decoded.
         seconds: by stage.
+        command: with which the run's last part was started.
     """
     rounded = {stage: round(value, 3) for stage, value in seconds.items()}
-    write_json(folder / NOTED, {"format": FORMAT, "seconds": rounded, "samples": samples})
+    write_json(folder / NOTED, {"format": FORMAT, "command": command, "seconds": rounded, "samples": samples})
 
 
 def read_record(entry: Entry) -> Record:
@@ -137,16 +146,18 @@ def read_record(entry: Entry) -> Record:
     folder = entry.run_folder
     for path in (entry.folder / DECODING, *(() if folder is None else (folder / CONFIG,))):
         _try(unread, path, lambda path: texts.update({path.name: _text(path)}))
+    told = entry.config["training"].get("command")
+    command = told if isinstance(told, str) else None
     if folder is None:
-        return Record(entry, change=_change(entry), texts=texts, unread=tuple(unread))
+        return Record(entry, command=command, change=_change(entry), texts=texts, unread=tuple(unread))
     curves: dict[str, list[dict[str, float]]] = {}
     members = sorted(folder.glob(f"{MEMBERS}/*/{METRICS}"))
     for name, path in (("", folder / METRICS), *((path.parent.name, path) for path in members)):
         _try(unread, path, lambda path, name=name: curves.update({name: _rows(path)}))  # type: ignore[misc]
-    noted: list[tuple[Samples | None, dict[str, float]]] = []
+    noted: list[tuple[Samples | None, dict[str, float], str | None]] = []
     _try(unread, folder / NOTED, lambda path: noted.append(_noted(path)))
-    samples, seconds = noted[0] if noted else (None, {})
-    return Record(entry, curves, samples, seconds, _change(entry), texts, tuple(unread))
+    samples, seconds, own = noted[0] if noted else (None, {}, None)
+    return Record(entry, curves, samples, seconds, own or command, _change(entry), texts, tuple(unread))
 
 
 def _change(entry: Entry) -> str | None:
@@ -182,15 +193,15 @@ def _rows(path: Path) -> list[dict[str, float]]:
     return [row for row in rows if "step" in row]
 
 
-def _noted(path: Path) -> tuple[Samples | None, dict[str, float]]:
-    """Samples and seconds of a run.json. Raises InputError for another form."""
+def _noted(path: Path) -> tuple[Samples | None, dict[str, float], str | None]:
+    """Samples, seconds and command of a run.json. Raises InputError for another form."""
     found = read_json(path, _LARGEST, "what a run noted")
     try:
         seconds = {str(stage): float(value) for stage, value in found["seconds"].items()}
         if not all(0 <= value < _MOST for value in seconds.values()):
             raise ValueError("seconds that are none")
-        given = found["samples"]
-        return (None if given is None else _samples(given)), seconds
+        given, command = found["samples"], found.get("command")
+        return (None if given is None else _samples(given)), seconds, None if command is None else _word(command)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise InputError(f"{path} is not of the form that fit writes: {error!r}"[:300]) from error
 

@@ -43,8 +43,14 @@ def wilson(kept: float, offered: float) -> tuple[float, float] | None:
 
 def same_text_cell(row: Mapping[str, Any]) -> str:
     """Prompts whose text was plain decoding's, of those that were timed; - where that was not looked at."""
-    same = row["same_as_plain"]
-    return "-" if same is None else f"{same}/{row['speed_prompts']}"
+    same, timed = row["same_as_plain"], timed_prompts(row)
+    return "-" if same is None else f"{same}/{'?' if timed is None else timed}"
+
+
+def timed_prompts(row: Mapping[str, Any]) -> int | None:
+    """Prompts that were decoded plainly, too: all of the row's, unless it says otherwise; None where that is not known."""
+    found: int | None = row.get("speed_prompts", row.get("prompts"))
+    return found
 
 
 def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -77,7 +83,7 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     unlike = [
         f"{row['label']} ({same_text_cell(row)})"
         for row in rows
-        if row["same_as_plain"] is not None and row["nodes"] and row["same_as_plain"] < row["speed_prompts"]
+        if row["same_as_plain"] is not None and row["nodes"] and row["same_as_plain"] < (timed_prompts(row) or 0)
     ]
     if unlike:
         lines.append(
@@ -106,9 +112,9 @@ def gaps(drafting: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is behind the best tau, and whether the prompts are enough to tell; nothing where that was not looked at."""
     found = []
     for row in drafting:
-        interval = row.get("tau_behind_best_interval")
-        if interval is not None:
+        gap, interval = row.get("tau_behind_best"), row.get("tau_behind_best_interval")
+        if gap is not None and interval is not None:
             unsure = "" if interval[0] > 0 else ", too few prompts to tell"
-            found.append(f"{row['label']} by {row['tau_behind_best']:.3f} ({interval[0]:.3f}..{interval[1]:.3f}{unsure})")
+            found.append(f"{row['label']} by {gap:.3f} ({interval[0]:.3f}..{interval[1]:.3f}{unsure})")
     best = (row["label"] for row in drafting if row["tau"] is not None and row.get("tau_behind_best") is None)
     return [f"tau is highest with {next(best, '')}; behind it, on the same prompts: {', '.join(found)}"] if found else []

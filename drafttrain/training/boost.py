@@ -330,6 +330,9 @@ class Tuning:
         lengths: list[list[int]] = []
         for number in range(1, config.members + 1):
             last = number == config.members
+            alone = not last and not self._can_be_marked(left.places)
+            if alone and number == 1:
+                raise InputError(f"{len(left.places)} rows cannot be marked by models fitted without them: give more rows")
             fitted, apart = left.places, list[int]()
             if config.marking == "held_out" and not last:
                 fitted, apart = self._halves(left.places)
@@ -348,6 +351,9 @@ class Tuning:
             found.members.append(member)
             if last:
                 found.ended = f"all of boost.members={config.members} are fitted"
+                break
+            if alone:
+                found.ended = f"{len(left.places)} rows were left, which no model fitted without them could mark"
                 break
             left = self._after(number, member, begin, left, apart, row)
             self.note(number, row)
@@ -401,8 +407,6 @@ class Tuning:
             others = [place for place in left.places if order[place] % self.config.folds != fold]
             if not hidden:
                 continue
-            if not others:
-                raise InputError(f"{len(hidden)} rows cannot be marked by models fitted without them: give more rows")
             self.say(f"member {number}: a model of {len(others)} rows marks the other {len(hidden)}")
             seed = _seed(f"{self.seed}/{number}/{fold}")
             job = Fit(f"member-{number}/fold-{fold + 1}", left.part(self.data, others), seed, begin, False)
@@ -425,6 +429,11 @@ class Tuning:
             for row, i in enumerate(group):
                 found[i] = values[row, : self.data.lengths[places[i]]].clone()
         return found
+
+    def _can_be_marked(self, places: Sequence[int]) -> bool:
+        """Is there, where every row is marked by a model that was fitted without it, another row for that model?"""
+        order = self._order()
+        return self.config.marking != "cross_fitted" or len({order[place] % self.config.folds for place in places}) > 1
 
     # Chance -----------------------------------------------------------------------------------------------------
     def _order(self) -> list[int]:

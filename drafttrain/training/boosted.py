@@ -123,6 +123,18 @@ def together(
     )
 
 
+def prompts_to_share_on(target: Target, rows: ConversationData, config: Boost) -> list[list[int]]:
+    """First prompts of rows that leave room in the target's context. Worth calling before any fit.
+
+    Raises: InputError if none does.
+    """
+    room = config.share_new_tokens
+    prompts = [one.prompt for one in references(target, rows, 1) if len(one.prompt) + room <= target.context]
+    if not prompts:
+        raise InputError(f"no row set aside leaves {room} tokens of the target's context: lower boost.share_new_tokens")
+    return prompts
+
+
 def share_nodes(
     speculator: Speculator, rows: ConversationData, config: Boost, *, seed: int, watch: Watch = unwatched
 ) -> dict[str, Growth]:
@@ -136,11 +148,8 @@ def share_nodes(
     assert isinstance(ensemble, Ensemble) and nodes is not None
     narrow = min(member.choices for member in ensemble.drafters)
     wide = Tree.from_paths([path for path in SHARING.paths if max(path) < narrow])
-    room = config.share_new_tokens
-    prompts = [one.prompt for one in references(target, rows, 1) if len(one.prompt) + room <= target.context]
-    if not prompts:
-        raise InputError(f"no row set aside leaves {room} tokens of the target's context: lower boost.share_new_tokens")
-    rounds = followed(target, ensemble, prompts, wide, max_new_tokens=room, seed=seed, watch=watch)
+    prompts = prompts_to_share_on(target, rows, config)
+    rounds = followed(target, ensemble, prompts, wide, max_new_tokens=config.share_new_tokens, seed=seed, watch=watch)
     count = len(ensemble.drafters)
     found: dict[str, Growth] = {f"together_{nodes}": shared(rounds, nodes)}
     for member in range(count if count > 1 else 0):

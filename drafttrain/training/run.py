@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from drafttrain.checks import path_of
 from drafttrain.data.conversations import write_atomic
+from drafttrain.data.journal import alone_in
 from drafttrain.errors import InputError
 from drafttrain.processes import await_word, give_word, on_another_machine, rank
 from drafttrain.runs import run_dir
@@ -76,31 +77,33 @@ def open_run(cfg: DictConfig, say: Callable[[str], None]) -> Iterator[Run]:
         cfg.run_dir = cfg.run_dir or str(given.parent.parent)
     folder = run_dir(cfg, resume=cfg.resume is not None)
     run = Run(folder)
-    try:
-        if cfg.resume is not None:
-            run.resumed = read_resumed(cfg, run, say)
-        settle_dtype(cfg, run)
-        yield run
-    except BaseException:
-        # The corrected command must find its folder free.
-        if rank() == 0 and not run.checkpoints.exists() and cfg.resume is None:
-            (folder / CONFIG).unlink(missing_ok=True)
-        raise
-    finally:
-        if rank() == 0:
-            run.clear_scratch()
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+    with alone_in(folder) if rank() == 0 else contextlib.nullcontext():
+        try:
+            if cfg.resume is not None:
+                run.resumed = read_resumed(cfg, run, say)
+            settle_dtype(cfg, run)
+            yield run
+        except BaseException:
+            # The corrected command must find its folder free.
+            if rank() == 0 and not run.checkpoints.exists() and cfg.resume is None:
+                (folder / CONFIG).unlink(missing_ok=True)
+            raise
+        finally:
+            if rank() == 0:
+                run.clear_scratch()
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
 
 
 def read_resumed(cfg: DictConfig, run: Run, say: Callable[[str], None]) -> dict[str, Any] | None:
     path = run.checkpoints / LAST if cfg.resume == "last" else Path(str(cfg.resume)).expanduser().absolute()
+    mark = path if cfg.resume == "last" else run.checkpoints
+    if not mark.exists() and not (run.folder / CONFIG).is_file():
+        raise InputError(
+            f"run_dir={run.folder} is no run's folder, it has neither {mark.relative_to(run.folder)} nor {CONFIG}: give the folder "
+            "of an earlier run, or leave resume out and give a new one"
+        )
     if cfg.resume == "last" and not path.exists():
-        if not (run.folder / CONFIG).is_file():
-            raise InputError(
-                f"run_dir={run.folder} is no run's folder, it has neither {CHECKPOINTS}/{LAST} nor {CONFIG}: give the folder of an "
-                "earlier run, or leave resume out and give a new one"
-            )
         say(f"{run.folder} holds no checkpoint yet: starts from the beginning")
         return None
     state = read_checkpoint(path)

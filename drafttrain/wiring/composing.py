@@ -114,6 +114,10 @@ def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str
     parsed = []
     for word in words:
         try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"cannot read {word!r}: it is not UTF-8") from error
+        try:
             override = OverridesParser.create().parse_override(word)
         except (OverrideParseException, HydraException, ValueError) as error:
             key, _, value = word.partition("=")
@@ -198,6 +202,9 @@ def _check_group(
 
 def _check_key(override: Override, config: DictConfig, choices: dict[str, Any]) -> None:
     if override.is_add() or override.is_force_add():
+        # Whether a section takes it is for what the section builds to say; of sections there are no more.
+        if re.split(r"[.\[]", override.key_or_group)[0] not in config:
+            raise InputError(unknown_key(str(override.input_line), override.key_or_group, config, choices))
         return
     if not has_key(config, override.key_or_group):
         raise InputError(unknown_key(str(override.input_line), override.key_or_group, config, choices))

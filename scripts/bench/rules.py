@@ -22,6 +22,7 @@ from drafttrain.data.datamodule import set_folder
 from drafttrain.decoding import rules
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.rules.chain import kept_on_average
+from drafttrain.errors import InputError
 from drafttrain.flow import Acceptance, Proposal
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
@@ -40,6 +41,25 @@ def main() -> None:
     words = parser.parse_args()
     if words.temperature <= 0:
         parser.error("--temperature: both rules judge sampled text, give one above 0")
+    if min(words.k, words.prompts, words.new) < 1:
+        parser.error("--k, --prompts and --new need at least 1")
+    try:
+        counts = measured(words)
+        if not counts[:, 0].any():
+            raise InputError("no prompt had a round of drafts: raise --new, or give other prompts")
+    except InputError as error:
+        parser.error(str(error))
+    print(f"{len(counts)} prompts, {int(counts[:, 0].sum())} rounds, chain of {words.k}, temperature {words.temperature:g}")
+    print(f"kept a round, ratio: {_ratio(counts, 1)}; really kept {_ratio(counts, 3)}")
+    print(f"kept a round, block: {_ratio(counts, 2)}")
+    print(f"block over ratio: {_ratio(np.stack([counts[:, 0], counts[:, 2] - counts[:, 1]], 1), 1)}")
+
+
+def measured(words: argparse.Namespace) -> np.ndarray:
+    """(prompts 4) rounds, and kept over all of them: by ratio's average, by block's, really.
+
+    Raises: InputError for a package, target or setting that cannot be used.
+    """
     target = load.tiny() if words.target == "tiny" else load.smollm2(dtype="float32", device="auto", attention="sdpa")
     speculator = drafttrain.load(words.package, target)
     plan = Plan(Tree.chain(words.k), Policy(temperature=words.temperature), rule="ratio")
@@ -54,7 +74,7 @@ def main() -> None:
         return found
 
     rules.RULES["ratio"] = observed
-    by_prompt = []  # rounds, ratio's average, block's average, really kept
+    by_prompt = []
     try:
         for i, prompt in enumerate(track(_prompts(words.target, words.prompts), description="prompts decoded")):
             speculator.generate([prompt], max_new_tokens=words.new, plan=plan, seed=words.seed + i)
@@ -62,11 +82,7 @@ def main() -> None:
             rounds.clear()
     finally:
         rules.RULES["ratio"] = judged
-    counts = np.array(by_prompt)
-    print(f"{len(counts)} prompts, {int(counts[:, 0].sum())} rounds, chain of {words.k}, temperature {words.temperature:g}")
-    print(f"kept a round, ratio: {_ratio(counts, 1)}; really kept {_ratio(counts, 3)}")
-    print(f"kept a round, block: {_ratio(counts, 2)}")
-    print(f"block over ratio: {_ratio(np.stack([counts[:, 0], counts[:, 2] - counts[:, 1]], 1), 1)}")
+    return np.array(by_prompt)
 
 
 def _prompts(name: str, count: int) -> list[list[int]]:

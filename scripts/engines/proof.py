@@ -42,7 +42,7 @@ from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
-from drafttrain.export import export_package
+from drafttrain.export import check_pair, export_package
 from drafttrain.layouts.directory import open_directory
 from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.reading import load_drafter
@@ -405,7 +405,11 @@ def prompts_of(count: int) -> list[list[int]]:
 
 
 def prove(environment: Path, packages: Sequence[Path], prompts: int, new: int, tokens: int, place: Path) -> list[Result]:
+    for package in packages:
+        check_pair(package, "vllm")
     target = embedded()
+    for package in packages:  # What cannot be loaded is told before an engine is started.
+        load_drafter(package, target)
     print(f"decoding {prompts} prompts plainly", file=sys.stderr, flush=True)
     job = Job.of(target, write_target(target, place / "target"), prompts_of(prompts), new)
     plain = serve(environment, job, None)

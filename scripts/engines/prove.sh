@@ -3,6 +3,15 @@
 # nothing but Python: sets up both environments and, unless packages are given, trains three small drafters (some minutes each).
 #   scripts/engines/prove.sh [package ...]
 set -eu
+packages=()
+for package in "$@"; do  # As they are named from here, and before gigabytes are installed.
+    if [ ! -f "$package/config.json" ]; then
+        echo "$package is no folder of a package: python -m drafttrain.fit makes one" >&2
+        exit 2
+    fi
+    packages+=("$(cd "$package" && pwd)")
+done
+set -- ${packages[@]+"${packages[@]}"}
 source "$(dirname "${BASH_SOURCE[0]}")/../_setup.sh"
 cd "$ROOT"
 setup demo

@@ -40,12 +40,12 @@ fi
 
 say "new environment in $FOLDER ($("$BASE" --version))"
 "$BASE" -m venv --clear "$FOLDER" >&2
-PIP="$FOLDER/bin/python -m pip"
+pip() { "$FOLDER/bin/python" -m pip "$@" >&2; }
 say "$REQUIREMENT"
 # The torch that it asks for lies on torch's own index, unless a folder of wheels is set up.
-$PIP install --quiet "$REQUIREMENT" >&2 || $PIP install --quiet --extra-index-url "$CPU_INDEX" "$REQUIREMENT" >&2
+pip install --quiet "$REQUIREMENT" || pip install --quiet --extra-index-url "$CPU_INDEX" "$REQUIREMENT"
 # shellcheck disable=SC2086
-$PIP uninstall --quiet --yes $STRAY >&2
+pip uninstall --quiet --yes $STRAY
 say "first import"
 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 "$FOLDER/bin/python" -c 'import vllm' >&2
 echo "$STAMP" > "$FOLDER/.ready.new"

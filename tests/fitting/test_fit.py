@@ -27,6 +27,7 @@ from drafttrain.reporting.loggers import read_metrics
 from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import read_checkpoint
 from drafttrain.training.run import Run
+from drafttrain.training.skips import SkipSearch
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
 from drafttrain.wiring.conf import conf_dir
@@ -335,6 +336,24 @@ def test_a_place_that_cannot_take_the_package_is_found_before_training(
     assert (run / "package" / "thesis.tex").read_text() == "mine"
 
 
+def test_what_rows_and_prompts_refuse_comes_before_long_work(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("optuna")
+    monkeypatch.setattr(SkipSearch, "run", lambda *_, **__: pytest.fail("something was searched"))
+    selfspec = ["drafter=selfspec", "drafter.skip_attention=[1]", "drafter.skip_mlp=[]", "search=skips"]
+    said = refusal(capsys, words(folder, tmp_path / "run", *selfspec, "final.max_new_tokens=600"))
+    assert "none of the 4 held-out prompts leaves 600 of the target's 512 tokens" in said
+    monkeypatch.setattr(fit, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    for more, what in (
+        (["trainer.batch_tokens=16"], "trainer.batch_tokens=16 is less than the longest row"),
+        (["trainer.pack=16"], "trainer.pack=16 is less than the longest row"),
+        (["trainer.batch_rows=3", "trainer.accumulate=2"], "trainer.batch_rows=3 does not divide"),
+    ):
+        assert what in refusal(capsys, words(folder, tmp_path / "run", *more))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_folder_of_somebody_is_not_taken_for_a_run(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -348,6 +367,8 @@ def test_a_folder_of_somebody_is_not_taken_for_a_run(
     torch.save({"format": 1}, loose)
     said = refusal(capsys, ["experiment=smoke", f"data.path={folder}", f"resume={loose}"])
     assert "lies in no run's folder: give run_dir=<folder of the run> too" in said
+    said = refusal(capsys, words(folder, mine, f"resume={loose}"))
+    assert "is no run's folder, it has neither checkpoints nor config.yaml" in said
     loose.unlink()
     (mine / "config.yaml").touch()
     Run(mine).clear_scratch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -17,10 +18,11 @@ import pytest
 import torch
 
 from drafttrain import fit
+from drafttrain.data import journal
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.reporting.loggers import read_metrics
 from drafttrain.training.checkpoint import read_checkpoint
-from tests.fitting.parts import UNMEASURED, words
+from tests.fitting.parts import UNMEASURED, refusal, words
 from tests.training.parts import same
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,6 +135,22 @@ def test_twenty_kills_at_random_change_nothing(folder: Path, tmp_path: Path) -> 
     for step in theirs:
         for key in ("train/lr", "val/tau", "val/rounds", "sim/loss"):
             assert ours[step].get(key) == theirs[step].get(key), (step, key)
+
+
+def test_a_run_that_is_being_made_is_not_made_twice(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever takes a run for dead that is not must not write between its checkpoints."""
+    monkeypatch.setattr(journal, "_lock", functools.partial(journal._lock, patience=0))
+    run = tmp_path / "run"
+    (run / "scratch" / "0").mkdir(parents=True)
+    for name in ("config.yaml", "scratch/0/features.bin"):
+        (run / name).touch()
+    with journal.alone_in(run):
+        said = refusal(capsys, words(folder, run, "resume=last"))
+    assert f"{run} is being written by another process: wait for it" in said and (run / "scratch/0/features.bin").exists()
+    with journal.alone_in(run):  # The refused one has let go of it.
+        pass
 
 
 @pytest.mark.field("F18")

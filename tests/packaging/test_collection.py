@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -78,10 +79,17 @@ def test_what_holds_no_package(given: str, message: str, original: Path) -> None
         found(original / "fast", original / given)
 
 
+def test_what_is_no_path() -> None:
+    with pytest.raises(InputError, match="runs=~nobody-of-that-name/x can be no path"):
+        found("~nobody-of-that-name/x")
+
+
 def test_names_tell_runs_apart(tmp_path: Path) -> None:
     paths = [tmp_path / "a" / "one" / "package", tmp_path / "b" / "one", tmp_path / "b" / "two" / "package"]
     assert names_of(paths) == ["a/one", "b/one", "b/two"]
     assert names_of(paths[1:]) == ["one", "two"] and names_of([]) == []
+    (odd,) = names_of([tmp_path / os.fsdecode(b"caf\xe9")])
+    assert odd == "caf?", "no report could be written with a name that is no UTF-8"
 
 
 # --- read ----------------------------------------------------------------------------------------------------------------
@@ -113,6 +121,7 @@ def test_costs_that_were_not_recorded_are_not_made_up(original: Path) -> None:
         (TRAINING, (60.0, 5000)),
         ({"seconds": 100, "supervised_tokens_seen": 5000}, (100.0, 5000)),
         ({"seconds": "long", "supervised_tokens_seen": -1}, (None, None)),
+        ({"seconds": 10**400}, (None, None)),
         ({}, (None, None)),
         (None, (None, None)),
     ):
@@ -158,6 +167,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, bool]] = {
     "not a number": (lambda p: (p / METRICS).write_text('{"rows": [{"tau": NaN}]}'), "NaN is not a number", False),
     "a wordy tau": (lambda p: edit_rows(p, tau="high"), "tau of a row is 'high', needs a number", False),
     "half a tau": (lambda p: edit_rows(p, tau=10**400), "tau of a row is '1000.*needs a number", False),
+    "rounds without end": (lambda p: edit_rows(p, rounds=10**400), "rounds of a row .* a whole number", False),
+    "hits without end": (lambda p: edit_rows(p, node_counts=[{**NODE, "kept": 10**400}]), "node_counts of a row .* breadth", False),
+    "half of those timed": (lambda p: edit_rows(p, speed_prompts="x"), "speed_prompts of a row is 'x', needs a count", False),
+    "wordily behind": (lambda p: edit_rows(p, tau_behind_best_interval="xy"), "tau_behind_best_interval .* two numbers", False),
+    "half a character": (lambda p: edit_rows(p, label="\ud800"), r"metrics\.json holds half a character \('.ud800'\)", False),
+    "half a character in a name": (lambda p: edit_config(p, lambda c: c["target"].update(name="\udcff")), "half a char", True),
     "half an interval": (lambda p: edit_rows(p, tau_interval=[1.0]), "tau_interval of a row .* needs two numbers", False),
     "half the counts": (lambda p: edit_rows(p, accept_counts=[[1, 2]]), "needs two counts for every rate", False),
     "half the intervals": (lambda p: edit_rows(p, accept_at_interval=[None]), "accept_at_interval of a row has 1 entries", False),

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from drafttrain import fit
+from drafttrain.packaging.collection import read_entries
 from drafttrain.packaging.portable import portable
+from drafttrain.reporting.records import read_record
 from drafttrain.target import load
 from tests.fitting.parts import UNMEASURED, words
 from tests.training.parts import write_tiny_set
@@ -26,6 +28,8 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("/home/ann/models/llama", "llama"),
         ("/home/ann/my models/llama 2/", "llama 2"),
         ("~/models/llama", "llama"),
+        ("/home/ann/runs/first/package/", "first/package"),
+        ("/package", "package"),
         (r"C:\Users\ann\llama", "llama"),
         ("file:///home/ann/llama", "llama"),
         ("[/home/ann/a,/home/ann/b]", "[a,b]"),
@@ -63,5 +67,8 @@ def test_a_package_and_its_card_name_no_folder_of_this_machine(tmp_path: Path, d
             for folder in (tmp_path, data_folder, Path.cwd(), Path.home()):
                 assert f"{folder}/".encode() not in held, path
     told = json.loads((second / "package" / "config.json").read_text())["training"]
-    assert told["config"]["init_from"] == "package" and told["config"]["run_dir"] == "second"
-    assert "run_dir=second" in told["command"] and "/" not in told["command"]
+    assert told["config"]["init_from"] == "first run/package" and told["config"]["run_dir"] == "second"
+    assert "run_dir=second" in told["command"] and "/" not in told["command"].replace("first run/package", "")
+    (entry,) = read_entries([second / "package"], measured=True)
+    assert entry.facts()["begun_from"] == "first run", "what that one cost comes on top"
+    assert str(second) in (read_record(entry).command or ""), "the run's folder knows the whole command"

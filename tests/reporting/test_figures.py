@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from drafttrain.reporting import figures
@@ -80,6 +82,24 @@ def test_drafters_stand_side_by_side_in_their_order(tmp_path: Path, monkeypatch:
     speed, tau = drawn
     assert speed[:2] == ([1.5, 1.25], ["b", "a"]) and tau[:2] == ([1.2, 2.0], ["b", "c"])
     assert speed[2] == [pytest.approx([0.25, 0.0]), pytest.approx([0.5, 0.0])] and tau[2] is None
+
+
+def test_names_are_shown_letter_by_letter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of runs have any names; to matplotlib some of them are formulas, or what no legend shows."""
+    shown: list[Figure] = []
+    write = figures._write
+    monkeypatch.setattr(figures, "_write", lambda figure, path: (shown.append(figure), write(figure, path)))
+    names = ["_mine chain 4", "cost$1_$2", r"a\$b$", "日本"]
+    rows = [{"label": name, "speedup": 1.5, "tau": 1.2, "accept_at": [0.2]} for name in names]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        comparison(rows, tmp_path / "side.png", title="$_$")
+        acceptance_curve(rows, tmp_path / "curve.png", title="$_$")
+    for figure in shown:
+        texts = [text for axes in figure.axes for text in (axes.get_legend().get_texts() if axes.get_legend() else ())]
+        ticks = [text for axes in figure.axes if not axes.get_legend() for text in axes.get_yticklabels()]
+        assert [text._preprocess_math(text.get_text()) for text in texts] == [(name, False) for name in names]
+        assert [text._preprocess_math(text.get_text())[0] for text in ticks][: len(names)] == names
 
 
 def test_labels() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,17 @@ def test_csv_holds_every_step(tmp_path: Path) -> None:
     assert all("train/loss" in row for row in rows)
     assert [row.get("val/tau") for row in rows] == [None, None, 1.5, None]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.csv"]
+
+
+def test_csv_outlives_its_folder(tmp_path: Path) -> None:
+    """Hours of training do not end since somebody tidied up."""
+    logger = CsvLogger(tmp_path / "run")
+    for step in (1, 2):
+        logger.log_metrics({"loss": 1.0, "tau": 2.0}, step)
+    shutil.rmtree(tmp_path / "run")
+    logger.log_metrics({"loss": 3.0}, 2)
+    logger.log_metrics({"loss": 4.0, "new": 1.0}, 3)
+    assert read_metrics(tmp_path / "run" / "metrics.csv") == [{"step": 2, "loss": 3.0}, {"step": 3, "loss": 4.0, "new": 1.0}]
 
 
 def test_csv_is_written_at_once_and_continued(tmp_path: Path) -> None:

@@ -257,6 +257,20 @@ def test_a_run_of_an_earlier_version_says_what_it_lacks(copy: Path) -> None:
     assert "is too narrow if the rounds of a prompt are\nalike" in root.one("run-1-positions").text
 
 
+def test_a_run_is_gone_on_with_in_its_own_folder(copy: Path) -> None:
+    """By the whole command that it noted; without a folder in it, another run of the experiment could be meant."""
+    assert record_of(copy).command == f"python -m drafttrain.fit {EVIL}"
+    told = json.loads((copy / NOTED).read_text())
+    for command, folder in (
+        ("python -m drafttrain.fit experiment=smoke", " run_dir=runs/copy"),
+        ("python -m drafttrain.fit experiment=smoke run_dir=a", ""),
+    ):
+        (copy / NOTED).write_text(json.dumps({**told, "command": command}))
+        assert record_of(copy).command == command and record_of(copy).again[1] == f"{command} resume=last{folder}"
+    (copy / NOTED).write_text(json.dumps({**told, "command": 5}))
+    assert record_of(copy).unread and record_of(copy).command == f"python -m drafttrain.fit {EVIL}"
+
+
 def test_what_is_damaged_is_told_and_hides_nothing_else(copy: Path) -> None:
     (copy / NOTED).write_text('{"seconds": {"training": "long"}, "samples": null}')
     (copy / "metrics.csv").write_bytes(b"\xff\xfe\x00")
@@ -303,6 +317,8 @@ def test_numbers_that_are_none_are_left_out(copy: Path) -> None:
         {"step": 3, "train/loss": -1e-320},
     ]
     check_form(page("x", [record]))
+    (copy / "metrics.csv").write_text(f"step,val/tau,val/accept@1,val/accept@{'9' * 5000}\n1,1.5,0.5,0.5\n")
+    check_form(page("x", [record_of(copy)]))
 
 
 def test_packages_of_all_kinds_have_a_page(tmp_path: Path) -> None:
@@ -342,5 +358,6 @@ def test_laps_add_up_and_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         for stage in ("loading", "training", "loading"):
             laps.mark(stage)
     assert laps.seconds == {"loading": 2.5, "training": 3.0}
-    write_noted(tmp_path, samples=None, seconds=laps.seconds)
-    assert json.loads((tmp_path / NOTED).read_text()) == {"format": 1, "seconds": laps.seconds, "samples": None}
+    write_noted(tmp_path, samples=None, seconds=laps.seconds, command="x y")
+    told = {"format": 1, "command": "x y", "seconds": laps.seconds, "samples": None}
+    assert json.loads((tmp_path / NOTED).read_text()) == told

@@ -21,7 +21,9 @@ def test_cells_show_counts_where_they_are_known() -> None:
     row = {"accept_at": [0.5, None, 0.25], "accept_counts": [[1, 2], [0, 0], None]}
     assert accepted_cells(row) == ["0.500 (1/2)", "-", "0.250"]
     assert same_text_cell({"same_as_plain": None}) == "-"
-    assert same_text_cell({"same_as_plain": 3, "speed_prompts": 4}) == "3/4"
+    assert same_text_cell({"same_as_plain": 3, "speed_prompts": 4, "prompts": 100}) == "3/4"
+    assert same_text_cell({"same_as_plain": 3, "prompts": 4}) == "3/4"
+    assert same_text_cell({"same_as_plain": 3, "prompts": None}) == "3/?"
 
 
 def test_intervals_of_shares_are_those_recorded_or_of_the_counts() -> None:

@@ -349,5 +349,8 @@ def test_drafters_that_cannot_be_fitted_so(target: Target) -> None:
 def test_a_row_alone_cannot_be_cross_fitted(rows: ConversationData, tmp_path: Path) -> None:
     single = rows.part([0])
     with pytest.raises(InputError, match="1 rows cannot be marked by models fitted without them"):
-        tuned(single, tmp_path, lambda job: Knows({}), marking="cross_fitted")
+        tuned(single, tmp_path, lambda job: pytest.fail("something was fitted"), marking="cross_fitted")
     assert Left.all_of(single).places == [0]
+    found, jobs, _, _ = tuned(rows, tmp_path, lambda job: Knows(dict.fromkeys(range(7), 4)), marking="cross_fitted")
+    assert [job.name for job in jobs if job.member] == ["member-1", "member-2"] and numbers(jobs[-1].data) == [7]
+    assert len(found.members) == 2 and found.ended == "1 rows were left, which no model fitted without them could mark"

@@ -15,7 +15,7 @@ from drafttrain.reporting.records import Record
 Logged = Mapping[str, float]
 """A row of metrics.csv."""
 _TAU = re.compile(r"val/(?:[^/]+/)?tau")
-_ACCEPT = re.compile(r"val/accept@(\d+)")
+_ACCEPT = re.compile(r"val/accept@([0-9]{1,6})")
 
 
 def learning(record: Record) -> Content:

@@ -62,7 +62,6 @@ def facts(record: Record) -> Markup:
     target, shape, made = config["target"], config["shape"], config["training"]
     limited = shape["draft_vocab"] < shape["vocab_size"]
     versions = made.get("versions") if isinstance(made.get("versions"), dict) else {}
-    command = made.get("command")
     rows: list[tuple[str, Content]] = [
         ("Target", listed(target["name"], target["model_type"], target["fingerprint"].get("dtype"), target["licence"])),
         (
@@ -90,7 +89,7 @@ def facts(record: Record) -> Markup:
                 *(f"{name} {value}" for name, value in versions.items() if name != "drafttrain"),
             ),
         ),
-        ("Command", element("code", command) if isinstance(command, str) else None),
+        ("Command", None if record.command is None else element("code", record.command)),
     ]
     return element("dl", [[element("dt", word), element("dd", value)] for word, value in rows if value])
 
@@ -133,15 +132,11 @@ def measured(rows: Sequence[Row]) -> Content:
             *(row["tau"], pair(row["tau_interval"]), row["accepted_per_round"]),
             *(row["speedup"], pair(row["speedup_interval"]), row["tokens_per_second"], row["plain_tokens_per_second"]),
             *(" ".join(accepted_cells(row)) or None, row["prompts"], row["rounds"]),
-            *(same_text_cell({"speed_prompts": row["prompts"], **row}), row["rule"], row["guarantee"]),
+            *(same_text_cell(row), row["rule"], row["guarantee"]),
         ]
         for row in rows
     ]
-    known = [
-        {"speed_prompts": row["prompts"], **row, "label": row_label(row)}
-        for row in rows
-        if row["temperature"] is not None
-    ]
+    known = [{**row, "label": row_label(row)} for row in rows if row["temperature"] is not None]
     told = [element("p", f"{line[:1].upper()}{line[1:]}.") for line in verdicts(known)]
     return [told, intervals(rows), table("Every way of drafting that was measured", _COLUMNS, lines)]
 
