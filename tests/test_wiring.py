@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from drafttrain import processes, runs
 from drafttrain.errors import InputError
+from drafttrain.wiring import composing
 from drafttrain.wiring.building import build
 from drafttrain.wiring.composing import compose
 from drafttrain.wiring.conf import CONF_DIR_VARIABLE
@@ -124,6 +125,47 @@ def test_overrides_and_experiments(conf: Path) -> None:
     assert config.trainer.kwargs.anything == 1
     assert "hydra" not in config
     assert compose("fit", ["experiment=eagle1", "target=small", "~experiment"]).target.path == "a"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["seed=7", "optim.betas=[0.8,0.9]", "optim.lr=3", "trainer.kwargs={a: {b: [1, null]}}"],
+        ["experiment=eagle1", "target.shards=3", "optim={lr: 5}", "optim.betas=null", "prompt='${seed}'"],
+        ["target=large", "target.path=\"a b\"", "seed=${optim.lr}", "optim.betas[0]=7", "seed=1e3"],
+        ["+trainer.kwargs.deep=1", "++optim.lr=4", "~trainer.kwargs.none", "seed=2"],
+        ["+extra={a: 1}", "seed=2", "++extra.b=2"],
+        ["optim.lr.deep=1"],
+        ["seed=${"],
+    ],
+)
+def test_values_are_set_as_hydra_sets_them(conf: Path, overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def told() -> tuple[Any, str]:
+        try:
+            return compose("fit", overrides, text=()), ""
+        except InputError as error:
+            return None, str(error)
+
+    ours = told()
+    monkeypatch.setattr(composing, "_with_values", lambda *_: None)
+    assert told() == ours
+
+
+def test_a_changed_file_is_read_again_and_nobody_shares_a_configuration(conf: Path) -> None:
+    words = ["experiment=eagle1", "seed=7"]
+    first = compose("fit", words)
+    assert (first.optim.lr, first.trainer.kwargs.anything) == (2e-3, 1)
+    first.optim.lr, first.trainer.kwargs = 1, {"mine": True}
+    first.optim.betas.append(1)
+    second = compose("fit", words)
+    assert (second.optim.lr, second.trainer.kwargs, second.optim.betas) == (2e-3, {"anything": 1}, [0.9, 0.95])
+    for name, old, new in (("experiment/eagle1.yaml", "2.0e-3", "4.0e-3"), ("fit.yaml", "max_epochs: 1", "max_epochs: 2")):
+        path = conf / name
+        path.write_text(path.read_text().replace(old, new))
+    third = compose("fit", words)
+    assert (third.optim.lr, third.trainer.max_epochs) == (4e-3, 2)
+    (conf / "experiment" / "eagle1.yaml").unlink()
+    assert "there is no experiment eagle1" in refusal(*words)
 
 
 @pytest.mark.field("F61")

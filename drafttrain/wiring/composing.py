@@ -5,6 +5,8 @@ A wrong setting gets one clear line: what was given, the nearest valid name, the
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +18,7 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -58,8 +60,10 @@ def invocation_of(
 ) -> Invocation:
     """As `compose`, with what was asked and chosen beside the configuration."""
     search = search_path(config_dir)
+    state = None if search else _state_of(conf_dir())
     with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name=door_name):
-        base, choices = _load(door_name, search)
+        base, plain_choices = _load(door_name, search, state)
+        choices = plain_choices
         # A key that is text and a choice too is a choice where its value names one.
         options = {key: group_options(key, search) for key in text if key in choices}
         picked = [word for word in overrides if word.partition("=")[2] in options.get(word.partition("=")[0], ())]
@@ -69,13 +73,17 @@ def invocation_of(
         values = [o for o in parsed if o not in groups]
         for override in groups:
             _check_group(override, choices, base, door_name, search)
-        chosen, choices = _load(door_name, [*search, *(_line(o, group=True) for o in groups)])
-        _check_experiment(door_name, search, chosen, choices)
+        chosen, choices = _load(door_name, [*search, *(_line(o, group=True) for o in groups)], state)
+        _check_experiment(door_name, search, state, chosen, choices, plain_choices)
+        settings = OmegaConf.to_container(chosen)
         for override in values:
-            _check_key(override, chosen, choices)
-        config, choices = _load(door_name, [*search, *(_line(o, group=o in groups) for o in parsed)])
+            _check_key(override, chosen, settings, choices)
+        config = _with_values(chosen, values, search)
+        if config is None:
+            config, choices = _load(door_name, [*search, *(_line(o, group=o in groups) for o in parsed)], None)
+    settings = OmegaConf.to_container(config) if literal else {}
     for key, value in literal.items():
-        if not has_key(config, key):
+        if not has_key(settings, key):
             raise InputError(unknown_key(f"{key}={value}", key, config, choices))
         OmegaConf.update(config, key, _escape(value))
     if check_missing:
@@ -88,7 +96,7 @@ def invocation_of(
             OmegaConf.to_container(config, resolve=True)
         except OmegaConfBaseException as error:
             raise InputError(f"the configuration does not resolve: {first_line(error)}") from error
-    return Invocation(door_name, tuple(overrides), choices, config)
+    return Invocation(door_name, tuple(overrides), copy.deepcopy(choices), config)
 
 
 def search_path(config_dir: str | os.PathLike[str] | None) -> list[str]:
@@ -136,8 +144,28 @@ def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str
     return literal, parsed
 
 
-def _load(door_name: str, lines: Sequence[str]) -> tuple[DictConfig, dict[str, Any]]:
-    """Hydra's own composition. Returns the config without Hydra's node, and the choice made in each group."""
+_State = tuple[tuple[str, int, int], ...]
+
+
+def _state_of(folder: Path) -> _State:
+    """Name, time and size of every configuration in a folder: while they stay, so does what is composed of them."""
+    files = [path for path in sorted(folder.rglob("*.yaml")) if path.is_file()]
+    return tuple((str(path), (stat := path.stat()).st_mtime_ns, stat.st_size) for path in files)
+
+
+def _load(door_name: str, lines: Sequence[str], state: _State | None) -> tuple[DictConfig, dict[str, Any]]:
+    """Hydra's own composition: the config without Hydra's node, and the choice made in each group.
+
+    It reads some thirty files, one character at a time. With the state of the files it is kept for the next time the same is asked
+    for, so nothing in it may be changed.
+    """
+    if state is None:
+        return _composed.__wrapped__(door_name, tuple(lines), None)
+    return _composed(door_name, tuple(lines), state)
+
+
+@functools.lru_cache(maxsize=64)
+def _composed(door_name: str, lines: tuple[str, ...], state: _State | None) -> tuple[DictConfig, dict[str, Any]]:
     try:
         config = hydra_compose(door_name, overrides=list(lines), return_hydra_config=True)
     except MissingConfigException as error:
@@ -156,6 +184,22 @@ def _load(door_name: str, lines: Sequence[str]) -> tuple[DictConfig, dict[str, A
     del config["hydra"]
     OmegaConf.set_struct(config, True)
     return config, {str(k): v for k, v in choices.items() if not str(k).startswith("hydra/")}
+
+
+def _with_values(config: DictConfig, values: Sequence[Override], search: Sequence[str]) -> DictConfig | None:
+    """A copy with values set as Hydra sets them. None where Hydra must do it: it adds and deletes, and words its refusals."""
+    for override in values:
+        key, value = override.key_or_group, override.value()
+        is_group = "." not in key and not isinstance(value, dict) and bool(group_options(key, search))
+        if override.type != OverrideType.CHANGE or override.package is not None or is_group:
+            return None
+    config = copy.deepcopy(config)
+    try:
+        for override in values:
+            OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
+    except OmegaConfBaseException:
+        return None
+    return config
 
 
 def _line(override: Override, *, group: bool = False) -> str:
@@ -200,13 +244,13 @@ def _check_group(
             raise InputError(unknown_choice(str(given), group, str(name), options))
 
 
-def _check_key(override: Override, config: DictConfig, choices: dict[str, Any]) -> None:
+def _check_key(override: Override, config: DictConfig, settings: Any, choices: dict[str, Any]) -> None:
     if override.is_add() or override.is_force_add():
         # Whether a section takes it is for what the section builds to say; of sections there are no more.
         if re.split(r"[.\[]", override.key_or_group)[0] not in config:
             raise InputError(unknown_key(str(override.input_line), override.key_or_group, config, choices))
         return
-    if not has_key(config, override.key_or_group):
+    if not has_key(settings, override.key_or_group):
         raise InputError(unknown_key(str(override.input_line), override.key_or_group, config, choices))
     key = override.key_or_group
     if key not in config:
@@ -220,18 +264,24 @@ def _check_key(override: Override, config: DictConfig, choices: dict[str, Any]) 
         raise InputError(f"{override.input_line}: {key} holds several settings, give {key}.<setting>=... of {inside}")
 
 
-def _check_experiment(door_name: str, search: Sequence[str], config: DictConfig, choices: dict[str, Any]) -> None:
+def _check_experiment(
+    door_name: str,
+    search: Sequence[str],
+    state: _State | None,
+    config: DictConfig,
+    choices: dict[str, Any],
+    plain_choices: dict[str, Any],
+) -> None:
     """An experiment overrides settings; a key that only the experiment has is a misspelling, found here and not after the run."""
     name = choices.get("experiment")
     if not name:
         return
-    _, plain_choices = _load(door_name, search)
     lines = [
         f"~{group}" if choice is None else f"{'' if group in plain_choices else '+'}{group}={_quote(choice)}"
         for group, choice in {**choices, "experiment": None}.items()
         if choice != plain_choices.get(group)
     ]
-    plain, _ = _load(door_name, [*search, *lines])
+    plain, _ = _load(door_name, [*search, *lines], state)
     added = _added(OmegaConf.to_container(config), OmegaConf.to_container(plain))  # type: ignore[arg-type]
     if added:
         raise InputError(unknown_key(f"experiment={name} sets {added[0]}", added[0], plain, {}))

@@ -22,8 +22,9 @@ def dotted_keys(config: DictConfig) -> list[str]:
     return list(walk(OmegaConf.to_container(config, resolve=False), ""))
 
 
-def has_key(config: DictConfig, key: str) -> bool:
-    node: Any = OmegaConf.to_container(config, resolve=False)
+def has_key(settings: Any, key: str) -> bool:
+    """Whether a configuration, as plain mappings and lists, has a dotted key."""
+    node = settings
     for part in re.sub(r"\[(\w+)\]", r".\1", key).split("."):
         if isinstance(node, dict):
             names = {str(name): value for name, value in node.items()}
