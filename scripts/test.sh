@@ -20,5 +20,6 @@ check() {
 check -m ruff check .
 check -m mypy
 # Two workers of one thread each: small models keep a core busy better than they share two.
-OMP_NUM_THREADS=1 check -m pytest -p no:cacheprovider -n 2 --dist loadfile --durations=15 "$@"
+# Files come in the order of tests/conftest.py, the longest first.
+OMP_NUM_THREADS=1 check -m pytest -p no:cacheprovider -n 2 --dist loadfile --no-loadscope-reorder --durations=15 "$@"
 exit "$code"

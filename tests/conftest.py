@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Generator
 from typing import Any
 
@@ -26,6 +27,14 @@ def target() -> Any:
     from tests.helpers import tiny_chat_target
 
     return tiny_chat_target(stop_bias=1.0)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that no worker is left alone with one: those that start processes, then those of most tests."""
+    tests = Counter(item.path for item in items)
+    starting = {item.path for item in items if item.get_closest_marker("processes")}
+    items.sort(key=lambda item: (item.path not in starting, -tests[item.path]))
 
 
 ALLOWED_SKIPS = ("needs an accelerator",)

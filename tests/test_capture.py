@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from drafttrain import capture, fit
 from drafttrain.data.conversations import read_set
@@ -26,10 +20,10 @@ from drafttrain.target.filling import StoreFolder
 from drafttrain.target.model import Target
 from drafttrain.target.store import Store
 from drafttrain.training.checkpoint import read_checkpoint
+from tests.forked import Forked, pair
 from tests.target.stores import random_set
 from tests.training.parts import same
 
-ROOT = Path(__file__).resolve().parents[1]
 UNMEASURED = ["eval.every=null", "eval.prompts=0", "eval.sim_rows=0", "final.prompts=0", "final.speed_prompts=0"]
 
 
@@ -125,35 +119,27 @@ def test_a_store_that_fit_cannot_train_from_is_refused_before_the_target_is_load
 # --- interrupted and shared ------------------------------------------------------------------------------------------------
 
 
-def start(arguments: Sequence[str], **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "drafttrain.capture", *arguments]
-    own = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), **environment}
-    return subprocess.Popen(command, cwd=ROOT, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 @pytest.mark.field("F22")
 @pytest.mark.processes
 def test_a_kill_loses_doubles_and_recomputes_nothing(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = random_set(target, tmp_path / "set", rows=300, held_out=0, longest=40)
+    folder = random_set(target, tmp_path / "set", rows=200, held_out=0, longest=40)
     out, calm = tmp_path / "store", tmp_path / "calm"
     more = ["batch_tokens=null", "batch_rows=1", "shard_mb=0.2"]
     journal = out / "journal-0000.jsonl"
-    process = start(words(folder, out, *more))
-    until = time.monotonic() + 120
+    process, until = Forked(capture.main, words(folder, out, *more), said=tmp_path / "said"), time.monotonic() + 120
     # Past the first shard, in the middle of another.
-    while not journal.exists() or journal.read_bytes().count(b"\n") < 90:
-        assert process.poll() is None and time.monotonic() < until
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL and not (out / "manifest.json").exists()
+    while not journal.exists() or journal.read_bytes().count(b"\n") < 60:
+        assert process.runs and time.monotonic() < until, process.said
+        time.sleep(0.002)
+    process.kill()
+    assert not (out / "manifest.json").exists()
     kept = journal.read_bytes()
     kept = kept[: kept.rfind(b"\n") + 1]
     lines = [json.loads(line) for line in kept.splitlines()]
     before = {line["batch"] for line in lines if "batch" in line}
-    assert 80 < len(before) < 300 and {"shard-00000.safetensors"} < {path.name for path in out.glob("shard-*")}
+    assert 50 < len(before) < 200 and {"shard-00000.safetensors"} < {path.name for path in out.glob("shard-*")}
     with pytest.raises(SystemExit):
         fit.main(fit_words(folder, tmp_path / "run", "features=store", f"features.path={out}"))
     assert "goes on with the same command" in capsys.readouterr().err
@@ -171,7 +157,7 @@ def test_a_kill_loses_doubles_and_recomputes_nothing(
         capture.main(words(folder, out, *more))
     assert journal.read_bytes().startswith(kept)
     batches = [line["batch"] for line in map(json.loads, journal.read_text().splitlines()) if "batch" in line]
-    assert sorted(batches) == list(range(300)) and len(read) == 300 - len(before) == len(set(read))
+    assert sorted(batches) == list(range(200)) and len(read) == 200 - len(before) == len(set(read))
     capture.main(words(folder, calm, *more))
     capture.main(words(folder, out, *more))  # Clears what was kept for this test.
     assert contents(out) == contents(calm) and Store(out).digest == Store(calm).digest
@@ -181,10 +167,7 @@ def test_a_kill_loses_doubles_and_recomputes_nothing(
 def test_two_processes_make_the_shards_of_one(folder: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     more = ["batch_tokens=100", "shard_mb=0.02", "layers=[0]", "encoding=int8"]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20_000, 60_000))}
-    processes = [start(words(folder, two, *more), **shared, RANK=str(r), LOCAL_RANK=str(r)) for r in range(2)]
-    said = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
+    said = pair(capture.main, words(folder, two, *more), said=tmp_path / "said")
     capture.main(words(folder, one, *more))
     assert contents(one) == contents(two) and len(contents(one)) > 2
     assert Store(one).digest == Store(two).digest

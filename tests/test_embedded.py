@@ -65,13 +65,13 @@ def test_greedy_answers_of_the_set_are_what_the_target_writes(target, shipped):
 def test_drafting_does_not_change_the_embedded_targets_greedy_text(target, shipped):
     torch.manual_seed(0)
     drafter = Eagle1(target, draft_ids=list(range(4096))).eval()
-    prompts = shipped.prompts(3)
-    plain, _ = decode(target, None, prompts, Plan(Tree.chain(0)), max_new_tokens=16)
+    prompts = shipped.prompts(2)
+    plain, _ = decode(target, None, prompts, Plan(Tree.chain(0)), max_new_tokens=8)
     for tree in (Tree.chain(4), Tree.eagle1_static()):
-        drafted, _ = decode(target, drafter, prompts, Plan(tree), max_new_tokens=16)
+        drafted, _ = decode(target, drafter, prompts, Plan(tree), max_new_tokens=8)
         assert [output.ids for output in drafted] == [output.ids for output in plain]
     library = target.model.generate(
-        torch.tensor([prompts[0]]), attention_mask=torch.ones(1, len(prompts[0])), max_new_tokens=16, do_sample=False
+        torch.tensor([prompts[0]]), attention_mask=torch.ones(1, len(prompts[0])), max_new_tokens=8, do_sample=False
     )
     assert library[0, len(prompts[0]) :].tolist() == plain[0].ids
 

@@ -230,7 +230,7 @@ def test_cutting_by_what_was_drawn_is_noticed(small: Any, mistake: str, monkeypa
     else:
         plan = Plan(Tree.expansion([4]), Policy(1.0))
         monkeypatch.setattr(growth, "_fill", lambda *a: likeliest_drawn(fill(*a), 2))
-    assert p_value(*small, plan, rows=24_000) < 1e-6
+    assert p_value(*small, plan) < 1e-6
 
 
 def test_confidence_is_asked_before_each_draw_and_never_after(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:

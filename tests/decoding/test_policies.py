@@ -27,7 +27,7 @@ from drafttrain.target import load
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Growth, Tree
-from tests.decoding.test_loop import SMALL, make
+from tests.decoding.test_loop import SMALL, drawn, make
 from tests.packaging.made import overfitted
 
 PROMPTS = [[3, 5, 7, 9], [11], [20, 21, 22, 23, 24, 25, 26]]
@@ -215,9 +215,7 @@ def p_value(drafter: Eagle1, tree: Growth, **settings: Any) -> float:
     target, _, _, law = small()
     policy = Policy(1.0, repetition_penalty=PENALTY, logit_bias={token: LIFT for token in range(8)})
     plan = Plan(tree, policy, **settings)
-    outputs, _ = decode(target, drafter, [[3]] * ROWS, plan, max_new_tokens=3, stop_ids=())
-    found = torch.tensor([output.ids for output in outputs]) @ torch.tensor([64, 8, 1])
-    counts, expected = found.bincount(minlength=512).double(), law * ROWS
+    counts, expected = drawn(target, drafter, plan, ROWS, [3]), law * ROWS
     big = expected >= 5
     observed = torch.cat((counts[big], counts[~big].sum()[None]))
     wanted = torch.cat((expected[big], expected[~big].sum()[None]))

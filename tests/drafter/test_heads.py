@@ -24,7 +24,7 @@ from drafttrain.target.features import OnlineFeatures
 from drafttrain.training.calibrate import calibrated, check_calibrated, head_accuracy
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
-from tests.decoding.test_loop import p_value
+from tests.decoding.test_loop import SMALL, p_value
 from tests.packaging.made import packed
 from tests.training.parts import write_tiny_set
 
@@ -218,7 +218,7 @@ LAWS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def small(request):
-    return make(request.param, target=load.tiny(vocab_size=8, sharpness=1.5))
+    return make(request.param, target=load.tiny(**SMALL))
 
 
 @pytest.mark.field("F53")

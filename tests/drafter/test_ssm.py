@@ -110,7 +110,7 @@ def test_greedy_output_is_the_targets_own(family: str, origin: str, tree: str) -
         (Plan(Tree.chain(3), Policy(1.0)), {"layers": [0]}),
         (Plan(Tree.expansion([3, 2]), Policy(0.7)), {"layers": [0]}),
         (Plan(Tree.expansion([2, 2]), Policy(1.0), sampled=False), {"layers": 1}),
-        (Plan(Tree.chain(2), Policy(1.0)), {"layers": [2], "draft_ids": [0, 1, 3, 4, 6]}),
+        (Plan(Tree.chain(2), Policy(1.0)), {"layers": [1], "draft_ids": [0, 1, 3, 4, 6]}),
     ],
     ids=["chain", "tree", "one-hot", "reduced vocabulary"],
 )

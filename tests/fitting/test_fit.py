@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
 from drafttrain.wiring.conf import conf_dir
 from tests.fitting.parts import QUICK, UNMEASURED, Signal, refusal, weights, words
+from tests.forked import Forked
 from tests.helpers import file_limit
 from tests.reporting.parsed import parsed
 from tests.training.parts import same, write_tiny_set
@@ -486,12 +486,6 @@ def test_a_used_folder_and_a_run_that_is_not_the_same(
 # --- stopped and killed --------------------------------------------------------------------------------------------------
 
 
-def start(arguments: Sequence[str]) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [sys.executable, "-m", "drafttrain.fit", *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 @pytest.mark.field("F18", "F19")
 def test_killed_and_stopped_runs_go_on_to_the_same_weights(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -510,13 +504,12 @@ def test_killed_and_stopped_runs_go_on_to_the_same_weights(
     assert signal.getsignal(signal.SIGTERM) is before
 
     os.utime(last, (0, 0))
-    process = start([*words(folder, run, *more), "resume=last"])
-    while last.stat().st_mtime == 0 and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    said, _ = process.communicate()
+    process = Forked(fit.main, [*words(folder, run, *more), "resume=last"], said=tmp_path / "said")
+    while last.stat().st_mtime == 0 and process.runs:
+        time.sleep(0.005)
+    process.kill()
     killed_at = read_checkpoint(last)["progress"]["updates"]
-    assert process.returncode == -signal.SIGKILL and stopped_at < killed_at < 80, said
+    assert stopped_at < killed_at < 80, process.said
     assert not (run / "package").exists()
 
     fit.main([*words(folder, run, *more), "resume=last"])

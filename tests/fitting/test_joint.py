@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import read_checkpoint
 from drafttrain.tree.topology import Tree
 from tests.fitting.parts import QUICK, Signal, refusal, weights, words
+from tests.forked import pair
 from tests.helpers import save_target, tiny_chat_target
 from tests.training.parts import same, write_tiny_set
 
@@ -157,11 +155,7 @@ def test_two_processes_give_the_weights_of_one(folder: Path, tmp_path: Path) -> 
     one, two = tmp_path / "one", tmp_path / "two"
     more = [*JOINT, "joint.dropout=0", "joint.lambda_0=0.2", "joint.ramp=constant", "trainer.batch_tokens=1024"]
     more += ["trainer.max_steps=3", "eval.every=null", "trainer.accelerator=cpu"]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    command += ["--main_process_port", "0", "-m", "drafttrain.fit", *words(folder, two, *more, "trainer.accumulate=2")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert found.returncode == 0, found.stderr[-3000:]
+    pair(fit.main, words(folder, two, *more, "trainer.accumulate=2"), said=tmp_path / "said")
     fit.main(words(folder, one, *more, "trainer.accumulate=4"))
     a, b = weights(one), weights(two)
     assert a.keys() == b.keys() and any(name.startswith("adapter.") for name in a)

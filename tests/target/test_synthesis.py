@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +22,9 @@ from drafttrain.target import generation
 from drafttrain.target.generation import Segment, choose
 from drafttrain.target.model import Target
 from drafttrain.target.synthesis import SynthesisConfig, synthesize
+from tests.forked import Forked, pair
 from tests.helpers import ALTERNATING, BARE, CHATML, save_target, tiny_chat_target
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["writing.max_answer=24", "writing.max_length=160", "writing.max_user=32"]
 
 
@@ -64,10 +60,6 @@ def some_prompts(count: int = 24) -> list[Prompt | None]:
 
 def arguments(folder: Path, out: Path, *more: str) -> list[str]:
     return [f"out={out}", "target=hf", f"target.path={folder}", "target.device=cpu", "slots=8", *SMALL, *more]
-
-
-def command(folder: Path, out: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "drafttrain.synthesize", *arguments(folder, out, *more)]
 
 
 def contents(out: Path) -> list[Row]:
@@ -465,49 +457,50 @@ def test_journals_made_elsewhere_are_taken_over(folder: Path, whole: Path, tmp_p
 
 @pytest.mark.field("F22")
 @pytest.mark.processes
-def test_a_kill_loses_doubles_and_recomputes_nothing(folder: Path, tmp_path: Path) -> None:
-    more = ["rows=100", "keep_journal=true", "slots=3"]
-    out, undisturbed = tmp_path / "set", tmp_path / "undisturbed"
+def test_a_kill_loses_doubles_and_recomputes_nothing(
+    folder: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed, then broken off once more, then left alone."""
+    out = tmp_path / "set"
+    given = arguments(folder, out, "rows=60", "held_out=5", "keep_journal=true", "slots=3")
     journal = out / "journal-0000.jsonl"
-    for rows_before in (5, 25):
-        process = subprocess.Popen(
-            command(folder, out, *more), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        until = time.monotonic() + 120
-        while not journal.exists() or journal.read_bytes().count(b"\n") < rows_before:
-            assert process.poll() is None and time.monotonic() < until
-            time.sleep(0.02)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+
+    def lines() -> bytes:
+        """Those that are whole."""
+        content = journal.read_bytes() if journal.exists() else b""
+        return content[: content.rfind(b"\n") + 1]
+
+    process, until = Forked(door.main, given, said=tmp_path / "said"), time.monotonic() + 120
+    while lines().count(b"\n") < 5:
+        assert process.runs and time.monotonic() < until, process.said
+        time.sleep(0.005)
+    process.kill()
+    first = lines()
+    assert 5 <= first.count(b"\n") < 40
+    add = Journal.add
+
+    def broken_off(self: Journal, row: Row) -> None:
+        add(self, row)
+        if lines().count(b"\n") >= 40:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as left:
+        patch.setattr(Journal, "add", broken_off)
+        door.main(given)
+    kept = lines()
+    assert left.value.code == 130 and kept.startswith(first) and 40 <= kept.count(b"\n") < 60
     assert not (out / "manifest.json").exists()
-    kept = journal.read_bytes()
-    kept = kept[: kept.rfind(b"\n") + 1]
-    assert 25 <= kept.count(b"\n") < 100
-    door.main(arguments(folder, out, *more))
+    door.main(given)
     assert journal.read_bytes().startswith(kept)
     numbers = [json.loads(line)["row"] for line in journal.read_text().splitlines()]
-    assert sorted(numbers) == list(range(100))
-    door.main(arguments(folder, undisturbed, *more))
-    assert contents(out) == contents(undisturbed)
+    assert sorted(numbers) == list(range(60))
+    assert contents(out) == contents(whole)
 
 
 @pytest.mark.processes
 def test_two_processes_write_the_rows_of_one(folder: Path, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "set"
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20_000, 60_000))}
-    processes = [
-        subprocess.Popen(
-            command(folder, out, "rows=60", "held_out=5", "keep_journal=true"),
-            cwd=ROOT,
-            env={**os.environ, **shared, "RANK": str(r), "LOCAL_RANK": str(r)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for r in range(2)
-    ]
-    said = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
+    said = pair(door.main, arguments(folder, out, "rows=60", "held_out=5", "keep_journal=true"), said=tmp_path / "said")
     assert contents(out) == contents(whole)
     for r in range(2):
         lines = (out / f"journal-{r:04d}.jsonl").read_text().splitlines()

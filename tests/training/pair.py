@@ -1,12 +1,7 @@
-"""What two processes run for `test_sharding.py`: the same updates by each strategy, and what they wrote.
-
-python -m tests.training.pair <folder> <rank> <port> few|all
-"""
+"""What two processes run for `test_sharding.py`: the same updates by each strategy, and what they wrote."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
+from drafttrain import processes
 from drafttrain.data.datamodule import ConversationData, collate
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.eagle1 import Eagle1
@@ -100,10 +96,8 @@ FEW = (("eagle1", "ddp"), ("eagle1", "fsdp"), ("medusa", "fsdp"))
 ALL = tuple((kind, strategy) for kind in KINDS for strategy in ("ddp", "fsdp"))
 
 
-def main(folder: Path, rank: int, port: str, much: str) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": port}
-    torch.set_num_threads(1)
+def main(folder: Path, much: str) -> None:
+    rank = processes.rank()
     target, data = tiny(), ConversationData(folder / "set")
     for kind, strategy in ALL if much == "all" else FEW:
         module = trained(kind, target, data, folder / f"{kind}-{strategy}", rank=rank, strategy=strategy)
@@ -121,7 +115,3 @@ def main(folder: Path, rank: int, port: str, much: str) -> None:
     if much == "all":
         mixed = trained("eagle1", target, data, folder / "mixed", rank=rank, strategy="fsdp", precision="bf16-mixed")
         assert all(p.dtype == torch.float32 for p in mixed.parameters())
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +17,14 @@ from drafttrain.training.checkpoint import read_checkpoint
 from drafttrain.training.course import Course, TrainerConfig
 from drafttrain.training.module import DraftModule
 from drafttrain.training.trainer import check_trainer
+from tests import forked
 from tests.training import pair
 from tests.training.parts import TRAINER, Direct, Fixed, fit, same, write_tiny_set
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def left_by_two(folder: Path, target: Target, much: str) -> Path:
     write_tiny_set(target, folder / "set")
-    port = str(20000 + time.time_ns() // 1000 % 30000)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.training.pair", str(folder)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), port, much],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(one[-3000:] for one in said)
+    forked.pair(pair.main, folder, much, said=folder / "said")
     return folder
 
 
