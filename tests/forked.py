@@ -63,15 +63,15 @@ class Forked:
         return code
 
 
-def pair(function: Callable[..., Any], *arguments: Any, said: Path) -> tuple[str, str]:
+def pair(function: Callable[..., Any], *arguments: Any, said: Path, **environment: str) -> tuple[str, str]:
     """Two processes of one run, as a launcher starts them, both of which must end well. Returns what each said."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment}
     both = [
-        Forked(function, *arguments, said=said.with_name(f"{said.name}-{rank}"), RANK=str(rank), LOCAL_RANK=str(rank), **common)
-        for rank in range(2)
+        Forked(function, *arguments, said=said.with_name(f"{said.name}-{rank}"), RANK=rank, LOCAL_RANK=rank, **common)
+        for rank in ("0", "1")
     ]
     codes = [one.ended() for one in both]
     assert codes == [0, 0], (codes, *(one.said[-3000:] for one in both))

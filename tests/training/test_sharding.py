@@ -24,7 +24,7 @@ from tests.training.parts import TRAINER, Direct, Fixed, fit, same, write_tiny_s
 
 def left_by_two(folder: Path, target: Target, much: str) -> Path:
     write_tiny_set(target, folder / "set")
-    forked.pair(pair.main, folder, much, said=folder / "said")
+    forked.pair(pair.main, folder, much, said=folder / "said", TORCHELASTIC_RUN_ID="of torchrun")
     return folder
 
 
