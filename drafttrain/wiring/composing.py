@@ -9,7 +9,7 @@ import copy
 import functools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,23 +62,24 @@ def invocation_of(
     search = search_path(config_dir)
     state = None if search else _state_of(conf_dir())
     with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name=door_name):
+        options_of = functools.cache(lambda group: group_options(group, search))
         base, plain_choices = _load(door_name, search, state)
         choices = plain_choices
         # A key that is text and a choice too is a choice where its value names one.
-        options = {key: group_options(key, search) for key in text if key in choices}
+        options = {key: options_of(key) for key in text if key in choices}
         picked = [word for word in overrides if word.partition("=")[2] in options.get(word.partition("=")[0], ())]
         literal, parsed = _parse([word for word in overrides if word not in picked], text)
         parsed += _parse(picked, ())[1]
-        groups = [o for o in parsed if _is_group(o, search, choices)]
+        groups = [o for o in parsed if _is_group(o, options_of, choices)]
         values = [o for o in parsed if o not in groups]
         for override in groups:
-            _check_group(override, choices, base, door_name, search)
+            _check_group(override, choices, base, door_name, options_of)
         chosen, choices = _load(door_name, [*search, *(_line(o, group=True) for o in groups)], state)
         _check_experiment(door_name, search, state, chosen, choices, plain_choices)
         settings = OmegaConf.to_container(chosen)
         for override in values:
             _check_key(override, chosen, settings, choices)
-        config = _with_values(chosen, values, search)
+        config = _with_values(chosen, values, options_of)
         if config is None:
             config, choices = _load(door_name, [*search, *(_line(o, group=o in groups) for o in parsed)], None)
     settings = OmegaConf.to_container(config) if literal else {}
@@ -144,6 +145,7 @@ def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str
     return literal, parsed
 
 
+_Options = Callable[[str], list[str]]
 _State = tuple[tuple[str, int, int], ...]
 
 
@@ -186,11 +188,11 @@ def _composed(door_name: str, lines: tuple[str, ...], state: _State | None) -> t
     return config, {str(k): v for k, v in choices.items() if not str(k).startswith("hydra/")}
 
 
-def _with_values(config: DictConfig, values: Sequence[Override], search: Sequence[str]) -> DictConfig | None:
+def _with_values(config: DictConfig, values: Sequence[Override], options_of: _Options) -> DictConfig | None:
     """A copy with values set as Hydra sets them. None where Hydra must do it: it adds and deletes, and words its refusals."""
     for override in values:
         key, value = override.key_or_group, override.value()
-        is_group = "." not in key and not isinstance(value, dict) and bool(group_options(key, search))
+        is_group = "." not in key and not isinstance(value, dict) and bool(options_of(key))
         if override.type != OverrideType.CHANGE or override.package is not None or is_group:
             return None
     config = copy.deepcopy(config)
@@ -217,16 +219,16 @@ def group_options(group: str, search: Sequence[str]) -> list[str]:
     return sorted(loader.get_group_options(name, results_filter=ObjectType.CONFIG, overrides=list(search)))
 
 
-def _is_group(override: Override, search: Sequence[str], choices: Mapping[str, Any]) -> bool:
+def _is_group(override: Override, options_of: _Options, choices: Mapping[str, Any]) -> bool:
     group = override.key_or_group
     if group in choices and not override.is_delete() and isinstance(override.value(), int | float):
         return True
-    exists = bool(group_options(group, search)) if "." not in group else False
+    exists = bool(options_of(group)) if "." not in group else False
     return exists and (override.is_delete() or isinstance(override.value(), str | list) or override.value() is None)
 
 
 def _check_group(
-    override: Override, choices: dict[str, Any], base: DictConfig, door_name: str, search: Sequence[str]
+    override: Override, choices: dict[str, Any], base: DictConfig, door_name: str, options_of: _Options
 ) -> None:
     group = override.key_or_group + (f"@{override.package}" if override.package else "")
     given = override.input_line
@@ -236,7 +238,7 @@ def _check_group(
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         raise InputError(f"{given}: {door_name} has no choice of {group}.{hint} Its choices are of: {join(usable)}")
     value = None if override.is_delete() else override.value()
-    options = group_options(group, search)
+    options = options_of(group)
     if value is None and choices.get(group) is not None:
         raise InputError(f"{given}: {door_name} needs one {group}, of {join(options)}")
     for name in value if isinstance(value, list) else [value]:

@@ -38,7 +38,7 @@ COMMON = {"draws": 1600, "places": 2, "max_new_tokens": 24}
 
 @pytest.fixture(scope="module")
 def speculator():
-    target = load.tiny(vocab_size=24, layers=2, width=32)
+    target = load.tiny(vocab_size=24)
     torch.manual_seed(0)
     return Speculator(target, Eagle1(target).eval(), Plan(Tree.chain(3)), dtype="float32")
 

@@ -226,8 +226,8 @@ def test_decoding_leaves_the_global_random_state_alone():
 
 # The law of sampled text ---------------------------------------------------------------------------------------
 ROWS = 12_000
-AT_ONCE = 1_000
-"""Rows side by side: what belongs to more of them does not fit into a processor's cache."""
+AT_ONCE = 2_000
+"""Rows side by side: what belongs to more of them lies too far from the processor."""
 SMALL = {"vocab_size": 8, "sharpness": 1.5, "layers": 2, "width": 32}
 
 
