@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -59,6 +60,7 @@ def boost(
     write_checkpoint(run.checkpoints / LAST, {"facts": facts, "settings": config})
     log_config(run.loggers, config)
     told: dict[str, Training] = {}
+    marking: list[dict[str, Any]] = []
 
     def one_fit(job: Fit) -> Drafter:
         own = copy.deepcopy(cfg)
@@ -85,6 +87,8 @@ def boost(
             )
         if job.member:
             told[job.name] = training
+        else:
+            marking.append(training.facts())
         return training.drafter.eval()
 
     say(f"references: the target's greedy answers to {len(data)} prompts, at most {chosen.reference} tokens of each")
@@ -111,6 +115,7 @@ def boost(
         data,
         found,
         list(told.values()),
+        marking,
         calibration=calibration,
         watch=lambda items, what: track(items, description=what),
         say=say,

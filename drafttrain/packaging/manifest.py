@@ -188,11 +188,20 @@ def parameters_of(config: dict[str, Any]) -> int | None:
 
 def training_of(config: dict[str, Any]) -> tuple[float | None, int | None]:
     """Seconds that training took, without the decoding of held-out prompts in between; supervised tokens that were read, those
-    of every epoch counted. Both are 0 for a drafter that learns nothing, None where they were not recorded."""
-    if not class_of(config["drafter"]["_target_"], CONFIG).learns:
+    of every epoch counted. Of several fits the sum, those that only marked rows counted. Both are 0 where nothing was learned, None
+    where they were not recorded."""
+    if not class_of(config["drafter"]["_target_"], CONFIG).learns and not config["shape"]["parameters"]:
         return 0.0, 0
     told = config["training"].get("training")
     told = told if isinstance(told, dict) else {}
+    members, marking = told.get("members"), told.get("marking", [])
+    fits = [*members, *marking] if isinstance(members, list) and isinstance(marking, list) else [told]
+    each = [_cost_of(fit if isinstance(fit, dict) else {}) for fit in fits]
+    seconds, tokens = [one for one, _ in each if one is not None], [one for _, one in each if one is not None]
+    return sum(seconds) if 0 < len(seconds) == len(each) else None, sum(tokens) if 0 < len(tokens) == len(each) else None
+
+
+def _cost_of(told: dict[str, Any]) -> tuple[float | None, int | None]:
     seconds, tokens, aside = (told.get(name) for name in ("seconds", "supervised_tokens_seen", "evaluation_seconds"))
     if _amount(seconds) and _amount(aside):
         seconds = max(0.0, seconds - aside)

@@ -124,9 +124,16 @@ def test_costs_that_were_not_recorded_are_not_made_up(original: Path) -> None:
         ({"seconds": 10**400}, (None, None)),
         ({}, (None, None)),
         (None, (None, None)),
+        ({"members": [TRAINING, {"seconds": 3, "supervised_tokens_seen": 7}], "marking": [TRAINING]}, (123.0, 10007)),
+        ({"members": [TRAINING, {"seconds": 3}]}, (63.0, None)),
+        ({"members": [TRAINING, "fast"]}, (None, None)),
+        ({"members": []}, (None, None)),
     ):
         assert training_of({**config, "training": {"training": given}}) == wanted
     assert training_of({**config, "training": {}}) == (None, None)
+    copied = {"drafter": {"_target_": "drafttrain.drafter.ngram.NGram"}, "shape": {"parameters": 0}, "training": {}}
+    together = {"drafter": {"_target_": "drafttrain.drafter.ensemble.Ensemble"}, "shape": {"parameters": 5}, "training": {}}
+    assert training_of(copied) == (0.0, 0) and training_of(together) == (None, None), "its members were trained, elsewhere"
     assert parameters_of({"shape": {"parameters": 7}, "adapter": {"parameters": 3}}) == 10
     assert parameters_of({"shape": {"parameters": 7}, "adapter": {"parameters": "many"}}) is None
 
