@@ -24,7 +24,7 @@ from drafttrain.packaging.manifest import read_config, training_of
 from drafttrain.packaging.reading import load as load_package
 from drafttrain.reporting.loggers import read_metrics
 from drafttrain.target.model import Target
-from drafttrain.training.checkpoint import read_checkpoint
+from drafttrain.training.checkpoint import FORMAT, read_checkpoint
 from drafttrain.training.run import Run
 from drafttrain.training.skips import SkipSearch
 from drafttrain.tree.dynamic import Dynamic
@@ -386,7 +386,7 @@ def test_a_folder_of_somebody_is_not_taken_for_a_run(
 def test_checkpoints_that_are_none_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     last = tmp_path / "run" / "checkpoints" / "last.ckpt"
     last.parent.mkdir(parents=True)
-    torch.save({"format": 1, "weights": {}}, last)
+    torch.save({"format": FORMAT, "weights": {}}, last)
     assert "last.ckpt lacks optimiser" in refusal(capsys, words(folder, tmp_path / "run", "resume=last"))
     other = tmp_path / "other.ckpt"
     other.write_bytes(b"\x80\x02.")
