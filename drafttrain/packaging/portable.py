@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from typing import Any
@@ -12,6 +13,9 @@ _ROOT = r"(?:~[^\s/\\]*|[A-Za-z]:)?[/\\]"
 _WHOLE = re.compile(rf"(?:file://)?{_ROOT}[^\n]*")
 # Not behind what makes it a part of something else: a relative path, a hub id, an address, a fraction, markup.
 _INSIDE = re.compile(rf"(?:file://|(?<![\w:/\\.~<-])){_ROOT}[^\s,'\"()\[\]{{}}=;|<>]+")
+
+_HOMES = ("home", "Users")
+"""Folders of folders that have the names of people."""
 
 
 def portable(value: Any) -> Any:
@@ -49,5 +53,7 @@ def _word(word: str) -> str:
 
 
 def _name(path: str) -> str:
-    *_, run, name = ["", *re.split(r"[/\\]", path.rstrip("/\\"))]
-    return f"{run}/{name}" if name == PACKAGE and run else name  # All packages of runs have one name.
+    """The last name; of a run's package the run's too, since all have one name. A home folder, which has a person's, is ~."""
+    names = ["", *re.split(r"[/\\]", path.rstrip("/\\"))]
+    named = ["~" if above in _HOMES or name.startswith("~") else name for above, name in itertools.pairwise(names)]
+    return "/".join(named[-2:]) if named[-1] == PACKAGE and named[-2:-1] not in ([], [""], ["~"]) else named[-1]
