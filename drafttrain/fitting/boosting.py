@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -60,7 +59,6 @@ def boost(
     write_checkpoint(run.checkpoints / LAST, {"facts": facts, "settings": config})
     log_config(run.loggers, config)
     told: dict[str, Training] = {}
-    marking: list[dict[str, Any]] = []
 
     def one_fit(job: Fit) -> Drafter:
         own = copy.deepcopy(cfg)
@@ -85,10 +83,7 @@ def boost(
                 source=Borrowed(source),
                 home=run.folder,
             )
-        if job.member:
-            told[job.name] = training
-        else:
-            marking.append(training.facts())
+        told[job.name] = training
         return training.drafter.eval()
 
     say(f"references: the target's greedy answers to {len(data)} prompts, at most {chosen.reference} tokens of each")
@@ -99,6 +94,7 @@ def boost(
         wanted=wanted,
         reported=wanted if held_out is None else references(target, held_out, chosen.reference),
         fit=one_fit,
+        facts=lambda job: told.pop(job.name).facts(),
         source=source,
         seed=cfg.seed,
         folder=run.folder / "members",
@@ -115,7 +111,6 @@ def boost(
         data,
         found,
         list(told.values()),
-        marking,
         calibration=calibration,
         watch=lambda items, what: track(items, description=what),
         say=say,

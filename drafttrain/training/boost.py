@@ -301,6 +301,8 @@ class Collective:
     """For each model that was fitted what `line` and `Tuning.marked` tell; also for one that was left out."""
     ended: str = ""
     """Why there are no more."""
+    marking: list[dict[str, Any]] = field(default_factory=list)
+    """Facts of the fits that only marked rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,6 +317,8 @@ class Tuning:
     """Those that coverage is reported on."""
     fit: Callable[[Fit], Drafter]
     """Makes a drafter: the same one whenever it is asked for the same fit, also in a later part of a run."""
+    facts: Callable[[Fit], dict[str, Any]]
+    """What a fit that was made took, as plain values."""
     source: Source
     """The target's features of the rows, where laws are compared."""
     seed: int
@@ -355,7 +359,7 @@ class Tuning:
             if alone:
                 found.ended = f"{len(left.places)} rows were left, which no model fitted without them could mark"
                 break
-            left = self._after(number, member, begin, left, apart, row)
+            left = self._after(number, member, begin, left, apart, row, found)
             self.note(number, row)
             if not left.places or row["left"] < config.least_left:
                 found.ended = f"{row['left']:.1%} of all weight is left, less than {config.least_left:.1%}"
@@ -367,9 +371,16 @@ class Tuning:
 
     # Marks ------------------------------------------------------------------------------------------------------
     def _after(
-        self, number: int, member: Drafter, begin: Drafter | None, left: Left, apart: list[int], row: dict[str, Any]
+        self,
+        number: int,
+        member: Drafter,
+        begin: Drafter | None,
+        left: Left,
+        apart: list[int],
+        row: dict[str, Any],
+        found: Collective,
     ) -> Left:
-        """What is left once rows were marked; how many were is put into the model's line."""
+        """What is left once rows were marked; how many were is put into the model's line, what that took into what is found."""
         folder = self.folder / f"member-{number}"
         if (folder / MARKS).exists():
             kept = read_checkpoint(folder / MARKS)
@@ -378,6 +389,7 @@ class Tuning:
             write_checkpoint(folder / MARKS, kept)
         for fold in folder.glob("fold-*"):
             shutil.rmtree(fold)  # large, and of no further use
+        found.marking += kept["fits"]
         marks: dict[int, int] = dict(zip(kept["places"], kept["matched"], strict=True))
         overlaps: dict[int, Tensor] = dict(zip(kept["places"], kept["overlaps"], strict=False))
         if self.config.marking == "held_out":
@@ -395,12 +407,13 @@ class Tuning:
     def _marks(
         self, number: int, member: Drafter, begin: Drafter | None, left: Left, apart: list[int]
     ) -> dict[str, list[Any]]:
-        """Places of the rows that were marked, tokens that were matched of each, and where laws are compared their overlaps."""
+        """Places of the rows that were marked, tokens that were matched of each, where laws are compared their overlaps, and facts
+        of the fits that were made for it."""
         if self.config.marking == "fitted":
             return self._marked_by(member, left.places)
         if self.config.marking == "held_out":
             return self._marked_by(member, apart)
-        found: dict[str, list[Any]] = {"places": [], "matched": [], "overlaps": []}
+        found: dict[str, list[Any]] = {"places": [], "matched": [], "overlaps": [], "fits": []}
         order = self._order()
         for fold in range(self.config.folds):
             hidden = [place for place in left.places if order[place] % self.config.folds == fold]
@@ -412,12 +425,13 @@ class Tuning:
             job = Fit(f"member-{number}/fold-{fold + 1}", left.part(self.data, others), seed, begin, False)
             for name, values in self._marked_by(self.fit(job), hidden).items():
                 found[name] += values
+            found["fits"].append(self.facts(job))
         return found
 
     def _marked_by(self, drafter: Drafter, places: Sequence[int]) -> dict[str, list[Any]]:
         lengths = matched(drafter, [self.wanted[place] for place in places])
         overlaps = self._overlaps(drafter, places) if self.config.removal == "token" else []
-        return {"places": list(places), "matched": lengths, "overlaps": overlaps}
+        return {"places": list(places), "matched": lengths, "overlaps": overlaps, "fits": []}
 
     def _overlaps(self, drafter: Any, places: Sequence[int]) -> list[Tensor]:
         """(s) of each row: sum_v min(p, q) for its labels, 0 elsewhere."""

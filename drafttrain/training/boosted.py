@@ -46,8 +46,6 @@ class Boosted(Ready):
     found: Collective
     trainings: Sequence[Training]
     """Of the models that were fitted, the one left out too."""
-    marking: Sequence[dict[str, Any]]
-    """Facts of the fits that only marked rows."""
 
     @property
     def updates(self) -> int:
@@ -58,7 +56,7 @@ class Boosted(Ready):
         return max(one.trained_length for one in self.trainings)
 
     def facts(self) -> dict[str, Any]:
-        return {"members": [one.facts() for one in self.trainings], "marking": list(self.marking), "ended": self.found.ended}
+        return {"members": [one.facts() for one in self.trainings], "marking": self.found.marking, "ended": self.found.ended}
 
     def report(self) -> dict[str, Any]:
         return {"members": self.found.rows, "ended": self.found.ended}
@@ -94,7 +92,6 @@ def together(
     data: ConversationData,
     found: Collective,
     trainings: Sequence[Training],
-    marking: Sequence[dict[str, Any]],
     *,
     calibration: ConversationData | None,
     watch: Watch,
@@ -123,7 +120,6 @@ def together(
         prompts=usable_prompts(target, data, settings, say),
         found=found,
         trainings=trainings,
-        marking=marking,
     )
 
 

@@ -18,7 +18,7 @@ from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.ensemble import Ensemble
 from drafttrain.errors import InputError
 from drafttrain.fitting import boosting, learning, settings
-from drafttrain.packaging.manifest import TENSORS
+from drafttrain.packaging.manifest import TENSORS, read_config, training_of
 from drafttrain.packaging.reading import load as load_package
 from drafttrain.reporting.loggers import read_metrics
 from drafttrain.reporting.progress import ConsoleProgress
@@ -90,6 +90,12 @@ def test_one_command_makes_an_ensemble(target: Target, calm: Path) -> None:
     assert labels["chain_4"]["nodes"] == 8, "each member grows a tree that is none for several"
     training = json.loads((run / "package" / "config.json").read_text())["training"]["training"]
     assert [one["updates"] for one in training["members"]] == [3, 3]
+    fits = [*training["members"], *training["marking"]]
+    assert training["marking"], "those that only marked rows took time too"
+    tokens = sum(one["supervised_tokens_seen"] for one in fits)
+    assert training_of(read_config(run / "package"))[1] == tokens > sum(
+        one["supervised_tokens_seen"] for one in training["members"]
+    )
 
 
 class Signal(ConsoleProgress):
@@ -124,6 +130,7 @@ def test_a_run_broken_off_goes_on_between_and_within_fits_to_the_same_weights(
     assert said.count("training is already done") == 2, "the member and the model of the first fold are not fitted anew"
     assert re.search("goes on behind update [12],", said) and "references matched" in said
     assert (run / "package" / TENSORS).read_bytes() == (calm / "package" / TENSORS).read_bytes()
+    assert training_of(read_config(run / "package"))[1] == training_of(read_config(calm / "package"))[1]
     lines = [[row for row in read_metrics(one / "metrics.csv") if "boost/gain" in row] for one in (run, calm)]
     assert lines[0] == lines[1] and len(lines[0]) == 2
 

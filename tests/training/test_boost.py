@@ -100,6 +100,7 @@ def tuned(
         wanted=wanted,
         reported=wanted if reported is None else reported,
         fit=fit,
+        facts=lambda job: {"seconds": 1.0, "of": job.name},
         source=NoFeatures(),
         seed=5,
         folder=folder,
@@ -297,6 +298,8 @@ def test_marks_are_read_again(rows: ConversationData, tmp_path: Path) -> None:
     assert [job.name for job in first if job.member] == [job.name for job in second] == ["member-1", "member-2"]
     assert numbers(second[-1].data) == numbers(first[-1].data) == [0, 2, 3, 4, 5, 7]
     assert second[-1].data.digest == first[-1].data.digest and one.rows == two.rows
+    folds = [job.name for job in first if not job.member]
+    assert [fit["of"] for fit in one.marking] == folds != [] and two.marking == one.marking, "what was made earlier took time too"
 
 
 def test_lines_by_hand() -> None:

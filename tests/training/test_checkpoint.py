@@ -23,7 +23,7 @@ from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import CheckpointConfig, Keeper, check_whole, read_checkpoint, write_checkpoint
 from drafttrain.training.decode_callback import DecodeCallback, EvalConfig
 from drafttrain.training.module import DraftModule
-from drafttrain.training.resume import refuse_other_run
+from drafttrain.training.resume import facts_of, refuse_other_run
 from drafttrain.tree.topology import Tree
 from tests.helpers import file_limit
 from tests.training.parts import Watch, fit, module_for, same, weights_of
@@ -236,6 +236,36 @@ def test_other_micro_batches_are_another_run() -> None:
     assert told == ["settings differ from the earlier part of this run: trainer.log_every was 2, is 3"]
     with pytest.raises(InputError, match=r"not be the same run \(accumulate x processes was 1, is 2\)"):
         refuse_other_run(state, {**facts, "accumulate x processes": 2}, settings, told.append)
+
+
+@pytest.mark.field("F21")
+def test_two_processes_go_on_where_one_stood(target: Target, data: ConversationData, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the same place, with the same noise for each micro-batch, and as the same run."""
+
+    def facts(world: int, accumulate: int) -> dict[str, Any]:
+        trainer = {"batch_tokens": 320, "batch_rows": None, "pack": None, "precision": "32-true", "accumulate": accumulate}
+        config = {"trainer": trainer, "data": {}, "optim": {}, "drafter": {}, "draft_vocab": 0, "seed": 0}
+        return facts_of(config, target, data, alone, world, {})
+
+    alone, stream = module_for(data, target, accumulate=4, max_steps=3, batch_tokens=320)
+    fit(alone, stream)
+    state = {"weights": alone.state_dict(), "progress": alone.progress(), "optimiser": None}
+    noise = []
+    for position in range(12, 16):
+        alone.position = position
+        noise.append(alone._noise_seed())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    shared, _ = module_for(data, target, accumulate=2, max_steps=3, batch_tokens=320)
+    shared.continue_from(state)
+    assert shared.position == shared.closed == 6 and shared.updates == 3
+    assert shared.progress() == alone.progress() | {"position": 12, "seconds": shared.seconds}
+    found = []
+    for shared.position in (6, 7):
+        for rank in ("0", "1"):
+            monkeypatch.setenv("RANK", rank)
+            found.append(shared._noise_seed())
+    assert found == noise and len(set(noise)) == 4
+    assert facts(1, 4) == facts(2, 2) == facts(4, 1) != facts(2, 4)
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
