@@ -18,7 +18,7 @@ from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.ensemble import Ensemble
 from drafttrain.drafter.ngram import NGram
-from drafttrain.drafter.remembered import Remembered
+from drafttrain.drafter.remembered import ALONE, Remembered
 from drafttrain.drafter.suffix import Suffix
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
@@ -142,6 +142,20 @@ def test_drafts_are_those_of_a_corpus_of_the_same_texts(target: Target, with_cor
                     assert copied(begun, begun.root(), tree) == wanted == copied(later, later.root(), tree), (held, row, settings)
                     drafted += len(wanted.tokens)
     assert drafted > 1000
+
+
+@pytest.mark.parametrize(("remember", "held"), [(100, True), (0, False)])
+def test_memory_is_held_while_it_is_read(target: Target, monkeypatch: pytest.MonkeyPatch, remember: int, held: bool) -> None:
+    """Where there is one: drafters without it never wait for each other."""
+    found: list[bool] = []
+
+    def looked(*given: Any) -> Any:
+        found.append(ALONE.locked())
+        return copied(*given)
+
+    monkeypatch.setattr("drafttrain.drafter.base.copied", looked)
+    decode(target, Suffix(target, remember=remember), [[3, 4, 3, 4, 3]], Plan(Tree.chain(2)), max_new_tokens=6)
+    assert found and set(found) == {held} and not ALONE.locked()
 
 
 def test_rows_of_many_calls_at_once(target: Target) -> None:
