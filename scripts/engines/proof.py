@@ -200,17 +200,17 @@ def as_transformers(job: Job, drafter: Drafter, depth: int) -> Counts:
 # --- vLLM ----------------------------------------------------------------------------------------------------------------
 
 
-def venv() -> Path:
-    """Where scripts/engines/setup.sh puts vLLM's environment unless told otherwise."""
-    name = (HERE / "vllm.txt").read_text(encoding="utf-8").strip().replace("==", "-")
+def venv(of: str = "vllm") -> Path:
+    """Where scripts/engines/setup.sh puts an environment unless told otherwise; of: vllm or speculators."""
+    name = (HERE / f"{of}.txt").read_text(encoding="utf-8").split()[0].replace("==", "-")
     given = os.environ.get("DRAFTTRAIN_ENGINES")
     return (Path(given) if given else load.cache_dir() / "engines") / name
 
 
-def check_venv(folder: Path) -> Path:
+def check_venv(folder: Path, of: str = "vllm") -> Path:
     """Raises: InputError for an environment that is not there, or was left half-made."""
     if not (folder / READY).is_file():
-        raise InputError(f"no environment for vLLM in {folder}: make it by scripts/engines/setup.sh, or name it by --venv")
+        raise InputError(f"no environment for {of} in {folder}: make it by scripts/engines/setup.sh {of}, or name it by --venv")
     return folder
 
 
@@ -254,7 +254,7 @@ def serve(environment: Path, job: Job, speculative: dict[str, Any] | None, *, se
         place = Path(scratch)
         (place / "request.json").write_text(json.dumps(request), encoding="utf-8")
         words = [str(environment / "bin/python"), str(HERE / "serve.py"), str(place / "request.json"), str(place / "answer.json")]
-        _run(words, place / "log", seconds)
+        run(words, place / "log", seconds)
         found = json.loads((place / "answer.json").read_text(encoding="utf-8"))
     counters, counts = found["counters"], None
     if speculative is not None:
@@ -263,8 +263,8 @@ def serve(environment: Path, job: Job, speculative: dict[str, Any] | None, *, se
     return Served(found["texts"], counts, read, found["seconds"], found["version"])
 
 
-def _run(words: list[str], log: Path, seconds: float) -> None:
-    """Run an engine; neither it nor a process that it started is left behind."""
+def run(words: list[str], log: Path, seconds: float) -> None:
+    """Run an engine, or what writes for one; neither it nor a process that it started is left behind."""
     settings = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(HERE)}
     with log.open("wb") as out:
         process = subprocess.Popen(

@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
-# An environment of its own for vLLM on the CPU: 3.4 GB, a few minutes. It shares nothing with the project's, since the two exclude
-# each other's version of transformers. Made once for each version; one that was left half-made is made anew.
-#   scripts/engines/setup.sh [folder]
+# An environment of its own for vLLM on the CPU (3.4 GB, a few minutes), or for the library speculators (1.5 GB). It shares nothing
+# with the project's, since they exclude each other's versions of transformers. Made once for each version; one that was left
+# half-made is made anew.
+#   scripts/engines/setup.sh [vllm|speculators] [folder]
 # Prints the folder, and nothing else, on standard output.
 # Variables: DRAFTTRAIN_ENGINES (where environments lie; default: engines/ in drafttrain's cache folder), PYTHON (default python3).
 set -eu
 
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-REQUIREMENT="$(cat "$HERE/vllm.txt")"
+WHAT=vllm
+case "${1:-}" in vllm | speculators) WHAT="$1" && shift ;; esac
+REQUIREMENTS="$(cat "$HERE/$WHAT.txt")"
+REQUIREMENT="${REQUIREMENTS%%$'\n'*}"  # the first names the folder
 ENGINES="${DRAFTTRAIN_ENGINES:-${DRAFTTRAIN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/drafttrain}/engines}"
 FOLDER="${1:-$ENGINES/${REQUIREMENT/==/-}}"
 CPU_INDEX="https://download.pytorch.org/whl/cpu"
@@ -17,7 +21,7 @@ BASE="${PYTHON:-python3}"
 
 say() { printf '== %s\n' "$*" >&2; }
 
-STAMP="$(cat "$HERE/setup.sh" "$HERE/vllm.txt" | cksum)"
+STAMP="$(cat "$HERE/setup.sh" "$HERE/$WHAT.txt" | cksum)"
 
 mkdir -p "$(dirname "$FOLDER")"
 if command -v flock > /dev/null 2>&1; then  # Of two at once, the second waits and finds it made.
@@ -43,11 +47,12 @@ say "new environment in $FOLDER ($("$BASE" --version))"
 pip() { "$FOLDER/bin/python" -m pip "$@" >&2; }
 say "$REQUIREMENT"
 # The torch that it asks for lies on torch's own index, unless a folder of wheels is set up.
-pip install --quiet "$REQUIREMENT" || pip install --quiet --extra-index-url "$CPU_INDEX" "$REQUIREMENT"
+# shellcheck disable=SC2086
+pip install --quiet $REQUIREMENTS || pip install --quiet --extra-index-url "$CPU_INDEX" $REQUIREMENTS
 # shellcheck disable=SC2086
 pip uninstall --quiet --yes $STRAY
 say "first import"
-HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 "$FOLDER/bin/python" -c 'import vllm' >&2
+HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 "$FOLDER/bin/python" -c "import $WHAT" >&2
 echo "$STAMP" > "$FOLDER/.ready.new"
 mv "$FOLDER/.ready.new" "$FOLDER/.ready"
 echo "$FOLDER"

@@ -36,3 +36,9 @@ def packages(job: Job, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 def vllm() -> Path:
     """Its environment. One that is not there is an error: a check that did not run is not a check that passed."""
     return proof.check_venv(proof.venv())
+
+
+@pytest.fixture(scope="session")
+def speculators() -> Path:
+    """The environment of that library."""
+    return proof.check_venv(proof.venv("speculators"), "speculators")

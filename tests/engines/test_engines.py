@@ -1,6 +1,6 @@
 """Exports on real engines: the target's own text, every tensor read, and every accepted draft as in drafttrain's own loop.
 
-    scripts/engines/setup.sh && pytest -m engines
+    scripts/engines/setup.sh && scripts/engines/setup.sh speculators && pytest -m engines
 
 Some minutes: vLLM takes about one for each start.
 """
@@ -18,7 +18,7 @@ from drafttrain.packaging.reading import load_drafter
 from scripts.engines import proof
 from scripts.engines.proof import Job
 from tests.engines.heads import KINDS
-from tests.layouts.made import put, tensors
+from tests.layouts.made import names, put, tensors
 
 pytestmark = [pytest.mark.engines, pytest.mark.real]
 TOKENS = 4
@@ -74,3 +74,30 @@ def test_transformers_drafts_as_the_package_does(job: Job, packages: dict[str, P
     assert found.same == found.prompts and found.unread == ()
     assert found.theirs == found.ours
     assert found.ours is not None and found.ours.rounds > PLENTY and found.ours.accepted[0] > found.ours.accepted[1] > 0
+
+
+@pytest.fixture(scope="module")
+def written(speculators: Path, job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders that the library speculators wrote itself."""
+    place = tmp_path_factory.mktemp("speculators")
+    words = [str(speculators / "bin/python"), str(proof.HERE / "written.py"), str(job.folder), str(place / "out")]
+    proof.run(words, place / "log", proof.SECONDS)
+    return place / "out"
+
+
+def test_what_the_library_speculators_writes_is_understood(written: Path, job: Job) -> None:
+    """Nothing but warnings, and the one fault that its own defaults bring."""
+    path_and_rope = {"verifier-path": False, "rope-old-spelling-missing": False}
+    more = {"dflash": {"dflash-causal": True}, "dspark": {"runner": False}}
+    found = {folder.name: names(folder, "vllm", job.folder) for folder in written.iterdir()}
+    kinds = [f"{kind}-{words}" for kind in ("eagle3", "peagle", "dflash", "dspark") for words in ("reduced", "whole")]
+    assert found == {kind: path_and_rope | more.get(kind.partition("-")[0], {}) for kind in kinds}
+
+
+def test_vllm_serves_what_speculators_wrote_and_nothing_fatal_was_found_in(vllm: Path, written: Path, job: Job) -> None:
+    path = written / "eagle3-reduced"
+    speculative = {"method": "eagle3", "model": str(path), "num_speculative_tokens": TOKENS}
+    served = proof.serve(vllm, job, speculative)
+    assert served.texts == job.texts and served.counts is not None and served.counts.rounds > PLENTY
+    # A map between vocabularies that is lost costs acceptance without a word: vLLM must have read it.
+    assert {"d2t", "fc.weight", "lm_head.weight"} <= set(served.read)

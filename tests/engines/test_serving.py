@@ -150,7 +150,7 @@ def test_engines_that_fail_or_hang_are_ended(environment: Path, job: Job, tmp_pa
     with pytest.raises(EngineError, match="did not answer within 1 s"):
         proof.serve(environment, job, speculative("slow"), seconds=1)
     assert time.monotonic() - began < 20
-    with pytest.raises(InputError, match=r"no environment for vLLM in .*setup\.sh"):
+    with pytest.raises(InputError, match=r"no environment for vllm in .*setup\.sh"):
         proof.serve(tmp_path, job, None)
 
 
@@ -221,7 +221,7 @@ def test_an_environment_is_made_once_and_a_half_made_one_anew(tmp_path: Path, mo
     setup.fail.touch()
     done, _ = setup.run()
     assert done.returncode != 0 and (folder / "bin/python").exists() and done.stdout == ""
-    with pytest.raises(InputError, match="no environment for vLLM"):
+    with pytest.raises(InputError, match="no environment for vllm"):
         proof.check_venv(folder)
     setup.fail.unlink()
     done, calls = setup.run()
@@ -235,6 +235,18 @@ def test_an_environment_is_made_once_and_a_half_made_one_anew(tmp_path: Path, mo
     (folder / proof.READY).write_text("of another version")
     _, calls = setup.run()
     assert any("venv --clear" in call for call in calls)
+
+
+def test_speculators_has_an_environment_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(tmp_path)
+    monkeypatch.setenv("DRAFTTRAIN_ENGINES", str(setup.engines))
+    done, calls = setup.run("speculators")
+    folder = setup.engines / "speculators-0.9.0"
+    assert done.stdout == f"{folder}\n" and proof.check_venv(proof.venv("speculators"), "speculators") == folder
+    assert any(call.endswith("install --quiet speculators==0.9.0 torch==2.13.0+cpu") for call in calls)
+    assert any("import speculators" in call for call in calls) and not any("vllm" in call for call in calls)
+    with pytest.raises(InputError, match="no environment for vllm"):
+        proof.check_venv(proof.venv())
 
 
 def test_an_environment_may_lie_in_any_folder(tmp_path: Path) -> None:
