@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -204,6 +205,7 @@ def together(door: str) -> Iterator[None]:
             mine.failed(f"exit code {error.code}")
         raise
     except Exception as error:
+        _hear_no_signal()
         own = str(error) if isinstance(error, InputError) else refused_by_system(error)
         lost = str(error) if isinstance(error, LostCompanion) else ""
         if not own and not lost and _is_broken(error):
@@ -223,6 +225,12 @@ def together(door: str) -> Iterator[None]:
     finally:
         mine._done.set()
         current = None
+
+
+def _hear_no_signal() -> None:
+    """It ends already, and is about to say why: what a launcher sends for the same reason must not come between."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _ends(lost: str) -> str:

@@ -21,7 +21,7 @@ SCRIPT = """
 import os, signal, sys, time
 from drafttrain import companions
 from drafttrain.errors import InputError, LostCompanion
-from drafttrain.wiring.doors import _ended_by_term, _Terminated
+from drafttrain.wiring.doors import _ended_by_term
 
 companions.POLL_SECONDS, companions.GRACE_SECONDS, companions.FAREWELL_SECONDS, companions.REMIND_SECONDS = 0.1, 0.4, 0.4, 0.2
 
@@ -39,20 +39,25 @@ def work(what):
     if what == "collective":
         time.sleep(0.4)
         raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:8")
+    if what == "both":
+        # A launcher that found one process dead sends the others a signal, just when a collective has failed.
+        why = companions.Companions.why
+        companions.Companions.why = lambda self, seconds: (os.kill(os.getpid(), signal.SIGTERM), why(self, seconds))[1]
+        time.sleep(0.4)
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:8")
     if what == "signal":
         os.kill(os.getpid(), signal.SIGTERM)
     if what in ("works", "signal"):
         time.sleep(30)
 
-try:
-    with _ended_by_term(), companions.together("fit"):
-        work(sys.argv[1])
-except LostCompanion as error:
-    sys.exit(f"fit: {error}")
-except InputError:
-    sys.exit(2)
-except _Terminated:
-    sys.exit(143)
+with _ended_by_term():
+    try:
+        with companions.together("fit"):
+            work(sys.argv[1])
+    except LostCompanion as error:
+        sys.exit(f"fit: {error}")
+    except InputError:
+        sys.exit(2)
 """
 
 
@@ -85,8 +90,9 @@ def test_a_failure_ends_the_others_with_its_cause(port: int, what: str, code: in
 
 
 @pytest.mark.processes
-def test_a_killed_process_is_named_and_a_collective_s_error_is_explained(port: int) -> None:
-    killed, working = start(1, port, "works"), start(0, port, "collective")
+@pytest.mark.parametrize("what", ["collective", "both"])
+def test_a_killed_process_is_named_and_a_collective_s_error_is_explained(port: int, what: str) -> None:
+    killed, working = start(1, port, "works"), start(0, port, what)
     assert killed.stdout is not None and killed.stdout.readline() == "met\n"
     killed.send_signal(signal.SIGKILL)
     (code, told), _ = ended(working, killed)

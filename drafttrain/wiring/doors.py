@@ -65,31 +65,32 @@ def door(
         @functools.wraps(main)
         def command(argv: Sequence[str] | None = None) -> Any:
             before = runs.current
-            try:
-                with _ended_by_term(), _any_character():
-                    return opened(list(sys.argv[1:] if argv is None else argv))
-            except KeyboardInterrupt:
-                _complain(name, "interrupted")
-                raise SystemExit(130) from None
-            except _Terminated:
-                _complain(name, "stopped by a signal")
-                raise SystemExit(STOPPED_BY_SIGNAL) from None
-            except BrokenPipeError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                raise SystemExit(1) from None
-            except LostCompanion as error:
-                _complain(name, str(error))
-                raise SystemExit(1) from None
-            except Exception as error:
-                message = str(error) if isinstance(error, InputError) else refused_by_system(error)
-                if not message:
-                    raise
-                if os.environ.get(TRACEBACK_VARIABLE, "0") != "0" or os.environ.get("HYDRA_FULL_ERROR", "0") != "0":
-                    traceback.print_exc()
-                _complain(name, message)
-                raise SystemExit(2) from None
-            finally:
-                runs.current = before
+            with _ended_by_term():
+                try:
+                    with _any_character():
+                        return opened(list(sys.argv[1:] if argv is None else argv))
+                except KeyboardInterrupt:
+                    _complain(name, "interrupted")
+                    raise SystemExit(130) from None
+                except _Terminated:
+                    _complain(name, "stopped by a signal")
+                    raise SystemExit(STOPPED_BY_SIGNAL) from None
+                except BrokenPipeError:
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                    raise SystemExit(1) from None
+                except LostCompanion as error:
+                    _complain(name, str(error))
+                    raise SystemExit(1) from None
+                except Exception as error:
+                    message = str(error) if isinstance(error, InputError) else refused_by_system(error)
+                    if not message:
+                        raise
+                    if os.environ.get(TRACEBACK_VARIABLE, "0") != "0" or os.environ.get("HYDRA_FULL_ERROR", "0") != "0":
+                        traceback.print_exc()
+                    _complain(name, message)
+                    raise SystemExit(2) from None
+                finally:
+                    runs.current = before
 
         return command
 
@@ -114,6 +115,8 @@ def _ended_by_term() -> Iterator[None]:
     signal.signal(signal.SIGTERM, end)
     try:
         yield
+    except _Terminated:  # It came while the end of another kind was being told.
+        raise SystemExit(STOPPED_BY_SIGNAL) from None
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

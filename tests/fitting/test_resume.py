@@ -40,7 +40,9 @@ class Noting(ConsoleProgress):
     '''Writes down the rows of every micro-batch before it is learned from; a kill leaves whole lines.'''
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        line = json.dumps([pl_module.position, batch.row_ids.tolist()]) + chr(10)
+        # What fills up an epoch's last update stands for a row, and has nothing to learn.
+        rows = batch.row_ids.tolist() if batch.loss_mask.any() else []
+        line = json.dumps([pl_module.position, rows]) + chr(10)
         os.write(notes, line.encode())
 
 
