@@ -5,7 +5,8 @@ Usage: python scripts/bench/store.py [--fit] [--last-layer] [--batches 8] [--rou
 Settings are those of drafttrain.fit; without any, a part of experiment=quickstart. The target reads the rows once; all stores are
 made of what it gave in float32. Reading is timed from the memory in which the system keeps files, in turn with the training steps
 that would use it. With --last-layer the last hidden state is also recomputed from the last layer, which is then what is stored.
-With --fit every store is trained from, and tau on the same held-out prompts is compared with that of bf16.
+With --fit every store is trained from, and the target itself: tau on the same held-out prompts is compared with that of bf16, and
+the losses of all updates with those of features=online.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
 from drafttrain.fitting import given
 from drafttrain.flow import Batch, Needs
+from drafttrain.reporting.loggers import read_metrics
 from drafttrain.target.encoding import ENCODINGS
 from drafttrain.target.features import LAST, computed
 from drafttrain.target.filling import Batches, StoreFolder, planned, settings_of
@@ -36,7 +38,8 @@ from drafttrain.training.course import TrainerConfig
 from drafttrain.wiring.building import build
 from drafttrain.wiring.composing import compose
 
-PART = ["experiment=quickstart", "data.limit_tokens=24000", "trainer.max_epochs=2", "final.prompts=64", "final.speed_prompts=0"]
+PART = ["experiment=quickstart", "data.limit_tokens=24000", "trainer.max_epochs=2", "trainer.log_every=1", "eval.every=null"]
+PART += ["final.prompts=100", "final.acceptance.static_25=null", "final.speed_prompts=0"]
 
 
 def write(
@@ -130,17 +133,25 @@ def reading(
 
 
 def training(words: list[str], stores: dict[str, Path], place: Path) -> None:
-    """Train from every store; tau by encoding."""
+    """Train online and from every store; tau and losses by encoding."""
     taus: dict[str, dict[str, tuple[float, list[float]]]] = {}
-    for name, store in stores.items():
+    losses: dict[str, list[float]] = {}
+    ways: dict[str, list[str]] = {"online": []}
+    ways |= {name: ["features=store", f"features.path={store}"] for name, store in stores.items()}
+    for name, more in ways.items():
         run = place / f"run-{name.replace(' ', '-')}"
-        fit.main([*words, f"run_dir={run}", "features=store", f"features.path={store}"])
+        fit.main([*words, f"run_dir={run}", *more])
         rows: list[dict[str, Any]] = json.loads((run / "package" / "metrics.json").read_text())["rows"]
         taus[name] = {row["label"]: (row["tau"], row["tau_interval"]) for row in rows if row["measured"] == "acceptance"}
+        losses[name] = [row["train/loss"] for row in read_metrics(run / "metrics.csv") if "train/loss" in row]
     for name, found in taus.items():
         for label, (tau, (low, high)) in found.items():
             ratio = tau / taus["bf16"][label][0]
             print(f"{name}, {label}: tau {tau:.3f} ({low:.3f}..{high:.3f}), {ratio:.3f} of bf16 (at least 0.99 is wanted)")
+    for name, curve in losses.items():
+        gaps = [abs(a / b - 1) for a, b in zip(curve, losses["online"], strict=True)]
+        told = f"within {max(gaps):.2%} of online's, {sum(gaps) / len(gaps):.3%} on average; the last {curve[-1]:.4f}"
+        print(f"{name}: losses of {len(curve)} updates {told}")
 
 
 def main() -> None:
