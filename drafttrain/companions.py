@@ -131,6 +131,18 @@ class Companions:
                 self._print(f"waits before {what} for {busy}")
             time.sleep(0.05)
 
+    def settings_of_all(self, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """Of every process on this machine, this one's among them, once all have said theirs.
+
+        Args:
+            own: plain values.
+        Raises: LostCompanion as `meet` does.
+        """
+        self._own["settings"] = own
+        self.meet("the settings are compared")
+        notes = {other: read_note(mark_file(other)) for other in local_ranks()}
+        return {other: note["settings"] for other, note in notes.items() if note is not None and "settings" in note}
+
     def _has_met(self, other: int) -> bool:
         note = read_note(mark_file(other))
         if note is None or not is_alive(note):
@@ -182,6 +194,11 @@ def meet(what: str) -> None:
     """Wait for the other processes of the run, where there are any; see `Companions.meet`."""
     if current is not None:
         current.meet(what)
+
+
+def settings_of_all(own: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Those of every process on this machine; see `Companions.settings_of_all`."""
+    return {} if current is None else current.settings_of_all(own)
 
 
 @contextlib.contextmanager

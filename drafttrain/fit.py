@@ -26,7 +26,7 @@ from drafttrain.fitting.given import check_batches, check_store, load_target, ma
 from drafttrain.fitting.learning import learn, logged
 from drafttrain.fitting.result import evaluate, pack, publish
 from drafttrain.fitting.saying import say
-from drafttrain.fitting.settings import read_settings
+from drafttrain.fitting.settings import check_agreement, read_settings
 from drafttrain.packaging.manifest import PACKAGE
 from drafttrain.packaging.writing import check_export, check_place
 from drafttrain.processes import peak_memory, rank
@@ -47,6 +47,7 @@ SEARCHED = "search.json"
 def main(cfg: DictConfig) -> None:
     began, laps = time.monotonic(), Laps()
     settings = read_settings(cfg)
+    check_agreement(cfg)
     data, held_out = read_data(cfg)
     check_batches(cfg, settings, data)
     calibration = read_calibration(cfg, settings)

@@ -1,7 +1,7 @@
 """Conversations written by a target, as ids and a mask: the journal they grow in and the set they are kept as.
 
 A set is a folder with `conversations.safetensors` (ids, offsets, packed mask bits, row numbers, split) and
-`manifest.json` (format, target fingerprint, settings, counts). Ids are stored as generated, never re-encoded.
+`manifest.json` (format, target fingerprint, settings, counts, checksum). Ids are stored as generated, never re-encoded.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from drafttrain.errors import InputError, writing
 FORMAT = 1
 TENSORS = "conversations.safetensors"
 MANIFEST = "manifest.json"
+CHECKSUM = "sha256"
+"""Of the tensors' file, in the manifest."""
 TRAIN, HELD_OUT = 0, 1
 FINISH = ("stop", "length", "template")
 """How an answer ends: on a stop token; cut by a limit; on a stop token, with no later turn because the template would
@@ -143,8 +145,18 @@ def write_set(folder: Path, rows: Iterable[Row], *, manifest: dict[str, Any], he
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / TENSORS, lambda path: save_file(tensors, path))
+    manifest[CHECKSUM] = sha256_of(folder / TENSORS)
     write_json(folder / MANIFEST, manifest)
     return manifest
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file's bytes."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            found.update(chunk)
+    return found.hexdigest()
 
 
 def _mask(row: Row) -> np.ndarray:
@@ -165,6 +177,8 @@ def read_set(folder: Path | str) -> ConversationSet:
     manifest = _read_manifest(folder / MANIFEST)
     damaged = f"{folder / TENSORS}: the set is damaged, make it again"
     try:
+        if CHECKSUM in manifest and manifest[CHECKSUM] != sha256_of(folder / TENSORS):
+            raise InputError(f"{damaged} (its checksum is not the one in {MANIFEST})")
         with safe_open(folder / TENSORS, framework="np") as file:
             lacking = sorted(_KINDS.keys() - set(file.keys()))
             if lacking:

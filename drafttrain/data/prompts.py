@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.checks import path_of, shown
+from drafttrain.data.conversations import sha256_of
 from drafttrain.errors import InputError, first_line
 
 SHAPES = (
@@ -388,14 +389,10 @@ def _named(columns: dict[str, Any]) -> dict[str, str]:
 
 
 def _sha256(path: Path) -> str:
-    sha = hashlib.sha256()
     try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                sha.update(block)
+        return sha256_of(path)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
-    return sha.hexdigest()
 
 
 def _file_rows(path: Path) -> Iterator[tuple[int, Any]]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 import typing
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from drafttrain import companions
 from drafttrain.checks import shown as text_of
 from drafttrain.checks import switch, whole
 from drafttrain.drafter.base import Drafter
@@ -16,7 +19,7 @@ from drafttrain.packaging.beginning import check_beginning
 from drafttrain.packaging.gathering import check_packages
 from drafttrain.packaging.manifest import class_of
 from drafttrain.processes import world_size
-from drafttrain.runs import plain
+from drafttrain.runs import differences, plain
 from drafttrain.target.stored import StoredFeatures
 from drafttrain.training.course import TrainerConfig
 from drafttrain.training.prepare import Settings
@@ -34,6 +37,26 @@ ONLY_LEARNING = {
 }
 """Settings that must be off for a drafter that learns nothing, and why."""
 LARGEST_SEED = (1 << 32) - 1
+
+
+def check_agreement(cfg: DictConfig) -> None:
+    """Raise InputError unless every process on this machine was given the same settings: each would train something else, and what
+    they put together would be none of it, or they would wait for each other without end."""
+    given = companions.settings_of_all(_comparable(plain(cfg)))
+    for other, theirs in given.items():
+        found = differences(given[min(given)], theirs)
+        if found:
+            listed = "; ".join(f"{key} is {text_of(mine)} and {text_of(its)}" for key, (mine, its) in list(found.items())[:8])
+            who = f"ranks {min(given)} and {other}"
+            raise InputError(f"{who} were started with different settings ({listed}): give all the same ones")
+
+
+def _comparable(config: dict[str, Any]) -> dict[str, Any]:
+    """As it comes back from a file. Which device a process has may be its own."""
+    kept: dict[str, Any] = json.loads(json.dumps(config, default=str))
+    if isinstance(kept.get("target"), dict):
+        kept["target"].pop("device", None)
+    return kept
 
 
 def read_settings(cfg: DictConfig) -> Settings:

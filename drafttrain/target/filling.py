@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from drafttrain.data.conversations import MANIFEST, write_atomic
+from drafttrain.data.conversations import MANIFEST, sha256_of, write_atomic
 from drafttrain.data.datamodule import ConversationData, EpochSampler
 from drafttrain.data.growing import SETTINGS, GrowingFolder
 from drafttrain.data.journal import Lines, journals, records
@@ -43,7 +43,6 @@ from drafttrain.target.store import (
     is_whole,
     layout_of,
     set_facts,
-    sha256_of,
     tensor_name,
 )
 

@@ -9,7 +9,6 @@ decides how much memory is taken.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafttrain.data.conversations import MANIFEST
+from drafttrain.data.conversations import MANIFEST, sha256_of
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError
 from drafttrain.flow import Needs
@@ -173,14 +172,6 @@ def digest_of(manifest: Mapping[str, Any]) -> str:
     """Of all that a manifest says, but for when and by which versions the store was made."""
     said = {name: value for name, value in manifest.items() if name not in ("digest", "made")}
     return digest(json.dumps(said, sort_keys=True).encode())
-
-
-def sha256_of(path: Path) -> str:
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            found.update(chunk)
-    return found.hexdigest()
 
 
 def is_whole(value: Any) -> bool:
@@ -355,6 +346,8 @@ class Store:
             path, layout = self.path / shard.name, layout_of(shard, self.contents, self.stamp)
             try:
                 there = path.stat().st_size
+                if not path.is_file():
+                    raise InputError(f"{path} is no file: {AGAIN}")
                 with path.open("rb") as file:
                     head = file.read(8)
                     head += file.read(min(int.from_bytes(head, "little"), _LARGEST_HEADER))

@@ -44,6 +44,8 @@ _PARTS: dict[str, tuple[str, ...]] = {
 FORMAT = 2
 _MOST_VALUES, _DEEPEST = 1 << 17, 64
 """Of what a checkpoint holds beside its tensors' numbers."""
+_MOST_BATCHES = 1 << 40
+"""Of a run, which no number in a checkpoint exceeds."""
 LAST, BEST = "last.ckpt", "best.ckpt"
 
 
@@ -118,7 +120,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _check_archive(path: Path) -> None:
-    """Raise ValueError unless what a file unfolds to is no larger than the file: torch.save packs nothing."""
+    """Raise ValueError unless what a file unfolds to is no larger than the file, since torch.save packs nothing, and its bytes are
+    those that were written."""
     if path.exists() and not path.is_file():
         raise ValueError("not a file")
     with zipfile.ZipFile(path) as archive:
@@ -126,6 +129,9 @@ def _check_archive(path: Path) -> None:
     packed = any(part.compress_type != zipfile.ZIP_STORED or part.file_size != part.compress_size for part in parts)
     if packed or sum(part.file_size for part in parts) > path.stat().st_size:
         raise ValueError("packed")
+    with zipfile.ZipFile(path) as archive:
+        if archive.testzip() is not None:
+            raise ValueError("a checksum is another")
 
 
 def _is_plain(value: Any, *, tensors: bool) -> bool:
@@ -166,7 +172,7 @@ def check_whole(state: Mapping[str, Any], path: Path) -> None:
     progress, keeper, decode = state["progress"], state["keeper"], state["decode"]
     at = [_is_count(progress[name]) for name in ("position", "updates", "empty_windows")]
     took = [_is_amount(progress[name]) for name in ("supervised", "seconds")]
-    if not all((*at, *took)):
+    if not all((*at, *took)) or not progress["updates"] <= progress["position"] < _MOST_BATCHES:
         raise InputError(f"{path} says that its run was at {str(progress)[:120]}: it is damaged, give another one")
     best, at_update = keeper["best"], keeper["best_update"]
     found = (best is None and at_update is None) or (_is_amount(best) and _is_count(at_update) and at_update <= progress["updates"])

@@ -13,6 +13,8 @@ from drafttrain.flow import Batch
 
 PRECISIONS = ("32-true", "bf16-mixed")
 DDP, FSDP = "ddp", "fsdp"
+_LONGEST = 1 << 17
+"""Tokens of joined rows: what each may attend to is a table of so many times so many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ class TrainerConfig:
         for name in ("batch_tokens", "batch_rows", "max_epochs", "max_steps", "accumulate", "log_every"):
             null = "" if name in ("accumulate", "log_every") else "no limit"
             whole(f"trainer.{name}", getattr(self, name), 1, null=null)
-        whole("trainer.pack", self.pack, 2, null="rows that are not joined")
+        whole("trainer.pack", self.pack, 2, _LONGEST, null="rows that are not joined")
         if self.pack is not None and (self.batch_tokens is None or self.batch_rows is not None):
             raise InputError(
                 f"trainer.pack={self.pack}: updates of joined rows are counted in tokens, give trainer.batch_tokens and set "

@@ -219,11 +219,18 @@ class DraftModule(LightningModule):
         self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed = self.updates
 
     def _take_optimiser_state(self, state: dict[str, Any]) -> None:
-        """Raises: InputError if it is not of these weights."""
+        """Moments and counts; how they are used, such as the decay, is what this run's settings say.
+
+        Raises: InputError if it is not of these weights.
+        """
+        groups = self.trainer.optimizers[0].param_groups
+        own = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         try:
             self.trainer.strategy.load_optimizer_state_dict({"optimizer_states": [state]})
         except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise InputError(f"the checkpoint's optimiser does not fit ({first_line(error)}): give another checkpoint") from error
+        for group, mine in zip(self.trainer.optimizers[0].param_groups, own, strict=True):
+            group.update(mine)
         for weight, moments in self.trainer.optimizers[0].state.items():
             odd = [m for m in moments.values() if isinstance(m, Tensor) and m.dim() and m.shape != weight.shape]
             if odd:

@@ -104,6 +104,11 @@ def read_resumed(cfg: DictConfig, run: Run, say: Callable[[str], None]) -> dict[
             "of an earlier run, or leave resume out and give a new one"
         )
     if cfg.resume == "last" and not path.exists():
+        if held := sorted(entry.name for entry in run.checkpoints.glob("*.ckpt")):
+            what = f"{path} is a link that leads nowhere" if path.is_symlink() else f"{run.checkpoints} has lost {LAST}"
+            rest = [name for name in held if name != LAST]
+            others = f"go on from another one ({', '.join(rest)}) by resume=<its path>, or start" if rest else "start"
+            raise InputError(f"{what}: {others} anew in another run_dir")
         say(f"{run.folder} holds no checkpoint yet: starts from the beginning")
         return None
     state = read_checkpoint(path)

@@ -13,6 +13,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from drafttrain.data.conversations import (
+    CHECKSUM,
     HELD_OUT,
     MANIFEST,
     TENSORS,
@@ -23,7 +24,9 @@ from drafttrain.data.conversations import (
     read_journals,
     read_set,
     rows_of,
+    sha256_of,
     write_journal,
+    write_json,
     write_set,
 )
 from drafttrain.data.folder import BASE, SetFolder
@@ -124,8 +127,27 @@ def test_a_damaged_set_is_refused(tmp_path: Path, harm: Any) -> None:
     tensors = load_file(tmp_path / TENSORS)
     harm(tensors)
     save_file(tensors, tmp_path / TENSORS)
-    with pytest.raises(InputError, match=r"damaged|make the set again"):
+    with pytest.raises(InputError, match="its checksum is not the one in"):
         read_set(tmp_path)
+    told = json.loads((tmp_path / MANIFEST).read_text())
+    write_json(tmp_path / MANIFEST, told | {CHECKSUM: sha256_of(tmp_path / TENSORS)})
+    with pytest.raises(InputError, match=r"damaged|make the set again") as refused:
+        read_set(tmp_path)
+    assert "checksum" not in str(refused.value)
+
+
+def test_a_single_bit_is_noticed_and_an_older_set_without_a_checksum_is_read(tmp_path: Path) -> None:
+    write_set(tmp_path, some_rows(), manifest=ABOUT | {CHECKSUM: "of an earlier set"}, held_out=4)
+    before = read_set(tmp_path).digest
+    whole = (tmp_path / TENSORS).read_bytes()
+    (tmp_path / TENSORS).write_bytes(whole[:-200] + bytes([whole[-200] ^ 1]) + whole[-199:])
+    with pytest.raises(InputError, match="the set is damaged, make it again"):
+        read_set(tmp_path)
+    (tmp_path / TENSORS).write_bytes(whole)
+    told = json.loads((tmp_path / MANIFEST).read_text())
+    del told[CHECKSUM]
+    write_json(tmp_path / MANIFEST, told)
+    assert read_set(tmp_path).digest == before
 
 
 @pytest.mark.parametrize(
@@ -144,7 +166,7 @@ def test_a_cut_file_and_a_missing_one_are_refused(tmp_path: Path) -> None:
     write_set(tmp_path, some_rows(), manifest=ABOUT, held_out=4)
     data = (tmp_path / TENSORS).read_bytes()
     (tmp_path / TENSORS).write_bytes(data[:-100])
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="the set is damaged"):
         read_set(tmp_path)
 
 

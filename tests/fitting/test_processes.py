@@ -239,6 +239,19 @@ def test_without_a_launcher_a_killed_process_ends_the_other_too(folder: Path, tm
     killed.communicate()
 
 
+def test_processes_with_different_settings_are_refused(folder: Path, tmp_path: Path) -> None:
+    port = str(20000 + time.time_ns() // 1000 % 30000)
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    each = [words(folder, tmp_path / "run", *LONG, *more) for more in ([], ["optim.lr=0.5"])]
+    both = [
+        started([sys.executable, "-c", PLAIN, *each[rank]], {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    for process in both:
+        assert "ranks 0 and 1 were started with different settings (optim.lr is 0.002 and 0.5)" in said(process, 2, timeout=60)
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_exception_in_one_process_ends_all_with_its_cause(folder: Path, tmp_path: Path) -> None:
     left, failing = by_hand(REFUSING, words(folder, tmp_path / "run", *LONG))
     assert ": features of rows 3 are not finite" in said(failing, 2)

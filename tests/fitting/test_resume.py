@@ -155,6 +155,22 @@ def test_a_run_that_is_being_made_is_not_made_twice(
         pass
 
 
+def test_a_run_without_its_last_checkpoint_is_not_begun_anew(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").touch()
+    (run / "metrics.csv").write_text("kept")
+    (run / "checkpoints" / "update-00000004.ckpt").touch()
+    said = refusal(capsys, words(folder, run, "resume=last"))
+    assert "has lost last.ckpt: go on from another one (update-00000004.ckpt) by resume=<its path>" in said
+    (run / "checkpoints" / "last.ckpt").symlink_to("last.ckpt")
+    said = refusal(capsys, words(folder, run, "resume=last"))
+    assert "last.ckpt is a link that leads nowhere: go on from another one (update-" in said
+    assert (run / "metrics.csv").read_text() == "kept"
+
+
 @pytest.mark.field("F18")
 def test_a_disk_that_fills_up_leaves_a_checkpoint_to_go_on_from(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

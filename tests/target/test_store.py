@@ -262,11 +262,18 @@ def narrower(path: Path) -> None:
     saved_again(path, lambda value: value[:, :-1].contiguous())
 
 
+def pipe(path: Path) -> None:
+    """Whoever opens it waits for a writer that never comes."""
+    shard_of(path).unlink()
+    os.mkfifo(shard_of(path))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut": (cut, r"damaged \(\d+ bytes instead of \d+\)"),
     "emptied": (emptied, "its header cannot be read"),
     "flipped": (flipped, "its checksum is another"),
     "lost": (lost, "cannot be read"),
+    "a pipe": (pipe, "is no file"),
     "exchanged": (exchanged, "another shard of this one"),
     "long header": (long_header, "claims 1099511627776 bytes"),
     "no header": (no_header, "its header cannot be read"),

@@ -318,6 +318,8 @@ def test_what_a_run_cannot_go_on_from_is_refused(target: Target, data: Conversat
         (lambda state: state["progress"].pop("position"), "lacks progress: position"),
         (lambda state: state["progress"].update(updates="many"), "says that its run was at"),
         (lambda state: state["progress"].update(position=-1), "says that its run was at"),
+        (lambda state: state["progress"].update(updates=2), "says that its run was at"),
+        (lambda state: state["progress"].update(position=10**15), "says that its run was at"),
         (lambda state: state["keeper"].clear(), "lacks keeper: best, best_update, without_progress"),
         (lambda state: state["keeper"].update(best="much", best_update=1), "says that its best was {'best': 'much'"),
         (lambda state: state["keeper"].update(best=[2.0], best_update=1), "says that its best was"),
@@ -391,6 +393,33 @@ def test_a_packed_archive_is_refused_before_it_unfolds(tmp_path: Path) -> None:
     assert path.stat().st_size < 10_000
     with pytest.raises(InputError, match="cannot be read as a checkpoint"):
         read_checkpoint(path)
+
+
+def test_a_single_bit_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    write_checkpoint(path, {"x": torch.full((1000,), 7.0)})
+    whole = path.read_bytes()
+    at = whole.index(torch.full((1000,), 7.0).numpy().tobytes()) + 1001
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+    with pytest.raises(InputError, match="cannot be read as a checkpoint: it is damaged"):
+        read_checkpoint(path)
+
+
+def test_how_moments_are_used_is_what_the_settings_say(target: Target, data: ConversationData, tmp_path: Path) -> None:
+    """Not what stands in a checkpoint: its settings are compared elsewhere."""
+    module, stream = module_for(data, target, max_steps=1)
+    fit(module, stream, keeper(tmp_path / "whole"))
+    state = read_checkpoint(tmp_path / "whole" / "last.ckpt")
+    found = []
+    for change in ({}, {"betas": "x", "amsgrad": True, "maximize": True, "weight_decay": 50.0, "eps": 1e9, "lr": 9.0}):
+        edited = copy.deepcopy(state)
+        edited["optimiser"]["param_groups"][0].update(change)
+        again, stream = module_for(data, target, max_steps=3)
+        again.continue_from(edited)
+        stream.position = again.position
+        fit(again, stream)
+        found.append(weights_of(again))
+    assert same(*found)
 
 
 def test_moments_of_other_weights_are_refused(target: Target, data: ConversationData, tmp_path: Path) -> None:
