@@ -107,4 +107,6 @@ def panicked(error: BaseException) -> bool:
 def first_line(error: BaseException) -> str:
     """What an error says, as far as it fits into a sentence; its class where it says nothing."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):  # What it announces is on the next one.
+        lines[0] = f"{lines[0]} {lines[1][:200]}"
     return lines[0].rstrip(".") if lines else type(error).__name__

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from drafttrain.errors import disk_full, refused_by_system, writing
+from drafttrain.errors import disk_full, first_line, refused_by_system, writing
 
 TORN = "[enforce fail at inline_container.cc:664] . unexpected pos 192 vs 86"
 FAILED = "[enforce fail at inline_container.cc:862] . PytorchStreamWriter failed writing file data/0: file write failed"
@@ -49,6 +49,11 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError) as caught:
             place.read_bytes()
         assert refused_by_system(caught.value) == said
+
+
+def test_what_a_first_line_announces_belongs_to_it() -> None:
+    assert first_line(ValueError("loading failed:\n  Missing key(s): a, b.\n  more")) == "loading failed: Missing key(s): a, b"
+    assert first_line(ValueError(" one.\ntwo")) == "one" and first_line(KeyError()) == "KeyError"
 
 
 def test_the_reason_wins_over_what_it_led_to() -> None:

@@ -164,9 +164,10 @@ class ConversationData:
             self._supervised += count
             self.cut += length < uncut
         if not self.indices:
+            advice = "set data.temperatures=null" if "of another temperature" in self.counts else "raise max_length"
             raise InputError(
                 f"{self.name}, split {split}: none of its {len(chosen)} rows can be used "
-                f"({_listed(self.counts) or 'the split is empty'}); raise max_length, or give another set"
+                f"({_listed(self.counts) or 'the split is empty'}); {advice}, or give another set"
             )
 
     @property

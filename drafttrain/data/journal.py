@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 try:
     import fcntl
@@ -29,13 +29,22 @@ class Lines:
         self.folder = folder
         self.path = journal_path(folder, rank)
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8")
-        if not _lock(self._file):
-            self._file.close()
-            raise InputError(
-                f"{self.path} is being written by another process: wait for it, or give another out folder"
-            )
+        self._file = self._taken()
         self._heal()
+
+    def _taken(self) -> TextIO:
+        """Opened and locked. Whoever had the lock before may have removed the file as it ended: then there is a new one."""
+        while True:
+            file = self.path.open("a", encoding="utf-8")
+            if not _lock(file):
+                file.close()
+                raise InputError(
+                    f"{self.path} is being written by another process: wait for it, or give another out folder"
+                )
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
+                    return file
+            file.close()
 
     def _heal(self) -> None:
         """Cut a last line that a kill left unfinished, so that the next append starts a line of its own."""

@@ -42,15 +42,20 @@ def check_trainer(settings: TrainerConfig, *, joint: bool, boost: bool) -> None:
             raise InputError(f"trainer.pack={settings.pack}: {what} reads its rows one by one, set trainer.pack=null")
     if settings.strategy != FSDP:
         return
-    if world_size() == 1:
+    if boost:
         raise InputError(
-            "trainer.strategy=fsdp shares the drafter out over processes, and there is one: start several (accelerate launch "
-            "--multi_gpu --num_processes N -m drafttrain.fit ...), or set trainer.strategy=ddp"
+            "trainer.strategy=fsdp shares one drafter out over processes; with boost=collective one process fits several drafters: "
+            "set trainer.strategy=ddp"
         )
     if joint:
         raise InputError(
             "trainer.strategy=fsdp shares out what is a module of its own; with joint=lora the adapter's weights lie among the "
             "target's, which every process has: set trainer.strategy=ddp"
+        )
+    if world_size() == 1:
+        raise InputError(
+            "trainer.strategy=fsdp shares the drafter out over processes, and there is one: start several (accelerate launch "
+            "--multi_gpu --num_processes N -m drafttrain.fit ...), or set trainer.strategy=ddp"
         )
     if settings.accelerator == "mps":
         raise InputError(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from drafttrain.data import journal as journal_module
 from drafttrain.data.conversations import (
     CHECKSUM,
     HELD_OUT,
@@ -187,6 +188,22 @@ def test_a_journal_gives_back_its_rows_and_heals(tmp_path: Path) -> None:
     found, skipped = again.finished()
     assert [found[number] for number in sorted(found)] == rows[:7]
     assert skipped == {999: "empty user turn"}
+
+
+def test_a_journal_that_its_writer_removed_just_now_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, taken = journal_module._lock, []
+
+    def removing(file: Any, patience: float = 2.0) -> bool:
+        if not taken:
+            journal_module.journal_path(tmp_path).unlink()
+        taken.append(file)
+        return lock(file, patience)
+
+    monkeypatch.setattr(journal_module, "_lock", removing)
+    lines = journal_module.Lines(tmp_path)
+    lines.write({"row": 1})
+    lines.close()
+    assert len(taken) == 2 and lines.path.read_text() == '{"row":1}\n'
 
 
 def test_a_journal_has_one_writer(tmp_path: Path) -> None:

@@ -151,6 +151,11 @@ def test_bad_pairs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fsdp = TrainerConfig(**{**TRAINER, "strategy": "fsdp"})
     with pytest.raises(InputError, match=r"trainer.strategy=fsdp shares the drafter out over processes, and there is one"):
         check_trainer(fsdp, joint=False, boost=False)
+    # What more processes cannot cure is said first.
+    with pytest.raises(InputError, match=r"boost=collective one process fits several drafters: set trainer.strategy=ddp"):
+        check_trainer(fsdp, joint=False, boost=True)
+    with pytest.raises(InputError, match="with joint=lora the adapter's weights lie among the target's"):
+        check_trainer(fsdp, joint=True, boost=False)
     with pytest.raises(InputError, match=r"trainer.strategy=deepspeed: give ddp or fsdp"):
         TrainerConfig(**{**TRAINER, "strategy": "deepspeed"})
     packed = TrainerConfig(**{**TRAINER, "pack": 64})
