@@ -10,6 +10,7 @@ import pickle
 import re
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from drafttrain.drafter.suffix import Suffix
 from drafttrain.errors import InputError
 from drafttrain.layouts import pairs, writing
 from drafttrain.layouts.checking import check_path
+from drafttrain.layouts.directory import INDEX
 from drafttrain.layouts.finding import Finding
 from drafttrain.layouts.writing import check_out
 from drafttrain.target.model import Target
@@ -260,6 +262,13 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
         (lambda p: (p / "model.safetensors").write_bytes(b"\x80\x04"), "cannot be read"),
         (lambda p: os.truncate(p / "model.safetensors", 4000), "cannot be read"),
         (lambda p: (p / "second.safetensors").write_bytes((p / "model.safetensors").read_bytes()), "and in second.safetensors"),
+        (lambda p: in_place_of(p / "config.json", os.mkfifo), "config.json is no regular file"),
+        (lambda p: in_place_of(p / "config.json", Path.mkdir), "config.json is no regular file"),
+        (lambda p: in_place_of(p / "model.safetensors", os.mkfifo), "model.safetensors is no regular file"),
+        (lambda p: in_place_of(p / "model.safetensors", Path.mkdir), "model.safetensors is no regular file"),
+        (lambda p: in_place_of(p / "model.safetensors", linked_to("/dev/zero")), "model.safetensors is no regular file"),
+        (lambda p: in_place_of(p / "model.safetensors", linked_to("model.safetensors")), "cannot be read: Too many levels"),
+        (lambda p: os.mkfifo(p / INDEX), "index.json is no regular file"),
         (lambda p: (p / "drafttrain.json").write_text("{}"), "lacks format"),
         (lambda p: config_of_origin(p, engine="x"), "engine is x"),
         (lambda p: config_of_origin(p, draft_ids=[3, 1]), "ascend within"),
@@ -274,6 +283,15 @@ def test_damage_is_refused(damage: Any, message: str, head: Path) -> None:
     damage(head)
     with pytest.raises(InputError, match=re.escape(message)):
         check_path(head)
+
+
+def in_place_of(path: Path, make: Callable[[Path], Any]) -> None:
+    path.unlink()
+    make(path)
+
+
+def linked_to(there: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(there)
 
 
 def config_of_origin(path: Path, **changes: Any) -> None:

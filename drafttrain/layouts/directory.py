@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drafttrain.errors import InputError
-from drafttrain.packaging.checking import read_json, some
+from drafttrain.packaging.checking import check_regular, read_json, some
 from drafttrain.packaging.manifest import PICKLED, is_package
 
 CONFIG = "config.json"
@@ -86,7 +86,7 @@ def open_directory(path: str | os.PathLike[str], what: str) -> Directory:
         raise InputError(f"{what}={path} {'is a file' if folder.exists() else 'does not exist'}: give a directory")
     if is_package(folder):
         raise InputError(f"{what}={path} is a drafttrain package, no engine's directory: export it with package=<folder> to=...")
-    if not (folder / CONFIG).is_file():
+    if not os.path.lexists(folder / CONFIG):
         raise InputError(f"{what}={path} has no {CONFIG}: give the directory that an engine is given")
     config = read_json(folder / CONFIG, _LARGEST_CONFIG, "an engine's config")
     if not isinstance(config, dict):
@@ -102,7 +102,7 @@ def open_directory(path: str | os.PathLike[str], what: str) -> Directory:
 
 
 def _indexed(folder: Path) -> tuple[str, ...]:
-    if not (folder / INDEX).is_file():
+    if not os.path.lexists(folder / INDEX):
         return ()
     found = read_json(folder / INDEX, _LARGEST_CONFIG, "an index of tensors")
     names = found.get("weight_map") if isinstance(found, dict) else None
@@ -112,6 +112,7 @@ def _indexed(folder: Path) -> tuple[str, ...]:
 
 
 def _header(path: Path) -> dict[str, Entry]:
+    check_regular(path)
     try:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
