@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import DictConfig
 
 from drafttrain import export
@@ -244,6 +245,35 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
                 check_out(tmp_path / "closed" / "out")
     finally:
         os.chmod(tmp_path / "closed", 0o700)
+
+
+def test_a_place_that_only_says_that_it_takes_folders(
+    place: Path, tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As /proc does, for the superuser: one line before the target is read, and none of Python's afterwards."""
+
+    def none(*_: Any, **given: Any) -> None:
+        raise FileNotFoundError(2, "No such file or directory", given["dir"])
+
+    exported = export.Exported({}, {}, "")
+    monkeypatch.setattr(writing.tempfile, "mkdtemp", none)
+    with pytest.raises(SystemExit) as left:
+        export.main(words(place, package=place / "package", to="vllm", out=tmp_path / "out") + ["target.path=/nowhere"])
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and said.count("\n") == 1
+    assert f"out={tmp_path / 'out'} cannot be made: no folder can be made in {tmp_path} (No such file" in said
+    with pytest.raises(InputError, match="no folder can be made in"):
+        writing.put(tmp_path / "out", exported, {}, None, lambda head: [])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="no folder can be made in"):
+        writing.put(tmp_path / "file/inside/out", exported, {}, None, lambda head: [])
+
+
+def test_a_long_name(tmp_path: Path) -> None:
+    """The folder beside it, in which it is made, has a shorter one."""
+    out = check_out(tmp_path / ("o" * 250))
+    writing.put(out, export.Exported({}, {"fc.weight": torch.ones(1)}, ""), {}, None, lambda head: [])
+    assert out.is_dir() and [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
 # --- what is never trusted -------------------------------------------------------------------------------------------------
