@@ -6,7 +6,7 @@ It may come from anywhere. Nothing in it is run, no pickle is opened, and no ten
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ class Directory:
     """Of all safetensors files together."""
     pickled: tuple[str, ...]
     """Names of files beside them that could run code when read."""
-    indexed: tuple[str, ...] = ()
-    """Tensors that an index of several files promises."""
+    indexed: dict[str, Any] = field(default_factory=dict)
+    """By tensor, what an index of several files has for the name of its file."""
 
     def read(self, name: str) -> Tensor:
         entry = self.tensors[name]
@@ -101,14 +101,14 @@ def open_directory(path: str | os.PathLike[str], what: str) -> Directory:
     return Directory(folder, config, tensors, pickled, _indexed(folder))
 
 
-def _indexed(folder: Path) -> tuple[str, ...]:
+def _indexed(folder: Path) -> dict[str, Any]:
     if not os.path.lexists(folder / INDEX):
-        return ()
+        return {}
     found = read_json(folder / INDEX, _LARGEST_CONFIG, "an index of tensors")
     names = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(names, dict):
         raise InputError(f"{folder / INDEX} has no weight_map")
-    return tuple(names)
+    return names
 
 
 def _header(path: Path) -> dict[str, Entry]:

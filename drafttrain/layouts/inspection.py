@@ -149,6 +149,9 @@ class Inspection:
             self.add("weights-missing", "holds no safetensors file")
         if lost := [name for name in self.head.indexed if name not in self.head.tensors]:
             self.add("shard-missing", f"{INDEX} promises {some(lost)}, which no file here holds: get the directory again")
+        held, told = self.head.tensors, self.head.indexed
+        if wrong := [f"{name} in {str(told[name])[:80]!r}" for name in told if name in held and told[name] != held[name].file.name]:
+            self.add("shard-missing", f"{INDEX} looks for {some(wrong)}: needs the name of the file here that holds it")
 
     def plain_weights(self, config: Mapping[str, Any]) -> None:
         """A head is as it was trained, whatever its target is."""
