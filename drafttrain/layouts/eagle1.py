@@ -178,6 +178,7 @@ def check(inspection: Inspection) -> None:
     if engine in _ARCHITECTURES:
         inspection.architecture(_ARCHITECTURES[engine])
     inspection.plain_weights(config)
+    inspection.common_values(config)
     inspection.untied(config)
     inspection.activation(config)
     inspection.against_target(config)

@@ -263,7 +263,6 @@ def test_an_index_that_is_right(good: Path, tmp_path: Path) -> None:
 # --- faults --------------------------------------------------------------------------------------------------------------
 
 
-
 def map_of(path: Path, ids: Any) -> None:
     (path / eagle1.TOKEN_MAP).write_text(json.dumps(ids))
 
@@ -308,6 +307,11 @@ FAULTS: dict[str, tuple[str, Edit, str, bool]] = {
     "a size that is none": ("vllm", config(hidden_size="64"), "config-value", True),
     "a size beyond all": ("vllm", config(intermediate_size=10**30), "config-value", True),
     "no sizes": ("vllm", config(intermediate_size=DROP), "config-key-missing", True),
+    "a model type that is none": ("eagle", config(model_type=None), "config-value", True),
+    "a dtype that is none": ("vllm", config(torch_dtype="bf16"), "config-value", True),
+    "a scaling that is a text": ("sglang", config(rope_scaling="linear"), "config-value", True),
+    "RoPE that is a list": ("eagle", config(rope_parameters=[1e4]), "config-value", True),
+    "positions beyond all": ("vllm", config(max_position_embeddings=1e308), "config-value", True),
     "old spelling": ("vllm", NEW_ALONE, "rope-old-spelling-missing", False),
     "old spelling in EAGLE": ("eagle", NEW_ALONE, "rope-old-spelling-missing", True),
     "no RoPE": ("vllm", config(rope_theta=DROP, rope_parameters=DROP), "rope-theta-missing", False),
