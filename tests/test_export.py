@@ -101,6 +101,13 @@ def test_warnings_alone_are_no_error(head: Path, capsys: pytest.CaptureFixture[s
     assert "warning" in capsys.readouterr().out
 
 
+def test_names_of_tensors_do_not_steer_the_terminal(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put("fc\x1b[2J\nweight", 1)(head)
+    with pytest.raises(SystemExit):
+        export.main([f"check={head}"])
+    assert "holds fc [2J weight" in (told := capsys.readouterr().out) and "\x1b" not in told
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -6,6 +6,7 @@ It may come from anywhere. Nothing in it is run, no pickle is opened, and no ten
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,8 @@ def how_to_convert(names: tuple[str, ...]) -> str:
     """How a person turns a pickle into safetensors without running what may be in it."""
     return (
         f"{some(names)} can run code when read, so it is not: convert it, with nothing but tensors allowed in it: "
-        'python -c "import torch; from safetensors.torch import save_file; '
-        f"d = torch.load('{names[0][:80]}', map_location='cpu', weights_only=True); "
-        "save_file({k: v.clone().contiguous() for k, v in d.items()}, 'model.safetensors')\" "
-        "in its directory, then move the pickle away"
+        "python -c 'import sys, torch; from safetensors.torch import save_file; "
+        'd = torch.load(sys.argv[1], map_location="cpu", weights_only=True); '
+        'save_file({k: v.clone().contiguous() for k, v in d.items()}, "model.safetensors")\' '
+        f"{shlex.quote(names[0])} in its directory, then move the pickle away"
     )
