@@ -110,7 +110,7 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f\x80-\x9f]+")
 
 def one_line(text: str) -> str:
     """A text that may quote anything, as one line for a terminal: names in files may hold line ends and control characters."""
-    return _CONTROLS.sub(" ", text).strip()
+    return _CONTROLS.sub(" ", text)
 
 
 def first_line(error: BaseException) -> str:

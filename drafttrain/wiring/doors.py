@@ -136,7 +136,7 @@ def _any_character() -> Iterator[None]:
 
 def _complain(name: str, message: str) -> None:
     place = f" (rank {rank()})" if world_size() > 1 else ""
-    print(f"drafttrain.{name}{place}: {one_line(message)}", file=sys.stderr, flush=True)
+    print(f"drafttrain.{name}{place}: {one_line(message).strip()}", file=sys.stderr, flush=True)
 
 
 def _options_of(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -76,6 +76,9 @@ def test_table_takes_control_characters_out() -> None:
     told = said(out)
     assert not set(told) & {chr(code) for code in (*range(10), *range(11, 32), *range(127, 160))}, told
     assert "fc [2J 31m weight" in told
+    out = plain()
+    table("", ["name"], [["all"], ["  of them"]], out=out)
+    assert "   of them" in said(out), "what is set in stays so"
 
 
 @dataclass
