@@ -123,11 +123,16 @@ def test_drafters_that_no_engine_loads(kind: Any, message: str, target: Target, 
             export.check_pair(tmp_path / "package", to)
 
 
+def test_an_export_is_no_package(exported: Path) -> None:
+    with pytest.raises(InputError, match=r"it is an export.*drafttrain\.adopt head=" + re.escape(str(exported))):
+        export.check_pair(exported, "vllm")
+
+
 @pytest.mark.field("F41")
 def test_pairs_that_no_engine_serves(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before the target is read."""
     for to in ("medusa", "speculators", "hf"):
-        with pytest.raises(InputError, match=f"to={to}: a Eagle1.*give to=vllm or to=sglang or to=eagle"):
+        with pytest.raises(InputError, match=f"to={to}: Eagle1 is not exported there: .*give to=vllm or to=sglang or to=eagle"):
             export.check_pair(place / "package", to)
     given = words(place, package=place / "package", to="hf", out=tmp_path / "out") + ["target.path=/nowhere"]
     with pytest.raises(SystemExit) as left:
@@ -313,7 +318,7 @@ def test_a_long_name(tmp_path: Path) -> None:
         (lambda p: config_of_origin(p, format=2), "format 2, this version reads 1"),
         (lambda p: config_of_origin(p, trained_length=-1), "trained_length is -1"),
         (lambda p: config_of_origin(p, target={}), "target.fingerprint"),
-        (lambda p: config_of_origin(p, more=1), "unknown key 'more'"),
+        (lambda p: config_of_origin(p, more=1), "unknown key 'more'. It takes: format"),
     ],
 )
 def test_damage_is_refused(damage: Any, message: str, head: Path) -> None:

@@ -21,7 +21,7 @@ def check_keys(found: Any, known: Iterable[str], what: str, optional: Iterable[s
     odd = [str(key) for key in found if key not in names]
     if odd:
         near = difflib.get_close_matches(odd[0], names, 1, 0.6)
-        hint = f", did you mean {near[0]}?" if near else ""
+        hint = f", did you mean {near[0]}?" if near else "."
         raise InputError(f"{what} has an unknown key {odd[0][:80]!r}{hint} It takes: {', '.join(names) or 'none'}")
     lacking = [name for name in needed if name not in found]
     if lacking:
