@@ -28,7 +28,7 @@ from drafttrain.layouts import pairs, writing
 from drafttrain.layouts.checking import check_path
 from drafttrain.layouts.directory import INDEX
 from drafttrain.layouts.finding import Finding
-from drafttrain.layouts.writing import check_out
+from drafttrain.layouts.writing import Exported, check_out
 from drafttrain.target.model import Target
 from drafttrain.wiring.composing import compose
 from tests.helpers import packed_place
@@ -93,6 +93,16 @@ def test_printed_commands_hold_any_path(name: str) -> None:
     for quote in "'", '"':
         call = ast.parse(writing.filled(f"Model.load({quote}{{target}}{quote}, out={quote}{{out}}{quote})  # x", name, "it's"))
         assert [node.value for node in ast.walk(call) if isinstance(node, ast.Constant)] == ["it's", name]
+
+
+@pytest.mark.parametrize("target", ["org/model", "it's $HOME `id`"])
+@pytest.mark.parametrize("command", [writing.vllm_command("eagle", 4), writing.sglang_command("EAGLE", 4)], ids=["vllm", "sglang"])
+def test_a_cards_command_can_be_pasted(command: str, target: str) -> None:
+    told = export.card("Eagle1", target, Exported({}, {}, command), "vllm")
+    (line,) = (line for line in told.splitlines() if line.startswith("    "))
+    assert "In this folder:" in told and line.strip() == writing.filled(command, ".", target)
+    found = shlex.split(line, posix=True)
+    assert target in found and not any(sign in word for word in found for sign in "<>")
 
 
 def test_warnings_alone_are_no_error(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,7 +277,7 @@ def test_a_place_that_only_says_that_it_takes_folders(
     def none(*_: Any, **given: Any) -> None:
         raise FileNotFoundError(2, "No such file or directory", given["dir"])
 
-    exported = export.Exported({}, {}, "")
+    exported = Exported({}, {}, "")
     monkeypatch.setattr(writing.tempfile, "mkdtemp", none)
     with pytest.raises(SystemExit) as left:
         export.main(words(place, package=place / "package", to="vllm", out=tmp_path / "out") + ["target.path=/nowhere"])
@@ -284,7 +294,7 @@ def test_a_place_that_only_says_that_it_takes_folders(
 def test_a_long_name(tmp_path: Path) -> None:
     """The folder beside it, in which it is made, has a shorter one."""
     out = check_out(tmp_path / ("o" * 250))
-    writing.put(out, export.Exported({}, {"fc.weight": torch.ones(1)}, ""), {}, None, lambda head: [])
+    writing.put(out, Exported({}, {"fc.weight": torch.ones(1)}, ""), {}, None, lambda head: [])
     assert out.is_dir() and [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
