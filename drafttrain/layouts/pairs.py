@@ -91,4 +91,4 @@ def reader_of(head: Directory) -> tuple[type[Drafter], Reader]:
             read: Reader = known.read
             return kind, read
     name = layout.__name__.rpartition(".")[2]
-    raise InputError(f"{head.path} is a directory of the layout {name}: EAGLE-1 heads, Medusa heads and draft models are taken over")
+    raise InputError(f"{head.path} has the layout {name}: EAGLE-1 heads, Medusa heads and draft models are taken over")
