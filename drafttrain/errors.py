@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 from collections.abc import Iterator
 
 
@@ -102,6 +103,14 @@ def _behind(error: BaseException) -> Iterator[BaseException]:
 def panicked(error: BaseException) -> bool:
     """Did a library written in Rust, such as `tokenizers`, break off? Its error is no Exception."""
     return type(error).__name__ == "PanicException"
+
+
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f\x80-\x9f]+")
+
+
+def one_line(text: str) -> str:
+    """A text that may quote anything, as one line for a terminal: names in files may hold line ends and control characters."""
+    return _CONTROLS.sub(" ", text)
 
 
 def first_line(error: BaseException) -> str:

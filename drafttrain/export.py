@@ -42,7 +42,9 @@ FEWEST = 3
 _CARD = """\
 # {kind} drafter for {target}, as {engine} loads it
 
-{command}
+In this folder:
+
+    {command}
 
 Exported by drafttrain from a package with its measurements. Of no use with another target. {notes}
 """
@@ -163,7 +165,7 @@ def checked(head: Directory, source: Source) -> list[Finding]:
 
 
 def card(kind: str, target: str, exported: Exported, engine: str) -> str:
-    command = "    " + exported.command.replace("{out}", "<this directory>").replace("{target}", f"<{target}>")
+    command = filled(exported.command, ".", target)
     notes = "".join(f"\n\n{note[0].upper()}{note[1:]}." for note in exported.notes)
     return _CARD.format(kind=kind, target=target, engine=engine, command=command, notes=notes)
 

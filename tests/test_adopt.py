@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shlex
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.medusa import Medusa
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
-from drafttrain.layouts.directory import open_directory
+from drafttrain.layouts.directory import how_to_convert, open_directory
 from drafttrain.packaging.beginning import check_beginning, read_beginning, take_weights
 from drafttrain.packaging.manifest import read_config
 from drafttrain.target.model import Target
@@ -97,7 +99,9 @@ def test_the_random_state_stays(place: Path, target: Target) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_pickles_are_refused_with_a_way(place: Path, tmp_path: Path, target: Target, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pickles_are_refused_with_a_way(
+    place: Path, tmp_path: Path, target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The way that is told really leads there."""
     head = tmp_path / "head"
     shutil.copytree(place / "eagle1", head)
@@ -107,10 +111,21 @@ def test_pickles_are_refused_with_a_way(place: Path, tmp_path: Path, target: Tar
         adopt.main(words(place, head=head, out=tmp_path / "package"))
     said = capsys.readouterr().err
     assert left.value.code == 2 and "pytorch_model.bin can run code when read" in said and not (tmp_path / "package").exists()
-    code = said.split('python -c "')[1].split('"')[0].replace("'pytorch_model.bin'", repr(str(head / "pytorch_model.bin")))
-    exec(code.replace("'model.safetensors'", repr(str(head / "model.safetensors"))), {})
+    *_, code, name = shlex.split(said[said.index("python -c") : said.rindex(" in its directory")])
+    monkeypatch.chdir(head)
+    monkeypatch.setattr(sys, "argv", ["-c", name])
+    exec(code, {})
     (head / "pytorch_model.bin").unlink()
     assert same(read_back(head, target), read_back(place / "eagle1", target))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "it's $HOME `id` \"a\".bin", "-x.pt", f"{'n' * 200}.bin"])
+def test_the_way_is_safe_in_a_shell(name: str) -> None:
+    """A foreign file's name is one word of the command that is told."""
+    told = how_to_convert((name,))
+    found = shlex.split(told[told.index("python -c") : told.rindex(" in its directory")])
+    assert found[:2] == ["python", "-c"] and found[3:] == [name]
+    compile(found[2], "told", "exec")
 
 
 @pytest.mark.parametrize(
@@ -141,5 +156,5 @@ def test_another_class_than_the_export_tells(place: Path, tmp_path: Path, target
     for name in ("drafttrain.drafter.medusa.Medusa", "os.system"):
         told["drafter"]["_target_"] = name
         (head / "drafttrain.json").write_text(json.dumps(told))
-        with pytest.raises(InputError, match=r"the directory holds a Eagle1|is not a drafter of drafttrain"):
+        with pytest.raises(InputError, match=r"the directory holds Eagle1|is not a drafter of drafttrain"):
             read_back(head, target)

@@ -10,10 +10,12 @@ import pickle
 import re
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import DictConfig
 
 from drafttrain import export
@@ -24,8 +26,9 @@ from drafttrain.drafter.suffix import Suffix
 from drafttrain.errors import InputError
 from drafttrain.layouts import pairs, writing
 from drafttrain.layouts.checking import check_path
+from drafttrain.layouts.directory import INDEX
 from drafttrain.layouts.finding import Finding
-from drafttrain.layouts.writing import check_out
+from drafttrain.layouts.writing import Exported, check_out
 from drafttrain.target.model import Target
 from drafttrain.wiring.composing import compose
 from tests.helpers import packed_place
@@ -92,10 +95,27 @@ def test_printed_commands_hold_any_path(name: str) -> None:
         assert [node.value for node in ast.walk(call) if isinstance(node, ast.Constant)] == ["it's", name]
 
 
+@pytest.mark.parametrize("target", ["org/model", "it's $HOME `id`"])
+@pytest.mark.parametrize("command", [writing.vllm_command("eagle", 4), writing.sglang_command("EAGLE", 4)], ids=["vllm", "sglang"])
+def test_a_cards_command_can_be_pasted(command: str, target: str) -> None:
+    told = export.card("Eagle1", target, Exported({}, {}, command), "vllm")
+    (line,) = (line for line in told.splitlines() if line.startswith("    "))
+    assert "In this folder:" in told and line.strip() == writing.filled(command, ".", target)
+    found = shlex.split(line, posix=True)
+    assert target in found and not any(sign in word for word in found for sign in "<>")
+
+
 def test_warnings_alone_are_no_error(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config(tie_word_embeddings=True)(head)
     export.show(check_path(head), "head")
     assert "warning" in capsys.readouterr().out
+
+
+def test_names_of_tensors_do_not_steer_the_terminal(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put("fc\x1b[2J\nweight", 1)(head)
+    with pytest.raises(SystemExit):
+        export.main([f"check={head}"])
+    assert "holds fc [2J weight" in (told := capsys.readouterr().out) and "\x1b" not in told
 
 
 @pytest.mark.parametrize(
@@ -113,11 +133,16 @@ def test_drafters_that_no_engine_loads(kind: Any, message: str, target: Target, 
             export.check_pair(tmp_path / "package", to)
 
 
+def test_an_export_is_no_package(exported: Path) -> None:
+    with pytest.raises(InputError, match=r"it is an export.*drafttrain\.adopt head=" + re.escape(str(exported))):
+        export.check_pair(exported, "vllm")
+
+
 @pytest.mark.field("F41")
 def test_pairs_that_no_engine_serves(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before the target is read."""
     for to in ("medusa", "speculators", "hf"):
-        with pytest.raises(InputError, match=f"to={to}: a Eagle1.*give to=vllm or to=sglang or to=eagle"):
+        with pytest.raises(InputError, match=f"to={to}: Eagle1 is not exported there: .*give to=vllm or to=sglang or to=eagle"):
             export.check_pair(place / "package", to)
     given = words(place, package=place / "package", to="hf", out=tmp_path / "out") + ["target.path=/nowhere"]
     with pytest.raises(SystemExit) as left:
@@ -244,6 +269,35 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
         os.chmod(tmp_path / "closed", 0o700)
 
 
+def test_a_place_that_only_says_that_it_takes_folders(
+    place: Path, tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As /proc does, for the superuser: one line before the target is read, and none of Python's afterwards."""
+
+    def none(*_: Any, **given: Any) -> None:
+        raise FileNotFoundError(2, "No such file or directory", given["dir"])
+
+    exported = Exported({}, {}, "")
+    monkeypatch.setattr(writing.tempfile, "mkdtemp", none)
+    with pytest.raises(SystemExit) as left:
+        export.main(words(place, package=place / "package", to="vllm", out=tmp_path / "out") + ["target.path=/nowhere"])
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and said.count("\n") == 1
+    assert f"out={tmp_path / 'out'} cannot be made: no folder can be made in {tmp_path} (No such file" in said
+    with pytest.raises(InputError, match="no folder can be made in"):
+        writing.put(tmp_path / "out", exported, {}, None, lambda head: [])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="no folder can be made in"):
+        writing.put(tmp_path / "file/inside/out", exported, {}, None, lambda head: [])
+
+
+def test_a_long_name(tmp_path: Path) -> None:
+    """The folder beside it, in which it is made, has a shorter one."""
+    out = check_out(tmp_path / ("o" * 250))
+    writing.put(out, Exported({}, {"fc.weight": torch.ones(1)}, ""), {}, None, lambda head: [])
+    assert out.is_dir() and [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
 # --- what is never trusted -------------------------------------------------------------------------------------------------
 
 
@@ -260,6 +314,13 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
         (lambda p: (p / "model.safetensors").write_bytes(b"\x80\x04"), "cannot be read"),
         (lambda p: os.truncate(p / "model.safetensors", 4000), "cannot be read"),
         (lambda p: (p / "second.safetensors").write_bytes((p / "model.safetensors").read_bytes()), "and in second.safetensors"),
+        (lambda p: in_place_of(p / "config.json", os.mkfifo), "config.json is no regular file"),
+        (lambda p: in_place_of(p / "config.json", Path.mkdir), "config.json is no regular file"),
+        (lambda p: in_place_of(p / "model.safetensors", os.mkfifo), "model.safetensors is no regular file"),
+        (lambda p: in_place_of(p / "model.safetensors", Path.mkdir), "model.safetensors is no regular file"),
+        (lambda p: in_place_of(p / "model.safetensors", linked_to("/dev/zero")), "model.safetensors is no regular file"),
+        (lambda p: in_place_of(p / "model.safetensors", linked_to("model.safetensors")), "cannot be read: Too many levels"),
+        (lambda p: os.mkfifo(p / INDEX), "index.json is no regular file"),
         (lambda p: (p / "drafttrain.json").write_text("{}"), "lacks format"),
         (lambda p: config_of_origin(p, engine="x"), "engine is x"),
         (lambda p: config_of_origin(p, draft_ids=[3, 1]), "ascend within"),
@@ -267,13 +328,22 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
         (lambda p: config_of_origin(p, format=2), "format 2, this version reads 1"),
         (lambda p: config_of_origin(p, trained_length=-1), "trained_length is -1"),
         (lambda p: config_of_origin(p, target={}), "target.fingerprint"),
-        (lambda p: config_of_origin(p, more=1), "unknown key 'more'"),
+        (lambda p: config_of_origin(p, more=1), "unknown key 'more'. It takes: format"),
     ],
 )
 def test_damage_is_refused(damage: Any, message: str, head: Path) -> None:
     damage(head)
     with pytest.raises(InputError, match=re.escape(message)):
         check_path(head)
+
+
+def in_place_of(path: Path, make: Callable[[Path], Any]) -> None:
+    path.unlink()
+    make(path)
+
+
+def linked_to(there: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(there)
 
 
 def config_of_origin(path: Path, **changes: Any) -> None:

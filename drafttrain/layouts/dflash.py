@@ -51,6 +51,7 @@ def check(inspection: Inspection, *, spark: bool | None = None) -> None:
     inspection.files()
     _check_kind(inspection, spark, native)
     inspection.plain_weights(config)
+    inspection.common_values(config)
     inspection.untied(config)
     if native and "vocab_size" not in config:
         inspection.add("config-key-missing", "vocab_size is not given: vLLM takes another model's", fatal=engine == "vllm")

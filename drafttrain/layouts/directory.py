@@ -6,7 +6,8 @@ It may come from anywhere. Nothing in it is run, no pickle is opened, and no ten
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drafttrain.errors import InputError
-from drafttrain.packaging.checking import read_json, some
+from drafttrain.packaging.checking import check_regular, read_json, some
 from drafttrain.packaging.manifest import PICKLED, is_package
 
 CONFIG = "config.json"
@@ -46,8 +47,8 @@ class Directory:
     """Of all safetensors files together."""
     pickled: tuple[str, ...]
     """Names of files beside them that could run code when read."""
-    indexed: tuple[str, ...] = ()
-    """Tensors that an index of several files promises."""
+    indexed: dict[str, Any] = field(default_factory=dict)
+    """By tensor, what an index of several files has for the name of its file."""
 
     def read(self, name: str) -> Tensor:
         entry = self.tensors[name]
@@ -86,7 +87,7 @@ def open_directory(path: str | os.PathLike[str], what: str) -> Directory:
         raise InputError(f"{what}={path} {'is a file' if folder.exists() else 'does not exist'}: give a directory")
     if is_package(folder):
         raise InputError(f"{what}={path} is a drafttrain package, no engine's directory: export it with package=<folder> to=...")
-    if not (folder / CONFIG).is_file():
+    if not os.path.lexists(folder / CONFIG):
         raise InputError(f"{what}={path} has no {CONFIG}: give the directory that an engine is given")
     config = read_json(folder / CONFIG, _LARGEST_CONFIG, "an engine's config")
     if not isinstance(config, dict):
@@ -101,17 +102,18 @@ def open_directory(path: str | os.PathLike[str], what: str) -> Directory:
     return Directory(folder, config, tensors, pickled, _indexed(folder))
 
 
-def _indexed(folder: Path) -> tuple[str, ...]:
-    if not (folder / INDEX).is_file():
-        return ()
+def _indexed(folder: Path) -> dict[str, Any]:
+    if not os.path.lexists(folder / INDEX):
+        return {}
     found = read_json(folder / INDEX, _LARGEST_CONFIG, "an index of tensors")
     names = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(names, dict):
         raise InputError(f"{folder / INDEX} has no weight_map")
-    return tuple(names)
+    return names
 
 
 def _header(path: Path) -> dict[str, Entry]:
+    check_regular(path)
     try:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
@@ -127,8 +129,8 @@ def how_to_convert(names: tuple[str, ...]) -> str:
     """How a person turns a pickle into safetensors without running what may be in it."""
     return (
         f"{some(names)} can run code when read, so it is not: convert it, with nothing but tensors allowed in it: "
-        'python -c "import torch; from safetensors.torch import save_file; '
-        f"d = torch.load('{names[0][:80]}', map_location='cpu', weights_only=True); "
-        "save_file({k: v.clone().contiguous() for k, v in d.items()}, 'model.safetensors')\" "
-        "in its directory, then move the pickle away"
+        "python -c 'import sys, torch; from safetensors.torch import save_file; "
+        'd = torch.load(sys.argv[1], map_location="cpu", weights_only=True); '
+        'save_file({k: v.clone().contiguous() for k, v in d.items()}, "model.safetensors")\' '
+        f"{shlex.quote(names[0])} in its directory, then move the pickle away"
     )

@@ -15,6 +15,8 @@ SafeAILab/EAGLE eagle/model/cnets1.py, speculators 0.1 models/eagle.py.
 from __future__ import annotations
 
 import json
+import os
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,12 +24,13 @@ from torch import Tensor
 
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError
+from drafttrain.layouts import origin
 from drafttrain.layouts.block import Sizes, block_config, block_shapes, sizes_of
 from drafttrain.layouts.directory import FLOATS, Directory
 from drafttrain.layouts.inspection import Inspection, Shapes, alike
 from drafttrain.layouts.rope import FALLBACK, effective
 from drafttrain.layouts.writing import Exported, Source, sglang_command, stored, vllm_command
-from drafttrain.packaging.checking import some
+from drafttrain.packaging.checking import read_json, some
 from drafttrain.target.model import Target
 
 ENGINES = ("vllm", "sglang", "eagle")
@@ -38,6 +41,7 @@ _ARCHITECTURES = {
     "vllm": ("LlamaForCausalLM", "EagleLlamaForCausalLM"),
     "sglang": ("LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle", "MistralForCausalLMEagle"),
 }
+_LARGEST_MAP = 16 << 20
 _EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "model.language_model.embed_tokens.weight")
 _NO_NORM = "layers.0.input_layernorm.weight"
 _QKV_BIASES = tuple(f"layers.0.self_attn.{name}_proj.bias" for name in "qkv")
@@ -174,6 +178,7 @@ def check(inspection: Inspection) -> None:
     if engine in _ARCHITECTURES:
         inspection.architecture(_ARCHITECTURES[engine])
     inspection.plain_weights(config)
+    inspection.common_values(config)
     inspection.untied(config)
     inspection.activation(config)
     inspection.against_target(config)
@@ -191,6 +196,8 @@ def check(inspection: Inspection) -> None:
     _check_layers(inspection, layers)
     _check_biases(inspection)
     _check_extras(inspection)
+    if engine == "sglang":
+        _check_token_map(inspection, vocab_size)
     named = {_NO_NORM, "lm_head.weight", "norm.weight", "d2t", "t2d", *prefixed}  # have faults of their own
     expected, optional = _shapes(inspection, sizes, layers, vocab_size)
     optional |= {name: held[name].shape for name in held if name in named or name.endswith(_COMPUTED)}
@@ -278,6 +285,30 @@ def _check_extras(inspection: Inspection) -> None:
             "head-shipped",
             "lm_head.weight is there: vLLM refuses the file, others take the target's anyway",
             fatal=engine == "vllm",
+        )
+
+
+def _check_token_map(inspection: Inspection, vocab_size: int) -> None:
+    """The list of ids that an export has for SGLang, of which its pickle is made."""
+    path = inspection.head.path / TOKEN_MAP
+    if not os.path.lexists(path):
+        return
+    try:
+        ids = read_json(path, _LARGEST_MAP, "a list of ids")
+    except InputError as error:
+        inspection.add("token-map-ids", str(error))
+        return
+    whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
+    if not whole or not ids or any(b <= a for a, b in pairwise(ids)):
+        inspection.add("token-map-ids", f"{TOKEN_MAP} needs a list of whole numbers that ascend within 0..{vocab_size - 1}")
+        return
+    told = origin.read_origin(inspection.head)
+    if told is not None and told.draft_ids != ids:
+        own = "none" if told.draft_ids is None else len(told.draft_ids)
+        inspection.add(
+            "token-map-differs",
+            f"{TOKEN_MAP} has {len(ids)} ids, which are not those of {origin.FILE} ({own}): SGLang drafts from others than were "
+            "learned; export the package again",
         )
 
 

@@ -66,6 +66,7 @@ def check(inspection: Inspection, *, whole_file: bool = False) -> None:
     inspection.files()
     inspection.architecture(_ARCHITECTURES[engine])
     inspection.plain_weights(config)
+    inspection.common_values(config)
     inspection.untied(config)
     inspection.activation(config)
     inspection.against_target(config, width=config.get("target_hidden_size") is None)

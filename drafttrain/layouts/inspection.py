@@ -64,6 +64,19 @@ class Inspection:
             self.add("config-key-missing", f"config.json lacks {key}: the engine takes its own default, or fails")
         return None
 
+    def common_values(self, config: Mapping[str, Any]) -> None:
+        """Keys that every engine reads for itself or by transformers, where they are given."""
+        if "model_type" in config and not isinstance(config["model_type"], str):
+            self.add("config-value", f"model_type is {str(config['model_type'])[:40]}, needs a name in quotes")
+        for key in ("dtype", "torch_dtype"):
+            if config.get(key) is not None and not _is_dtype(config[key]):
+                self.add("config-value", f"{key} is {str(config[key])[:40]}, needs one of torch's, such as bfloat16")
+        for key in ("rope_parameters", "rope_scaling"):
+            if config.get(key) is not None and not isinstance(config[key], Mapping):
+                self.add("config-value", f"{key} is {str(config[key])[:40]}, needs a mapping or null")
+        if "max_position_embeddings" in config:
+            self.whole(config, "max_position_embeddings")
+
     def architecture(self, known: Iterable[str]) -> None:
         """The name by which the engine chooses its code."""
         names, given = list(known), self.config.get("architectures")
@@ -149,6 +162,9 @@ class Inspection:
             self.add("weights-missing", "holds no safetensors file")
         if lost := [name for name in self.head.indexed if name not in self.head.tensors]:
             self.add("shard-missing", f"{INDEX} promises {some(lost)}, which no file here holds: get the directory again")
+        held, told = self.head.tensors, self.head.indexed
+        if wrong := [f"{name} in {str(told[name])[:80]!r}" for name in told if name in held and told[name] != held[name].file.name]:
+            self.add("shard-missing", f"{INDEX} looks for {some(wrong)}: needs the name of the file here that holds it")
 
     def plain_weights(self, config: Mapping[str, Any]) -> None:
         """A head is as it was trained, whatever its target is."""
@@ -196,6 +212,11 @@ class Inspection:
     def activation(self, config: Mapping[str, Any]) -> None:
         if self.engine in ("vllm", "sglang") and config.get("hidden_act", "silu") != "silu":
             self.add("activation", f"hidden_act is {str(config['hidden_act'])[:40]}: {self.engine} runs silu alone in such a block")
+
+
+def _is_dtype(name: Any) -> bool:
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    return name == "auto" or (isinstance(found, torch.dtype) and found.is_floating_point)
 
 
 def alike(a: Tensor, b: Tensor) -> bool:

@@ -79,6 +79,7 @@ def default_engine(head: Directory) -> str:
 def check(inspection: Inspection) -> None:
     config, held = inspection.config, inspection.head.tensors
     inspection.files()
+    inspection.common_values(config)
     if config.get("auto_map"):
         inspection.add("remote-code", "auto_map names Python code of its own: engines run it, or refuse", fatal=False)
     _check_quantisation(inspection)

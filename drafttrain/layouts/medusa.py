@@ -138,6 +138,7 @@ def check(inspection: Inspection) -> None:
     names = {_bare(name): name for name in held}
     if engine == "vllm":
         _check_keys(inspection)
+        inspection.common_values(config)
     width = inspection.whole(config, "hidden_size") if engine == "vllm" else inspection.whole(config, "hidden_size", _width(held))
     heads, layers = _counts(inspection)
     vocab_size = _vocab_size(inspection)

@@ -57,6 +57,7 @@ def default_engine(head: Directory) -> str:
 def check(inspection: Inspection) -> None:
     config = _text(inspection.config)
     inspection.files()
+    inspection.common_values(config)
     held = inspection.head.tensors
     promised = {key: config[key] for key in COUNTS if type(config.get(key)) is int and config[key] > 0}
     there = sorted(name for name in held if _ANY.search(name))

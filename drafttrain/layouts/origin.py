@@ -17,12 +17,12 @@ from drafttrain.layouts.directory import Directory
 from drafttrain.layouts.inspection import ENGINES
 from drafttrain.layouts.writing import Source, as_json
 from drafttrain.packaging.checking import check_keys, read_json
-from drafttrain.packaging.manifest import STORED, check_target, class_of
+from drafttrain.packaging.manifest import EXPORTED, STORED, check_target, class_of
 from drafttrain.packaging.reading import checked_settings
 from drafttrain.target.model import Target
 from drafttrain.version import version
 
-FILE = "drafttrain.json"
+FILE = EXPORTED
 FORMAT = 1
 _KEYS = ("format", "made_with", "engine", "drafter", "draft_ids", "trained_length", "target", "shape")
 _LARGEST = 16 << 20
@@ -47,7 +47,7 @@ class Origin:
         """
         where = f"{head.path / FILE}: drafter"
         if class_of(str(self.drafter.get("_target_")), where) is not kind:
-            raise InputError(f"{where} is a {self.drafter['_target_']}, the directory holds a {kind.__name__}")
+            raise InputError(f"{where} is a {self.drafter['_target_']}, the directory holds {kind.__name__}")
         settings = checked_settings(self.drafter, kind, where)
         return {**settings, "draft_ids": self.draft_ids}
 

@@ -58,14 +58,14 @@ def writer_of(kind: type[Drafter], engine: str, settings: Mapping[str, Any]) -> 
         why = _UNSERVED.get(kind, f"no engine's layout for it is known here; {_IN_TRANSFORMERS}")
         for name, value in settings.items():
             why = why.replace(f"{{{name}}}", str(value))
-        raise InputError(f"to={engine}: a {kind.__name__} is not exported: {why}")
+        raise InputError(f"to={engine}: {kind.__name__} is not exported: {why}")
     if engine not in layout.ENGINES:
         what = (
             "engines load EAGLE-3, P-EAGLE, DFlash and DSpark from speculators' layout, not this"
             if engine == "speculators"
             else f"{engine} loads no such drafter"
         )
-        raise InputError(f"to={engine}: a {kind.__name__}: {what}; give to={' or to='.join(layout.ENGINES)}")
+        raise InputError(f"to={engine}: {kind.__name__} is not exported there: {what}; give to={' or to='.join(layout.ENGINES)}")
     write: Writer = layout.write
     return write
 
@@ -91,4 +91,4 @@ def reader_of(head: Directory) -> tuple[type[Drafter], Reader]:
             read: Reader = known.read
             return kind, read
     name = layout.__name__.rpartition(".")[2]
-    raise InputError(f"{head.path} is an {name} directory: EAGLE-1 heads, Medusa heads and draft models are taken over")
+    raise InputError(f"{head.path} has the layout {name}: EAGLE-1 heads, Medusa heads and draft models are taken over")

@@ -32,6 +32,7 @@ def check(inspection: Inspection) -> None:
     config = inspection.config
     kind = config.get(TYPE)
     _check_keys(inspection)
+    inspection.common_values(config)
     if kind == "mtp":
         inspection.add(
             "mtp-not-stitched", "a directory of type mtp is not served as it is: stitch it into the target's own checkpoint"

@@ -126,7 +126,7 @@ def stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 def check_out(out: str | os.PathLike[str]) -> Path:
     """Where a directory can be put without touching anything. Worth calling before long work.
 
-    Raises: InputError unless it does not exist yet or is an empty folder, in a place that can be written to.
+    Raises: InputError unless it does not exist yet or is an empty folder, in a place where folders can be made.
     """
     folder = Path(os.path.abspath(Path(out).expanduser()))
     if folder.is_symlink():
@@ -134,6 +134,7 @@ def check_out(out: str | os.PathLike[str]) -> Path:
     above = next(parent for parent in folder.parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise InputError(f"out={out} cannot be made: {above} is not a folder that can be written to")
+    _scratch(folder, above).rmdir()  # Some systems, such as /proc, say that they take folders and do not.
     if not folder.exists():
         return folder
     if not folder.is_dir():
@@ -145,6 +146,15 @@ def check_out(out: str | os.PathLike[str]) -> Path:
     if here == folder.resolve() or folder.resolve() in here.parents:
         raise InputError(f"out={out} holds the folder this program runs in: give a folder of its own")
     return folder
+
+
+def _scratch(out: Path, above: Path) -> Path:
+    """A new empty folder in one that is made if need be, named after what will lie in it; raises InputError."""
+    try:
+        above.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{out.name[:32]}-", dir=above))
+    except OSError as error:
+        raise InputError(f"out={out} cannot be made: no folder can be made in {above} ({error.strerror})") from error
 
 
 def put(
@@ -163,8 +173,7 @@ def put(
         check: what it finds in the directory keeps it from being put there.
     Raises: InputError for what was found, OSError if the disk is full. `out` is then as it was.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    scratch = _scratch(out, out.parent)
     try:
         save_file(exported.tensors, scratch / exported.file, metadata={"format": "pt"})
         for name, text in {CONFIG: as_json(exported.config), **exported.texts, **texts}.items():

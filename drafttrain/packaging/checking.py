@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,21 @@ def check_keys(found: Any, known: Iterable[str], what: str, optional: Iterable[s
     odd = [str(key) for key in found if key not in names]
     if odd:
         near = difflib.get_close_matches(odd[0], names, 1, 0.6)
-        hint = f", did you mean {near[0]}?" if near else ""
+        hint = f", did you mean {near[0]}?" if near else "."
         raise InputError(f"{what} has an unknown key {odd[0][:80]!r}{hint} It takes: {', '.join(names) or 'none'}")
     lacking = [name for name in needed if name not in found]
     if lacking:
         raise InputError(f"{what} lacks {', '.join(lacking)}; nothing is guessed in its place")
+
+
+def check_regular(path: Path) -> None:
+    """Raise InputError unless a path leads to a regular file: opening a pipe may wait for ever, and a device has no end."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        raise InputError(f"{path} is no regular file: put the file itself in its place")
 
 
 def read_json(path: Path, largest: int, what: str) -> Any:
@@ -34,6 +45,7 @@ def read_json(path: Path, largest: int, what: str) -> Any:
         what: what it should be, such as "a package's config".
     Raises: InputError.
     """
+    check_regular(path)
     try:
         if (size := path.stat().st_size) > largest:
             raise InputError(f"{path} has {size} bytes: not {what}")

@@ -250,6 +250,8 @@ def _plan(own: Plan, policy: Policy) -> Plan:
 
 def _prompts(input_ids: Tensor, prepared: dict[str, Any]) -> list[list[int]]:
     """Every row without its padding on the left."""
+    if not input_ids.numel():
+        raise InputError(f"input_ids has the shape {tuple(input_ids.shape)}, needs a token at least to go on from in every row")
     odd = sorted(name for name, value in prepared.items() if name not in _READ and value is not None)
     if odd:
         raise InputError(f"{', '.join(odd)} cannot be honoured while decoding with a drafttrain package: leave it out")

@@ -21,6 +21,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -43,6 +44,8 @@ CONFIG, TENSORS, DECODING, METRICS, CARD = (
     "README.md",
 )
 CUSTOM = "custom_generate"
+EXPORTED = "drafttrain.json"
+"""In a directory for an engine that was made of a package, and in no package."""
 ADAPTER = "adapter.safetensors"
 FILES = (CONFIG, TENSORS, DECODING, METRICS, CARD, f"{CUSTOM}/generate.py", f"{CUSTOM}/requirements.txt")
 PACKAGE = "package"
@@ -95,6 +98,11 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
         hint = "a package is made by python -m drafttrain.fit"
         if CONFIG not in lacking and not is_package(folder):
             hint = "this looks like a target, which is given as target=hf target.path=<folder>"
+        if (folder / EXPORTED).is_file():
+            hint = (
+                "it is an export for an engine; give the package it was made from, or make one of it: python -m drafttrain.adopt "
+                f"head={shlex.quote(str(folder))} out=<new folder>"
+            )
         raise InputError(f"{folder} is not a package, it lacks {', '.join(lacking)}: {hint}")
     path = folder / CONFIG
     config = check_characters(read_json(path, _LARGEST_CONFIG, "a package's config"), path)

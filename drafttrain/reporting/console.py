@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from drafttrain.errors import one_line
 from drafttrain.processes import rank
 
 T = TypeVar("T")
@@ -156,17 +157,17 @@ def cell(value: Any) -> str:
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, out: Console | None = None
 ) -> None:
-    """Print a table on rank 0; numbers stand on the right."""
+    """Print a table on rank 0; numbers stand on the right. Control characters in it do not reach the terminal."""
     if rank() != 0:
         return
     listed = [list(row) for row in rows]
-    drawn = Table(title=Text(title), title_justify="left")
+    drawn = Table(title=Text(one_line(title)), title_justify="left")
     for place, name in enumerate(columns):
         numeric = all(isinstance(row[place], int | float | tuple | type(None)) for row in listed)
         drawn.add_column(Text(name), justify="right" if numeric else "left")
     for row in listed:
         if len(row) != len(columns):
             raise ValueError(f"a row has {len(row)} cells, the table {len(columns)} columns")
-        drawn.add_row(*(Text(cell(value)) for value in row))
+        drawn.add_row(*(Text(one_line(cell(value))) for value in row))
     (out or console()).print(drawn)
     sys.stdout.flush()

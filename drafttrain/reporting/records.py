@@ -203,7 +203,9 @@ def _noted(path: Path) -> tuple[Samples | None, dict[str, float], str | None]:
         given, command = found["samples"], found.get("command")
         return (None if given is None else _samples(given)), seconds, None if command is None else _word(command)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise InputError(f"{path} is not of the form that fit writes: {error!r}"[:300]) from error
+        raise InputError(
+            f"{path} is not of the form that fit writes, so nothing of it is shown: put back the file that fit wrote"
+        ) from error
 
 
 def _samples(given: Any) -> Samples:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import signal
 import sys
 import threading
@@ -20,7 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from drafttrain import companions, runs
-from drafttrain.errors import InputError, LostCompanion, refused_by_system
+from drafttrain.errors import InputError, LostCompanion, one_line, refused_by_system
 from drafttrain.processes import rank, world_size
 from drafttrain.wiring.composing import invocation_of
 from drafttrain.wiring.usage import help_text
@@ -28,7 +27,6 @@ from drafttrain.wiring.usage import help_text
 TRACEBACK_VARIABLE = "DRAFTTRAIN_TRACEBACK"
 STOPPED_BY_SIGNAL = companions.STOPPED_BY_SIGNAL
 """Exit code behind a TERM signal."""
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f\x80-\x9f]+")
 
 
 def door(
@@ -137,9 +135,8 @@ def _any_character() -> Iterator[None]:
 
 
 def _complain(name: str, message: str) -> None:
-    """One line, whatever the message quotes: names in files may hold line ends and a terminal's control characters."""
     place = f" (rank {rank()})" if world_size() > 1 else ""
-    print(f"drafttrain.{name}{place}: {_CONTROLS.sub(' ', message).strip()}", file=sys.stderr, flush=True)
+    print(f"drafttrain.{name}{place}: {one_line(message).strip()}", file=sys.stderr, flush=True)
 
 
 def _options_of(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

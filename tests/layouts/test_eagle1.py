@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -244,7 +245,32 @@ def test_dtypes(tiny: Target, tmp_path: Path) -> None:
     assert not (tmp_path / "no").exists()
 
 
+def test_a_token_map_of_other_ids_than_the_packages(tiny: Target, tmp_path: Path) -> None:
+    out = exported(tmp_path, tiny, made(tiny, draft_ids=IDS), "sglang")
+    assert names(out) == {}
+    map_of(out, IDS[:-1])
+    assert names(out) == {"token-map-differs": True}
+    (out / origin.FILE).unlink()
+    assert names(out) == {}
+
+
+def test_an_index_that_is_right(good: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(good / "vllm", tmp_path / "head"))
+    index_of(path, "model.safetensors")
+    assert names(path, "vllm") == {}
+
+
 # --- faults --------------------------------------------------------------------------------------------------------------
+
+
+def map_of(path: Path, ids: Any) -> None:
+    (path / eagle1.TOKEN_MAP).write_text(json.dumps(ids))
+
+
+def index_of(path: Path, file: Any) -> None:
+    held = load_file(path / "model.safetensors")
+    (path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(held, file)}))
+
 
 QKV = {f"layers.0.self_attn.{name}_proj.bias": torch.zeros(64 if name == "q" else 32) for name in "qkv"}
 NEW_ALONE = both(config(rope_theta=DROP), config(rope_parameters__rope_theta=5e5))
@@ -281,6 +307,11 @@ FAULTS: dict[str, tuple[str, Edit, str, bool]] = {
     "a size that is none": ("vllm", config(hidden_size="64"), "config-value", True),
     "a size beyond all": ("vllm", config(intermediate_size=10**30), "config-value", True),
     "no sizes": ("vllm", config(intermediate_size=DROP), "config-key-missing", True),
+    "a model type that is none": ("eagle", config(model_type=None), "config-value", True),
+    "a dtype that is none": ("vllm", config(torch_dtype="bf16"), "config-value", True),
+    "a scaling that is a text": ("sglang", config(rope_scaling="linear"), "config-value", True),
+    "RoPE that is a list": ("eagle", config(rope_parameters=[1e4]), "config-value", True),
+    "positions beyond all": ("vllm", config(max_position_embeddings=1e308), "config-value", True),
     "old spelling": ("vllm", NEW_ALONE, "rope-old-spelling-missing", False),
     "old spelling in EAGLE": ("eagle", NEW_ALONE, "rope-old-spelling-missing", True),
     "no RoPE": ("vllm", config(rope_theta=DROP, rope_parameters=DROP), "rope-theta-missing", False),
@@ -290,6 +321,20 @@ FAULTS: dict[str, tuple[str, Edit, str, bool]] = {
     "a pickle": ("eagle", lambda p: (p / "pytorch_model.bin").write_bytes(b"\x80"), "pickle-beside-safetensors", True),
     "pickles alone": ("eagle", lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"), "pickled-weights", True),
     "a shard lost": ("vllm", lambda p: (p / INDEX).write_text('{"weight_map": {"lost": "a"}}'), "shard-missing", True),
+    "another shard": ("vllm", lambda p: index_of(p, "b.safetensors"), "shard-missing", True),
+    "a shard elsewhere": ("vllm", lambda p: index_of(p, "../head/model.safetensors"), "shard-missing", True),
+    "a shard that is a number": ("vllm", lambda p: index_of(p, 1), "shard-missing", True),
+    "a map of negative ids": ("sglang", lambda p: map_of(p, [-1, 2]), "token-map-ids", True),
+    "a map beyond the vocabulary": ("sglang", lambda p: map_of(p, [1, 320]), "token-map-ids", True),
+    "a map with an id twice": ("sglang", lambda p: map_of(p, [1, 2, 2]), "token-map-ids", True),
+    "a map that does not ascend": ("sglang", lambda p: map_of(p, [2, 1]), "token-map-ids", True),
+    "a map of halves": ("sglang", lambda p: map_of(p, [0.5, 1]), "token-map-ids", True),
+    "a map of truths": ("sglang", lambda p: map_of(p, [False, True]), "token-map-ids", True),
+    "a map that is no list": ("sglang", lambda p: map_of(p, {"1": 2}), "token-map-ids", True),
+    "a map longer than the vocabulary": ("sglang", lambda p: map_of(p, list(range(321))), "token-map-ids", True),
+    "a map of nothing": ("sglang", lambda p: map_of(p, []), "token-map-ids", True),
+    "a map that is no JSON": ("sglang", lambda p: (p / eagle1.TOKEN_MAP).write_text("[1,"), "token-map-ids", True),
+    "a map that is a pipe": ("sglang", lambda p: os.mkfifo(p / eagle1.TOKEN_MAP), "token-map-ids", True),
     "nothing": ("vllm", lambda p: (p / "model.safetensors").unlink(), "weights-missing", True),
 }  # fmt: skip
 

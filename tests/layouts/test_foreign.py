@@ -301,6 +301,44 @@ def test_faults_by_name(fault: str, tmp_path: Path) -> None:
     assert names(path, engine, target).get(name) is fatal, names(path, engine, target)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"dtype": "bf16"},
+        {"torch_dtype": "int8"},
+        {"dtype": 16},
+        {"rope_scaling": "linear"},
+        {"rope_parameters": [1e4]},
+        {"max_position_embeddings": 1e308},
+        {"max_position_embeddings": "128"},
+        {"max_position_embeddings": 0},
+        {"max_position_embeddings": None},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("kind", "engine"), GOOD)
+def test_values_that_engines_cannot_read(kind: str, engine: str, values: dict[str, Any], tmp_path: Path) -> None:
+    path = MAKERS[kind](tmp_path / "head")
+    block = kind.startswith("speculators") and "dtype" not in values and "torch_dtype" not in values
+    config(**{f"transformer_layer_config__{key}" if block else key: value for key, value in values.items()})(path)
+    assert names(path, engine).get("config-value") is True
+
+
+@pytest.mark.parametrize("model_type", [3, None, ["llama"]], ids=str)
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "mtp", "speculators eagle3"])
+def test_a_model_type_that_is_no_text(kind: str, model_type: Any, tmp_path: Path) -> None:
+    path = MAKERS[kind](tmp_path / "head")
+    config(model_type=model_type)(path)
+    assert names(path, "vllm").get("config-value") is True
+
+
+@pytest.mark.parametrize(("kind", "engine"), GOOD)
+def test_values_that_engines_read(kind: str, engine: str, tmp_path: Path) -> None:
+    path = MAKERS[kind](tmp_path / "head")
+    config(dtype="bfloat16", torch_dtype="auto", rope_scaling=None)(path)
+    assert names(path, engine) == GOOD[kind, engine]
+
+
 def test_an_embedding_that_cannot_be_compared(tmp_path: Path) -> None:
     path = make_eagle3(tmp_path / "head")
     put("embed_tokens.weight", V, H)(path)

@@ -111,6 +111,7 @@ def other_tokenizer(path: Path) -> None:
 FAULTS: dict[str, tuple[Edit, str, bool]] = {
     "padded otherwise": (config(vocab_size=384), "vocabulary-size", True),
     "another tokenizer": (other_tokenizer, "tokenizer-differs", True),
+    "no positions": (config(max_position_embeddings=0), "config-value", True),
     "a mask id beyond": (config(pard_token=320), "mask-token-out-of-range", True),
     "a nested mask id beyond": (config(dflash_config__mask_token_id=-1), "mask-token-out-of-range", True),
     "inherited quantisation": (config(quantization_config={"quant_method": "fp8"}), "quantised-config", True),

@@ -168,6 +168,9 @@ BIASES = [f"blocks.{j}.layers.0.bias" for j in range(3)]
 FAULTS: dict[str, tuple[str, Edit, str]] = {
     "biases dropped": ("own", config(medusa_fc_bias=DROP), "medusa-biases-dropped"),
     "biases promised": ("own", tensors(lambda t: [t.pop(name) for name in BIASES]), "tensor-missing"),
+    "a model type that is none": ("own", config(model_type=None), "config-value"),
+    "a dtype that is none": ("own", config(dtype="bf16"), "config-value"),
+    "positions beyond all": ("own", config(max_position_embeddings=1e308), "config-value"),
     "renamed keys": ("own", config(num_attention_heads=4), "medusa-renamed-keys"),
     "no width": ("own", config(hidden_size=DROP), "medusa-hidden-size"),
     "more heads than there are": ("own", config(num_heads=4), "tensor-missing"),

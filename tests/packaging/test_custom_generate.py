@@ -256,6 +256,17 @@ def test_what_cannot_be_honoured_is_refused(reason: str, model: Any, package: Pa
         with_package(model, package, PROMPTS[:1], **settings)
 
 
+@pytest.mark.parametrize("shape", [(1, 0), (2, 0), (0, 3)], ids=str)
+def test_a_prompt_of_nothing_is_refused(shape: tuple[int, int]) -> None:
+    with pytest.raises(InputError, match="needs a token at least"):
+        hf_generate._prompts(torch.zeros(shape, dtype=torch.int64), {})
+
+
+def test_an_empty_prompt_is_refused_in_a_call(model: Any, package: Path) -> None:
+    with pytest.raises(InputError, match="needs a token at least"):
+        with_package(model, package, torch.zeros(1, 0, dtype=torch.int64), max_new_tokens=3)
+
+
 def test_a_misspelt_setting_is_refused(model: Any, package: Path) -> None:
     with pytest.raises(ValueError, match="max_new_token"):
         with_package(model, package, PROMPTS[:1], max_new_token=4)

@@ -70,6 +70,17 @@ def test_table_shows_brackets_and_gaps() -> None:
         table("t", ["a", "b"], [[1, 2, 3]], out=out)
 
 
+def test_table_takes_control_characters_out() -> None:
+    out = plain()
+    table("\x1b]0;owned\x07", ["name"], [["fc\x1b[2J\x9b31m\r\nweight"]], out=out)
+    told = said(out)
+    assert not set(told) & {chr(code) for code in (*range(10), *range(11, 32), *range(127, 160))}, told
+    assert "fc [2J 31m weight" in told
+    out = plain()
+    table("", ["name"], [["all"], ["  of them"]], out=out)
+    assert "   of them" in said(out), "what is set in stays so"
+
+
 @dataclass
 class Rows:
     loss_mask: torch.Tensor

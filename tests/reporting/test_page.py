@@ -303,6 +303,7 @@ def test_samples_of_another_form_are_not_shown(copy: Path, samples: object) -> N
     (copy / NOTED).write_text(json.dumps({"seconds": {}, "samples": samples}))
     record = record_of(copy)
     assert record.samples is None and record.unread and "is not of the form that fit writes" in record.unread[0]
+    assert "Error" not in record.unread[0]
 
 
 def test_numbers_that_are_none_are_left_out(copy: Path) -> None:
