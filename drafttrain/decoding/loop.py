@@ -42,6 +42,8 @@ class Output:
 
 Listener = Callable[[int, list[int], int], None]
 """(row, newly emitted ids, how many of the first of them were drafted)."""
+Ends = Callable[[int, list[int]], bool]
+"""(row, what it has written so far, the newest token last): does its text end there?"""
 
 
 def decode(
@@ -55,6 +57,7 @@ def decode(
     seed: int = 0,
     row_numbers: Sequence[int] | None = None,
     listener: Listener | None = None,
+    ends: Ends | None = None,
 ) -> tuple[list[Output], Tally]:
     """Decode a batch of prompts of any lengths.
 
@@ -62,11 +65,12 @@ def decode(
         drafter: None decodes plainly.
         max_new_tokens: exact limit per row, a stop token included.
         stop_ids: end behind any of these; None takes the target's own.
+        ends: asked behind every token that is kept, in order; a text ends where it says so, as behind a stop token.
         seed, row_numbers: a row's chance depends on (seed, its number) alone; numbers default to 0, 1, ...
     Returns: one Output per prompt, and the batch's Tally with seconds by stage.
     Raises: InputError for an empty prompt or one that leaves no room in the target's context.
     """
-    return _Decoding(target, drafter, prompts, plan, max_new_tokens, stop_ids, seed, row_numbers, listener).run()
+    return _Decoding(target, drafter, prompts, plan, max_new_tokens, stop_ids, seed, row_numbers, listener, ends).run()
 
 
 class _Clock:
@@ -111,6 +115,7 @@ class _Decoding:
         seed: int,
         row_numbers: Sequence[int] | None,
         listener: Listener | None,
+        ends: Ends | None,
     ) -> None:
         if limit < 0:
             raise InputError(f"max_new_tokens is {limit}: give 0 or more")
@@ -133,7 +138,7 @@ class _Decoding:
         self.rule = plan.rule_name
         self.prompts = [list(prompt) for prompt in prompts]
         self.stop = frozenset(target.stop_ids if stop_ids is None else stop_ids)
-        self.listener = listener
+        self.listener, self.ends = listener, ends
         self.chance = Chance.seeded(seed, list(row_numbers) if row_numbers is not None else len(prompts))
         self.outputs = [Output() for _ in prompts]
         self.limits = [min(limit, target.context - len(prompt)) for prompt in self.prompts]
@@ -317,7 +322,7 @@ class _Decoding:
         for place, row in enumerate(self.rows):
             output, new, accepted = self.outputs[row], tokens[place], counts[place]
             room = self.limits[row] - len(output.ids)
-            end = next((i + 1 for i, token in enumerate(new) if token in self.stop), None)
+            end = next((i + 1 for i, token in enumerate(new[:room]) if token in self.stop or self._ends(row, new[: i + 1])), None)
             stopped, full = end is not None and end <= room, len(new) >= room
             if stopped:
                 new, output.finish = new[:end], "stop"
@@ -341,6 +346,9 @@ class _Decoding:
         if drafts is None and len(stays) < len(self.rows):
             self._keep(stays)
         return stays
+
+    def _ends(self, row: int, new: list[int]) -> bool:
+        return self.ends is not None and self.ends(row, self.outputs[row].ids + new)
 
     def _commit(
         self, hidden: Tensor, layers: dict[int, Tensor], accepted: Acceptance, tokens: Tensor, stays: list[int]

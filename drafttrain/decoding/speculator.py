@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.decoding.loop import Listener, Output, decode
+from drafttrain.decoding.loop import Ends, Listener, Output, decode
 from drafttrain.decoding.measure import Measurement, Prompts, measure_acceptance, measure_speed
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
@@ -59,6 +59,7 @@ class Speculator:
         seed: int = 0,
         stop_ids: Sequence[int] | None = None,
         listener: Listener | None = None,
+        ends: Ends | None = None,
     ) -> tuple[list[Output], Tally]:
         """Decode a batch; see `drafttrain.decoding.loop.decode`."""
         plan = plan or self.plan
@@ -71,6 +72,7 @@ class Speculator:
             seed=seed,
             stop_ids=stop_ids,
             listener=listener,
+            ends=ends,
         )
 
     def stream(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drafttrain.decoding.loop import Ends
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.errors import InputError
@@ -39,6 +40,7 @@ _SAMPLING = (
 )
 """What a policy can do, in the order in which it does it."""
 _STOPPING = {"MaxLengthCriteria", "EosTokenCriteria"}
+"""Criteria that the loop itself knows: a length and stop tokens."""
 _MEMORY = "_drafttrain_speculators"
 
 
@@ -94,6 +96,7 @@ def generate(model: Any, *, package: str | os.PathLike[str] | None = None, **arg
                 # torch.manual_seed decides, as it does for transformers' own sampling.
                 seed=0 if policy.greedy else int(torch.randint(1 << 62, (1,))),
                 stop_ids=[] if end is None else end.tolist(),
+                ends=_ends(stopping_criteria, input_ids),
                 listener=None if streamer is None else lambda _row, ids, _kept: _put(streamer, ids),
             )
         if streamer is not None:
@@ -152,13 +155,21 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
+def _ends(criteria: Any, input_ids: Tensor) -> Ends | None:
+    """Further criteria, asked behind every token of a row as if it were alone: a row's text does not depend on its neighbours. They
+    get the ids alone, no scores, which a token that was drafted has none of."""
+    asked = [one for one in criteria if type(one).__name__ not in _STOPPING]
+    if not asked:
+        return None
+
+    def ends(row: int, written: list[int]) -> bool:
+        so_far = torch.cat((input_ids[row], input_ids.new_tensor(written)))[None]
+        return any(bool(torch.as_tensor(one(so_far, None)).all()) for one in asked)
+
+    return ends
+
+
 def _limit(criteria: Any, input_ids: Tensor) -> int:
-    odd = sorted({type(one).__name__ for one in criteria} - _STOPPING)
-    if odd:
-        raise InputError(
-            f"stopping criteria {', '.join(odd)} cannot be honoured while decoding with a drafttrain package: "
-            "max_new_tokens, max_length and eos_token_id can"
-        )
     return min(one.max_length for one in criteria if hasattr(one, "max_length")) - input_ids.shape[1]
 
 

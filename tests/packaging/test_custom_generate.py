@@ -230,8 +230,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "sequence_bias of": {"sequence_bias": [[[5, 6], 2.0]]},
     "ClassifierFree": {"guidance_scale": 2.0},
     "PrefixConstrained": {"prefix_allowed_tokens_fn": lambda batch, ids: [4]},
-    "MaxTime": {"max_time": 5.0},
-    "function|Criteria": {"stopping_criteria": StoppingCriteriaList([lambda ids, scores: False])},
     "Louder": {"logits_processor": transformers.LogitsProcessorList([Louder()])},
     "assisted generation": {"prompt_lookup_num_tokens": 3},
     "assistant_model": {"assistant_model": object()},
@@ -254,6 +252,29 @@ def test_what_cannot_be_honoured_is_refused(reason: str, model: Any, package: Pa
     settings = {"max_new_tokens": 4} | REFUSED[reason]
     with pytest.raises((InputError, ValueError, ImportError), match=reason):
         with_package(model, package, PROMPTS[:1], **settings)
+
+
+def test_stopping_criteria_end_a_text_where_they_end_plain_decoding(model: Any, package: Path) -> None:
+    """In the midst of accepted drafts too, in each row of a batch by itself."""
+    inputs = padded(PROMPTS)
+    free = model.generate(**inputs, max_new_tokens=30)[:, 5:]
+    for place in range(12):
+        wanted = free[:, place]
+
+        def seen(ids: torch.Tensor, scores: Any, wanted: torch.Tensor = wanted) -> torch.Tensor:
+            return torch.isin(ids[:, -1], wanted) & torch.tensor([len(row) > 9 for row in ids])
+
+        settings: dict[str, Any] = {"max_new_tokens": 30, "stopping_criteria": StoppingCriteriaList([seen]), "pad_token_id": 3}
+        plain = model.generate(**inputs, **settings)
+        ours = model.generate(**inputs, **settings, custom_generate=str(package), trust_remote_code=True)
+        assert torch.equal(ours, plain), place
+    assert plain.shape[1] < 35
+
+
+def test_a_time_that_is_up_ends_a_text(model: Any, package: Path) -> None:
+    ours = with_package(model, package, PROMPTS[:1], max_new_tokens=40, max_time=1e-9)
+    assert ours.shape[1] == len(PROMPTS[0]) + 1
+    assert with_package(model, package, PROMPTS[:1], max_new_tokens=9, max_time=60.0).shape[1] == len(PROMPTS[0]) + 9
 
 
 @pytest.mark.parametrize("shape", [(1, 0), (2, 0), (0, 3)], ids=str)
