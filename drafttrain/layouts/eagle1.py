@@ -27,7 +27,7 @@ from drafttrain.errors import InputError
 from drafttrain.layouts import origin
 from drafttrain.layouts.block import Sizes, block_config, block_shapes, sizes_of
 from drafttrain.layouts.directory import FLOATS, Directory
-from drafttrain.layouts.inspection import Inspection, Shapes, alike
+from drafttrain.layouts.inspection import MADE_MAP, Inspection, Shapes, alike
 from drafttrain.layouts.rope import FALLBACK, effective
 from drafttrain.layouts.writing import Exported, Source, sglang_command, stored, vllm_command
 from drafttrain.packaging.checking import read_json, some
@@ -82,7 +82,7 @@ def write(source: Source) -> Exported:
     if ids is not None:
         notes.append(
             "SGLang reads the draft vocabulary from a pickle, which is not written here. Make it in the directory once: "
-            f"python -c \"import json, torch; torch.save(json.load(open('{TOKEN_MAP}')), 'hot_token_ids.pt')\""
+            f"python -c \"import json, torch; torch.save(json.load(open('{TOKEN_MAP}')), '{MADE_MAP}')\""
         )
     word = str(source.dtype).removeprefix("torch.")
     return Exported(
@@ -151,7 +151,7 @@ def _command(engine: str, tokens: int, mapped: bool) -> str:
     if engine == "vllm":
         return vllm_command("eagle", tokens)
     if engine == "sglang":
-        more = " --speculative-token-map {out}/hot_token_ids.pt" if mapped else ""
+        more = f" --speculative-token-map {{out}}/{MADE_MAP}" if mapped else ""
         return (
             f"{sglang_command('EAGLE', tokens)} --speculative-eagle-topk 1 --speculative-draft-model-quantization unquant{more}"
         )

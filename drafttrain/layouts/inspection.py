@@ -20,6 +20,8 @@ Shapes = dict[str, tuple[int, ...]]
 ENGINES = ("vllm", "sglang", "eagle", "medusa", "hf")
 """Those whose reading of a directory is known: medusa is FasterDecoding's code, TGI and TensorRT-LLM; hf is transformers."""
 
+MADE_MAP = "hot_token_ids.pt"
+"""What a person makes of an export's list of ids for SGLang, which reads that list from a pickle alone."""
 _LARGEST_NUMBER = 1 << 31
 
 
@@ -157,6 +159,7 @@ class Inspection:
                     "pickle-beside-safetensors",
                     f"{some(self.head.pickled)} lies beside the safetensors: some engines read it first, and it can run code "
                     "when read; move it away",
+                    fatal=set(self.head.pickled) != {MADE_MAP},
                 )
         elif not self.head.tensors:
             self.add("weights-missing", "holds no safetensors file")

@@ -252,6 +252,11 @@ def test_a_token_map_of_other_ids_than_the_packages(tiny: Target, tmp_path: Path
     assert names(out) == {"token-map-differs": True}
     (out / origin.FILE).unlink()
     assert names(out) == {}
+    # What the export's own note says to make of it.
+    torch.save(IDS, out / "hot_token_ids.pt")
+    assert names(out) == {"pickle-beside-safetensors": False}
+    (out / "pytorch_model.bin").write_bytes(b"\x80")
+    assert names(out) == {"pickle-beside-safetensors": True}
 
 
 def test_an_index_that_is_right(good: Path, tmp_path: Path) -> None:
