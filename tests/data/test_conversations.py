@@ -195,7 +195,7 @@ def test_a_journal_that_its_writer_removed_just_now_is_begun_anew(tmp_path: Path
 
     def removing(file: Any, patience: float = 2.0) -> bool:
         if not taken:
-            journal_module.journal_path(tmp_path).unlink()
+            journal_module.journal_path(tmp_path, 0).unlink()
         taken.append(file)
         return lock(file, patience)
 

@@ -176,7 +176,7 @@ def test_packages_that_cannot_be_served_are_refused_before_an_engine_is_started(
     monkeypatch.setattr(proof, "embedded", lambda: target)
     for package, said in (
         ("nowhere", "does not exist"),
-        ("ngram", "a NGram is not exported"),
+        ("ngram", "NGram is not exported"),
         ("other", "belongs to another target"),
     ):
         with pytest.raises(InputError, match=said):

@@ -408,7 +408,7 @@ def test_data_that_cannot_be_learned_from(target: Target, tmp_path: Path, capsys
     damaged = write_tiny_set(target, tmp_path / "damaged", rows=6, held_out=1)
     path = damaged / "conversations.safetensors"
     path.write_bytes(path.read_bytes()[:-40])
-    assert "cannot be read" in refusal(capsys, words(damaged, tmp_path / "run"))
+    assert "the set is damaged" in refusal(capsys, words(damaged, tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
