@@ -26,6 +26,11 @@ from drafttrain.wiring.doors import _ended_by_term
 companions.POLL_SECONDS, companions.GRACE_SECONDS, companions.FAREWELL_SECONDS, companions.REMIND_SECONDS = 0.1, 0.4, 0.4, 0.2
 
 def work(what):
+    if what in ("quick rate", "slow rate"):
+        from omegaconf import OmegaConf
+        from drafttrain.fitting.settings import check_agreement
+        rate, device = (0.1, "cuda:0") if what == "quick rate" else (0.2, "cuda:1")
+        check_agreement(OmegaConf.create({"optim": {"lr": rate}, "target": {"device": device}, "seed": 0}))
     companions.at("loads the target")
     if what == "slow":
         time.sleep(0.8)
@@ -56,7 +61,8 @@ with _ended_by_term():
             work(sys.argv[1])
     except LostCompanion as error:
         sys.exit(f"fit: {error}")
-    except InputError:
+    except InputError as error:
+        print(error, file=sys.stderr)
         sys.exit(2)
 """
 
@@ -98,6 +104,16 @@ def test_a_killed_process_is_named_and_a_collective_s_error_is_explained(port: i
     (code, told), _ = ended(working, killed)
     assert code == 1 and "Traceback" not in told
     assert f"fit: rank 1 (process {killed.pid}) is gone: it was killed" in told and "at this: trains" in told
+
+
+@pytest.mark.processes
+def test_processes_compare_their_settings(port: int) -> None:
+    """A rate that one has alone is refused by both; a device of its own is nobody else's business."""
+    for code, told in ended(start(0, port, "quick rate"), start(1, port, "slow rate")):
+        assert code == 2 and "ranks 0 and 1 were started with different settings (optim.lr is 0.1 and 0.2): give all" in told
+        assert "device" not in told
+    for code, told in ended(start(0, port + 1, "quick rate"), start(1, port + 1, "quick rate")):
+        assert code == 0, told
 
 
 @pytest.mark.processes

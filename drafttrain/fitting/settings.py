@@ -42,6 +42,8 @@ LARGEST_SEED = (1 << 32) - 1
 def check_agreement(cfg: DictConfig) -> None:
     """Raise InputError unless every process on this machine was given the same settings: each would train something else, and what
     they put together would be none of it, or they would wait for each other without end."""
+    if world_size() < 2:
+        return
     given = companions.settings_of_all(_comparable(plain(cfg)))
     for other, theirs in given.items():
         found = differences(given[min(given)], theirs)

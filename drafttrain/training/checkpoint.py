@@ -126,10 +126,9 @@ def _check_archive(path: Path) -> None:
         raise ValueError("not a file")
     with zipfile.ZipFile(path) as archive:
         parts = archive.infolist()
-    packed = any(part.compress_type != zipfile.ZIP_STORED or part.file_size != part.compress_size for part in parts)
-    if packed or sum(part.file_size for part in parts) > path.stat().st_size:
-        raise ValueError("packed")
-    with zipfile.ZipFile(path) as archive:
+        packed = any(part.compress_type != zipfile.ZIP_STORED or part.file_size != part.compress_size for part in parts)
+        if packed or sum(part.file_size for part in parts) > path.stat().st_size:
+            raise ValueError("packed")
         if archive.testzip() is not None:
             raise ValueError("a checksum is another")
 
