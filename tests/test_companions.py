@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from drafttrain import companions
-from drafttrain.errors import LostCompanion
+from drafttrain.errors import InputError, LostCompanion
 from drafttrain.wiring.doors import door
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -146,6 +146,17 @@ def test_one_that_never_comes_is_not_waited_for_without_end(tmp_path: Path, monk
         with companions.together("fit"):
             companions.meet("the first update")
     assert companions.current is None
+
+
+def test_a_signal_while_another_end_is_told_ends_with_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    @door("fit")
+    def main(cfg: Any) -> None:
+        raise InputError("refused")
+
+    monkeypatch.setattr("drafttrain.wiring.doors._complain", lambda *_: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as left:
+        main(["experiment=smoke", "data.path=x"])
+    assert left.value.code == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_the_door_says_which_one_and_leaves_with_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,7 +112,7 @@ def test_rows_can_be_chosen_by_temperature(tmp_path: Path) -> None:
     data = ConversationData(tmp_path, temperatures=[0.0, 0.7])
     assert data.indices == [1, 3, 4, 6] and data.counts == {"of another temperature": 2}
     assert int(data.label_counts(5).sum()) == 12  # all labels of the split, whatever was chosen
-    with pytest.raises(InputError, match="6 of another temperature"):
+    with pytest.raises(InputError, match=r"6 of another temperature\); set data.temperatures=null, or"):
         ConversationData(tmp_path, temperatures=[0.5])
 
 
