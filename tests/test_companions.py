@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,14 @@ with _ended_by_term():
         print(error, file=sys.stderr)
         sys.exit(2)
 """
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Without a door, nobody hears a signal again once an end is told."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
@@ -157,6 +166,19 @@ def test_a_signal_while_another_end_is_told_ends_with_its_own_code(monkeypatch: 
     with pytest.raises(SystemExit) as left:
         main(["experiment=smoke", "data.path=x"])
     assert left.value.code == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("before", [signal.SIG_DFL, lambda *_: None], ids=["default", "own"])
+def test_a_door_leaves_signals_as_they_were(before: Any) -> None:
+    @door("fit")
+    def main(cfg: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # As when a lost process is told of.
+        raise InputError("refused")
+
+    signal.signal(signal.SIGTERM, before)
+    with pytest.raises(SystemExit):
+        main(["experiment=smoke", "data.path=x"])
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_door_says_which_one_and_leaves_with_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,16 +107,19 @@ def _ended_by_term() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # A second one must not disturb the tidying.
         raise _Terminated
 
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGTERM, end)
+    before = signal.getsignal(signal.SIGTERM)
+    if before is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, end)
     try:
         yield
     except _Terminated:  # It came while the end of another kind was being told.
         raise SystemExit(STOPPED_BY_SIGNAL) from None
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if before is not None:  # One that was not set by Python stays.
+            signal.signal(signal.SIGTERM, before)  # Also where it was ignored meanwhile.
 
 
 @contextlib.contextmanager

@@ -269,7 +269,7 @@ def test_stopping_criteria_end_a_text_where_they_end_plain_decoding(model: Any, 
         plain = model.generate(**inputs, **settings)
         ours = model.generate(**inputs, **settings, custom_generate=str(package), trust_remote_code=True)
         assert torch.equal(ours, plain), place
-    assert plain.shape[1] < 35
+        assert (plain[1:, -1] == 3).any(), "a text must end for this to show anything"
 
 
 def test_a_time_that_is_up_ends_a_text(model: Any, package: Path) -> None:
