@@ -1,4 +1,5 @@
-"""drafttrain trains the draft side of speculative decoding. `load` opens a package; everything else is reached by module."""
+"""drafttrain trains the draft side of speculative decoding. `load` opens a package; everything else
+is reached by module."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ __all__ = ["__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """Looked up at first use, so that `import drafttrain` alone loads neither torch nor transformers."""
+    """Looked up at first use, so that `import drafttrain` alone loads neither torch nor
+    transformers."""
     if name == "load":
         from drafttrain.packaging.reading import load
 

@@ -1,8 +1,10 @@
-"""Make a package of a head that was trained elsewhere, so that it decodes here and `fit init_from=<package>` trains it further.
+"""Make a package of a head that was trained elsewhere, so that it decodes here and `fit
+init_from=<package>` trains it further.
 
-Takes over EAGLE-1 heads (of vLLM, SGLang, EAGLE's authors, speculators), Medusa heads (of vLLM, FasterDecoding, speculators) and
-draft models (directories of transformers). What drafttrain's own drafter cannot be, such as another block than the target's, is
-refused with what differs. Only config.json and safetensors are read, and nothing of the directory is run.
+Takes over EAGLE-1 heads (of vLLM, SGLang, EAGLE's authors, speculators), Medusa heads (of vLLM,
+FasterDecoding, speculators) and draft models (directories of transformers). What drafttrain's own
+drafter cannot be, such as another block than the target's, is refused with what differs. Only
+config.json and safetensors are read, and nothing of the directory is run.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ def main(cfg: DictConfig) -> None:
         dtype=dtype_of(head),
         say=say,
     )
-    say(f"{type(drafter).__name__} for {target.name}; measure it: python -m drafttrain.evaluate package={folder}")
+    say(
+        f"{type(drafter).__name__} for {target.name}; measure it: python -m drafttrain.evaluate "
+        f"package={folder}"
+    )
     say(f"train it further: python -m drafttrain.fit init_from={folder} {fit_words(drafter, head)}")
 
 
@@ -57,7 +62,9 @@ def check_settings(cfg: DictConfig) -> None:
         path_of(key, cfg[key])
     for key, most in (("chain", MOST_NODES), ("trained_length", 1 << 31)):
         value = cfg[key]
-        if not (value is None and key == "trained_length") and (type(value) is not int or not 1 <= value <= most):
+        if not (value is None and key == "trained_length") and (
+            type(value) is not int or not 1 <= value <= most
+        ):
             raise InputError(f"{key}={str(value)[:40]}: needs a whole number from 1 to {most}")
 
 
@@ -83,7 +90,8 @@ def refuse_pickles(head: Directory) -> None:
 
 
 def read_drafter(head: Directory, target: Target, told: Origin | None) -> Drafter:
-    """The drafter, with the settings that an export of drafttrain's tells; the random state stays as it was.
+    """The drafter, with the settings that an export of drafttrain's tells; the random state stays
+    as it was.
 
     Args:
         told: by `read_origin`.
@@ -100,7 +108,9 @@ def read_drafter(head: Directory, target: Target, told: Origin | None) -> Drafte
 
 def dtype_of(head: Directory) -> str:
     """In which the package keeps the weights without losing any of their bits."""
-    kinds = {entry.dtype for entry in head.tensors.values() if entry.dtype in ("F32", "F16", "BF16")}
+    kinds = {
+        entry.dtype for entry in head.tensors.values() if entry.dtype in ("F32", "F16", "BF16")
+    }
     return "bfloat16" if kinds == {"BF16"} else "float32"
 
 
@@ -110,8 +120,14 @@ def fit_words(drafter: Drafter, head: Directory) -> str:
     words = [f"drafter={type(drafter).__module__.rpartition('.')[2]}", f"draft_vocab={own}"]
     if isinstance(drafter, Ssm):
         return " ".join([*words, "drafter.layers=null", f"drafter.path={head.path}"])
-    told = {name: value for name, value in drafter.settings().items() if name in ("bias", "heads", "blocks", "own_head")}
-    return " ".join([*words, *(f"drafter.{name}={str(value).lower()}" for name, value in told.items())])
+    told = {
+        name: value
+        for name, value in drafter.settings().items()
+        if name in ("bias", "heads", "blocks", "own_head")
+    }
+    return " ".join(
+        [*words, *(f"drafter.{name}={str(value).lower()}" for name, value in told.items())]
+    )
 
 
 def say(text: str) -> None:

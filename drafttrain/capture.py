@@ -1,8 +1,10 @@
-"""Run the target over a conversation set once and keep what drafters read of it; fit features=store trains from that.
+"""Run the target over a conversation set once and keep what drafters read of it; fit features=store
+trains from that.
 
-The store in `out` holds the last hidden state, chosen layers' outputs, or both, of every token of the set's training rows. A run
-that was killed is continued by the same command: batches that are there are not read again. On a finished store the same command
-looks for shards that were lost or damaged since, and makes them anew. Several processes (accelerate launch, torchrun) share the
+The store in `out` holds the last hidden state, chosen layers' outputs, or both, of every token of
+the set's training rows. A run that was killed is continued by the same command: batches that are
+there are not read again. On a finished store the same command looks for shards that were lost or
+damaged since, and makes them anew. Several processes (accelerate launch, torchrun) share the
 shards; the first one writes the manifest when all are done.
 """
 
@@ -54,7 +56,7 @@ def main(cfg: DictConfig) -> None:
                 folder.path.rmdir()
 
 
-# --- before long work starts -----------------------------------------------------------------------------------------
+# --- before long work starts ----------------------------------------------------------------------
 
 
 def read_settings(cfg: DictConfig) -> Batches:
@@ -67,14 +69,22 @@ def read_settings(cfg: DictConfig) -> Batches:
     if str(cfg.encoding) not in ENCODINGS:
         raise InputError(f"encoding={cfg.encoding}: give one of {', '.join(ENCODINGS)}")
     layers = cfg.layers
-    if not isinstance(layers, ListConfig) or not all(type(layer) is int and layer >= 0 for layer in layers):
-        raise InputError(f"layers={layers}: needs a list of decoder layers, counted from 0, such as [2,15,27], or []")
+    if not isinstance(layers, ListConfig) or not all(
+        type(layer) is int and layer >= 0 for layer in layers
+    ):
+        raise InputError(
+            f"layers={layers}: needs a list of decoder layers, counted from 0, such as [2,15,27], "
+            f"or []"
+        )
     if len(set(layers)) < len(layers):
         raise InputError(f"layers={layers}: a layer is named twice")
     if not cfg.last_hidden and not layers:
         raise InputError("nothing would be kept: set last_hidden=true, or name layers")
     return Batches(
-        batch_tokens=cfg.batch_tokens, batch_rows=cfg.batch_rows, seed=cfg.seed, shard_mb=cfg.shard_mb
+        batch_tokens=cfg.batch_tokens,
+        batch_rows=cfg.batch_rows,
+        seed=cfg.seed,
+        shard_mb=cfg.shard_mb,
     )
 
 
@@ -90,30 +100,41 @@ def read_contents(cfg: DictConfig, target: Target) -> Contents:
     return Contents(width=target.width, last_hidden=last, layers=layers, encoding=cfg.encoding)
 
 
-def announce(folder: StoreFolder, plan: Plan, target: Target, data: ConversationData, needed: int) -> None:
-    """What the store will take, before anything is written: tokens x vectors kept of each x their bytes."""
+def announce(
+    folder: StoreFolder, plan: Plan, target: Target, data: ConversationData, needed: int
+) -> None:
+    """What the store will take, before anything is written: tokens x vectors kept of each x their
+    bytes."""
     kept, code = plan.contents, plan.contents.code
     scale = "" if code.largest is None else " + a scale of 4"
     free = shutil.disk_usage(folder.path).free
     say(
-        f"{data.tokens} tokens x {len(kept.names)} x ({kept.width} values x {code.dtype.itemsize} bytes{scale}) = "
-        f"{room(plan.bytes)} in {len(plan.shards)} shards; {room(needed)} still to be taken, {room(free)} free"
+        f"{data.tokens} tokens x {len(kept.names)} x ({kept.width} values x {code.dtype.itemsize} "
+        f"bytes{scale}) = "
+        f"{room(plan.bytes)} in {len(plan.shards)} shards; {room(needed)} still to be taken, "
+        f"{room(free)} free"
     )
     if kept.encoding == "float32" and target.dtype == torch.bfloat16:
         say("this target computes in bfloat16: encoding=bf16 is as exact, in half the room")
 
 
-# --- the work --------------------------------------------------------------------------------------------------------
+# --- the work -------------------------------------------------------------------------------------
 
 
-def capture(cfg: DictConfig, folder: StoreFolder, journal: Lines, data: ConversationData, batches: Batches) -> None:
+def capture(
+    cfg: DictConfig, folder: StoreFolder, journal: Lines, data: ConversationData, batches: Batches
+) -> None:
     target: Target = build(cfg.target, work="throughput")
     check_set(target, data, None, str(cfg.data.path))
     there = folder.recorded() if rank() == 0 else folder.await_settings(say_of_all)
     if there is not None:
-        refuse_other(there["target"]["fingerprint"], target.fingerprint, f"out={folder.path}", dtype=True)
+        refuse_other(
+            there["target"]["fingerprint"], target.fingerprint, f"out={folder.path}", dtype=True
+        )
     contents = read_contents(cfg, target)
-    settings = settings_of({"name": target.name, "fingerprint": target.fingerprint}, data, contents, batches)
+    settings = settings_of(
+        {"name": target.name, "fingerprint": target.fingerprint}, data, contents, batches
+    )
     folder.compare(settings)
     plan = planned(data, contents, batches, stamp_of(settings))
     finished = folder.finished
@@ -134,7 +155,10 @@ def capture(cfg: DictConfig, folder: StoreFolder, journal: Lines, data: Conversa
     if rank() != 0:
         return
     folder.await_work(
-        lambda: {shard.number for shard in folder.missing(plan)}, world_size(), say_of_all, what="shards"
+        lambda: {shard.number for shard in folder.missing(plan)},
+        world_size(),
+        say_of_all,
+        what="shards",
     )
     if missing or not finished:
         made = provenance(cfg)
@@ -144,7 +168,12 @@ def capture(cfg: DictConfig, folder: StoreFolder, journal: Lines, data: Conversa
 
 
 def fill(
-    folder: StoreFolder, plan: Plan, shards: list[Shard], data: ConversationData, journal: Lines, target: Target
+    folder: StoreFolder,
+    plan: Plan,
+    shards: list[Shard],
+    data: ConversationData,
+    journal: Lines,
+    target: Target,
 ) -> float | None:
     """Fill shards. Returns tokens read a second, None if nothing was to be read."""
     unread = folder.unread(plan, shards)
@@ -159,7 +188,7 @@ def fill(
     return read / passed if read and passed > 0 else None
 
 
-# --- what is said ----------------------------------------------------------------------------------------------------
+# --- what is said ---------------------------------------------------------------------------------
 
 
 def report(folder: StoreFolder, plan: Plan, data: ConversationData, speed: float | None) -> None:
@@ -167,15 +196,26 @@ def report(folder: StoreFolder, plan: Plan, data: ConversationData, speed: float
     lines = [
         ("rows", f"{len(data)}"),
         ("tokens", f"{data.tokens}"),
-        ("kept of each", ", ".join(name if isinstance(name, str) else f"layer {name}" for name in kept.names)),
+        (
+            "kept of each",
+            ", ".join(name if isinstance(name, str) else f"layer {name}" for name in kept.names),
+        ),
         ("encoding", kept.encoding),
         ("bytes a token", f"{kept.token_bytes}"),
         ("size", f"{room(plan.bytes)} in {len(plan.shards)} shards"),
     ]
     if speed is not None:
-        lines.append(("tokens read a second" + (" by this process" if world_size() > 1 else ""), amount(speed)))
+        lines.append(
+            (
+                "tokens read a second" + (" by this process" if world_size() > 1 else ""),
+                amount(speed),
+            )
+        )
     table(str(folder.path), ("", "value"), lines)
-    say(f"train from it with python -m drafttrain.fit features=store features.path={folder.path} and the same target and data")
+    say(
+        f"train from it with python -m drafttrain.fit features=store features.path={folder.path} "
+        f"and the same target and data"
+    )
 
 
 def say(text: str) -> None:

@@ -12,7 +12,7 @@ MOST = (1 << 31) - 1
 """Of any count: more than a run needs, and few enough for every library below."""
 
 
-def whole(name: str, value: object, least: int = 0, most: int = MOST, *, null: str = "") -> None:
+def integer(name: str, value: object, least: int = 0, most: int = MOST, *, null: str = "") -> None:
     """Raise InputError unless a setting is a whole number within bounds.
 
     Args:
@@ -21,34 +21,54 @@ def whole(name: str, value: object, least: int = 0, most: int = MOST, *, null: s
     """
     if (value is None and null) or (type(value) is int and least <= value <= most):
         return
-    bounds = f"of at least {least}" if most == MOST and not (type(value) is int and value > most) else f"from {least} to {most}"
-    raise InputError(f"{name}={shown(value)}: needs a whole number {bounds}" + (f", or null for {null}" if null else ""))
+    bounds = (
+        f"of at least {least}"
+        if most == MOST and not (type(value) is int and value > most)
+        else f"from {least} to {most}"
+    )
+    raise InputError(
+        f"{name}={shown(value)}: needs a whole number {bounds}"
+        + (f", or null for {null}" if null else "")
+    )
 
 
-def number(name: str, value: object, *, above: float | None = None, least: float = 0.0, null: str = "") -> None:
-    """Raise InputError unless a setting is a finite number of at least `least`, or above `above` where that is given."""
+def number(
+    name: str, value: object, *, above: float | None = None, least: float = 0.0, null: str = ""
+) -> None:
+    """Raise InputError unless a setting is a finite number of at least `least`, or above `above`
+    where that is given."""
     if value is None and null:
         return
-    fits = (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) < 1 << 1000)
+    fits = (type(value) is float and math.isfinite(value)) or (
+        type(value) is int and abs(value) < 1 << 1000
+    )
     if fits and (value > above if above is not None else value >= least):  # type: ignore[operator]
         return
     bounds = f"above {above:g}" if above is not None else f"of at least {least:g}"
-    raise InputError(f"{name}={shown(value)}: needs a finite number {bounds}" + (f", or null for {null}" if null else ""))
+    raise InputError(
+        f"{name}={shown(value)}: needs a finite number {bounds}"
+        + (f", or null for {null}" if null else "")
+    )
 
 
 def switch(name: str, value: object) -> None:
-    """Raise InputError unless a setting is true or false: a word such as `no` would count as true."""
+    """Raise InputError unless a setting is true or false: a word such as `no` would count as
+    true."""
     if not isinstance(value, bool):
         raise InputError(f"{name}={shown(value)}: needs true or false")
 
 
 def path_of(name: str, given: object) -> Path:
-    """A path as a person writes it, with ~ for the home folder. Whether anything lies there is for others to say.
+    """A path as a person writes it, with ~ for the home folder. Whether anything lies there is for
+    others to say.
 
     Raises: InputError for what can be no path here.
     """
     if not isinstance(given, str | os.PathLike) or not os.fspath(given):
-        raise InputError(f"{name}={shown(given)}: needs a path; one that looks like a number needs quotes: '{name}=\"2024\"'")
+        raise InputError(
+            f"{name}={shown(given)}: needs a path; one that looks like a number needs quotes: "
+            f"'{name}=\"2024\"'"
+        )
     try:
         os.fspath(given).encode()
         path = Path(given).expanduser()

@@ -1,11 +1,13 @@
-"""Processes of one run that cannot go on without each other: the loss of one ends all, and each says which it was, and why.
+"""Processes of one run that cannot go on without each other: the loss of one ends all, and each
+says which it was, and why.
 
-Every process leaves a mark in the machine's temporary folder: who it is, what it is at, where it waits, how it ended. A thread
-looks at the others' marks. So a process that was killed is named by its rank; one that failed is quoted; one that takes long is
-waited for as long as it runs, and named meanwhile. None of this needs torch.distributed, whose collectives tell after a timeout.
+Every process leaves a mark in the machine's temporary folder: who it is, what it is at, where it
+waits, how it ended. A thread looks at the others' marks. So a process that was killed is named by
+its rank; one that failed is quoted; one that takes long is waited for as long as it runs, and named
+meanwhile. None of this needs torch.distributed, whose collectives tell after a timeout.
 
-Marks reach as far as the machine. On several machines each watches its own processes, and what a launcher or a collective finds out
-ends the others.
+Marks reach as far as the machine. On several machines each watches its own processes, and what a
+launcher or a collective finds out ends the others.
 """
 
 from __future__ import annotations
@@ -36,11 +38,21 @@ STOPPED_BY_SIGNAL = 143
 """Exit code of processes that a signal reached, and that agreed to stop."""
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 20.0
-"""How long a process that has lost another may take to end by itself, in a collective's own error for instance."""
+"""How long a process that has lost another may take to end by itself, in a collective's own error
+for instance."""
 REMIND_SECONDS = 30.0
 FAREWELL_SECONDS = 3.0
 """How long a process whose collective failed waits to learn which other one is gone."""
-_BROKEN = ("gloo", "nccl", "xccl", "closed by peer", "connection reset", "broken pipe", "tcpstore", "process group")
+_BROKEN = (
+    "gloo",
+    "nccl",
+    "xccl",
+    "closed by peer",
+    "connection reset",
+    "broken pipe",
+    "tcpstore",
+    "process group",
+)
 """Words in what a collective says when another process is gone."""
 
 
@@ -50,7 +62,13 @@ class Companions:
     def __init__(self, door: str) -> None:
         self.door = door
         self._began = time.time()
-        self._own: dict[str, Any] = {**identity(), "at": "starts", "met": 0, "failed": None, "left": 0.0}
+        self._own: dict[str, Any] = {
+            **identity(),
+            "at": "starts",
+            "met": 0,
+            "failed": None,
+            "left": 0.0,
+        }
         self._seen: dict[int, dict[str, Any]] = {}
         """The last mark of every other process that was seen alive."""
         self._done = threading.Event()
@@ -58,7 +76,7 @@ class Companions:
         mark_file(rank()).unlink(missing_ok=True)
         self._write()
 
-    # What this process tells ------------------------------------------------------------------------------------------
+    # What this process tells ----------------------------------------------------------------------
     def at(self, what: str) -> None:
         """Say what this process does from now on, such as "loads the target"."""
         self._own["at"] = what
@@ -83,7 +101,7 @@ class Companions:
         with contextlib.suppress(OSError):  # A full temporary folder must not end a run.
             write_note(mark_file(rank()), self._own)
 
-    # What it learns of the others ---------------------------------------------------------------------------------------
+    # What it learns of the others -----------------------------------------------------------------
     def lost(self) -> str:
         """Which process is missing, and why as far as that is known; empty while none is."""
         for other in local_ranks():
@@ -98,17 +116,22 @@ class Companions:
                 if note.get("failed"):
                     return f"rank {other} failed: {note['failed']}"
                 return (
-                    f"rank {other} (process {note['pid']}) is gone: it was killed, by a signal or for want of memory, when it "
+                    f"rank {other} (process {note['pid']}) is gone: it was killed, by a signal or "
+                    f"for want of memory, when it "
                     f"was at this: {note.get('at')}"
                 )
         return ""
 
     def _is_of_this_run(self, note: dict[str, Any], before: dict[str, Any] | None) -> bool:
-        """Of a process that is gone: was it seen alive, or did it write since this one began? Marks of an earlier run are older."""
-        return (before is not None and note["pid"] == before["pid"]) or float(note.get("wrote") or 0) > self._began
+        """Of a process that is gone: was it seen alive, or did it write since this one began? Marks
+        of an earlier run are older."""
+        return (before is not None and note["pid"] == before["pid"]) or float(
+            note.get("wrote") or 0
+        ) > self._began
 
     def meet(self, what: str) -> None:
-        """Wait, without a collective, until every process on this machine has come here, however long one takes.
+        """Wait, without a collective, until every process on this machine has come here, however
+        long one takes.
 
         Raises: LostCompanion if one is gone or never came.
         """
@@ -124,10 +147,16 @@ class Companions:
                 raise LostCompanion(lost)
             unseen = [r for r in missing if r not in self._seen]
             if unseen and time.monotonic() - began > WAIT_SECONDS:
-                raise LostCompanion(f"rank {unseen[0]} was waited for {WAIT_SECONDS:.0f} s before {what}, and never came")
+                raise LostCompanion(
+                    f"rank {unseen[0]} was waited for {WAIT_SECONDS:.0f} s before {what}, and "
+                    f"never came"
+                )
             if time.monotonic() - said > REMIND_SECONDS:
                 said = time.monotonic()
-                busy = ", ".join(f"rank {r} ({self._seen[r]['at'] if r in self._seen else 'not seen yet'})" for r in missing)
+                busy = ", ".join(
+                    f"rank {r} ({self._seen[r]['at'] if r in self._seen else 'not seen yet'})"
+                    for r in missing
+                )
                 self._print(f"waits before {what} for {busy}")
             time.sleep(0.05)
 
@@ -141,17 +170,23 @@ class Companions:
         self._own["settings"] = own
         self.meet("the settings are compared")
         notes = {other: read_note(mark_file(other)) for other in local_ranks()}
-        return {other: note["settings"] for other, note in notes.items() if note is not None and "settings" in note}
+        return {
+            other: note["settings"]
+            for other, note in notes.items()
+            if note is not None and "settings" in note
+        }
 
     def _has_met(self, other: int) -> bool:
         note = read_note(mark_file(other))
         if note is None or not is_alive(note):
             # One that has ended as it should was here.
-            return other in self._seen if note is None else float(note.get("left") or 0) > self._began
+            return (
+                other in self._seen if note is None else float(note.get("left") or 0) > self._began
+            )
         self._seen[other] = note
         return int(note.get("met", 0)) >= self._own["met"]
 
-    # The watch ------------------------------------------------------------------------------------------------------------
+    # The watch ------------------------------------------------------------------------------------
     def watch(self) -> None:
         """End this process if another is lost, and it does not end by itself within the grace."""
         lost = ""
@@ -174,7 +209,8 @@ class Companions:
         print(f"drafttrain.{self.door} (rank {rank()}): {text}", file=sys.stderr, flush=True)
 
     def why(self, seconds: float) -> str:
-        """`lost`, waited for: what breaks a collective may be seen before the process that is gone."""
+        """`lost`, waited for: what breaks a collective may be seen before the process that is
+        gone."""
         end = time.monotonic() + seconds
         while not (found := self.lost()) and time.monotonic() < end:
             time.sleep(0.05)
@@ -205,7 +241,8 @@ def settings_of_all(own: dict[str, Any]) -> dict[int, dict[str, Any]]:
 def together(door: str) -> Iterator[None]:
     """While it lasts, the processes of a run end together.
 
-    Raises: LostCompanion in the place of a collective's error, where that came of another process's end.
+    Raises: LostCompanion in the place of a collective's error, where that came of another process's
+    end.
     """
     global current
     if world_size() < 2 or len(local_ranks()) < 2:
@@ -245,7 +282,8 @@ def together(door: str) -> Iterator[None]:
 
 
 def _hear_no_signal() -> None:
-    """It ends already, and is about to say why: what a launcher sends for the same reason must not come between."""
+    """It ends already, and is about to say why: what a launcher sends for the same reason must not
+    come between."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

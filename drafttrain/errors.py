@@ -1,4 +1,5 @@
-"""The one kind of error a person can mend: it says what was given, what is needed and how to get it; and what systems refuse."""
+"""The one kind of error a person can mend: it says what was given, what is needed and how to get
+it; and what systems refuse."""
 
 from __future__ import annotations
 
@@ -14,20 +15,33 @@ class InputError(Exception):
 
 
 class LostCompanion(Exception):
-    """Another process of the run is gone or has failed. Doors print the message alone and leave with exit code 1."""
+    """Another process of the run is gone or has failed. Doors print the message alone and leave
+    with exit code 1."""
 
 
-_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
+_REFUSED = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.EISDIR,
+}
 
 
 def refused_by_system(error: BaseException) -> str:
-    """A message if the error, or one behind it, says that disk or memory are full or a file may not be used; else nothing."""
+    """A message if the error, or one behind it, says that disk or memory are full or a file may not
+    be used; else nothing."""
     return disk_full(error) or _file_refused(error) or _memory_full(error)
 
 
 _FREE = "free some space, or write elsewhere (run_dir=, cache folders)"
 _UNWRITTEN = {
-    errno.EFBIG: ("a file grew larger than this system allows", "raise the limit (ulimit -f), or write elsewhere (run_dir=)"),
+    errno.EFBIG: (
+        "a file grew larger than this system allows",
+        "raise the limit (ulimit -f), or write elsewhere (run_dir=)",
+    ),
     errno.ENOSPC: ("the disk is full", _FREE),
     errno.EDQUOT: ("the disk quota is used up", _FREE),
     errno.EROFS: ("the disk takes no writes any more", "write elsewhere (run_dir=, cache folders)"),
@@ -38,8 +52,8 @@ _TORCH = ("PytorchStreamWriter failed", "unexpected pos ", "iostream error")
 
 
 def disk_full(error: BaseException) -> str:
-    """A message if the error, or one behind it, says that a file could not be written whole: the disk is full or takes no writes, a
-    quota is used up, a file is too large; else nothing."""
+    """A message if the error, or one behind it, says that a file could not be written whole: the
+    disk is full or takes no writes, a quota is used up, a file is too large; else nothing."""
     for one in _behind(error):
         number, named = (one.errno, one.filename) if isinstance(one, OSError) else (None, None)
         if number is None:  # Libraries in other languages hand on the system's words alone.
@@ -75,7 +89,9 @@ def _file_refused(error: BaseException) -> str:
             return f"{one.filename} cannot be used: {one.strerror}"
         if isinstance(one, FileNotFoundError) and isinstance(one.filename, str):
             folder = os.path.dirname(one.filename) or "."
-            if not os.path.exists(folder):  # A wrong name in a folder that is there would be a fault of this program.
+            if not os.path.exists(
+                folder
+            ):  # A wrong name in a folder that is there would be a fault of this program.
                 return f"{one.filename} cannot be used: {folder} is gone"
         one = one.__cause__
     return ""
@@ -84,9 +100,14 @@ def _file_refused(error: BaseException) -> str:
 def _memory_full(error: BaseException) -> str:
     for one in _behind(error):
         # By name, since torch is not imported for it.
-        if isinstance(one, MemoryError) or type(one).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(one):
+        if (
+            isinstance(one, MemoryError)
+            or type(one).__name__ == "OutOfMemoryError"
+            or "can't allocate memory" in str(one)
+        ):
             return (
-                f"memory is full ({first_line(one)[:160]}): fewer or shorter rows at a time (trainer.batch_tokens, batch, slots), "
+                f"memory is full ({first_line(one)[:160]}): fewer or shorter rows at a time "
+                f"(trainer.batch_tokens, batch, slots), "
                 "a smaller model, or more memory"
             )
     return ""
@@ -109,7 +130,8 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f\x80-\x9f]+")
 
 
 def one_line(text: str) -> str:
-    """A text that may quote anything, as one line for a terminal: names in files may hold line ends and control characters."""
+    """A text that may quote anything, as one line for a terminal: names in files may hold line ends
+    and control characters."""
     return _CONTROLS.sub(" ", text)
 
 

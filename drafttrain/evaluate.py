@@ -1,10 +1,12 @@
-"""Measure a package: acceptance, speed against plain decoding, guarantee, for chains and trees, greedy and sampled.
+"""Measure a package: acceptance, speed against plain decoding, guarantee, for chains and trees,
+greedy and sampled.
 
-Every number comes from really decoding. Acceptance is counted over all prompts, decoded in batches; speed over some of
-them, one at a time, interleaved with plain decoding of the same prompts. The table goes to the console, to
-evaluation.json (the form of a package's metrics.json) and, as a picture, to acceptance.png. With exactness=true the
-guarantees are tested on this target and package, too. A package that was trained jointly with its target is compared with the
-original on held-out text.
+Every number comes from really decoding. Acceptance is counted over all prompts, decoded in batches;
+speed over some of them, one at a time, interleaved with plain decoding of the same prompts. The
+table goes to the console, to evaluation.json (the form of a package's metrics.json) and, as a
+picture, to acceptance.png. With exactness=true the guarantees are tested on this target and
+package, too. A package that was trained jointly with its target is compared with the original on
+held-out text.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.reporting.console import table, track
 from drafttrain.reporting.figures import acceptance_curve
 from drafttrain.reporting.rows import accepted_cells, pair, same_text_cell, verdicts
-from drafttrain.runs import check_run_dir, fresh_folder, provenance
+from drafttrain.runs import check_run_dir, new_folder, provenance
 from drafttrain.target import change
 from drafttrain.target.model import Target
 from drafttrain.target.prompts import Source, open_prompts
@@ -59,32 +61,47 @@ def main(cfg: DictConfig) -> None:
     target: Target = build(cfg.target, work="decode")
     target = target_for(package, target)
     drafter = load_drafter(package, target)
-    speculator = Speculator(target, drafter, read_plan(package / DECODING, drafter), dtype=cfg.dtype)
+    speculator = Speculator(
+        target, drafter, read_plan(package / DECODING, drafter), dtype=cfg.dtype
+    )
     prompts = source.ids(target, cfg.limit, say)
     warn_of_length(config, prompts, cfg.max_new_tokens)
     growths = trees_of(cfg, speculator, drafter)
     check_rules(cfg, growths, drafter)
-    with fresh_folder(cfg) as folder:
+    with new_folder(cfg) as folder:
         rows = measure(speculator, prompts, growths, cfg)
         result = {
             "settings": settings_of(cfg, source, prompts, speculator),
             "rows": rows,
             "target_change": changed(target, source, cfg),
-            "parity": parity(speculator, drafter, prompts[: cfg.parity_prompts], cfg.max_new_tokens),
+            "parity": parity(
+                speculator, drafter, prompts[: cfg.parity_prompts], cfg.max_new_tokens
+            ),
             "exactness": exact(speculator, prompts, growths, cfg) if cfg.exactness else None,
             "provenance": provenance(cfg),
         }
         write_json(folder / RESULT, result)
-        acceptance_curve([row for row in rows if row["nodes"]], folder / PICTURE, title=str(Path(cfg.package).name))
+        acceptance_curve(
+            [row for row in rows if row["nodes"]],
+            folder / PICTURE,
+            title=str(Path(cfg.package).name),
+        )
         show(result)
         say(f"wrote {folder / RESULT} and {folder / PICTURE}")
 
 
-# --- before long work starts ---------------------------------------------------------------------------------------------
+# --- before long work starts ----------------------------------------------------------------------
 
 
 def check_settings(cfg: DictConfig) -> None:
-    whole = {"change_rows": 0, "max_new_tokens": 1, "batch": 1, "speed_prompts": 0, "parity_prompts": 0, "limit": 1}
+    whole = {
+        "change_rows": 0,
+        "max_new_tokens": 1,
+        "batch": 1,
+        "speed_prompts": 0,
+        "parity_prompts": 0,
+        "limit": 1,
+    }
     for key, least in whole.items():
         value = cfg[key]
         if not (key == "limit" and value is None) and (type(value) is not int or value < least):
@@ -97,18 +114,28 @@ def check_settings(cfg: DictConfig) -> None:
     check_run_dir(cfg.run_dir, resume=False)
     for key in ("temperatures", "chains", "trees"):
         if not OmegaConf.is_list(cfg[key]):
-            raise InputError(f"{key}={cfg[key]}: needs a list, such as '{key}=[{1 if key != 'trees' else 'package'}]'")
+            raise InputError(
+                f"{key}={cfg[key]}: needs a list, such as "
+                f"'{key}=[{1 if key != 'trees' else 'package'}]'"
+            )
     if not cfg.temperatures:
         raise InputError("temperatures is empty: give at least one, 0 is greedy")
     if not named_trees(cfg):
-        raise InputError("chains and trees are both empty: give at least one of them, such as 'chains=[4]'")
+        raise InputError(
+            "chains and trees are both empty: give at least one of them, such as 'chains=[4]'"
+        )
     for temperature in cfg.temperatures:
         policy_of(cfg, temperature)
     for value in named_trees(cfg):
         if not of_package(value) and not chosen_tree(value).size:
-            raise InputError(f"{value} drafts nothing; plain decoding is measured anyway: leave it out")
+            raise InputError(
+                f"{value} drafts nothing; plain decoding is measured anyway: leave it out"
+            )
     # The package's own trees are not known yet; a rule that fits any tree fits a chain.
-    check_rules(cfg, [Tree.chain(1) if of_package(value) else chosen_tree(value) for value in named_trees(cfg)])
+    check_rules(
+        cfg,
+        [Tree.chain(1) if of_package(value) else chosen_tree(value) for value in named_trees(cfg)],
+    )
 
 
 def named_rules(cfg: DictConfig) -> list[str | None]:
@@ -123,7 +150,11 @@ def check_rules(cfg: DictConfig, growths: Sequence[Growth], drafter: Drafter | N
     """Refuse a rule that fits no temperature and tree of the comparison, with the reason."""
     policies = [policy_of(cfg, temperature) for temperature in cfg.temperatures]
     for rule in named_rules(cfg):
-        plans = [Plan(tree, policy, rule=rule).made_by(drafter) for policy in policies for tree in growths]
+        plans = [
+            Plan(tree, policy, rule=rule).made_by(drafter)
+            for policy in policies
+            for tree in growths
+        ]
         reasons = [plan.misfit for plan in plans]
         if all(reasons):
             raise InputError(str(reasons[-1]))
@@ -147,17 +178,23 @@ def of_package(value: Any) -> bool:
 
 
 def packaged_tree(value: str, speculator: Speculator, package: Path) -> Growth:
-    """The tree that the package decodes with, or the calibrated one of the accuracies that it holds."""
+    """The tree that the package decodes with, or the calibrated one of the accuracies that it
+    holds."""
     if value == "package":
         return speculator.plan.tree
     settings = read_metrics(package).get("settings")
     accuracies = settings.get("head_accuracy") if isinstance(settings, dict) else None
     if accuracies is None:
         raise InputError(
-            f"tree {value}: {package} holds no accuracy of heads, which fit measures for medusa and hydra_heads where "
-            "final.calibrated names a size: name another tree, or let python -m drafttrain.tune find one"
+            f"tree {value}: {package} holds no accuracy of heads, which fit measures for medusa "
+            f"and hydra_heads where "
+            "final.calibrated names a size: name another tree, or let python -m drafttrain.tune "
+            "find one"
         )
-    return calibrated(numbers(accuracies, f"accuracies of heads in {package}"), int(value.removeprefix(CALIBRATED)))
+    return calibrated(
+        numbers(accuracies, f"accuracies of heads in {package}"),
+        int(value.removeprefix(CALIBRATED)),
+    )
 
 
 def chosen_tree(value: Any) -> Growth:
@@ -178,7 +215,8 @@ def warn_of_length(config: dict[str, Any], prompts: Sequence[Sequence[int]], lim
     beyond = sum(len(prompt) + limit > trained for prompt in prompts) if trained else 0
     if beyond:
         say(
-            f"{beyond} of {len(prompts)} prompts go beyond the {trained} tokens of the longest row in training: the text "
+            f"{beyond} of {len(prompts)} prompts go beyond the {trained} tokens of the longest row "
+            f"in training: the text "
             "stays the target's, fewer drafts may be accepted there"
         )
 
@@ -187,12 +225,13 @@ def trees_of(cfg: DictConfig, speculator: Speculator, drafter: Drafter) -> list[
     """The trees to compare, as this drafter can fill them, each once."""
     package = path_of("package", cfg.package)
     found = [
-        packaged_tree(value, speculator, package) if of_package(value) else chosen_tree(value) for value in named_trees(cfg)
+        packaged_tree(value, speculator, package) if of_package(value) else chosen_tree(value)
+        for value in named_trees(cfg)
     ]
     return as_filled(found, drafter)
 
 
-# --- the measurements ------------------------------------------------------------------------------------------------------
+# --- the measurements -----------------------------------------------------------------------------
 
 
 def measure(
@@ -216,17 +255,25 @@ def measure(
         speeds: list[Measurement | None] = [None] * len(plans)
         if timed:
             say(
-                f"temperature {temperature:g}: times {len(timed)} prompts, each plainly and in {len(plans) - 1} other ways"
+                f"temperature {temperature:g}: times {len(timed)} prompts, each plainly and in "
+                f"{len(plans) - 1} other ways"
             )
             speeds = list(speculator.measure_speed(timed, plans, **common))
         accepted = speeds
         if len(timed) < len(prompts):
             # Plain decoding accepts nothing by definition; its row is that of the timed prompts.
-            todo = track(plans[1:], description=f"temperature {temperature:g}: acceptance", unit="trees")
-            counted = [speculator.measure_acceptance(prompts, plan, batch=cfg.batch, **common) for plan in todo]
+            todo = track(
+                plans[1:], description=f"temperature {temperature:g}: acceptance", unit="trees"
+            )
+            counted = [
+                speculator.measure_acceptance(prompts, plan, batch=cfg.batch, **common)
+                for plan in todo
+            ]
             accepted = [speeds[0], *counted]
         pairs = zip(plans, accepted, speeds, strict=True)
-        best = max((one for one in accepted[1:] if one is not None), key=lambda one: one.tally.tau or 0)
+        best = max(
+            (one for one in accepted[1:] if one is not None), key=lambda one: one.tally.tau or 0
+        )
         rows += [
             row_of(plan, one, speed)
             | {"guarantee": plan.guarantee_on(speculator.target)}
@@ -237,17 +284,26 @@ def measure(
     return rows
 
 
-def plans_of(cfg: DictConfig, growths: Sequence[Growth], policy: Policy, drafter: Drafter) -> list[Plan]:
+def plans_of(
+    cfg: DictConfig, growths: Sequence[Growth], policy: Policy, drafter: Drafter
+) -> list[Plan]:
     """Every tree with every rule, also where they do not fit."""
-    return [Plan(tree, policy, rule=rule).made_by(drafter) for tree in growths for rule in named_rules(cfg)]
+    return [
+        Plan(tree, policy, rule=rule).made_by(drafter)
+        for tree in growths
+        for rule in named_rules(cfg)
+    ]
 
 
 def exact(
     speculator: Speculator, prompts: list[list[int]], growths: Sequence[Growth], cfg: DictConfig
 ) -> dict[str, Any]:
-    """Whether the plans of the table write the target's own text; see `drafttrain.decoding.exactness`."""
+    """Whether the plans of the table write the target's own text; see
+    `drafttrain.decoding.exactness`."""
     policies = [policy_of(cfg, temperature) for temperature in cfg.temperatures]
-    every = [plan for policy in policies for plan in plans_of(cfg, growths, policy, speculator.drafter)]
+    every = [
+        plan for policy in policies for plan in plans_of(cfg, growths, policy, speculator.drafter)
+    ]
     plans = [plan for plan in every if plan.misfit is None]
     return exactness.check(
         speculator,
@@ -263,19 +319,26 @@ def exact(
 
 
 def changed(target: Target, source: Source, cfg: DictConfig) -> dict[str, Any] | None:
-    """What joint training did to the target, on held-out text; None where there was no such training, or no such text."""
+    """What joint training did to the target, on held-out text; None where there was no such
+    training, or no such text."""
     if target.original is None or not cfg.change_rows:
         return None
     if source.data is None:
         say(
-            "how far the tuned target is from the original is not measured: a file of prompts holds no answers; give a "
+            "how far the tuned target is from the original is not measured: a file of prompts "
+            "holds no answers; give a "
             f"conversation set, such as prompts={BUILTIN}smollm2"
         )
         return None
     try:
-        rows = ConversationData(source.data, split="held_out", max_length=target.context, limit_rows=cfg.change_rows)
+        rows = ConversationData(
+            source.data, split="held_out", max_length=target.context, limit_rows=cfg.change_rows
+        )
     except InputError:
-        say("how far the tuned target is from the original is not measured: the set has no held-out answers")
+        say(
+            "how far the tuned target is from the original is not measured: the set has no "
+            "held-out answers"
+        )
         return None
     todo = track(range(len(rows)), description="tuned against original", unit="rows")
     return change.change(target.original, target, (rows.batch([i]) for i in todo))
@@ -296,16 +359,21 @@ def row_of(plan: Plan, accepted: Measurement | None, speed: Measurement | None) 
 
 
 def label_of(plan: Plan) -> str:
-    return f"T={plan.policy.temperature:g} {plan.tree.title}" + (f" {plan.rule}" if plan.rule else "")
+    return f"T={plan.policy.temperature:g} {plan.tree.title}" + (
+        f" {plan.rule}" if plan.rule else ""
+    )
 
 
 @torch.inference_mode()
-def parity(speculator: Speculator, drafter: Drafter, prompts: Sequence[list[int]], limit: int) -> dict[str, Any] | None:
+def parity(
+    speculator: Speculator, drafter: Drafter, prompts: Sequence[list[int]], limit: int
+) -> dict[str, Any] | None:
     """Does decoding accept what training's own accuracy promises, at the very same positions?
 
-    The prompts are decoded greedily with a chain; where a round began, the first draft was kept or not. Fed as in
-    training, the drafter guesses the tokens at the same positions of the same text. Apart from rounding both rates are
-    one number; a gap means that decoding feeds the drafter something else than training does.
+    The prompts are decoded greedily with a chain; where a round began, the first draft was kept or
+    not. Fed as in training, the drafter guesses the tokens at the same positions of the same text.
+    Apart from rounding both rates are one number; a gap means that decoding feeds the drafter
+    something else than training does.
 
     Returns: None if there was nothing to compare.
     """
@@ -319,7 +387,8 @@ def parity(speculator: Speculator, drafter: Drafter, prompts: Sequence[list[int]
         place = len(prompt)
         for number, (emitted, accepted) in enumerate(output.runs):
             last = number == len(output.runs) - 1
-            # The prefill is no round. A last round that kept nothing may have been cut before its first draft counted.
+            # The prefill is no round. A last round that kept nothing may have been cut before its
+            # first draft counted.
             if number and not (last and not accepted):
                 starts.append((place, accepted > 0))
             place += emitted
@@ -330,7 +399,9 @@ def parity(speculator: Speculator, drafter: Drafter, prompts: Sequence[list[int]
         guesses = drafter.guesses(batch, features)
         if guesses is None:
             return None
-        compared = [(place, was_kept) for place, was_kept in starts if int(guesses[0, place, 0]) >= 0]
+        compared = [
+            (place, was_kept) for place, was_kept in starts if int(guesses[0, place, 0]) >= 0
+        ]
         rounds += len(compared)
         kept += sum(was_kept for _, was_kept in compared)
         right += sum(int(guesses[0, place, 0]) == ids[place] for place, _ in compared)
@@ -369,7 +440,7 @@ def settings_of(
     }
 
 
-# --- what is shown -----------------------------------------------------------------------------------------------------------
+# --- what is shown --------------------------------------------------------------------------------
 
 
 def show(result: dict[str, Any]) -> None:
@@ -389,7 +460,15 @@ def show(result: dict[str, Any]) -> None:
     if settings["speed_prompts"]:
         where = f"{settings['device']}, {settings['threads']} threads, {settings['target_dtype']}"
         title = f"speed: {settings['speed_prompts']} prompts, one at a time ({where})"
-        columns = ["", "speed", "95 %", "tokens/s", "plain tokens/s", *(f"s {stage}" for stage in _STAGES), "same text"]
+        columns = [
+            "",
+            "speed",
+            "95 %",
+            "tokens/s",
+            "plain tokens/s",
+            *(f"s {stage}" for stage in _STAGES),
+            "same text",
+        ]
         table(title, columns, [speed_line(row) for row in rows])
         say("speed of plain over plain would be 1 without the noise of timing")
     if result["target_change"]:
@@ -430,13 +509,15 @@ def parity_words(found: dict[str, Any] | None) -> list[str]:
     if found is None:
         return []
     facts = (
-        f"first drafts accepted while decoding {found['accept_at_1']:.3f}, expected by training's own accuracy at the same "
+        f"first drafts accepted while decoding {found['accept_at_1']:.3f}, expected by training's "
+        f"own accuracy at the same "
         f"{found['rounds']} positions {found['sim_accept_at_1']:.3f}"
     )
     if found["agree"]:
         return [f"parity: {facts}: they agree"]
     return [
-        f"PARITY GAP: {facts}: decoding feeds the drafter something else than training did; tau is lower than it could be"
+        f"PARITY GAP: {facts}: decoding feeds the drafter something else than training did; tau is "
+        f"lower than it could be"
     ]
 
 
@@ -444,17 +525,42 @@ def show_exactness(found: dict[str, Any]) -> None:
     if found["greedy"]:
         columns = ["", "same text", "tokens compared", "verdict"]
         lines = [
-            [row["label"], f"{row['same']}/{row['prompts']}", row["tokens"], row["verdict"]] for row in found["greedy"]
+            [row["label"], f"{row['same']}/{row['prompts']}", row["tokens"], row["verdict"]]
+            for row in found["greedy"]
         ]
         table("exactness, greedy: text against plain decoding's", columns, lines)
     if found["law"]:
         title = (
-            f"exactness, sampled: first {exactness.TOKENS} tokens against the target's law (chi-square), "
+            f"exactness, sampled: first {exactness.TOKENS} tokens against the target's law "
+            f"(chi-square), "
             f"{exactness.FALSE_ALARM:.0%} false alarms over all"
         )
-        columns = ["", "draws", "chi-square", "df", "p", "p corrected", "distance seen", "90 % noticed from", "verdict"]
-        names = ("draws", "statistic", "df", "p", "p_corrected", "seen_distance", "noticed_distance", "verdict")
-        table(title, columns, [[row["label"], *(_small(row[name]) for name in names)] for row in found["law"]])
+        columns = [
+            "",
+            "draws",
+            "chi-square",
+            "df",
+            "p",
+            "p corrected",
+            "distance seen",
+            "90 % noticed from",
+            "verdict",
+        ]
+        names = (
+            "draws",
+            "statistic",
+            "df",
+            "p",
+            "p_corrected",
+            "seen_distance",
+            "noticed_distance",
+            "verdict",
+        )
+        table(
+            title,
+            columns,
+            [[row["label"], *(_small(row[name]) for name in names)] for row in found["law"]],
+        )
     for line in exactness.words(found):
         say(line)
 

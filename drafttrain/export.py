@@ -1,10 +1,12 @@
 """Write a package as an inference engine loads it, or check a directory that an engine is to load.
 
-With package=<folder> to=<engine> out=<folder> the drafter is written in that engine's layout, checked as if it came from elsewhere,
-and put in its place whole; the command that starts the engine with it is printed. What no engine runs is refused, with what would.
+With package=<folder> to=<engine> out=<folder> the drafter is written in that engine's layout,
+checked as if it came from elsewhere, and put in its place whole; the command that starts the engine
+with it is printed. What no engine runs is refused, with what would.
 
-With check=<directory> nothing is written: config.json and the tensors of any head are looked at with an engine's eyes, offline, and
-each fault is told by its name. Nothing of the directory is run. The exit code is 1 if it would not work.
+With check=<directory> nothing is written: config.json and the tensors of any head are looked at
+with an engine's eyes, offline, and each fault is told by its name. Nothing of the directory is run.
+The exit code is 1 if it would not work.
 """
 
 from __future__ import annotations
@@ -64,11 +66,14 @@ def main(cfg: DictConfig) -> None:
     )
     for note in exported.notes:
         say(note)
-    say(f"{out}: {sum(path.stat().st_size for path in out.rglob('*') if path.is_file()) / 1e6:.2f} MB, checked")
+    say(
+        f"{out}: {sum(path.stat().st_size for path in out.rglob('*') if path.is_file()) / 1e6:.2f} "
+        f"MB, checked"
+    )
     print(exported.command)
 
 
-# --- before long work starts ---------------------------------------------------------------------------------------------
+# --- before long work starts ----------------------------------------------------------------------
 
 
 def check_settings(cfg: DictConfig) -> None:
@@ -79,42 +84,64 @@ def check_settings(cfg: DictConfig) -> None:
             path_of(key, cfg[key])
     if cfg.check is not None:
         if cfg.package is not None or cfg.out is not None:
-            raise InputError("check looks at a directory and writes nothing: leave package and out away")
+            raise InputError(
+                "check looks at a directory and writes nothing: leave package and out away"
+            )
         if cfg.to is not None and cfg.to not in ENGINES:
             raise InputError(f"to={cfg.to}: give one of {', '.join(ENGINES)}, or leave it out")
         return
     if cfg.against is not None:
-        raise InputError("against is what check compares with: give check=<directory>; an export is compared anyway")
-    for key, what in (("package", "folder of a package"), ("to", "the engine"), ("out", "a new folder")):
+        raise InputError(
+            "against is what check compares with: give check=<directory>; an export is compared "
+            "anyway"
+        )
+    for key, what in (
+        ("package", "folder of a package"),
+        ("to", "the engine"),
+        ("out", "a new folder"),
+    ):
         if not str(cfg[key] or "").strip():
-            raise InputError(f"needs {key}=<{what}>: python -m drafttrain.export package=... to=... out=..., or check=<directory>")
+            raise InputError(
+                f"needs {key}=<{what}>: python -m drafttrain.export package=... to=... out=..., or "
+                f"check=<directory>"
+            )
     if cfg.to not in pairs.TARGETS:
         raise InputError(f"to={cfg.to}: give one of {', '.join(pairs.TARGETS)}")
     if cfg.dtype not in DTYPES:
         raise InputError(f"dtype={cfg.dtype}: give one of {', '.join(DTYPES)}")
     if cfg.vocabulary not in VOCABULARIES:
         raise InputError(f"vocabulary={cfg.vocabulary}: give one of {', '.join(VOCABULARIES)}")
-    if cfg.tokens is not None and (type(cfg.tokens) is not int or not 1 <= cfg.tokens <= MOST_NODES):
-        raise InputError(f"tokens={str(cfg.tokens)[:40]}: needs a whole number from 1 to {MOST_NODES}, or null, the tree's depth")
+    if cfg.tokens is not None and (
+        type(cfg.tokens) is not int or not 1 <= cfg.tokens <= MOST_NODES
+    ):
+        raise InputError(
+            f"tokens={str(cfg.tokens)[:40]}: needs a whole number from 1 to {MOST_NODES}, or null, "
+            f"the tree's depth"
+        )
 
 
 def check_pair(package: Path, engine: str) -> Writer:
     """What writes this package for that engine.
 
-    Raises: InputError for no package, for a pair that no engine serves, and for a package that was trained jointly with its target:
-        engines would run the original, for which its drafter does not guess.
+    Raises: InputError for no package, for a pair that no engine serves, and for a package that was
+        trained jointly with its target: engines would run the original, for which its drafter does
+        not guess.
     """
     config = read_config(package)
-    write = pairs.writer_of(class_of(config["drafter"]["_target_"], str(package / CONFIG)), engine, config["drafter"])
+    write = pairs.writer_of(
+        class_of(config["drafter"]["_target_"], str(package / CONFIG)), engine, config["drafter"]
+    )
     if "adapter" in config:
         raise InputError(
-            f"{package} was trained jointly with its target, which engines do not have: its drafter guesses for the tuned one. "
-            "It decodes by drafttrain.load, or in transformers by custom_generate; engines serve heads of a frozen target"
+            f"{package} was trained jointly with its target, which engines do not have: its "
+            f"drafter guesses for the tuned one. "
+            "It decodes by drafttrain.load, or in transformers by custom_generate; engines serve "
+            "heads of a frozen target"
         )
     return write
 
 
-# --- the export ----------------------------------------------------------------------------------------------------------
+# --- the export -----------------------------------------------------------------------------------
 
 
 def export_package(
@@ -132,7 +159,8 @@ def export_package(
     Args:
         out: a new or an empty folder; the others are the door's settings of these names.
     Returns: what was written, with the command that starts the engine.
-    Raises: InputError, see `check_pair`, `check_out` and the layout's `write`; `out` is then as it was.
+    Raises: InputError, see `check_pair`, `check_out` and the layout's `write`; `out` is then as it
+    was.
     """
     write, out, config = check_pair(package, engine), check_out(out), read_config(package)
     target = target_for(package, target)
@@ -170,7 +198,7 @@ def card(kind: str, target: str, exported: Exported, engine: str) -> str:
     return _CARD.format(kind=kind, target=target, engine=engine, command=command, notes=notes)
 
 
-# --- the check -----------------------------------------------------------------------------------------------------------
+# --- the check ------------------------------------------------------------------------------------
 
 
 def show(findings: list[Finding], where: str) -> None:
@@ -178,7 +206,10 @@ def show(findings: list[Finding], where: str) -> None:
     if not findings:
         print(f"{where}: nothing found")
         return
-    rows = [("error" if finding.fatal else "warning", finding.name, finding.said) for finding in findings]
+    rows = [
+        ("error" if finding.fatal else "warning", finding.name, finding.said)
+        for finding in findings
+    ]
     table(where, ("", "name", "what"), sorted(rows))
     if any(finding.fatal for finding in findings):
         raise SystemExit(1)

@@ -1,14 +1,17 @@
-"""Train a drafter for a target, measure it by decoding held-out prompts, and package the best checkpoint.
+"""Train a drafter for a target, measure it by decoding held-out prompts, and package the best
+checkpoint.
 
-The run's folder gets config.yaml, metrics.csv, checkpoints/, acceptance.png, package/, run.json (sample answers, seconds by stage)
-and report.html, a page about all of it for any browser. A run that was stopped or killed goes on with resume=last and ends with the
-same weights as if nothing had happened. Several processes: accelerate launch.
+The run's folder gets config.yaml, metrics.csv, checkpoints/, acceptance.png, package/, run.json
+(sample answers, seconds by stage) and report.html, a page about all of it for any browser. A run
+that was stopped or killed goes on with resume=last and ends with the same weights as if nothing had
+happened. Several processes: accelerate launch.
 
-With boost=collective several drafters are trained one after the other, each in its own folder in members/, and packaged as one.
-A drafter that learns nothing, since it copies its drafts from text, is made of packages or is the target with layers left out, is
-measured and packaged as it is.
+With boost=collective several drafters are trained one after the other, each in its own folder in
+members/, and packaged as one. A drafter that learns nothing, since it copies its drafts from text,
+is made of packages or is the target with layers left out, is measured and packaged as it is.
 
-Several processes, of accelerate launch or torchrun, end together where one is lost, and say which: `drafttrain.companions`.
+Several processes, of accelerate launch or torchrun, end together where one is lost, and say which:
+`drafttrain.companions`.
 """
 
 from __future__ import annotations
@@ -22,7 +25,14 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.selfspec import SelfSpec
 from drafttrain.fitting.boosting import boost
-from drafttrain.fitting.given import check_batches, check_store, load_target, make_drafter, read_calibration, read_data
+from drafttrain.fitting.given import (
+    check_batches,
+    check_store,
+    load_target,
+    make_drafter,
+    read_calibration,
+    read_data,
+)
 from drafttrain.fitting.learning import learn, logged
 from drafttrain.fitting.result import evaluate, pack, publish
 from drafttrain.fitting.saying import say
@@ -64,9 +74,13 @@ def main(cfg: DictConfig) -> None:
         if settings.boost is not None:
             ready: Ready = boost(cfg, settings, run, target, drafter, data, held_out, calibration)
         elif drafter.learns:
-            ready = learn(cfg, settings, run, target, drafter, data, held_out, calibration=calibration)
+            ready = learn(
+                cfg, settings, run, target, drafter, data, held_out, calibration=calibration
+            )
         else:
-            ready = prepare_untrained(plain(cfg), settings, run, target, drafter, data, calibration=calibration, say=say)
+            ready = prepare_untrained(
+                plain(cfg), settings, run, target, drafter, data, calibration=calibration, say=say
+            )
             log_config(run.loggers, ready.config)
         laps.mark("training" if drafter.learns else "loading")
         if rank() == 0:
@@ -81,8 +95,11 @@ def main(cfg: DictConfig) -> None:
             say(f"took {clock(time.monotonic() - began)} in all, {peak_memory()} of memory at most")
 
 
-def search(cfg: DictConfig, settings: Settings, run: Run, drafter: Drafter, data: ConversationData) -> Found | None:
-    """The drafter that leaves out what was found best, where a search was asked for; every trial goes into a file of the run.
+def search(
+    cfg: DictConfig, settings: Settings, run: Run, drafter: Drafter, data: ConversationData
+) -> Found | None:
+    """The drafter that leaves out what was found best, where a search was asked for; every trial
+    goes into a file of the run.
 
     On the first process alone, which measures and packages.
     """
@@ -91,15 +108,26 @@ def search(cfg: DictConfig, settings: Settings, run: Run, drafter: Drafter, data
     assert isinstance(drafter, SelfSpec)
     began = time.monotonic()
     settings.final.check(drafter)
-    usable_prompts(drafter.target, data, settings, lambda _: None)  # What it refuses, it refuses before the search.
+    usable_prompts(
+        drafter.target, data, settings, lambda _: None
+    )  # What it refuses, it refuses before the search.
     found = settings.search.run(
-        drafter, settings.tree, data, seed=cfg.seed, watch=lambda items, what: track(items, description=what)
+        drafter,
+        settings.tree,
+        data,
+        seed=cfg.seed,
+        watch=lambda items, what: track(items, description=what),
     )
-    write_json(run.folder / SEARCHED, {"objective": settings.search.objective, "trials": [trial.row() for trial in found.trials]})
+    write_json(
+        run.folder / SEARCHED,
+        {"objective": settings.search.objective, "trials": [trial.row() for trial in found.trials]},
+    )
     best, tau = found.best, "none" if found.best.tau is None else f"{found.best.tau:.2f}"
     say(
-        f"searched {len(found.trials)} choices in {clock(time.monotonic() - began)}; best by {settings.search.objective}: "
-        f"skip_attention={list(best.choice[0])} skip_mlp={list(best.choice[1])}, {best.value:.3f} (tau {tau})"
+        f"searched {len(found.trials)} choices in {clock(time.monotonic() - began)}; best by "
+        f"{settings.search.objective}: "
+        f"skip_attention={list(best.choice[0])} skip_mlp={list(best.choice[1])}, {best.value:.3f} "
+        f"(tau {tau})"
     )
     return found
 

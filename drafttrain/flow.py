@@ -1,8 +1,8 @@
 """The records that travel between rooms. Shapes stand beside every field.
 
-Letters: b batch, s sequence, d width, v vocabulary, w draft vocabulary, n drafted tree nodes, k draft depth, r rows of q.
-Round state of every drafter: the target has read x_0..x_{n-1} and chosen x_n (the anchor); drafts are x_{n+1}..;
-the target's law after the anchor judges the first draft.
+Letters: b batch, s sequence, d width, v vocabulary, w draft vocabulary, n drafted tree nodes, k
+draft depth, r rows of q. Round state of every drafter: the target has read x_0..x_{n-1} and chosen
+x_n (the anchor); drafts are x_{n+1}..; the target's law after the anchor judges the first draft.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Packing:
-    """Where rows lie that were joined into sequences, one behind the other. Each is a document that nothing outside of it reads."""
+    """Where rows lie that were joined into sequences, one behind the other. Each is a document that
+    nothing outside of it reads."""
 
     document_ids: Tensor
-    """(b s) int64: which of the batch's `row_ids` a token is of, ascending from sequence to sequence; -1 on padding."""
+    """(b s) int64: which of the batch's `row_ids` a token is of, ascending from sequence to
+    sequence; -1 on padding."""
     position_ids: Tensor
     """(b s) int64: place of a token in its own row; 0 on padding."""
 
@@ -30,16 +32,19 @@ class Packing:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows written by the target, padded on the right: each a sequence of its own, or several joined into one."""
+    """Rows written by the target, padded on the right: each a sequence of its own, or several
+    joined into one."""
 
     input_ids: Tensor
     """(b s) int64; padding holds a valid id that nothing reads."""
     loss_mask: Tensor
-    """(b s) bool; true where the token was written by the target (its end-of-turn token included)."""
+    """(b s) bool; true where the token was written by the target (its end-of-turn token
+    included)."""
     lengths: Tensor
     """(b) int64 real tokens per sequence."""
     row_ids: Tensor
-    """(n) int64 index of each row in its conversation set; n is b, or more where rows are joined."""
+    """(n) int64 index of each row in its conversation set; n is b, or more where rows are
+    joined."""
     weights: Tensor | None = None
     """(b s) float32: how much each label counts; None is all alike."""
     packing: Packing | None = None
@@ -67,7 +72,8 @@ class Batch:
         return torch.bincount(ids[ids >= 0], minlength=len(self.row_ids))
 
     def labels(self, behind: int) -> Tensor:
-        """(b s) bool, the tokens to learn that have at least so many tokens of their own row before them."""
+        """(b s) bool, the tokens to learn that have at least so many tokens of their own row before
+        them."""
         return self.loss_mask & (self.positions >= behind)
 
     def lengths_at(self) -> Tensor:
@@ -77,7 +83,8 @@ class Batch:
         return self.row_lengths[self.packing.document_ids.clamp_min(0)]
 
     def rows_with(self, tokens: Tensor) -> list[int]:
-        """Numbers in the set of the rows that some tokens, (b s) bool, are of; padding is of none."""
+        """Numbers in the set of the rows that some tokens, (b s) bool, are of; padding is of
+        none."""
         if self.packing is None:
             return self.row_ids[(tokens & self.padding).any(1)].tolist()
         documents = self.packing.document_ids[tokens & self.padding].unique()
@@ -85,9 +92,18 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same rows on a device."""
-        ids, mask, lengths, rows = (one.to(device) for one in (self.input_ids, self.loss_mask, self.lengths, self.row_ids))
+        ids, mask, lengths, rows = (
+            one.to(device) for one in (self.input_ids, self.loss_mask, self.lengths, self.row_ids)
+        )
         weights = None if self.weights is None else self.weights.to(device)
-        return Batch(ids, mask, lengths, rows, weights, None if self.packing is None else self.packing.to(device))
+        return Batch(
+            ids,
+            mask,
+            lengths,
+            rows,
+            weights,
+            None if self.packing is None else self.packing.to(device),
+        )
 
 
 @dataclass(frozen=True)
@@ -96,7 +112,8 @@ class Needs:
 
     last_hidden: bool = False
     layers: tuple[int, ...] = ()
-    """0-based index l of the decoder layer whose *output* is meant (convention of design section 3)."""
+    """0-based index l of the decoder layer whose *output* is meant (convention of design section
+    3)."""
     logits: bool = False
 
 
@@ -112,7 +129,8 @@ class Features:
 
 @dataclass(frozen=True)
 class Loss:
-    """A drafter's loss on one batch, as sums: dividing comes last, after sums over accumulation and processes."""
+    """A drafter's loss on one batch, as sums: dividing comes last, after sums over accumulation and
+    processes."""
 
     total: Tensor
     """() float32, weighted *sum* over supervised positions, with grad."""
@@ -122,8 +140,9 @@ class Loss:
     """{name: (sum, count)} detached, for the log."""
 
 
-class Law(str, enum.Enum):
-    """How the children of a node were drawn; says which acceptance rules are valid (Leviathan 2023; SpecInfer 2023)."""
+class Sampling(str, enum.Enum):
+    """How the children of a node were drawn; says which acceptance rules are valid (Leviathan 2023;
+    SpecInfer 2023)."""
 
     IID = "iid"
     """k independent draws from q, duplicates kept; a chain is k = 1."""
@@ -136,9 +155,9 @@ class Law(str, enum.Enum):
 
 
 @dataclass(frozen=True)
-class Begun:
-    """The lower layers of the pass that verifies, where drafting has run them already on the target's own cache. The entries that
-    they wrote stand behind the committed ones."""
+class PartialPass:
+    """The lower layers of the pass that verifies, where drafting has run them already on the
+    target's own cache. The entries that they wrote stand behind the committed ones."""
 
     layer: int
     """The last layer that was run."""
@@ -150,30 +169,36 @@ class Begun:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A tree of drafted tokens per row. Siblings are checked in index order, which must not depend on the drawn tokens."""
+    """A tree of drafted tokens per row. Siblings are checked in index order, which must not depend
+    on the drawn tokens."""
 
     tokens: Tensor
     """(b n) int64"""
     parents: Tensor
-    """(b n) int64 index of the parent node, -1 = anchor; a parent's index is below its children's."""
-    law: Law
+    """(b n) int64 index of the parent node, -1 = anchor; a parent's index is below its
+    children's."""
+    sampling: Sampling
     q: Tensor | None = None
-    """(b r v) float32 draft probabilities; for each node (or the anchor) that has children, one row per drafter that drew
-    some of them. None under ONE_HOT, UNKNOWN."""
+    """(b r v) float32 draft probabilities; for each node (or the anchor) that has children, one row
+    per drafter that drew some of them. None under ONE_HOT, UNKNOWN."""
     q_rows: Tensor | None = None
-    """(b n) int64: the row of q that node's token was drawn from, its parent's law. Under WOR siblings of one row were drawn
-    together, those of different rows apart; a row that is a point mass makes a deterministic child."""
+    """(b n) int64: the row of q that node's token was drawn from, its parent's law. Under WOR
+    siblings of one row were drawn together, those of different rows apart; a row that is a point
+    mass makes a deterministic child."""
     counts: Tensor | None = None
-    """(b) int64 nodes of each row that are real; those behind them are padding, never to be accepted. None: all are."""
-    lands: Tensor | None = None
-    """(b n) int64: the node whose children are judged once this one is accepted, the first of those with the same path.
-    Only it has children; the others are further proposals of its token. None: no path is proposed twice."""
+    """(b) int64 nodes of each row that are real; those behind them are padding, never to be
+    accepted. None: all are."""
+    merged_into: Tensor | None = None
+    """(b n) int64: the node whose children are judged once this one is accepted, the first of those
+    with the same path. Only it has children; the others are further proposals of its token. None:
+    no path is proposed twice."""
     places: Tensor | None = None
-    """(b n) int64: the node of the tree asked for that each node stands for, where a row may lack some. None: its own number."""
+    """(b n) int64: the node of the tree asked for that each node stands for, where a row may lack
+    some. None: its own number."""
     read: Tensor | None = None
-    """(b n) int64: number of each node among those that the drafter read while growing, in that order; -1 for one it did not read.
-    None where that is not known."""
-    begun: Begun | None = None
+    """(b n) int64: number of each node among those that the drafter read while growing, in that
+    order; -1 for one it did not read. None where that is not known."""
+    partial_pass: PartialPass | None = None
     """What drafting has done of the pass that verifies; None: nothing."""
 
     @property
@@ -186,11 +211,11 @@ class Proposal:
         return Proposal(
             self.tokens[rows, :size],
             self.parents[rows, :size],
-            self.law,
+            self.sampling,
             None if self.q is None else self.q[rows],
             None if self.q_rows is None else self.q_rows[rows, :size],
             None,
-            None if self.lands is None else self.lands[rows, :size],
+            None if self.merged_into is None else self.merged_into[rows, :size],
         )
 
 
@@ -220,7 +245,8 @@ class Tally:
     emitted: int = 0
     """Tokens emitted by rounds; the prefill's own first token is not counted."""
     offered: list[int] = field(default_factory=list)
-    """offered[k]: rounds in which depths 1..k were accepted and a node of depth k+1 was drafted behind the last of them."""
+    """offered[k]: rounds in which depths 1..k were accepted and a node of depth k+1 was drafted
+    behind the last of them."""
     kept: list[int] = field(default_factory=list)
     """kept[k]: rounds in which depth k+1 was accepted."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -252,5 +278,9 @@ class Tally:
 
     @property
     def accept_at(self) -> list[float | None]:
-        """accept@k, k = 1..: share of rounds accepting depth k of those whose depths 1..k-1 were accepted."""
-        return [kept / offered if offered else None for kept, offered in zip(self.kept, self.offered, strict=True)]
+        """accept@k, k = 1..: share of rounds accepting depth k of those whose depths 1..k-1 were
+        accepted."""
+        return [
+            kept / offered if offered else None
+            for kept, offered in zip(self.kept, self.offered, strict=True)
+        ]

@@ -1,7 +1,9 @@
-"""Decode with a package and see it work: accepted drafts are marked in the text, tau and speed stand below it.
+"""Decode with a package and see it work: accepted drafts are marked in the text, tau and speed
+stand below it.
 
-With prompt="..." one answer is written. Without it, in a terminal, turns are asked for until an empty line; the
-conversation is kept as token ids and never encoded again. Otherwise the prompt is read from standard input.
+With prompt="..." one answer is written. Without it, in a terminal, turns are asked for until an
+empty line; the conversation is kept as token ids and never encoded again. Otherwise the prompt is
+read from standard input.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.text import Text
 
-from drafttrain.checks import path_of, whole
+from drafttrain.checks import integer, path_of
 from drafttrain.data.template import ChatPieces
 from drafttrain.decoding.loop import Listener, Output
 from drafttrain.decoding.plan import Plan
@@ -29,7 +31,7 @@ from drafttrain.nn.sampling import Policy, check_seed
 from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
 from drafttrain.packaging.manifest import DECODING, read_config
 from drafttrain.packaging.reading import load_drafter, target_for
-from drafttrain.target.load import tokenizer_alone
+from drafttrain.target.load import tokenizer_only
 from drafttrain.target.model import Target, outside
 from drafttrain.tree.topology import Growth, Tree
 from drafttrain.wiring.building import build
@@ -37,7 +39,9 @@ from drafttrain.wiring.doors import door
 
 MARKS = ("auto", "colour", "brackets", "none")
 STYLE = "green underline"
-_CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
+_CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {
+    0x7F: "\u2421"
+}
 """Control characters as pictures: a text cannot move the cursor or set colours."""
 
 
@@ -51,7 +55,9 @@ def main(cfg: DictConfig) -> None:
     target: Target = build(cfg.target, work="decode")
     target = target_for(package, target)
     drafter = load_drafter(package, target)
-    speculator = Speculator(target, drafter, read_plan(package / DECODING, drafter), dtype=cfg.dtype)
+    speculator = Speculator(
+        target, drafter, read_plan(package / DECODING, drafter), dtype=cfg.dtype
+    )
     plan = plan_of(cfg, speculator, policy)
     screen = Screen(mark=cfg.mark)
     conversation = Conversation(target, chat=cfg.chat, system=cfg.system)
@@ -69,11 +75,11 @@ def main(cfg: DictConfig) -> None:
         close(speculator, wanted, screen, (output, tally, seconds), compare=cfg.compare)
 
 
-# --- before long work starts ---------------------------------------------------------------------------------------------
+# --- before long work starts ----------------------------------------------------------------------
 
 
 def check_settings(cfg: DictConfig) -> Policy:
-    whole("max_new_tokens", cfg.max_new_tokens, 1)
+    integer("max_new_tokens", cfg.max_new_tokens, 1)
     if cfg.mark not in MARKS:
         raise InputError(f"mark={cfg.mark}: give one of {', '.join(MARKS)}")
     for key in ("chat", "compare"):
@@ -94,7 +100,9 @@ def check_settings(cfg: DictConfig) -> Policy:
     if cfg.prompt is not None and not str(cfg.prompt).strip():
         raise InputError('prompt is empty: give prompt="...", or leave it out to be asked')
     if cfg.system is not None and not cfg.chat:
-        raise InputError("system has no place without a chat template: leave it out, or set chat=true")
+        raise InputError(
+            "system has no place without a chat template: leave it out, or set chat=true"
+        )
     if cfg.system is not None:
         readable(str(cfg.system), "system")
     check_seed(cfg.seed)
@@ -105,7 +113,9 @@ def check_settings(cfg: DictConfig) -> Policy:
 def bias_of(cfg: DictConfig) -> Any:
     """What is given as logit_bias, as plain values; `Policy` checks it."""
     given = cfg.logit_bias
-    return () if given is None else OmegaConf.to_object(given) if OmegaConf.is_config(given) else given
+    return (
+        () if given is None else OmegaConf.to_object(given) if OmegaConf.is_config(given) else given
+    )
 
 
 def prompt_of(cfg: DictConfig) -> str | None:
@@ -117,7 +127,10 @@ def prompt_of(cfg: DictConfig) -> str | None:
     try:
         text = "" if sys.stdin is None else sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise InputError(f"standard input is not {error.encoding.upper()} (byte {error.start + 1}): save it as that") from error
+        raise InputError(
+            f"standard input is not {error.encoding.upper()} (byte {error.start + 1}): save it as "
+            f"that"
+        ) from error
     if not text.strip():
         raise InputError('nothing to answer: give prompt="...", or text on standard input')
     return readable(text.strip("\n"))
@@ -127,13 +140,15 @@ def readable(text: str, what: str = "the prompt") -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InputError(f"{what} is not UTF-8 (character {error.start + 1}): save or type it as UTF-8") from error
+        raise InputError(
+            f"{what} is not UTF-8 (character {error.start + 1}): save or type it as UTF-8"
+        ) from error
     return text
 
 
 def need_tokenizer(cfg: DictConfig) -> None:
     """Refuse before weights are read if text cannot be read or written."""
-    if tokenizer_alone(OmegaConf.to_container(cfg.target)) is None:  # type: ignore[arg-type]
+    if tokenizer_only(OmegaConf.to_container(cfg.target)) is None:  # type: ignore[arg-type]
         raise InputError("this target came without a tokenizer: text cannot be read or written")
 
 
@@ -162,14 +177,16 @@ def turns() -> Iterator[str]:
             print()
             return
         except UnicodeDecodeError as error:
-            print(f"generate: that was not {error.encoding.upper()}: type it again", file=sys.stderr)
+            print(
+                f"generate: that was not {error.encoding.upper()}: type it again", file=sys.stderr
+            )
             continue
         if not said.strip():
             return
         yield said
 
 
-# --- a conversation as ids -------------------------------------------------------------------------------------------------
+# --- a conversation as ids ------------------------------------------------------------------------
 
 
 class Conversation:
@@ -200,10 +217,14 @@ class Conversation:
             raise InputError(outside(max(ids), self.target))
         if len(ids) >= self.target.context:
             raise InputError(
-                f"{len(ids)} tokens, the target's context holds {self.target.context}: shorten, or start anew"
+                f"{len(ids)} tokens, the target's context holds {self.target.context}: shorten, or "
+                f"start anew"
             )
         if len(ids) + room > self.target.context:
-            print(f"generate: only {self.target.context - len(ids)} tokens fit the target's context", file=sys.stderr)
+            print(
+                f"generate: only {self.target.context - len(ids)} tokens fit the target's context",
+                file=sys.stderr,
+            )
         return ids
 
     def keep(self, ids: list[int], output: Output) -> None:
@@ -214,7 +235,7 @@ class Conversation:
             self.ids += [] if end is None else [end]
 
 
-# --- text as it comes --------------------------------------------------------------------------------------------------------
+# --- text as it comes -----------------------------------------------------------------------------
 
 
 class Screen:
@@ -223,7 +244,9 @@ class Screen:
     def __init__(self, *, mark: str = "auto", out: Console | None = None) -> None:
         self.out = out or Console(highlight=False, soft_wrap=True)
         if mark == "auto":
-            mark = "colour" if self.out.is_terminal and not os.environ.get("NO_COLOR") else "brackets"
+            mark = (
+                "colour" if self.out.is_terminal and not os.environ.get("NO_COLOR") else "brackets"
+            )
         self.mark = mark
         self._inside = False
 
@@ -310,8 +333,14 @@ def close(
             f"tau {tally.tau:.2f} tokens per target pass",
             f"{tally.accepted_per_round:.2f} drafts accepted per round",
         ]
-    words += [f"{count / seconds:.1f} tokens/s", f"{count} tokens in {seconds:.1f} s", f"ended by {output.finish}"]
-    screen.line("\n" + ", ".join(words) + f"; guarantee: {wanted.plan.guarantee_on(speculator.target)}")
+    words += [
+        f"{count / seconds:.1f} tokens/s",
+        f"{count} tokens in {seconds:.1f} s",
+        f"ended by {output.finish}",
+    ]
+    screen.line(
+        "\n" + ", ".join(words) + f"; guarantee: {wanted.plan.guarantee_on(speculator.target)}"
+    )
     if not compare:
         return
     policy = wanted.plan.policy
@@ -320,8 +349,15 @@ def close(
     verdict = "" if speed >= 1 else ": drafting was SLOWER here"
     same = ""
     if policy.greedy:
-        same = ", the same text" if plain.ids == output.ids else ", another text (a near-tie in low precision)"
-    screen.line(f"plain decoding: {len(plain.ids) / plain_seconds:.1f} tokens/s{same}; speed {speed:.2f}x{verdict}")
+        same = (
+            ", the same text"
+            if plain.ids == output.ids
+            else ", another text (a near-tie in low precision)"
+        )
+    screen.line(
+        f"plain decoding: {len(plain.ids) / plain_seconds:.1f} tokens/s{same}; speed "
+        f"{speed:.2f}x{verdict}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Several processes of one run: who this one is, and one word that rank 0 gives to the others before torch.distributed exists.
+"""Several processes of one run: who this one is, and one word that rank 0 gives to the others
+before torch.distributed exists.
 
-The word goes through a file in the machine's temporary folder, named after the launcher's address, port and run id. A word whose
-giver is no longer alive belongs to an earlier run and is ignored. Processes that rank 0 itself starts (Lightning's own launcher)
-find the word in their environment. How they watch each other afterwards: `drafttrain.companions`.
+The word goes through a file in the machine's temporary folder, named after the launcher's address,
+port and run id. A word whose giver is no longer alive belongs to an earlier run and is ignored.
+Processes that rank 0 itself starts (Lightning's own launcher) find the word in their environment.
+How they watch each other afterwards: `drafttrain.companions`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from typing import Any
 from drafttrain.errors import InputError
 
 WAIT_SECONDS = 120.0
-"""How long the others wait for a rank 0 of which nothing is known; for one that is at work they wait as long as that lasts."""
+"""How long the others wait for a rank 0 of which nothing is known; for one that is at work they
+wait as long as that lasts."""
 LINGER_SECONDS = 2.0
 """How long a refusing rank 0 stays, so that the others can read why."""
 _VARIABLE = "DRAFTTRAIN_WORD"
@@ -28,7 +31,8 @@ _calls = 0
 
 
 def rank() -> int:
-    """This process's place among all; 0 when alone. Read from the environment, so it is right before torch.distributed is."""
+    """This process's place among all; 0 when alone. Read from the environment, so it is right
+    before torch.distributed is."""
     for name in ("RANK", "LOCAL_RANK"):
         value = os.environ.get(name, "")
         if value.isdigit():
@@ -53,22 +57,27 @@ def _number(name: str, otherwise: int) -> int:
 
 
 def peak_memory() -> str:
-    """The most memory that this process ever held, such as "2.1 GB"; the accelerator's own is not in it."""
+    """The most memory that this process ever held, such as "2.1 GB"; the accelerator's own is not
+    in it."""
     try:
         import resource
     except ImportError:  # Windows has no such count.
         return "an unknown amount"
-    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     return f"{size / 1e9:.1f} GB"
 
 
 def on_another_machine() -> bool:
-    """True on a machine that does not hold rank 0 (torchrun's variables): files in the temporary folder are not shared with it."""
+    """True on a machine that does not hold rank 0 (torchrun's variables): files in the temporary
+    folder are not shared with it."""
     return os.environ.get("GROUP_RANK", "0") != "0"
 
 
 def give_word(word: str, *, refuse: bool = False) -> None:
-    """Rank 0: tell the other processes a word, or that there is none and why. The n-th call answers their n-th wait."""
+    """Rank 0: tell the other processes a word, or that there is none and why. The n-th call answers
+    their n-th wait."""
     global _calls
     _calls += 1
     if not refuse:
@@ -92,7 +101,9 @@ def await_word(what: str) -> str:
     global _calls
     _calls += 1
     parent, _, inherited = os.environ.get(_VARIABLE, "").partition(":")
-    if parent == str(os.getppid()) and "RANK" not in os.environ:  # torchrun sets RANK, Lightning's launcher does not
+    if (
+        parent == str(os.getppid()) and "RANK" not in os.environ
+    ):  # torchrun sets RANK, Lightning's launcher does not
         return inherited
     path = _meeting_file(_calls)
     began, told = time.monotonic(), False
@@ -103,10 +114,17 @@ def await_word(what: str) -> str:
                 raise InputError(message["word"])
             return str(message["word"])
         if not told and time.monotonic() - began > 10:
-            print(f"rank {rank()} waits for rank 0 to choose {what} ({path})", file=sys.stderr, flush=True)
+            print(
+                f"rank {rank()} waits for rank 0 to choose {what} ({path})",
+                file=sys.stderr,
+                flush=True,
+            )
             told = True
         time.sleep(0.05)
-    raise InputError(f"rank {rank()} waited {WAIT_SECONDS:.0f} s for rank 0 to choose {what} ({path}): did rank 0 stop?")
+    raise InputError(
+        f"rank {rank()} waited {WAIT_SECONDS:.0f} s for rank 0 to choose {what} ({path}): did rank "
+        f"0 stop?"
+    )
 
 
 def identity() -> dict[str, Any]:
@@ -136,7 +154,11 @@ def read_note(path: Path) -> dict[str, Any] | None:
             note = json.load(file) if own else None
     except (OSError, ValueError):
         return None
-    return note if isinstance(note, dict) and type(note.get("pid")) is int and "started" in note else None
+    return (
+        note
+        if isinstance(note, dict) and type(note.get("pid")) is int and "started" in note
+        else None
+    )
 
 
 def mark_file(of: int) -> Path:
@@ -148,11 +170,15 @@ def _meeting_file(call: int | str) -> Path:
     """A file known to every process that one launcher started on this machine."""
     user = os.getuid() if hasattr(os, "getuid") else 0
     parts = [os.environ.get(n, "") for n in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
-    return Path(tempfile.gettempdir()) / f"drafttrain-{user}-{re.sub(r'[^A-Za-z0-9.]+', '_', '-'.join(parts))}-{call}.json"
+    return (
+        Path(tempfile.gettempdir())
+        / f"drafttrain-{user}-{re.sub(r'[^A-Za-z0-9.]+', '_', '-'.join(parts))}-{call}.json"
+    )
 
 
 def _started(pid: int) -> str:
-    """When a process started, in its own system's units; empty when it is gone, or has ended and nobody has asked how."""
+    """When a process started, in its own system's units; empty when it is gone, or has ended and
+    nobody has asked how."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if words[0] in "ZX" else words[19]

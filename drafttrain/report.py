@@ -1,11 +1,13 @@
-"""Put packaged drafters side by side: speed, acceptance, size and cost of training, in one table, one picture and one page.
+"""Put packaged drafters side by side: speed, acceptance, size and cost of training, in one table,
+one picture and one page.
 
-By default the numbers are those that every package was measured with; packages that were not measured alike are refused.
-With measure=true all of them are measured again here: on the same prompts, in turn with the same plain decoding, beside
-prompt lookup, which needs no training. The table, the fastest first, goes to the console, to report.md and report.json, the
-picture to report.png. report.html, for any browser and without a network, has the table too, and below it all that every run
-recorded: learning curves, acceptance by position, trees with hit rates, seconds by stage, sample answers. Of one run it is that
-run's own page.
+By default the numbers are those that every package was measured with; packages that were not
+measured alike are refused. With measure=true all of them are measured again here: on the same
+prompts, in turn with the same plain decoding, beside prompt lookup, which needs no training. The
+table, the fastest first, goes to the console, to report.md and report.json, the picture to
+report.png. report.html, for any browser and without a network, has the table too, and below it all
+that every run recorded: learning curves, acceptance by position, trees with hit rates, seconds by
+stage, sample answers. Of one run it is that run's own page.
 """
 
 from __future__ import annotations
@@ -31,13 +33,20 @@ from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy, check_seed
-from drafttrain.packaging.collection import Entry, fastest_row, find_packages, for_all, measured_alike, read_entries
+from drafttrain.packaging.collection import (
+    Entry,
+    fastest_row,
+    find_packages,
+    for_all,
+    measured_alike,
+    read_entries,
+)
 from drafttrain.packaging.decoding import fit, read_plan, tree_of
 from drafttrain.packaging.manifest import DECODING
 from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.reporting.console import table, track
 from drafttrain.reporting.figures import comparison
-from drafttrain.reporting.page.whole import PAGE, page, title_of
+from drafttrain.reporting.page.document import PAGE, page, title_of
 from drafttrain.reporting.records import read_record
 from drafttrain.reporting.rows import timed_prompts, verdicts
 from drafttrain.reporting.side_by_side import COLUMNS, fastest_first, line, markdown, tree_title
@@ -68,7 +77,7 @@ def main(cfg: DictConfig) -> None:
             publish(cfg, folder, entries, rows, settings)
 
 
-# --- before long work starts ------------------------------------------------------------------------------------------
+# --- before long work starts ----------------------------------------------------------------------
 
 
 def check_settings(cfg: DictConfig) -> Policy:
@@ -84,26 +93,41 @@ def check_settings(cfg: DictConfig) -> Policy:
     check_dtype(cfg.dtype)
     check_run_dir(cfg.run_dir, resume=False)
     if not OmegaConf.is_list(cfg.trees) or not cfg.trees:
-        raise InputError(f"trees={cfg.trees}: needs a list of at least one tree, such as 'trees=[package]'")
-    for key, value in [*(("trees", value) for value in plain_trees(cfg)), ("baseline_tree", plain(cfg.baseline_tree))]:
+        raise InputError(
+            f"trees={cfg.trees}: needs a list of at least one tree, such as 'trees=[package]'"
+        )
+    for key, value in [
+        *(("trees", value) for value in plain_trees(cfg)),
+        ("baseline_tree", plain(cfg.baseline_tree)),
+    ]:
         if value != "package" and not tree_of(value).size:
-            raise InputError(f"{key}: {value} drafts nothing; plain decoding is measured anyway: leave it out")
+            raise InputError(
+                f"{key}: {value} drafts nothing; plain decoding is measured anyway: leave it out"
+            )
     if cfg.baseline is not None:
         if not OmegaConf.is_dict(cfg.baseline):
-            raise InputError(f"baseline={cfg.baseline}: give baseline=null for none, or drafter@baseline=<name> for one")
+            raise InputError(
+                f"baseline={cfg.baseline}: give baseline=null for none, or drafter@baseline=<name> "
+                f"for one"
+            )
         kind = named_by(cfg.baseline)
         if not (isinstance(kind, type) and issubclass(kind, Drafter)):
             raise InputError(
-                f"baseline._target_={shown(cfg.baseline._target_)} is no drafter by itself: give drafter@baseline=ngram, "
+                f"baseline._target_={shown(cfg.baseline._target_)} is no drafter by itself: give "
+                f"drafter@baseline=ngram, "
                 "drafter@baseline=suffix or baseline=null"
             )
         if kind.learns:
             raise InputError(
-                f"baseline: {kind.__name__} has to be trained, a baseline is what needs no training: give "
+                f"baseline: {kind.__name__} has to be trained, a baseline is what needs no "
+                f"training: give "
                 "drafter@baseline=ngram, drafter@baseline=suffix or baseline=null"
             )
         if cfg.baseline_tree == "package":
-            raise InputError("baseline_tree=package: the baseline has no package, name a tree such as baseline_tree=3")
+            raise InputError(
+                "baseline_tree=package: the baseline has no package, name a tree such as "
+                "baseline_tree=3"
+            )
     return Policy(cfg.temperature, cfg.top_k, cfg.top_p).simplest()
 
 
@@ -112,7 +136,8 @@ def refuse_idle() -> None:
     for word in runs.current.overrides:
         if re.split("[.@=]", word.lstrip("~+"))[0] not in READING:
             raise InputError(
-                f"{word}: without measure=true nothing is measured, the numbers are those that the packages hold; leave it "
+                f"{word}: without measure=true nothing is measured, the numbers are those that the "
+                f"packages hold; leave it "
                 "out, or give measure=true"
             )
 
@@ -126,7 +151,9 @@ def listed(value: Any) -> list[str]:
         found = text[1:-1].split(",") if text.startswith("[") and text.endswith("]") else [text]
     found = [one.strip().strip("'\"") for one in found]
     if not any(found):
-        raise InputError("runs is empty: give folders of runs or packages, as in runs=[runs/a,runs/b]")
+        raise InputError(
+            "runs is empty: give folders of runs or packages, as in runs=[runs/a,runs/b]"
+        )
     return [one for one in found if one]
 
 
@@ -140,7 +167,8 @@ def plain_trees(cfg: DictConfig) -> list[Any]:
 
 @contextlib.contextmanager
 def opened(cfg: DictConfig) -> Iterator[Path]:
-    """The run's folder. One that holds nothing in the end is removed: the corrected command must find its folder free."""
+    """The run's folder. One that holds nothing in the end is removed: the corrected command must
+    find its folder free."""
     folder = run_dir(cfg, resume=False)
     try:
         yield folder
@@ -149,14 +177,20 @@ def opened(cfg: DictConfig) -> Iterator[Path]:
             folder.rmdir()
 
 
-# --- what the packages were measured with -----------------------------------------------------------------------------
+# --- what the packages were measured with ---------------------------------------------------------
 
 
-def recorded(entries: Sequence[Entry], cfg: DictConfig) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def recorded(
+    entries: Sequence[Entry], cfg: DictConfig
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """A row for each package, the fastest of its own, and the settings that all of them share."""
     found = for_all(entries, lambda entry: fastest_row(entry, cfg.temperature))
     alike = measured_alike(entries, found)
-    settings = {"target": entries[0].config["target"]["name"], "measured": "in each package's own run", **alike}
+    settings = {
+        "target": entries[0].config["target"]["name"],
+        "measured": "in each package's own run",
+        **alike,
+    }
     rows = [
         row_of(row, entry.facts()) | {"drafter_dtype": entry.settings.get("drafter_dtype")}
         for row, entry in zip(found, entries, strict=True)
@@ -166,11 +200,13 @@ def recorded(entries: Sequence[Entry], cfg: DictConfig) -> tuple[list[dict[str, 
 
 def row_of(measured: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     """What was measured and what the drafter costs; the label tells it from every other row."""
-    row = {name: value for name, value in measured.items() if name not in ("rank_rates", "node_counts")} | facts
+    row = {
+        name: value for name, value in measured.items() if name not in ("rank_rates", "node_counts")
+    } | facts
     return row | {"label": f"{facts['run']} {tree_title(row)}", "speed_prompts": timed_prompts(row)}
 
 
-# --- measuring again --------------------------------------------------------------------------------------------------
+# --- measuring again ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -191,7 +227,9 @@ def prepare(cfg: DictConfig, policy: Policy, entries: Sequence[Entry]) -> Contes
     def enter(entry: Entry) -> list[tuple[Entrant, dict[str, Any]]]:
         own = target_for(entry.folder, target)
         drafter = load_drafter(entry.folder, own)
-        speculator = Speculator(own, drafter, read_plan(entry.folder / DECODING, drafter), dtype=cfg.dtype)
+        speculator = Speculator(
+            own, drafter, read_plan(entry.folder / DECODING, drafter), dtype=cfg.dtype
+        )
         plans = plans_of(cfg, policy, speculator)
         return [(Entrant(own, speculator.drafter, plan), entry.facts()) for plan in plans]
 
@@ -216,7 +254,11 @@ def plans_of(cfg: DictConfig, policy: Policy, speculator: Speculator) -> list[Pl
 
 def baseline(cfg: DictConfig, policy: Policy, target: Target) -> tuple[Entrant, dict[str, Any]]:
     drafter: Drafter = build(cfg.baseline, target=target)
-    plan = fit(Plan(tree_of(plain(cfg.baseline_tree)), policy), drafter, f"baseline_tree={cfg.baseline_tree}")
+    plan = fit(
+        Plan(tree_of(plain(cfg.baseline_tree)), policy),
+        drafter,
+        f"baseline_tree={cfg.baseline_tree}",
+    )
     facts = {
         "run": BASELINE,
         "drafter": type(drafter).__name__,
@@ -231,7 +273,10 @@ def baseline(cfg: DictConfig, policy: Policy, target: Target) -> tuple[Entrant, 
 
 def measure(contest: Contest, cfg: DictConfig) -> list[dict[str, Any]]:
     """A row for each entrant: speed and acceptance from the same decoding of the same prompts."""
-    say(f"times {len(contest.prompts)} prompts, each plainly and in {len(contest.entrants)} other ways")
+    say(
+        f"times {len(contest.prompts)} prompts, each plainly and in {len(contest.entrants)} other "
+        f"ways"
+    )
     found = race(
         [entrant for entrant, _ in contest.entrants],
         contest.prompts,
@@ -244,7 +289,10 @@ def measure(contest: Contest, cfg: DictConfig) -> list[dict[str, Any]]:
     return [
         row_of(one.row(), facts)
         | behind(best, one if one.plan.tree.size else None)
-        | {"measured": "report", "drafter_dtype": dtype_name(None if entrant.drafter is None else entrant.drafter.dtype)}
+        | {
+            "measured": "report",
+            "drafter_dtype": dtype_name(None if entrant.drafter is None else entrant.drafter.dtype),
+        }
         for one, (entrant, facts) in zip(found, contest.entrants, strict=True)
     ]
 
@@ -264,19 +312,26 @@ def settings_of(contest: Contest, policy: Policy, cfg: DictConfig) -> dict[str, 
     }
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
+# --- what is shown --------------------------------------------------------------------------------
 
 
 def publish(
-    cfg: DictConfig, folder: Path, entries: Sequence[Entry], rows: Sequence[dict[str, Any]], settings: dict[str, Any]
+    cfg: DictConfig,
+    folder: Path,
+    entries: Sequence[Entry],
+    rows: Sequence[dict[str, Any]],
+    settings: dict[str, Any],
 ) -> None:
-    """Show the table, and write it in all its forms; they are moved into the folder once all of them are whole."""
+    """Show the table, and write it in all its forms; they are moved into the folder once all of
+    them are whole."""
     ordered, title = fastest_first(rows), f"Drafters for {settings['target']}"
     table(f"{title}, the fastest first", COLUMNS, [line(row) for row in ordered])
     told = verdicts(ordered)
     with tempfile.TemporaryDirectory(prefix=".report-", dir=folder) as scratch:
         made = Path(scratch)
-        write_json(made / RESULT, {"settings": settings, "rows": ordered, "provenance": provenance(cfg)})
+        write_json(
+            made / RESULT, {"settings": settings, "rows": ordered, "provenance": provenance(cfg)}
+        )
         text = markdown(ordered, title=title, settings=settings, notes=told, picture=PICTURE)
         (made / TEXT).write_text(text, encoding="utf-8")
         comparison(ordered, made / PICTURE, title=title)
@@ -295,9 +350,12 @@ def page_of(
     settings: dict[str, Any],
     notes: Sequence[str],
 ) -> str:
-    """The page: what is compared, then every run in the same order. One run alone, as it was measured, is compared with nothing."""
+    """The page: what is compared, then every run in the same order. One run alone, as it was
+    measured, is compared with nothing."""
     places = [row["run"] for row in ordered]
-    records = [read_record(entry) for entry in sorted(entries, key=lambda entry: places.index(entry.name))]
+    records = [
+        read_record(entry) for entry in sorted(entries, key=lambda entry: places.index(entry.name))
+    ]
     title = title_of(records)
     if not cfg.measure and len(records) == 1:
         return page(title, records)

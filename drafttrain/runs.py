@@ -44,7 +44,8 @@ current = Invocation(door="python")
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and PyTorch (every device). The same on every process, so that all start from the same weights."""
+    """Seed Python, NumPy and PyTorch (every device). The same on every process, so that all start
+    from the same weights."""
     import numpy as np
     import torch
 
@@ -56,7 +57,8 @@ def seed_everything(seed: int) -> None:
 
 
 def provenance(config: DictConfig | None = None) -> dict[str, Any]:
-    """Where a result comes from: versions, commit, command line, the whole configuration, the date. Plain JSON types."""
+    """Where a result comes from: versions, commit, command line, the whole configuration, the date.
+    Plain JSON types."""
     versions = {}
     for package in ("drafttrain", "torch", "transformers", "lightning"):
         try:
@@ -91,7 +93,8 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """{dotted key: (before, after)} of two plain configurations; a key that one lacks counts as None."""
+    """{dotted key: (before, after)} of two plain configurations; a key that one lacks counts as
+    None."""
 
     def flat(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -103,7 +106,11 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tupl
         return found
 
     old, new = flat(before), flat(after)
-    return {k: (old.get(k), new.get(k)) for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)}
+    return {
+        k: (old.get(k), new.get(k))
+        for k in sorted(old.keys() | new.keys())
+        if old.get(k) != new.get(k)
+    }
 
 
 def _commit() -> str | None:
@@ -112,7 +119,12 @@ def _commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        head = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+        head = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
         dirty = subprocess.run(
             ["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"],
             capture_output=True,
@@ -129,13 +141,15 @@ def _commit() -> str | None:
 def run_dir(config: DictConfig, *, resume: bool | None = None) -> Path:
     """One folder for the run, the same on every process; made by rank 0.
 
-    `run_dir=<folder>` is taken as given, otherwise the folder is `runs/<door>-<experiment>-<time>`. A folder that holds something
-    is refused unless a resume is asked; then the newest folder of the same door and experiment stands in for a missing `run_dir`.
+    `run_dir=<folder>` is taken as given, otherwise the folder is `runs/<door>-<experiment>-<time>`.
+    A folder that holds something is refused unless a resume is asked; then the newest folder of the
+    same door and experiment stands in for a missing `run_dir`.
 
     Args:
         config: read for `run_dir` and, when `resume` is None, for `resume`.
         resume: continue what lies in the folder.
-    Raises: InputError: folder in use, or nothing to resume; on the other processes also when rank 0 refused or stays silent.
+    Raises: InputError: folder in use, or nothing to resume; on the other processes also when rank 0
+    refused or stays silent.
     """
     given = config.get("run_dir")
     if resume is None:
@@ -143,7 +157,10 @@ def run_dir(config: DictConfig, *, resume: bool | None = None) -> Path:
     if rank() != 0:
         if on_another_machine():
             if not given:
-                raise InputError("processes on several machines cannot agree on a folder alone: give run_dir=<shared folder>")
+                raise InputError(
+                    "processes on several machines cannot agree on a folder alone: give "
+                    "run_dir=<shared folder>"
+                )
             return path_of("run_dir", given).absolute()
         return Path(await_word("the run's folder"))
     try:
@@ -166,22 +183,31 @@ def check_run_dir(given: object, *, resume: bool) -> Path | None:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"run_dir={given} is a file: give a folder")
     try:
-        held = sorted(p.name + "/" * p.is_dir() for p in folder.iterdir()) if folder.exists() else []
+        held = (
+            sorted(p.name + "/" * p.is_dir() for p in folder.iterdir()) if folder.exists() else []
+        )
     except OSError as error:
         raise InputError(f"run_dir={given} cannot be read: {error.strerror}") from error
     if held and not resume:
         listed = ", ".join(held[:6]) + (f" and {len(held) - 6} more" if len(held) > 6 else "")
-        raise InputError(f"run_dir={given} already holds {listed}: give another run_dir, or continue it with resume=last")
+        raise InputError(
+            f"run_dir={given} already holds {listed}: give another run_dir, or continue it with "
+            f"resume=last"
+        )
     if resume and not held:
-        raise InputError(f"run_dir={given} holds nothing to resume: give the folder of an earlier run, or leave resume out")
+        raise InputError(
+            f"run_dir={given} holds nothing to resume: give the folder of an earlier run, or leave "
+            f"resume out"
+        )
     if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(f"run_dir={given} cannot be written to: give another folder")
     return folder
 
 
 @contextlib.contextmanager
-def fresh_folder(config: DictConfig) -> Iterator[Path]:
-    """As `run_dir` for a run that is not resumed; the folder goes again if nothing is in it in the end."""
+def new_folder(config: DictConfig) -> Iterator[Path]:
+    """As `run_dir` for a run that is not resumed; the folder goes again if nothing is in it in the
+    end."""
     folder = run_dir(config, resume=False)
     try:
         yield folder
@@ -204,9 +230,16 @@ def _choose_run_dir(given: object, resume: bool, root: Path) -> Path:
     root = root.absolute()
     if resume:
         pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}(-\d+)?")
-        earlier = [p for p in root.glob(f"{name}-*") if p.is_dir() and pattern.fullmatch(p.name) and any(p.iterdir())]
+        earlier = [
+            p
+            for p in root.glob(f"{name}-*")
+            if p.is_dir() and pattern.fullmatch(p.name) and any(p.iterdir())
+        ]
         if not earlier:
-            raise InputError(f"nothing to resume: no folder {root / name}-*; give run_dir=<folder of the earlier run>")
+            raise InputError(
+                f"nothing to resume: no folder {root / name}-*; give run_dir=<folder of the "
+                f"earlier run>"
+            )
         return max(earlier, key=_age)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     for attempt in range(1, 1000):
@@ -218,7 +251,9 @@ def _choose_run_dir(given: object, resume: bool, root: Path) -> Path:
         except OSError as error:
             if disk_full(error):
                 raise
-            raise InputError(f"{folder} cannot be made: {error.strerror}; give run_dir=<folder>") from error
+            raise InputError(
+                f"{folder} cannot be made: {error.strerror}; give run_dir=<folder>"
+            ) from error
         return folder
     raise InputError(f"{root} holds a thousand runs of this second: give run_dir=<folder>")
 

@@ -1,9 +1,11 @@
-"""Have the target write conversations: its answers to given prompts, or whole conversations of its own.
+"""Have the target write conversations: its answers to given prompts, or whole conversations of its
+own.
 
-The set in `out` holds token ids as the target chose them and a mask of what it wrote. A run that was killed is
-continued by the same command: finished rows are kept, only what is missing is written. Several processes (accelerate
-launch, torchrun) share the rows; the first one writes the set when all are done. Rows that cannot be used are left out
-and listed by reason. With preview=N nothing is written: tokens and mask of N rows are shown side by side.
+The set in `out` holds token ids as the target chose them and a mask of what it wrote. A run that
+was killed is continued by the same command: finished rows are kept, only what is missing is
+written. Several processes (accelerate launch, torchrun) share the rows; the first one writes the
+set when all are done. Rows that cannot be used are left out and listed by reason. With preview=N
+nothing is written: tokens and mask of N rows are shown side by side.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from drafttrain.checks import path_of, switch, whole
+from drafttrain.checks import integer, path_of, switch
 from drafttrain.data.conversations import Journal, Row
 from drafttrain.data.datamodule import set_folder
 from drafttrain.data.folder import SetFolder
@@ -29,7 +31,7 @@ from drafttrain.reporting.console import Rate, amount, clock, console, table
 from drafttrain.reporting.preview import show_row
 from drafttrain.runs import provenance
 from drafttrain.target import fingerprint
-from drafttrain.target.load import tokenizer_alone
+from drafttrain.target.load import tokenizer_only
 from drafttrain.target.model import Target
 from drafttrain.target.synthesis import SynthesisConfig, check, synthesize
 from drafttrain.target.together import admit, enter
@@ -47,19 +49,26 @@ def main(cfg: DictConfig) -> None:
     folder = SetFolder(set_folder(cfg.out, "out") if cfg.preview and cfg.out else cfg.out)
     if not cfg.preview:
         # What another process finds may already be work of this very run.
-        admit(lambda: folder.check(resume=cfg.resume or rank() != 0, adopt=cfg.adopt or rank() != 0))
-    tokenizer = tokenizer_alone(cfg.target)
+        admit(
+            lambda: folder.check(resume=cfg.resume or rank() != 0, adopt=cfg.adopt or rank() != 0)
+        )
+    tokenizer = tokenizer_only(cfg.target)
     if cfg.preview and cfg.out and preview_rows(folder, tokenizer, cfg.preview):
         return
     prompts = read_prompts(cfg, writing, tokenizer)
     if cfg.preview:
         preview_prompts(prompts, writing, tokenizer, cfg.preview)
         return
-    settings = {"prompts": prompts.source, "writing": json.loads(json.dumps(dataclasses.asdict(writing)))}
+    settings = {
+        "prompts": prompts.source,
+        "writing": json.loads(json.dumps(dataclasses.asdict(writing))),
+    }
     folder.compare(settings)
     journal: Journal = enter(folder, cfg, say)
     try:
-        tokenizer, speed = write_missing(folder, journal, cfg, writing, settings, prompts, tokenizer)
+        tokenizer, speed = write_missing(
+            folder, journal, cfg, writing, settings, prompts, tokenizer
+        )
         if rank() == 0:
             finish(folder, cfg, prompts, tokenizer, speed)
     finally:
@@ -69,12 +78,12 @@ def main(cfg: DictConfig) -> None:
                 folder.path.rmdir()  # if nothing was written
 
 
-# --- before long work starts -----------------------------------------------------------------------------------------
+# --- before long work starts ----------------------------------------------------------------------
 
 
 def check_settings(cfg: DictConfig) -> None:
     for key, least in (("rows", 1), ("held_out", 0), ("slots", 1), ("preview", 0)):
-        whole(key, cfg[key], least, null="every row there is" if key == "rows" else "")
+        integer(key, cfg[key], least, null="every row there is" if key == "rows" else "")
     for key in ("strict", "resume", "adopt", "keep_journal"):
         switch(key, cfg[key])
     if cfg.out is None and cfg.preview:
@@ -86,14 +95,18 @@ def check_settings(cfg: DictConfig) -> None:
 
 
 def read_prompts(cfg: DictConfig, writing: SynthesisConfig, tokenizer: Any | None) -> Prompts:
-    """Rows that can be written. Raises InputError if there are none, or at the first that cannot be when `strict`."""
+    """Rows that can be written. Raises InputError if there are none, or at the first that cannot be
+    when `strict`."""
     found: Prompts = build(cfg.prompts).read(cfg.rows)
     if tokenizer is not None:
         ask_template(found, ChatPieces(tokenizer, ()), writing)
     found.skipped.sort(key=lambda item: item.row)
     if found.skipped and cfg.strict:
         first = found.skipped[0]
-        raise InputError(f"row {first.row}: {first.reason} (strict=true stops at the first row that cannot be used)")
+        raise InputError(
+            f"row {first.row}: {first.reason} (strict=true stops at the first row that cannot be "
+            f"used)"
+        )
     if found.more:
         say(f"rows={cfg.rows}: the source has more rows, rows=null takes them all", first_only=True)
     if not found.rows:
@@ -102,7 +115,8 @@ def read_prompts(cfg: DictConfig, writing: SynthesisConfig, tokenizer: Any | Non
 
 
 def ask_template(prompts: Prompts, pieces: ChatPieces, writing: SynthesisConfig) -> None:
-    """Move rows that the chat template refuses, or that leave no room for an answer, to the skipped ones."""
+    """Move rows that the chat template refuses, or that leave no room for an answer, to the skipped
+    ones."""
     kept = []
     if any(prompt is None for _, prompt in prompts.rows):
         pieces.before_user(writing.system)  # Refused for all rows alike, or for none.
@@ -119,12 +133,15 @@ def ask_template(prompts: Prompts, pieces: ChatPieces, writing: SynthesisConfig)
     for place, item in enumerate(prompts.skipped):
         if item.messages:
             try:
-                pieces.render([{"role": role, "content": content} for role, content in item.messages], prompt=False)
+                pieces.render(
+                    [{"role": role, "content": content} for role, content in item.messages],
+                    prompt=False,
+                )
             except InputError as error:
                 prompts.skipped[place] = Skipped(item.row, f"{item.reason}; {error}")
 
 
-# --- the work --------------------------------------------------------------------------------------------------------
+# --- the work -------------------------------------------------------------------------------------
 
 
 def write_missing(
@@ -136,12 +153,15 @@ def write_missing(
     prompts: Prompts,
     tokenizer: Any | None,
 ) -> tuple[Any, float | None]:
-    """Write this process's share of what is not there yet; the target is only loaded if something is missing.
+    """Write this process's share of what is not there yet; the target is only loaded if something
+    is missing.
 
     Returns: the tokenizer, and tokens written a second (None if there was nothing to do).
     """
     rows, skipped = folder.finished()
-    missing = [(row, prompt) for row, prompt in prompts.rows if row not in rows and row not in skipped]
+    missing = [
+        (row, prompt) for row, prompt in prompts.rows if row not in rows and row not in skipped
+    ]
     mine = [(row, prompt) for row, prompt in missing if row % world_size() == rank()]
     if missing and rank() == 0:
         folder.reopen(rows.values(), skipped)
@@ -152,14 +172,20 @@ def write_missing(
     target: Target = build(cfg.target, work="throughput")
     check(target, writing)
     if there is None and rank() == 0:
-        folder.record({"target": {"name": target.name, "fingerprint": target.fingerprint}, **settings})
+        folder.record(
+            {"target": {"name": target.name, "fingerprint": target.fingerprint}, **settings}
+        )
     there = folder.await_settings(say)
-    fingerprint.refuse_other(there["target"]["fingerprint"], target.fingerprint, f"out={folder.path}", dtype=True)
+    fingerprint.refuse_other(
+        there["target"]["fingerprint"], target.fingerprint, f"out={folder.path}", dtype=True
+    )
     warn_of_ends(target)
     where = f"{target.name}, {target.dtype}, {target.device}".replace("torch.", "")
     say(f"writes {len(mine)} of {len(prompts.rows)} rows with {where}", first_only=True)
     progress = Progress(len(mine))
-    synthesize(target, iter(mine), writing, journal, slots=min(cfg.slots, len(mine)), report=progress)
+    synthesize(
+        target, iter(mine), writing, journal, slots=min(cfg.slots, len(mine)), report=progress
+    )
     return target.tokenizer, progress.speed
 
 
@@ -173,15 +199,18 @@ def refuse_other_tokenizer(there: dict[str, Any], tokenizer: Any, folder: SetFol
 
 
 def warn_of_ends(target: Target) -> None:
-    """An answer ends on one of the target's end ids; a template that ends turns otherwise is worth a word."""
+    """An answer ends on one of the target's end ids; a template that ends turns otherwise is worth
+    a word."""
     try:
         end = ChatPieces(target.tokenizer, target.stop_ids).turn_end()
     except InputError:
         return
     if end is not None and end not in target.stop_ids:
         say(
-            f"the chat template ends an answer with id {end}, which is not among the target's end ids "
-            f"{target.stop_ids}: answers may run on; name it as eos_token_id in its generation_config.json",
+            f"the chat template ends an answer with id {end}, which is not among the target's end "
+            f"ids "
+            f"{target.stop_ids}: answers may run on; name it as eos_token_id in its "
+            f"generation_config.json",
             first_only=True,
         )
 
@@ -204,7 +233,11 @@ class Progress:
         self.told = now
         left = (self.rows - done) * (now - self.began) / done if done else None
         share = " in this process" if world_size() > 1 else ""
-        say(f"{done}/{self.rows} rows{share}  {amount(self.rate.recent)} tokens/s  left {clock(left)}", first_only=True)
+        say(
+            f"{done}/{self.rows} rows{share}  {amount(self.rate.recent)} tokens/s  left "
+            f"{clock(left)}",
+            first_only=True,
+        )
 
     @property
     def speed(self) -> float | None:
@@ -218,16 +251,23 @@ def say(text: str, *, first_only: bool = False) -> None:
         print(f"synthesize: {who}{text}", file=sys.stderr, flush=True)
 
 
-# --- the set ---------------------------------------------------------------------------------------------------------
+# --- the set --------------------------------------------------------------------------------------
 
 
-def finish(folder: SetFolder, cfg: DictConfig, prompts: Prompts, tokenizer: Any, speed: float | None) -> None:
+def finish(
+    folder: SetFolder, cfg: DictConfig, prompts: Prompts, tokenizer: Any, speed: float | None
+) -> None:
     """Wait for every row, write the set, and say what is in it."""
     found, not_written = folder.await_rows({row for row, _ in prompts.rows}, world_size(), say)
     rows = [found[row] for row in sorted(found)]
     if not rows:
-        left_out = [*prompts.skipped, *(Skipped(row, reason) for row, reason in not_written.items())]
-        raise nothing_left(f"out={folder.path}", Prompts([], left_out, first_keys=prompts.first_keys))
+        left_out = [
+            *prompts.skipped,
+            *(Skipped(row, reason) for row, reason in not_written.items()),
+        ]
+        raise nothing_left(
+            f"out={folder.path}", Prompts([], left_out, first_keys=prompts.first_keys)
+        )
     held_out = min(cfg.held_out, len(rows) // HELD_OUT_SHARE)
     there = folder.recorded()
     assert there is not None
@@ -236,7 +276,9 @@ def finish(folder: SetFolder, cfg: DictConfig, prompts: Prompts, tokenizer: Any,
         {
             **there,
             "skipped": by_reason(prompts.skipped),
-            "not_written": by_reason(Skipped(row, reason) for row, reason in sorted(not_written.items())),
+            "not_written": by_reason(
+                Skipped(row, reason) for row, reason in sorted(not_written.items())
+            ),
             "supervised_by_temperature": by_temperature(rows),
             "reencoding_would_change_rows": changed_by_reencoding(tokenizer, rows),
             **{key: value for key, value in provenance(cfg).items() if key in ("date", "versions")},
@@ -247,7 +289,10 @@ def finish(folder: SetFolder, cfg: DictConfig, prompts: Prompts, tokenizer: Any,
         folder.clear()
     report(folder, manifest, rows, prompts, speed)
     if held_out < cfg.held_out:
-        say(f"held_out={cfg.held_out} is more than a fifth of {len(rows)} rows: {held_out} are held out")
+        say(
+            f"held_out={cfg.held_out} is more than a fifth of {len(rows)} rows: {held_out} are "
+            f"held out"
+        )
 
 
 def by_temperature(rows: list[Row]) -> dict[str, int]:
@@ -257,14 +302,27 @@ def by_temperature(rows: list[Row]) -> dict[str, int]:
     return found
 
 
-def report(folder: SetFolder, manifest: dict[str, Any], rows: list[Row], prompts: Prompts, speed: float | None) -> None:
+def report(
+    folder: SetFolder,
+    manifest: dict[str, Any],
+    rows: list[Row],
+    prompts: Prompts,
+    speed: float | None,
+) -> None:
     total = manifest["supervised_tokens"]
     turns = {row: len(prompt.users) for row, prompt in prompts.rows if prompt is not None}
-    short = [row.row for row in rows if len(row.spans) < turns.get(row.row, 0) and row.finish[-1] == "stop"]
+    short = [
+        row.row
+        for row in rows
+        if len(row.spans) < turns.get(row.row, 0) and row.finish[-1] == "stop"
+    ]
     rewritten = [row.row for row in rows if row.finish[-1] == "template"]
     lines: list[tuple[str, str]] = [
         ("conversations", f"{len(rows)}, {manifest['held_out']} of them held out"),
-        ("supervised tokens", f"{total} of {manifest['tokens']} ({total / manifest['tokens']:.0%})"),
+        (
+            "supervised tokens",
+            f"{total} of {manifest['tokens']} ({total / manifest['tokens']:.0%})",
+        ),
     ]
     lines += [
         (f"  at temperature {temperature}", f"{count} ({count / total:.0%})")
@@ -272,7 +330,10 @@ def report(folder: SetFolder, manifest: dict[str, Any], rows: list[Row], prompts
     ]
     lines += [
         ("answers", f"{manifest['answers']}, {manifest['answers_cut_by_length']} cut by a limit"),
-        ("re-encoding would have changed", f"{manifest['reencoding_would_change_rows']} of {len(rows)} rows"),
+        (
+            "re-encoding would have changed",
+            f"{manifest['reencoding_would_change_rows']} of {len(rows)} rows",
+        ),
     ]
     if short:
         lines.append(("later turns left out, too long", f"{len(short)} rows: {some(short)}"))
@@ -288,7 +349,7 @@ def report(folder: SetFolder, manifest: dict[str, Any], rows: list[Row], prompts
     table(str(folder.path), ("", "value"), lines)
 
 
-# --- preview ---------------------------------------------------------------------------------------------------------
+# --- preview --------------------------------------------------------------------------------------
 
 
 def preview_rows(folder: SetFolder, tokenizer: Any | None, count: int) -> bool:
@@ -299,15 +360,19 @@ def preview_rows(folder: SetFolder, tokenizer: Any | None, count: int) -> bool:
     there = folder.recorded()
     if tokenizer is None:
         raise InputError(
-            "preview needs a target whose tokenizer can be read alone: target=smollm2, or target=hf target.path=..."
+            "preview needs a target whose tokenizer can be read alone: target=smollm2, or "
+            "target=hf target.path=..."
         )
     if there is not None:
         refuse_other_tokenizer(there, tokenizer, folder)
     for number in sorted(rows)[:count]:
         row = rows[number]
-        mask = [any(start <= place < end for start, end in row.spans) for place in range(len(row.ids))]
+        mask = [
+            any(start <= place < end for start, end in row.spans) for place in range(len(row.ids))
+        ]
         show_row(
-            f"row {number}: {row.supervised} of {len(row.ids)} tokens supervised, temperature {row.temperature}, "
+            f"row {number}: {row.supervised} of {len(row.ids)} tokens supervised, temperature "
+            f"{row.temperature}, "
             f"answers end by {', '.join(row.finish)}",
             row.ids,
             mask,
@@ -316,7 +381,9 @@ def preview_rows(folder: SetFolder, tokenizer: Any | None, count: int) -> bool:
     return True
 
 
-def preview_prompts(prompts: Prompts, writing: SynthesisConfig, tokenizer: Any | None, count: int) -> None:
+def preview_prompts(
+    prompts: Prompts, writing: SynthesisConfig, tokenizer: Any | None, count: int
+) -> None:
     """Show what the target would read; nothing in it is supervised."""
     pieces = ChatPieces(tokenizer, ())
     for row, prompt in prompts.rows[:count]:
@@ -326,8 +393,13 @@ def preview_prompts(prompts: Prompts, writing: SynthesisConfig, tokenizer: Any |
             break
         ids = pieces.check(prompt.system, prompt.users)
         more = f" ({len(prompt.users) - 1} more turns follow)" if len(prompt.users) > 1 else ""
-        show_row(f"row {row}: prompt of {len(ids)} tokens{more}", ids, [False] * len(ids), tokenizer)
-    console().print("no rows have been written yet: what is shown is read by the target, the answers are written by it")
+        show_row(
+            f"row {row}: prompt of {len(ids)} tokens{more}", ids, [False] * len(ids), tokenizer
+        )
+    console().print(
+        "no rows have been written yet: what is shown is read by the target, the answers are "
+        "written by it"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Choose how a package decodes on this device, and keep the choice in its decoding.yaml.
 
-Calibrate: decode prompts with a wide tree and count how often the child of each rank is accepted at each depth. Measure what
-drafting and verifying cost here. Predict tokens a second for the best tree of every size and depth. Race the most promising ones
-against plain decoding on further prompts; the fastest wins, plain decoding among them.
+Calibrate: decode prompts with a wide tree and count how often the child of each rank is accepted at
+each depth. Measure what drafting and verifying cost here. Predict tokens a second for the best tree
+of every size and depth. Race the most promising ones against plain decoding on further prompts; the
+fastest wins, plain decoding among them.
 
-Of an ensemble every member grows a wide tree, and the drafts of every size are shared by what each member adds.
+Of an ensemble every member grows a wide tree, and the drafts of every size are shared by what each
+member adds.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.packaging.writing import change_plan, check_change
 from drafttrain.reporting.console import table, track
 from drafttrain.reporting.rows import memories
-from drafttrain.runs import check_run_dir, fresh_folder, provenance
+from drafttrain.runs import check_run_dir, new_folder, provenance
 from drafttrain.target.model import Target
 from drafttrain.target.prompts import open_prompts
 from drafttrain.tree.choice import CALIBRATION, SHARING, candidates, known
@@ -61,10 +63,12 @@ def main(cfg: DictConfig) -> None:
     target: Target = build(cfg.target, work="decode")
     target = target_for(package, target)
     drafter = load_drafter(package, target)
-    speculator = Speculator(target, drafter, read_plan(package / DECODING, drafter), dtype=cfg.dtype)
+    speculator = Speculator(
+        target, drafter, read_plan(package / DECODING, drafter), dtype=cfg.dtype
+    )
     prompts = source.ids(target, cfg.calibration_prompts + cfg.race_prompts, say)
     more = [fit(Plan(tree_of(value)), drafter, f"trees: {value}").tree for value in cfg.trees]
-    with fresh_folder(cfg) as folder:
+    with new_folder(cfg) as folder:
         calibration = calibrate(speculator, prompts[: cfg.calibration_prompts], policy, cfg)
         guesses = predict(speculator, calibration, prompts, policy, cfg)
         show_guesses(guesses)
@@ -75,12 +79,19 @@ def main(cfg: DictConfig) -> None:
         winner = choose(raced, policy)
         show_race(raced, guesses)
         result = {
-            "settings": {key: plain_value(cfg[key]) for key in ("temperature", "top_k", "top_p", "max_new_tokens", "seed")},
+            "settings": {
+                key: plain_value(cfg[key])
+                for key in ("temperature", "top_k", "top_p", "max_new_tokens", "seed")
+            },
             "prompts": source.name,
             "rates": calibration.rates,
             "predicted": [guess.row() for guess in guesses],
             "raced": [found.row() for found in raced],
-            "chosen": {"tree": winner.tree.title, "rule": winner.rule_name, "nodes": winner.tree.size},
+            "chosen": {
+                "tree": winner.tree.title,
+                "rule": winner.rule_name,
+                "nodes": winner.tree.size,
+            },
             "provenance": provenance(cfg),
         }
         write_json(folder / RESULT, result)
@@ -91,11 +102,17 @@ def main(cfg: DictConfig) -> None:
         say(f"wrote {folder / RESULT}")
 
 
-# --- before long work starts -----------------------------------------------------------------------------------------------
+# --- before long work starts ----------------------------------------------------------------------
 
 
 def check_settings(cfg: DictConfig) -> Policy:
-    whole = {"max_new_tokens": 2, "batch": 1, "calibration_prompts": 1, "race": 1, "race_prompts": 1}
+    whole = {
+        "max_new_tokens": 2,
+        "batch": 1,
+        "calibration_prompts": 1,
+        "race": 1,
+        "race_prompts": 1,
+    }
     for key, least in whole.items():
         if type(cfg[key]) is not int or cfg[key] < least:
             raise InputError(f"{key}={cfg[key]}: needs a whole number of at least {least}")
@@ -114,7 +131,9 @@ def check_settings(cfg: DictConfig) -> Policy:
     policy = Policy(cfg.temperature, cfg.top_k, cfg.top_p).simplest()
     for value in cfg.trees:
         if not tree_of(value).size:
-            raise InputError(f"trees: {value} drafts nothing; plain decoding races anyway: leave it out")
+            raise InputError(
+                f"trees: {value} drafts nothing; plain decoding races anyway: leave it out"
+            )
     for rule in cfg.rules:
         rule_of(rule)
     return policy
@@ -124,7 +143,7 @@ def plain_value(value: Any) -> Any:
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
-# --- the work --------------------------------------------------------------------------------------------------------------
+# --- the work -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -200,7 +219,11 @@ def calibrate(
 
 
 def calibrate_members(
-    speculator: Speculator, drafter: Ensemble, prompts: Sequence[Sequence[int]], policy: Policy, cfg: DictConfig
+    speculator: Speculator,
+    drafter: Ensemble,
+    prompts: Sequence[Sequence[int]],
+    policy: Policy,
+    cfg: DictConfig,
 ) -> Calibration:
     """Decode with a wide tree for each member."""
     narrow = min(member.choices for member in drafter.drafters)
@@ -223,7 +246,11 @@ def calibrate_members(
 
 
 def predict(
-    speculator: Speculator, calibration: Calibration, prompts: Sequence[Sequence[int]], policy: Policy, cfg: DictConfig
+    speculator: Speculator,
+    calibration: Calibration,
+    prompts: Sequence[Sequence[int]],
+    policy: Policy,
+    cfg: DictConfig,
 ) -> list[Guess]:
     """The best trees of all sizes and depths with what they promise, the most promising first."""
     trees = calibration.trees(cfg.sizes)
@@ -249,7 +276,11 @@ def predict(
 
 
 def racing(
-    guesses: Sequence[Guess], more: Sequence[Growth], policy: Policy, drafter: Drafter, cfg: DictConfig
+    guesses: Sequence[Guess],
+    more: Sequence[Growth],
+    policy: Policy,
+    drafter: Drafter,
+    cfg: DictConfig,
 ) -> list[Plan]:
     """The most promising trees, those that race in any case, and further rules where they fit."""
     trees: list[Growth] = [guess.tree for guess in guesses[: cfg.race]]
@@ -288,7 +319,7 @@ def choose(raced: Sequence[Measurement], policy: Policy) -> Plan:
     return best.plan
 
 
-# --- what people see -------------------------------------------------------------------------------------------------------
+# --- what people see ------------------------------------------------------------------------------
 
 
 def show_guesses(guesses: Sequence[Guess]) -> None:

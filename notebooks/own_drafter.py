@@ -1,4 +1,5 @@
-"""A drafter of one's own, in full: it reads the last token and nothing else, a bigram model that speaks through the target's head.
+"""A drafter of one's own, in full: it reads the last token and nothing else, a bigram model that
+speaks through the target's head.
 
 Alignment, 0-based, for a row x_0..x_{T-1} with the target's features h_i (what its LM head reads):
 
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drafttrain.checks import whole
-from drafttrain.drafter.base import Fresh
+from drafttrain.checks import integer
+from drafttrain.drafter.base import Committed
 from drafttrain.drafter.borrowing import BorrowsHead
 from drafttrain.flow import Batch, Features, Loss, Needs
 from drafttrain.nn import losses
@@ -22,7 +23,8 @@ from drafttrain.target.model import Target
 
 
 class LastToken(BorrowsHead):
-    """Two linears from the last token's embedding to what the head reads; nothing is remembered between rounds.
+    """Two linears from the last token's embedding to what the head reads; nothing is remembered
+    between rounds.
 
     Args:
         draft_ids: (w) ascending ids that can be proposed; None is the whole vocabulary.
@@ -34,13 +36,20 @@ class LastToken(BorrowsHead):
     loss_parts = ("divergence", "accuracy")
 
     def __init__(
-        self, target: Target, *, draft_ids: Tensor | list[int] | None = None, width: int = 64, chunk: int = 256
+        self,
+        target: Target,
+        *,
+        draft_ids: Tensor | list[int] | None = None,
+        width: int = 64,
+        chunk: int = 256,
     ) -> None:
         super().__init__(target, draft_ids)
-        whole("width", width, 1)
-        whole("chunk", chunk, 1)
+        integer("width", width, 1)
+        integer("chunk", chunk, 1)
         self.width, self.chunk, d = width, chunk, target.width
-        self.layers = nn.Sequential(nn.RMSNorm(d), nn.Linear(d, width), nn.SiLU(), nn.Linear(width, d))
+        self.layers = nn.Sequential(
+            nn.RMSNorm(d), nn.Linear(d, width), nn.SiLU(), nn.Linear(width, d)
+        )
         self.to(target.device)
 
     def settings(self) -> dict[str, Any]:
@@ -53,14 +62,26 @@ class LastToken(BorrowsHead):
         out: Tensor = self.layers(embedded)
         return out
 
-    def loss(self, batch: Batch, features: Features, *, generator: torch.Generator | None = None) -> Loss:
+    def loss(
+        self, batch: Batch, features: Features, *, generator: torch.Generator | None = None
+    ) -> Loss:
         assert features.last_hidden is not None
-        ids, chosen = batch.input_ids.to(self.device), batch.loss_mask[:, 1:].to(self.device)  # b s-1
+        ids, chosen = (
+            batch.input_ids.to(self.device),
+            batch.loss_mask[:, 1:].to(self.device),
+        )  # b s-1
         out = self(ids[:, :-1][chosen])  # t d
         teacher = features.last_hidden.to(self.device)[:, :-1][chosen]  # t d
-        total, guesses = losses.over_vocabulary(out, teacher, self.head, losses.forward_kl, chunk=self.chunk)
-        right, count = (self.to_target_ids(guesses) == ids[:, 1:][chosen]).sum().float(), chosen.sum().float()
-        return Loss(total, count, {"divergence": (total.detach(), count), "accuracy": (right, count)})
+        total, guesses = losses.over_vocabulary(
+            out, teacher, self.head, losses.forward_kl, chunk=self.chunk
+        )
+        right, count = (
+            (self.to_target_ids(guesses) == ids[:, 1:][chosen]).sum().float(),
+            chosen.sum().float(),
+        )
+        return Loss(
+            total, count, {"divergence": (total.detach(), count), "accuracy": (right, count)}
+        )
 
     def open(self, rows: int, capacity: int) -> None:
         return None
@@ -68,11 +89,13 @@ class LastToken(BorrowsHead):
     def select(self, state: None, rows: Tensor) -> None:
         return None
 
-    def extend(self, state: None, fresh: Fresh) -> tuple[Tensor, Tensor]:
-        last = fresh.counts.to(fresh.tokens.device)[:, None] - 1
-        out = self(fresh.tokens.gather(1, last)[:, 0])  # b d
+    def extend(self, state: None, committed: Committed) -> tuple[Tensor, Tensor]:
+        last = committed.counts.to(committed.tokens.device)[:, None] - 1
+        out = self(committed.tokens.gather(1, last)[:, 0])  # b d
         return out, self.head(out)
 
-    def expand(self, state: None, tokens: Tensor, hidden: Tensor, depth: int, among: Tensor) -> tuple[Tensor, Tensor]:
+    def expand(
+        self, state: None, tokens: Tensor, hidden: Tensor, depth: int, tree_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
         out = self(tokens)  # b m d
         return out, self.head(out)

@@ -1,6 +1,8 @@
-"""Open a page in a browser without a window and without a network, and tell what it does there, one line of JSON for each width.
+"""Open a page in a browser without a window and without a network, and tell what it does there, one
+line of JSON for each width.
 
-    .venv-browser/bin/python scripts/look.py report.html --width 390 --width 1280 [--dark] [--picture folder]
+    .venv-browser/bin/python scripts/look.py report.html --width 390 --width 1280 [--dark]
+    [--picture folder]
 
 Needs PySide6-WebEngine; scripts/browser.sh installs it in an environment of its own.
 """
@@ -16,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 KEPT: list[object] = []
-"""Parts of the browser: what Python clears away in the wrong order ends the program with a fault."""
+"""Parts of the browser: what Python clears away in the wrong order ends the program with a
+fault."""
 SECONDS, PAUSE = 60, 3000
 """Seconds that anything may take, and milliseconds in which a page is drawn anew."""
 TALLEST, SHEET = 12000, 1600
@@ -52,9 +55,13 @@ document.documentElement.scrollHeight;
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("page", type=Path)
-    parser.add_argument("--width", type=int, action="append", required=True, help="of the window, in pixels")
+    parser.add_argument(
+        "--width", type=int, action="append", required=True, help="of the window, in pixels"
+    )
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--picture", type=Path, help="a folder for pictures of the page")
     return parser.parse_args()
@@ -62,23 +69,32 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
-    flags = ["--disable-gpu", '--host-resolver-rules="MAP * ~NOTFOUND"', "--disable-background-networking"]
+    flags = [
+        "--disable-gpu",
+        '--host-resolver-rules="MAP * ~NOTFOUND"',
+        "--disable-background-networking",
+    ]
     flags += [f"--blink-settings=preferredColorScheme={0 if given.dark else 1}"]
     os.environ["QT_QPA_PLATFORM"] = "offscreen"
     os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = " ".join(flags)
-    os.environ["QTWEBENGINE_DISABLE_SANDBOX"] = "1"  # It does not work for root, and the page runs nothing.
+    os.environ["QTWEBENGINE_DISABLE_SANDBOX"] = (
+        "1"  # It does not work for root, and the page runs nothing.
+    )
     try:
         import PySide6.QtWebEngineWidgets  # noqa: F401 - before there is an application
         from PySide6.QtWidgets import QApplication
     except ImportError as error:
         sys.exit(
-            f"look: no browser ({error}): scripts/browser.sh installs one; it needs libnss3, libegl1, libasound2, libxkbfile1"
+            f"look: no browser ({error}): scripts/browser.sh installs one; it needs libnss3, "
+            f"libegl1, libasound2, libxkbfile1"
         )
     app = QApplication(sys.argv[:1])
     app.setQuitOnLastWindowClosed(False)
     for width in given.width:
         print(
-            json.dumps(look(given.page.resolve(), width, given.picture, "dark" if given.dark else "light")),
+            json.dumps(
+                look(given.page.resolve(), width, given.picture, "dark" if given.dark else "light")
+            ),
             flush=True,
         )
     os._exit(0)
@@ -105,7 +121,9 @@ def look(path: Path, width: int, pictures: Path | None, scheme: str) -> dict[str
             info.block(info.requestUrl() != address)
 
     class Page(QWebEnginePage):
-        def javaScriptConsoleMessage(self, level: Any, message: str, line: int, source: str) -> None:
+        def javaScriptConsoleMessage(
+            self, level: Any, message: str, line: int, source: str
+        ) -> None:
             said.append(f"{level} {message} ({source}:{line})")
 
     def wait(start: Callable[[Callable[[Any], None]], None]) -> Any:
@@ -147,9 +165,17 @@ def look(path: Path, width: int, pictures: Path | None, scheme: str) -> dict[str
         wait(lambda done: QTimer.singleShot(PAUSE, lambda: done(True)))
         whole = view.grab()
         for number, top in enumerate(range(0, whole.height(), SHEET), start=1):
-            whole.copy(0, top, width, SHEET).save(str(pictures / f"{path.stem}-{scheme}-{width}-{number}.png"))
+            whole.copy(0, top, width, SHEET).save(
+                str(pictures / f"{path.stem}-{scheme}-{width}-{number}.png")
+            )
     KEPT.extend((view, page, profile, refuse))
-    return {"loaded": loaded, "requests": requests, "console": said, "page": address.toString(), **found}
+    return {
+        "loaded": loaded,
+        "requests": requests,
+        "console": said,
+        "page": address.toString(),
+        **found,
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What holds for every test: no network, few threads, and nothing is skipped without anybody noticing."""
+"""What holds for every test: no network, few threads, and nothing is skipped without anybody
+noticing."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", min(4, os.cpu_count(
 
 @pytest.fixture(scope="session")
 def target() -> Any:
-    """A tiny target that can chat, with answers long enough to draft in; files that need another have their own."""
+    """A tiny target that can chat, with answers long enough to draft in; files that need another
+    have their own."""
     from tests.helpers import tiny_chat_target
 
     return tiny_chat_target(stop_bias=1.0)
@@ -31,7 +33,8 @@ def target() -> Any:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, so that no worker is left alone with one: those that start processes, then those of most tests."""
+    """The longest files first, so that no worker is left alone with one: those that start
+    processes, then those of most tests."""
     tests = Counter(item.path for item in items)
     starting = {item.path for item in items if item.get_closest_marker("processes")}
     items.sort(key=lambda item: (item.path not in starting, -tests[item.path]))
@@ -42,8 +45,11 @@ ALLOWED_SKIPS = ("needs an accelerator",)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
-    """A skip for any other reason is a failure: a check that did not run is not a check that passed."""
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[Any]
+) -> Generator[None, Any, Any]:
+    """A skip for any other reason is a failure: a check that did not run is not a check that
+    passed."""
     report = yield
     return _refuse_skip(report)
 
@@ -59,5 +65,7 @@ def _refuse_skip(report: Any) -> Any:
         path, line, reason = report.longrepr
         if not reason.removeprefix("Skipped: ").startswith(ALLOWED_SKIPS):
             report.outcome = "failed"
-            report.longrepr = f"{path}:{line}: skipped ({reason}); allowed reasons start with {ALLOWED_SKIPS}"
+            report.longrepr = (
+                f"{path}:{line}: skipped ({reason}); allowed reasons start with {ALLOWED_SKIPS}"
+            )
     return report

@@ -1,4 +1,5 @@
-"""Further processes without the seconds that importing takes: each is forked from one that has imported all and run nothing."""
+"""Further processes without the seconds that importing takes: each is forked from one that has
+imported all and run nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-IMPORTED = ("drafttrain.fit", "drafttrain.capture", "drafttrain.synthesize", "transformers.models.llama.modeling_llama")
+IMPORTED = (
+    "drafttrain.fit",
+    "drafttrain.capture",
+    "drafttrain.synthesize",
+    "transformers.models.llama.modeling_llama",
+)
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([*IMPORTED, __name__])
 
@@ -28,12 +34,15 @@ class Forked:
         environment: variables beside those of this process.
     """
 
-    def __init__(self, function: Callable[..., Any], *arguments: Any, said: Path, **environment: str) -> None:
+    def __init__(
+        self, function: Callable[..., Any], *arguments: Any, said: Path, **environment: str
+    ) -> None:
         self._said = said
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
             forkserver.ensure_running()
-        # What processes of one run tell each other goes through the temporary folder; nothing of it stays behind.
+        # What processes of one run tell each other goes through the temporary folder; nothing of it
+        # stays behind.
         variables = {**os.environ, "TMPDIR": str(said.parent), **environment}
         settings = (said, variables, torch.get_num_threads())
         self._process = _context.Process(target=_run, args=(function, arguments, *settings))
@@ -63,14 +72,30 @@ class Forked:
         return code
 
 
-def pair(function: Callable[..., Any], *arguments: Any, said: Path, **environment: str) -> tuple[str, str]:
-    """Two processes of one run, as a launcher starts them, both of which must end well. Returns what each said."""
+def pair(
+    function: Callable[..., Any], *arguments: Any, said: Path, **environment: str
+) -> tuple[str, str]:
+    """Two processes of one run, as a launcher starts them, both of which must end well. Returns
+    what each said."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment}
+    common = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        **environment,
+    }
     both = [
-        Forked(function, *arguments, said=said.with_name(f"{said.name}-{rank}"), RANK=rank, LOCAL_RANK=rank, **common)
+        Forked(
+            function,
+            *arguments,
+            said=said.with_name(f"{said.name}-{rank}"),
+            RANK=rank,
+            LOCAL_RANK=rank,
+            **common,
+        )
         for rank in ("0", "1")
     ]
     codes = [one.ended() for one in both]
@@ -78,7 +103,13 @@ def pair(function: Callable[..., Any], *arguments: Any, said: Path, **environmen
     return both[0].said, both[1].said
 
 
-def _run(function: Callable[..., Any], arguments: Any, said: Path, environment: dict[str, str], threads: int) -> None:
+def _run(
+    function: Callable[..., Any],
+    arguments: Any,
+    said: Path,
+    environment: dict[str, str],
+    threads: int,
+) -> None:
     with said.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

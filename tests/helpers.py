@@ -1,4 +1,5 @@
-"""What several tests need: a tiny target that can chat, and a folder in which a door finds it with a package."""
+"""What several tests need: a tiny target that can chat, and a folder in which a door finds it with
+a package."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from drafttrain.target.model import Target
 from tests.packaging.made import packed
 
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content "
+    "}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 BARE = (
@@ -35,23 +37,36 @@ ALTERNATING = (
 
 
 def tiny_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
-    """Every byte is a token, and a few pairs are; 264 ids. "th" can thus be written as one id and as two."""
+    """Every byte is a token, and a few pairs are; 264 ids. "th" can thus be written as one id and
+    as two."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("t", "h"), ("th", "e"), ("i", "n"), ("e", "r"), ("a", "n")]
-    words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters, *("".join(pair) for pair in merges)]
+    words = [
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        *letters,
+        *("".join(pair) for pair in merges),
+    ]
     raw = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, bos_token="<|endoftext|>", eos_token="<|im_end|>", pad_token="<|im_end|>"
+        tokenizer_object=raw,
+        bos_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
     )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     tokenizer.chat_template = template
     return tokenizer
 
 
-def tiny_chat_target(template: str = CHATML, *, seed: int = 0, stop_bias: float = 2.5, **settings: Any) -> Target:
-    """A random target with a tokenizer: 320 ids in the model, 264 in the tokenizer, turns end on <|im_end|> (id 2).
+def tiny_chat_target(
+    template: str = CHATML, *, seed: int = 0, stop_bias: float = 2.5, **settings: Any
+) -> Target:
+    """A random target with a tokenizer: 320 ids in the model, 264 in the tokenizer, turns end on
+    <|im_end|> (id 2).
 
     Args:
         stop_bias: how much more likely than a random token the end of a turn is.
@@ -97,7 +112,8 @@ def packed_place(folder: Path, target: Target, drafter: Eagle1, **settings: Any)
 
 
 def place_words(place: Path, *more: str, **settings: Any) -> list[str]:
-    """Words on a door's command line that decode with what `packed_place` put there: in float32, on the CPU, briefly."""
+    """Words on a door's command line that decode with what `packed_place` put there: in float32, on
+    the CPU, briefly."""
     given = {
         "package": place / "package",
         "target": "hf",

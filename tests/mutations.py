@@ -1,4 +1,5 @@
-"""Files changed as damage or malice would: bytes, JSON, JSON Lines, safetensors, archives of tensors, chat templates."""
+"""Files changed as damage or malice would: bytes, JSON, JSON Lines, safetensors, archives of
+tensors, chat templates."""
 
 from __future__ import annotations
 
@@ -29,11 +30,27 @@ SIGNS = (
     b"[", b"{", b"]", b"}", b": ", b", ", b"- ", b"\n", b"  ", b'"', b"'", b"&a ", b"*a", b"!!", b"1e9", b"null", b"0x", b"F",
     b"!!bool ", b"!!timestamp ", b"!!int ", b"!!float '' ", b"!!set ", b"!!binary ", b"? ", b"<<: ",
 )  # fmt: skip
-DTYPES = ("BOOL", "U8", "I8", "I16", "U16", "F16", "BF16", "I32", "F32", "F64", "I64", "F8_E4M3", "C64", "none", "")
+DTYPES = (
+    "BOOL",
+    "U8",
+    "I8",
+    "I16",
+    "U16",
+    "F16",
+    "BF16",
+    "I32",
+    "F32",
+    "F64",
+    "I64",
+    "F8_E4M3",
+    "C64",
+    "none",
+    "",
+)
 OPCODES = [op.code.encode("latin1") for op in pickletools.opcodes]
 
 
-# --- plain values ----------------------------------------------------------------------------------------------------
+# --- plain values ---------------------------------------------------------------------------------
 
 
 def value(chance: random.Random, depth: int = 2) -> Any:
@@ -69,7 +86,9 @@ def changed(chance: random.Random, whole: Any, times: int = 3) -> Any:
             if other is not None and other is not parent:
                 parent[key] = copy.deepcopy(other[place])
         elif kind == 3 and isinstance(parent[key], int) and not isinstance(parent[key], bool):
-            parent[key] += chance.choice((-1, 1, -parent[key] * 2, parent[key] << chance.randrange(40)))
+            parent[key] += chance.choice(
+                (-1, 1, -parent[key] * 2, parent[key] << chance.randrange(40))
+            )
         elif kind == 3 and isinstance(parent[key], str):
             text = parent[key]
             at = chance.randrange(len(text) + 1)
@@ -91,11 +110,12 @@ def _place(chance: random.Random, whole: Any) -> tuple[Any, Any]:
     return parent, key
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def bytes_of(chance: random.Random, whole: bytes) -> bytes:
-    """Something else altogether, or the same with a few bytes changed, cut out, put in or doubled."""
+    """Something else altogether, or the same with a few bytes changed, cut out, put in or
+    doubled."""
     if chance.random() < 0.1:
         return chance.randbytes(chance.randrange(200))
     content = bytearray(whole)
@@ -165,7 +185,9 @@ def tensors_of(chance: random.Random, whole: bytes) -> bytes:
         name = chance.choice([name for name in header if name != "__metadata__"] or [""])
         said = header.get(name)
         kind = chance.randrange(7)
-        whole_entry = isinstance(said, dict) and all(isinstance(said.get(part), list) for part in ("shape", "data_offsets"))
+        whole_entry = isinstance(said, dict) and all(
+            isinstance(said.get(part), list) for part in ("shape", "data_offsets")
+        )
         if kind == 0 or not whole_entry or len(said["data_offsets"]) != 2:
             header = changed(chance, header, 1)
             header = header if isinstance(header, dict) else {"x": header}
@@ -176,7 +198,11 @@ def tensors_of(chance: random.Random, whole: bytes) -> bytes:
         elif kind == 3:
             said["data_offsets"][chance.randrange(2)] = chance.choice(NUMBERS)
         elif kind == 4:  # Values of another size or number, and a body that fits them.
-            body = body + chance.randbytes(chance.choice((0, 1, 8))) if chance.random() < 0.5 else body[: len(body) // 2]
+            body = (
+                body + chance.randbytes(chance.choice((0, 1, 8)))
+                if chance.random() < 0.5
+                else body[: len(body) // 2]
+            )
         elif kind == 5:
             header[chance.choice(WORDS)] = copy.deepcopy(said)
         else:
@@ -185,7 +211,11 @@ def tensors_of(chance: random.Random, whole: bytes) -> bytes:
             at = chance.randrange(len(body))
             body = body[:at] + chance.randbytes(1) + body[at + 1 :]
     text = json.dumps(header).encode()
-    length = len(text) if chance.random() < 0.9 else chance.choice((0, 1, len(text) + 1, 2**40, 2**63, 2**64 - 1))
+    length = (
+        len(text)
+        if chance.random() < 0.9
+        else chance.choice((0, 1, len(text) + 1, 2**40, 2**63, 2**64 - 1))
+    )
     return length.to_bytes(8, "little") + text + body
 
 
@@ -201,16 +231,27 @@ def archive_of(chance: random.Random, whole: bytes) -> bytes:
         return file.getvalue()
     with zipfile.ZipFile(io.BytesIO(whole)) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
-    name = next(name for name in parts if name.endswith("data.pkl")) if kind == 2 else chance.choice(list(parts))
+    name = (
+        next(name for name in parts if name.endswith("data.pkl"))
+        if kind == 2
+        else chance.choice(list(parts))
+    )
     if kind == 2 and chance.random() < 0.5:
-        parts[name] = b"\x80\x02" + b"".join(
-            chance.choice(OPCODES) + chance.randbytes(chance.choice((0, 0, 1, 1, 4))) for _ in range(chance.randrange(40))
-        ) + b"."
+        parts[name] = (
+            b"\x80\x02"
+            + b"".join(
+                chance.choice(OPCODES) + chance.randbytes(chance.choice((0, 0, 1, 1, 4)))
+                for _ in range(chance.randrange(40))
+            )
+            + b"."
+        )
     else:
         parts[name] = bytes_of(chance, parts[name])
     if chance.random() < 0.1:
         del parts[chance.choice(list(parts))]
-    with zipfile.ZipFile(file, "w", chance.choice((zipfile.ZIP_STORED, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))) as archive:
+    with zipfile.ZipFile(
+        file, "w", chance.choice((zipfile.ZIP_STORED, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))
+    ) as archive:
         for name, content in parts.items():
             archive.writestr(name, content)
     return file.getvalue()
@@ -234,5 +275,9 @@ def template_of(chance: random.Random, whole: bytes) -> bytes:
     text = whole.decode()
     for _ in range(chance.randint(1, 4)):
         at = chance.randrange(len(text) + 1)
-        text = text[:at] + "".join(chance.choices(PIECES, k=chance.randrange(4))) + text[at + chance.choice((0, 0, 1, 5, 20)) :]
+        text = (
+            text[:at]
+            + "".join(chance.choices(PIECES, k=chance.randrange(4)))
+            + text[at + chance.choice((0, 0, 1, 5, 20)) :]
+        )
     return text.encode()

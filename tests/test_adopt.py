@@ -47,7 +47,9 @@ def place(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adopt")
     save_target(target, folder / "target")
     for kind, (make, engine) in KINDS.items():
-        packed(folder / "package", stirred(make(target)), target, dtype="bfloat16", trained_length=48)
+        packed(
+            folder / "package", stirred(make(target)), target, dtype="bfloat16", trained_length=48
+        )
         export.export_package(folder / "package", target, engine, folder / kind)
         (folder / f"{kind}-ours").mkdir()
         shutil.copytree(folder / kind, folder / f"{kind}-ours", dirs_exist_ok=True)
@@ -61,7 +63,13 @@ def settings() -> DictConfig:
 
 
 def words(place: Path, *more: str, **settings: Any) -> list[str]:
-    given = {"target": "hf", "target.path": place / "target", "target.dtype": "float32", "target.device": "cpu", **settings}
+    given = {
+        "target": "hf",
+        "target.path": place / "target",
+        "target.dtype": "float32",
+        "target.device": "cpu",
+        **settings,
+    }
     return [f"{key}={value}" for key, value in given.items()] + list(more)
 
 
@@ -74,7 +82,11 @@ def test_a_foreign_head_decodes_and_begins_a_training(
     said = capsys.readouterr().err
     assert f"init_from={package} drafter={kind} draft_vocab=0" in said
     told = read_config(package)
-    assert told["shape"]["dtype"] == "bfloat16" and told["training"]["adopted"] and told["trained_length"] is None
+    assert (
+        told["shape"]["dtype"] == "bfloat16"
+        and told["training"]["adopted"]
+        and told["trained_length"] is None
+    )
     speculator = drafttrain.load(package, target, dtype="float32")
     assert speculator.plan.tree.max_depth == (2 if kind == "medusa" else 3)
     outputs, tally = speculator.generate([[5, 6, 7]], max_new_tokens=8)
@@ -100,7 +112,11 @@ def test_the_random_state_stays(place: Path, target: Target) -> None:
 
 
 def test_pickles_are_refused_with_a_way(
-    place: Path, tmp_path: Path, target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: Path,
+    tmp_path: Path,
+    target: Target,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The way that is told really leads there."""
     head = tmp_path / "head"
@@ -110,7 +126,11 @@ def test_pickles_are_refused_with_a_way(
     with pytest.raises(SystemExit) as left:
         adopt.main(words(place, head=head, out=tmp_path / "package"))
     said = capsys.readouterr().err
-    assert left.value.code == 2 and "pytorch_model.bin can run code when read" in said and not (tmp_path / "package").exists()
+    assert (
+        left.value.code == 2
+        and "pytorch_model.bin can run code when read" in said
+        and not (tmp_path / "package").exists()
+    )
     *_, code, name = shlex.split(said[said.index("python -c") : said.rindex(" in its directory")])
     monkeypatch.chdir(head)
     monkeypatch.setattr(sys, "argv", ["-c", name])
@@ -119,7 +139,9 @@ def test_pickles_are_refused_with_a_way(
     assert same(read_back(head, target), read_back(place / "eagle1", target))
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "it's $HOME `id` \"a\".bin", "-x.pt", f"{'n' * 200}.bin"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", 'it\'s $HOME `id` "a".bin', "-x.pt", f"{'n' * 200}.bin"]
+)
 def test_the_way_is_safe_in_a_shell(name: str) -> None:
     """A foreign file's name is one word of the command that is told."""
     told = how_to_convert((name,))
@@ -141,10 +163,16 @@ def test_the_way_is_safe_in_a_shell(name: str) -> None:
         ({"head": "{place}/package"}, "is a drafttrain package"),
     ],
 )
-def test_bad_input(given: dict[str, Any], message: str, place: Path, settings: DictConfig, tmp_path: Path) -> None:
+def test_bad_input(
+    given: dict[str, Any], message: str, place: Path, settings: DictConfig, tmp_path: Path
+) -> None:
     """Before the target is read."""
     cfg = copy.deepcopy(settings)
-    for key, value in {"head": str(place / "eagle1"), "out": str(tmp_path / "package"), **given}.items():
+    for key, value in {
+        "head": str(place / "eagle1"),
+        "out": str(tmp_path / "package"),
+        **given,
+    }.items():
         cfg[key] = value.replace("{place}", str(place)) if isinstance(value, str) else value
     with pytest.raises(InputError, match=re.escape(message)):
         adopt.read_head(cfg)
@@ -156,5 +184,7 @@ def test_another_class_than_the_export_tells(place: Path, tmp_path: Path, target
     for name in ("drafttrain.drafter.medusa.Medusa", "os.system"):
         told["drafter"]["_target_"] = name
         (head / "drafttrain.json").write_text(json.dumps(told))
-        with pytest.raises(InputError, match=r"the directory holds Eagle1|is not a drafter of drafttrain"):
+        with pytest.raises(
+            InputError, match=r"the directory holds Eagle1|is not a drafter of drafttrain"
+        ):
             read_back(head, target)

@@ -42,7 +42,18 @@ def line(said: str, name: str) -> list[str]:
 def test_peers_of_plain_decoding_and_prompt_lookup(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run("hf_peers.py", "--target", "tiny", "--prompts", 2, "--new", 16, "--drafts", 2, patch=monkeypatch)
+    run(
+        "hf_peers.py",
+        "--target",
+        "tiny",
+        "--prompts",
+        2,
+        "--new",
+        16,
+        "--drafts",
+        2,
+        patch=monkeypatch,
+    )
     said = capsys.readouterr().out
     names = ("drafttrain, plain", "transformers, plain")
     for name in (*names, "drafttrain, ngram, 2 drafts", "transformers, prompt lookup, 2 drafts"):
@@ -65,10 +76,20 @@ def test_peers_with_one_small_model_for_both(
     words = ("--target", "tiny", "--package", package, "--prompts", 2, "--new", 13, "--drafts", 3)
     run("hf_peers.py", *words, patch=monkeypatch)
     said = capsys.readouterr().out
-    mine, theirs = line(said, "drafttrain, ssm, 3 drafts"), line(said, "transformers, assistant, 3 drafts")
+    mine, theirs = (
+        line(said, "drafttrain, ssm, 3 drafts"),
+        line(said, "transformers, assistant, 3 drafts"),
+    )
     packaged = line(said, "drafttrain, ssm, the package's chain 2")
-    assert mine[-1] == theirs[-1] == packaged[-1] == line(said, "transformers, assistant, its defaults")[-1] == "2/2"
-    # 13 tokens: one from reading the prompt, then drafts + 1 a pass; transformers drafts before it reads the prompt, too.
+    assert (
+        mine[-1]
+        == theirs[-1]
+        == packaged[-1]
+        == line(said, "transformers, assistant, its defaults")[-1]
+        == "2/2"
+    )
+    # 13 tokens: one from reading the prompt, then drafts + 1 a pass; transformers drafts before it
+    # reads the prompt, too.
     assert [cells[2] for cells in (mine, packaged, theirs)] == ["3.250", "2.600", "3.250"]
     assert line(said, "small model") and line(said, "small model, as each would have it")
     assert "all of them wrote the same text" in said
@@ -99,7 +120,11 @@ def test_a_package_without_a_model_of_its_own_is_refused(
     ],
 )
 def test_rules_are_not_compared_for_nothing(
-    words: Sequence[Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: Sequence[Any],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     target = load.tiny()
     torch.manual_seed(0)
@@ -108,7 +133,19 @@ def test_rules_are_not_compared_for_nothing(
     packed(tmp_path / "medusa", Medusa(target, heads=2).eval(), target)
     words = [str(word).replace("{", f"{tmp_path}/").replace("}", "") for word in words]
     with pytest.raises(SystemExit) as stopped:
-        run("rules.py", "--target", "tiny", "--package", tmp_path / "eagle1", "--prompts", 1, "--new", 4, *words, patch=monkeypatch)
+        run(
+            "rules.py",
+            "--target",
+            "tiny",
+            "--package",
+            tmp_path / "eagle1",
+            "--prompts",
+            1,
+            "--new",
+            4,
+            *words,
+            patch=monkeypatch,
+        )
     assert stopped.value.code == 2 and said in capsys.readouterr().err
 
 
@@ -116,8 +153,25 @@ def test_the_block_rule_beside_the_ratio_rule_on_the_same_chains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = load.tiny()
-    package = packed(tmp_path / "package", overfitted(target, [[5 + i, 6, 7] for i in range(3)], steps=30), target)
-    run("rules.py", "--target", "tiny", "--package", package, "--prompts", 3, "--new", 24, "--k", 3, patch=monkeypatch)
+    package = packed(
+        tmp_path / "package",
+        overfitted(target, [[5 + i, 6, 7] for i in range(3)], steps=30),
+        target,
+    )
+    run(
+        "rules.py",
+        "--target",
+        "tiny",
+        "--package",
+        package,
+        "--prompts",
+        3,
+        "--new",
+        24,
+        "--k",
+        3,
+        patch=monkeypatch,
+    )
     said = capsys.readouterr().out
 
     def numbers(start: str) -> list[float]:

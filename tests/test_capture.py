@@ -1,4 +1,5 @@
-"""The door as a person uses it: a store that fit trains from, whoever shares the work and whatever interrupts it."""
+"""The door as a person uses it: a store that fit trains from, whoever shares the work and whatever
+interrupts it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ from tests.forked import Forked, pair
 from tests.target.stores import random_set
 from tests.training.parts import same
 
-UNMEASURED = ["eval.every=null", "eval.prompts=0", "eval.sim_rows=0", "final.prompts=0", "final.speed_prompts=0"]
+UNMEASURED = [
+    "eval.every=null",
+    "eval.prompts=0",
+    "eval.sim_rows=0",
+    "final.prompts=0",
+    "final.speed_prompts=0",
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +46,26 @@ def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words(folder: Path, out: Path, *more: str) -> list[str]:
     """As `experiment=smoke` of fit reads them."""
-    given = ["target=tiny", "data=set", f"data.path={folder}", f"out={out}", "batch_tokens=1024", "encoding=float32"]
+    given = [
+        "target=tiny",
+        "data=set",
+        f"data.path={folder}",
+        f"out={out}",
+        "batch_tokens=1024",
+        "encoding=float32",
+    ]
     return [*given, *more]
 
 
 def fit_words(folder: Path, run: Path, *more: str) -> list[str]:
-    return ["experiment=smoke", f"data.path={folder}", f"run_dir={run}", *UNMEASURED, "trainer.max_steps=3", *more]
+    return [
+        "experiment=smoke",
+        f"data.path={folder}",
+        f"run_dir={run}",
+        *UNMEASURED,
+        "trainer.max_steps=3",
+        *more,
+    ]
 
 
 def refusal(capsys: pytest.CaptureFixture[str], door: Any, words: Sequence[str]) -> str:
@@ -59,13 +80,17 @@ def contents(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.iterdir() if path.name != "manifest.json"}
 
 
-# --- trained from --------------------------------------------------------------------------------------------------------
+# --- trained from ---------------------------------------------------------------------------------
 
 
 def test_fits_from_stores_give_the_weights_of_one_without(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """From a store of last hidden states, and from one of the last layer, which they are recomputed from."""
+    """From a store of last hidden states, and from one of the last layer, which they are recomputed
+    from."""
     fit.main(fit_words(folder, tmp_path / "online", "features.keep_dtype=float32"))
     right = read_checkpoint(tmp_path / "online" / "checkpoints" / "last.ckpt")
     train = set(ConversationData(folder).indices)
@@ -95,19 +120,31 @@ def test_fits_from_stores_give_the_weights_of_one_without(
 
 
 def test_a_store_that_fit_cannot_train_from_is_refused_before_the_target_is_loaded(
-    target: Target, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    target: Target,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run, out = tmp_path / "run", tmp_path / "store"
     capture.main(words(folder, out, "last_hidden=false", "layers=[0]"))
     stored = ["features=store", f"features.path={out}"]
     said = refusal(capsys, fit, fit_words(folder, run, *stored))
-    assert "lacks the last hidden state" in said and "last_hidden=true layers=[0] encoding=float32" in said
+    assert (
+        "lacks the last hidden state" in said
+        and "last_hidden=true layers=[0] encoding=float32" in said
+    )
     with monkeypatch.context() as patch:
-        patch.setattr("drafttrain.target.load.tiny", lambda **_: pytest.fail("the target was loaded"))
+        patch.setattr(
+            "drafttrain.target.load.tiny", lambda **_: pytest.fail("the target was loaded")
+        )
         for more, expected in (
             (["features=store", f"features.path={tmp_path}"], "not a finished store"),
             ([*stored, "joint=lora"], "a target that is trained too (joint) changes"),
-            ([*stored, f"data.path={random_set(target, tmp_path / 'other', seed=7)}"], "of another conversation set"),
+            (
+                [*stored, f"data.path={random_set(target, tmp_path / 'other', seed=7)}"],
+                "of another conversation set",
+            ),
         ):
             assert expected in refusal(capsys, fit, fit_words(folder, run, *more))
         shard = out / "shard-00000.safetensors"
@@ -116,19 +153,25 @@ def test_a_store_that_fit_cannot_train_from_is_refused_before_the_target_is_load
     assert not run.exists()
 
 
-# --- interrupted and shared ------------------------------------------------------------------------------------------------
+# --- interrupted and shared -----------------------------------------------------------------------
 
 
 @pytest.mark.field("F22")
 @pytest.mark.processes
 def test_a_kill_loses_doubles_and_recomputes_nothing(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = random_set(target, tmp_path / "set", rows=200, held_out=0, longest=40)
     out, calm = tmp_path / "store", tmp_path / "calm"
     more = ["batch_tokens=null", "batch_rows=1", "shard_mb=0.2"]
     journal = out / "journal-0000.jsonl"
-    process, until = Forked(capture.main, words(folder, out, *more), said=tmp_path / "said"), time.monotonic() + 120
+    process, until = (
+        Forked(capture.main, words(folder, out, *more), said=tmp_path / "said"),
+        time.monotonic() + 120,
+    )
     # Past the first shard, in the middle of another.
     while not journal.exists() or journal.read_bytes().count(b"\n") < 60:
         assert process.runs and time.monotonic() < until, process.said
@@ -139,7 +182,9 @@ def test_a_kill_loses_doubles_and_recomputes_nothing(
     kept = kept[: kept.rfind(b"\n") + 1]
     lines = [json.loads(line) for line in kept.splitlines()]
     before = {line["batch"] for line in lines if "batch" in line}
-    assert 50 < len(before) < 200 and {"shard-00000.safetensors"} < {path.name for path in out.glob("shard-*")}
+    assert 50 < len(before) < 200 and {"shard-00000.safetensors"} < {
+        path.name for path in out.glob("shard-*")
+    }
     with pytest.raises(SystemExit):
         fit.main(fit_words(folder, tmp_path / "run", "features=store", f"features.path={out}"))
     assert "goes on with the same command" in capsys.readouterr().err
@@ -156,7 +201,11 @@ def test_a_kill_loses_doubles_and_recomputes_nothing(
         patch.setattr(StoreFolder, "clear", lambda self: None)
         capture.main(words(folder, out, *more))
     assert journal.read_bytes().startswith(kept)
-    batches = [line["batch"] for line in map(json.loads, journal.read_text().splitlines()) if "batch" in line]
+    batches = [
+        line["batch"]
+        for line in map(json.loads, journal.read_text().splitlines())
+        if "batch" in line
+    ]
     assert sorted(batches) == list(range(200)) and len(read) == 200 - len(before) == len(set(read))
     capture.main(words(folder, calm, *more))
     capture.main(words(folder, out, *more))  # Clears what was kept for this test.
@@ -175,7 +224,10 @@ def test_two_processes_make_the_shards_of_one(folder: Path, tmp_path: Path) -> N
 
 
 def test_a_finished_store_is_looked_after(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "store"
     more = ["batch_tokens=100", "shard_mb=0.03"]
@@ -188,10 +240,16 @@ def test_a_finished_store_is_looked_after(
     lost.unlink()
     read: list[int] = []
     computed = capture.computed
-    monkeypatch.setattr(capture, "computed", lambda *given: read.extend(given[1].row_ids.tolist()) or computed(*given))
+    monkeypatch.setattr(
+        capture,
+        "computed",
+        lambda *given: read.extend(given[1].row_ids.tolist()) or computed(*given),
+    )
     capture.main(words(folder, out, *more))
     assert "shard-00001.safetensors was damaged and is made anew" in capsys.readouterr().err
-    assert sorted(read) == sorted(row for number in (1, 2) for row in Store(out).shards[number].rows)
+    assert sorted(read) == sorted(
+        row for number in (1, 2) for row in Store(out).shards[number].rows
+    )
     assert contents(out) == before and Store(out).digest == digest
     read.clear()
     capture.main(words(folder, out, *more))
@@ -208,12 +266,15 @@ def test_a_finished_store_is_looked_after(
     assert contents(out) == before
 
 
-# --- what is wrong is refused ------------------------------------------------------------------------------------------------
+# --- what is wrong is refused ---------------------------------------------------------------------
 
 
 @pytest.mark.field("F28")
 def test_a_disk_without_room_is_refused_before_anything_is_written(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     free = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free._replace(free=(1 << 28) + 1000))
@@ -241,23 +302,32 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
         (["enconding=bf16"], "Did you mean encoding"),
     ],
 )
-def test_wrong_settings(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str) -> None:
+def test_wrong_settings(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
     out = tmp_path / "store"
     assert said in refusal(capsys, capture, words(folder, out, *more))
     assert not out.exists()
 
 
-def test_a_folder_with_other_files_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_other_files_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     assert "other files (notes.txt)" in refusal(capsys, capture, words(folder, tmp_path))
     # A conversation set is not taken for a store that was begun.
-    assert "holds other files (conversations.safetensors)" in refusal(capsys, capture, words(folder, folder))
+    assert "holds other files (conversations.safetensors)" in refusal(
+        capsys, capture, words(folder, folder)
+    )
     assert len(read_set(folder)) == 40
 
 
 @pytest.mark.field("F32")
 def test_features_that_are_not_finite_stop_it_naming_their_rows(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inner = Target.features
 
@@ -268,4 +338,7 @@ def test_features_that_are_not_finite_stop_it_naming_their_rows(
 
     monkeypatch.setattr(Target, "features", poisoned)
     said = refusal(capsys, capture, words(folder, tmp_path / "store"))
-    assert "are not finite: run the target in float32" in said and not (tmp_path / "store" / "manifest.json").exists()
+    assert (
+        "are not finite: run the target in float32" in said
+        and not (tmp_path / "store" / "manifest.json").exists()
+    )

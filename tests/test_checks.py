@@ -7,21 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from drafttrain.checks import number, path_of, switch, whole
+from drafttrain.checks import integer, number, path_of, switch
 from drafttrain.errors import InputError
 
 
 def test_whole_numbers() -> None:
     for value in (2, 7, (1 << 31) - 1):
-        whole("k", value, 2)
-    whole("k", None, null="no limit")
+        integer("k", value, 2)
+    integer("k", None, null="no limit")
     for value in (1, 1.0, 2.5, True, "2", None, [], math.nan, math.inf):
         with pytest.raises(InputError, match=r"^k=.*: needs a whole number of at least 2$"):
-            whole("k", value, 2)
+            integer("k", value, 2)
     with pytest.raises(InputError, match=r"needs a whole number from 2 to 2147483647"):
-        whole("k", 10**30, 2)
-    with pytest.raises(InputError, match=r"k=9: needs a whole number from 0 to 8, or null for none"):
-        whole("k", 9, 0, 8, null="none")
+        integer("k", 10**30, 2)
+    with pytest.raises(
+        InputError, match=r"k=9: needs a whole number from 0 to 8, or null for none"
+    ):
+        integer("k", 9, 0, 8, null="none")
 
 
 def test_numbers() -> None:
@@ -59,5 +61,7 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("x" * 5000, "File name too long"),
         (tmp_path / "loop", "symbolic links"),
     ):
-        with pytest.raises(InputError, match=f"^out=.*{said[4:] if said.startswith('out=') else said}"):
+        with pytest.raises(
+            InputError, match=f"^out=.*{said[4:] if said.startswith('out=') else said}"
+        ):
             path_of("out", given)

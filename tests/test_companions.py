@@ -1,4 +1,5 @@
-"""Processes of one run end together, each naming the one that was lost and why; one that takes long is waited for."""
+"""Processes of one run end together, each naming the one that was lost and why; one that takes long
+is waited for."""
 
 from __future__ import annotations
 
@@ -82,10 +83,18 @@ def port() -> int:
 
 
 def start(rank: int, port: int, what: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    environment = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SCRIPT, what]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
@@ -96,30 +105,50 @@ def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("what", "code", "cause"),
-    [("refused", 2, "rank 1 failed: rows 3, 4 are not finite"), ("bug", 1, "rank 1 failed: KeyError: 'loss'")],
+    [
+        ("refused", 2, "rank 1 failed: rows 3, 4 are not finite"),
+        ("bug", 1, "rank 1 failed: KeyError: 'loss'"),
+    ],
 )
-def test_a_failure_ends_the_others_with_its_cause(port: int, what: str, code: int, cause: str) -> None:
+def test_a_failure_ends_the_others_with_its_cause(
+    port: int, what: str, code: int, cause: str
+) -> None:
     other, failing = ended(start(0, port, "works"), start(1, port, what))
     assert failing[0] == code and ("Traceback" in failing[1]) == (what == "bug")
-    assert other[0] == 1 and f"{cause}; this process ends too" in other[1] and "resume=last" in other[1]
+    assert (
+        other[0] == 1
+        and f"{cause}; this process ends too" in other[1]
+        and "resume=last" in other[1]
+    )
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("what", ["collective", "both"])
-def test_a_killed_process_is_named_and_a_collective_s_error_is_explained(port: int, what: str) -> None:
+def test_a_killed_process_is_named_and_a_collective_s_error_is_explained(
+    port: int, what: str
+) -> None:
     killed, working = start(1, port, "works"), start(0, port, what)
     assert killed.stdout is not None and killed.stdout.readline() == "met\n"
     killed.send_signal(signal.SIGKILL)
     (code, told), _ = ended(working, killed)
     assert code == 1 and "Traceback" not in told
-    assert f"fit: rank 1 (process {killed.pid}) is gone: it was killed" in told and "at this: trains" in told
+    assert (
+        f"fit: rank 1 (process {killed.pid}) is gone: it was killed" in told
+        and "at this: trains" in told
+    )
 
 
 @pytest.mark.processes
 def test_processes_compare_their_settings(port: int) -> None:
-    """A rate that one has alone is refused by both; a device of its own is nobody else's business."""
+    """A rate that one has alone is refused by both; a device of its own is nobody else's
+    business."""
     for code, told in ended(start(0, port, "quick rate"), start(1, port, "slow rate")):
-        assert code == 2 and "ranks 0 and 1 were started with different settings (optim.lr is 0.1 and 0.2): give all" in told
+        assert (
+            code == 2
+            and "ranks 0 and 1 were started with different settings (optim.lr is 0.1 and 0.2): "
+            "give all"
+            in told
+        )
         assert "device" not in told
     for code, told in ended(start(0, port + 1, "quick rate"), start(1, port + 1, "quick rate")):
         assert code == 0, told
@@ -136,7 +165,12 @@ def test_a_slow_process_is_waited_for_and_named(port: int) -> None:
 def test_one_that_has_done_its_part_is_not_missed(port: int) -> None:
     working, done = start(0, port, "collective"), start(1, port, "quick")
     (own, told), (code, _) = ended(working, done)
-    assert code == 0 and own == 1 and "Connection closed by peer" in told and "this process ends too" not in told
+    assert (
+        code == 0
+        and own == 1
+        and "Connection closed by peer" in told
+        and "this process ends too" not in told
+    )
 
 
 @pytest.mark.slow
@@ -146,23 +180,37 @@ def test_a_signal_ends_with_its_own_code(port: int) -> None:
     assert code == 143 and other == 1 and "rank 0 failed: ended by Terminated" in said
 
 
-def test_one_that_never_comes_is_not_waited_for_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TMPDIR": str(tmp_path)}.items():
+def test_one_that_never_comes_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "TMPDIR": str(tmp_path),
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(companions, "WAIT_SECONDS", 0.2)
-    with pytest.raises(LostCompanion, match=r"rank 1 was waited for 0 s before the first update, and never came; this process"):
+    with pytest.raises(
+        LostCompanion,
+        match=r"rank 1 was waited for 0 s before the first update, and never came; this process",
+    ):
         with companions.together("fit"):
             companions.meet("the first update")
     assert companions.current is None
 
 
-def test_a_signal_while_another_end_is_told_ends_with_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_another_end_is_told_ends_with_its_own_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     @door("fit")
     def main(cfg: Any) -> None:
         raise InputError("refused")
 
-    monkeypatch.setattr("drafttrain.wiring.doors._complain", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(
+        "drafttrain.wiring.doors._complain", lambda *_: signal.raise_signal(signal.SIGTERM)
+    )
     with pytest.raises(SystemExit) as left:
         main(["experiment=smoke", "data.path=x"])
     assert left.value.code == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -190,4 +238,7 @@ def test_the_door_says_which_one_and_leaves_with_1(capsys: pytest.CaptureFixture
 
     with pytest.raises(SystemExit) as left:
         main(["experiment=smoke", "data.path=x"])
-    assert left.value.code == 1 and capsys.readouterr().err == "drafttrain.fit: rank 1 (process 7) is gone\n"
+    assert (
+        left.value.code == 1
+        and capsys.readouterr().err == "drafttrain.fit: rank 1 (process 7) is gone\n"
+    )

@@ -57,17 +57,23 @@ def test_experiments_compose_with_every_door_that_takes_them() -> None:
 
 
 def test_every_choice_composes() -> None:
-    """Each option of each group, in each door that has the group; keys that its class does not take are refused too."""
+    """Each option of each group, in each door that has the group; keys that its class does not take
+    are refused too."""
     for door in DOORS:
         options = {
-            group: sorted(path.stem for path in (conf_dir() / group.partition("@")[0]).glob("*.yaml"))
+            group: sorted(
+                path.stem for path in (conf_dir() / group.partition("@")[0]).glob("*.yaml")
+            )
             for group, chosen in invocation_of(door, [], check_missing=False).choices.items()
             if group != "experiment" and not isinstance(chosen, list)
         }
-        # One composition takes an option of every group: they are slow, and groups do not depend on each other.
+        # One composition takes an option of every group: they are slow, and groups do not depend on
+        # each other.
         for number in range(max(map(len, options.values()), default=0)):
             taken = {group: names[number % len(names)] for group, names in options.items()}
-            config = compose(door, [f"{group}={name}" for group, name in taken.items()], check_missing=False)
+            config = compose(
+                door, [f"{group}={name}" for group, name in taken.items()], check_missing=False
+            )
             for group in taken:
                 node = OmegaConf.select(config, group.partition("@")[2] or group)
                 if OmegaConf.is_dict(node) and "_target_" in node:
@@ -77,7 +83,8 @@ def test_every_choice_composes() -> None:
 
 
 def test_one_word_three_trees() -> None:
-    """A drafter's configuration has a module and a test of the same name, or names another drafter's class."""
+    """A drafter's configuration has a module and a test of the same name, or names another
+    drafter's class."""
     root = Path(__file__).resolve().parent.parent
     for path in sorted((conf_dir() / "drafter").glob("*.yaml")):
         (first, *_) = [*targets(OmegaConf.to_container(OmegaConf.load(path))), ""]

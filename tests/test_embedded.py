@@ -27,7 +27,11 @@ def shipped():
 
 
 def test_the_embedded_target_is_the_one_that_is_documented(target):
-    assert target.config.model_type == "llama" and target.width == 576 and len(target.decoder_layers) == 30
+    assert (
+        target.config.model_type == "llama"
+        and target.width == 576
+        and len(target.decoder_layers) == 30
+    )
     assert target.vocab_size == 49_152 and target.config.tie_word_embeddings
     assert target.tokenizer.decode(target.stop_ids[:1]) == "<|im_end|>"
 
@@ -38,7 +42,9 @@ def test_the_shipped_set_is_small_and_the_targets_own(target, shipped):
     assert len(shipped) == shipped.manifest["conversations"] >= 3_500
     assert int(shipped.mask.sum()) >= 600_000
     assert len(shipped.prompts()) == 100
-    assert shipped.manifest["target"]["fingerprint"] | {"dtype": ""} == target.fingerprint | {"dtype": ""}
+    assert shipped.manifest["target"]["fingerprint"] | {"dtype": ""} == target.fingerprint | {
+        "dtype": ""
+    }
     assert int(shipped.ids.max()) < target.vocab_size
     ids, mask = shipped.row(len(shipped) - 1)
     text = target.tokenizer.decode(ids)
@@ -47,14 +53,17 @@ def test_the_shipped_set_is_small_and_the_targets_own(target, shipped):
 
 
 def test_greedy_answers_of_the_set_are_what_the_target_writes(target, shipped):
-    """Ids were stored as generated: the target's argmax at every place of a greedy answer, or a near-tie of it."""
+    """Ids were stored as generated: the target's argmax at every place of a greedy answer, or a
+    near-tie of it."""
     greedy = [index for index in shipped.indices(0) if shipped.temperature[index] == 0][:4]
     assert len(greedy) == 4
     for index in greedy:
         ids, mask = shipped.row(index)
         start = int(mask.long().argmax())
         with torch.inference_mode():
-            logits = target.model(input_ids=ids[None, : start + 24], use_cache=False).logits[0, start - 1 : -1]
+            logits = target.model(input_ids=ids[None, : start + 24], use_cache=False).logits[
+                0, start - 1 : -1
+            ]
         labels = ids[start : start + len(logits)]
         own = mask[start : start + len(logits)]
         gap = (logits.amax(-1) - logits.gather(1, labels[:, None])[:, 0])[own]
@@ -71,7 +80,10 @@ def test_drafting_does_not_change_the_embedded_targets_greedy_text(target, shipp
         drafted, _ = decode(target, drafter, prompts, Plan(tree), max_new_tokens=8)
         assert [output.ids for output in drafted] == [output.ids for output in plain]
     library = target.model.generate(
-        torch.tensor([prompts[0]]), attention_mask=torch.ones(1, len(prompts[0])), max_new_tokens=8, do_sample=False
+        torch.tensor([prompts[0]]),
+        attention_mask=torch.ones(1, len(prompts[0])),
+        max_new_tokens=8,
+        do_sample=False,
     )
     assert library[0, len(prompts[0]) :].tolist() == plain[0].ids
 

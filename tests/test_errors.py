@@ -22,17 +22,42 @@ def refused(number: int, *file: str) -> OSError:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (refused(errno.EFBIG), r"a file grew larger than this system allows \(\[Errno 27\].*: raise the limit \(ulimit -f\)"),
-        (refused(errno.EFBIG, "x/y"), "a file grew larger than this system allows while writing x/y: raise"),
+        (
+            refused(errno.EFBIG),
+            r"a file grew larger than this system allows \(\[Errno 27\].*: raise the limit "
+            r"\(ulimit -f\)",
+        ),
+        (
+            refused(errno.EFBIG, "x/y"),
+            "a file grew larger than this system allows while writing x/y: raise",
+        ),
         (refused(errno.ENOSPC, "x/y"), "the disk is full while writing x/y: free some space"),
-        (refused(errno.EDQUOT, "x/y"), "the disk quota is used up while writing x/y: free some space"),
+        (
+            refused(errno.EDQUOT, "x/y"),
+            "the disk quota is used up while writing x/y: free some space",
+        ),
         (refused(errno.EROFS), "the disk takes no writes any more .*: write elsewhere"),
         (refused(errno.EROFS, "x/y"), "x/y cannot be used: Read-only file system"),
         # As safetensors and torch tell it.
-        (RuntimeError("Error while serializing: I/O error: File too large (os error 27)"), "a file grew larger"),
-        (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), "the disk is full"),
-        (RuntimeError("Error while serializing: I/O error: Disk quota exceeded (os error 122)"), "the disk quota is used up"),
-        (RuntimeError(TORN), "a file could not be written whole .*; the disk may be full, or a limit of file sizes met"),
+        (
+            RuntimeError("Error while serializing: I/O error: File too large (os error 27)"),
+            "a file grew larger",
+        ),
+        (
+            RuntimeError(
+                "Error while serializing: I/O error: No space left on device (os error 28)"
+            ),
+            "the disk is full",
+        ),
+        (
+            RuntimeError("Error while serializing: I/O error: Disk quota exceeded (os error 122)"),
+            "the disk quota is used up",
+        ),
+        (
+            RuntimeError(TORN),
+            "a file could not be written whole .*; the disk may be full, or a limit of file sizes "
+            "met",
+        ),
         (RuntimeError(FAILED), "a file could not be written whole"),
         (RuntimeError("basic_ios::clear: iostream error"), "a file could not be written whole"),
     ],
@@ -43,16 +68,23 @@ def test_what_keeps_a_file_from_being_whole(error: Exception, said: str) -> None
 
 
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:
-    """Where the folder is there, a name that is not there is a fault of the program, which a traceback shows."""
+    """Where the folder is there, a name that is not there is a fault of the program, which a
+    traceback shows."""
     gone = tmp_path / "gone"
-    for place, said in ((gone / "x", f"{gone}/x cannot be used: {gone} is gone"), (tmp_path / "x", "")):
+    for place, said in (
+        (gone / "x", f"{gone}/x cannot be used: {gone} is gone"),
+        (tmp_path / "x", ""),
+    ):
         with pytest.raises(FileNotFoundError) as caught:
             place.read_bytes()
         assert refused_by_system(caught.value) == said
 
 
 def test_what_a_first_line_announces_belongs_to_it() -> None:
-    assert first_line(ValueError("loading failed:\n  Missing key(s): a, b.\n  more")) == "loading failed: Missing key(s): a, b"
+    assert (
+        first_line(ValueError("loading failed:\n  Missing key(s): a, b.\n  more"))
+        == "loading failed: Missing key(s): a, b"
+    )
     assert first_line(ValueError(" one.\ntwo")) == "one" and first_line(KeyError()) == "KeyError"
 
 
@@ -63,7 +95,9 @@ def test_the_reason_wins_over_what_it_led_to() -> None:
         finally:
             raise RuntimeError(TORN)
     except RuntimeError as error:
-        assert disk_full(error).startswith("a file grew larger than this system allows while writing x/y")
+        assert disk_full(error).startswith(
+            "a file grew larger than this system allows while writing x/y"
+        )
 
 
 def test_an_error_that_names_no_file_is_about_the_one_written(tmp_path: Path) -> None:

@@ -47,13 +47,19 @@ def drafter(target: Target, prompts: list[list[int]]) -> Eagle1:
 @pytest.fixture(scope="module")
 def place(target: Target, drafter: Eagle1, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the target, its package and a file of prompts."""
-    folder = packed_place(tmp_path_factory.mktemp("evaluate"), target, drafter, plan=Plan(Tree.chain(3)))
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    folder = packed_place(
+        tmp_path_factory.mktemp("evaluate"), target, drafter, plan=Plan(Tree.chain(3))
+    )
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS)
+    )
     return folder
 
 
 def words(place: Path, out: Path, *more: str, **settings: Any) -> list[str]:
-    return place_words(place, *more, **{"prompts": place / "prompts.jsonl", "run_dir": out, **settings})
+    return place_words(
+        place, *more, **{"prompts": place / "prompts.jsonl", "run_dir": out, **settings}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +78,24 @@ def test_rows_and_their_keys(run: tuple[dict[str, Any], Path]) -> None:
     for row in rows:
         assert row.keys() >= KEYS
         assert row["guarantee"] == ("greedy" if row["temperature"] == 0 else "distribution")
-        assert row["speedup"] > 0 and row["tokens_per_second"] > 0 and row["plain_tokens_per_second"] > 0
-        assert set(row["seconds"]) == {"prefill", "draft", "verify", "host"} and row["speed_prompts"] == 2
+        assert (
+            row["speedup"] > 0
+            and row["tokens_per_second"] > 0
+            and row["plain_tokens_per_second"] > 0
+        )
+        assert (
+            set(row["seconds"]) == {"prefill", "draft", "verify", "host"}
+            and row["speed_prompts"] == 2
+        )
         low, high = row["tau_interval"]
         assert low <= row["tau"] <= high
     for temperature in (0.0, 1.0):
         drafting = [row for row in rows if row["temperature"] == temperature and row["nodes"]]
         best = max(row["tau"] for row in drafting)
         assert sum(row["tau_behind_best"] is None for row in drafting) == 1
-        assert all(row["tau_behind_best"] in (None, pytest.approx(best - row["tau"])) for row in drafting)
+        assert all(
+            row["tau_behind_best"] in (None, pytest.approx(best - row["tau"])) for row in drafting
+        )
     assert all(row["prompts"] == len(TEXTS) for row in rows if row["nodes"])
     assert all(row["same_as_plain"] == 2 for row in rows if row["temperature"] == 0)
     assert result["settings"]["max_new_tokens"] == 16 and result["settings"]["prompt_count"] == 3
@@ -94,12 +109,19 @@ def test_numbers_are_those_of_counting(
     run: tuple[dict[str, Any], Path], place: Path, target: Target, prompts: list[list[int]]
 ) -> None:
     row = next(row for row in run[0]["rows"] if row["growth"] == "chain" and row["nodes"] == 3)
-    outputs, _ = drafttrain.load(place / "package", target, dtype="float32").generate(prompts, max_new_tokens=16)
+    outputs, _ = drafttrain.load(place / "package", target, dtype="float32").generate(
+        prompts, max_new_tokens=16
+    )
     rounds = [run for output in outputs for run in output.runs[1:]]
     assert row["rounds"] == len(rounds)
-    assert row["tau"] == pytest.approx(sum(emitted for emitted, _ in rounds) / len(rounds)) and row["tau"] > 1.2
+    assert (
+        row["tau"] == pytest.approx(sum(emitted for emitted, _ in rounds) / len(rounds))
+        and row["tau"] > 1.2
+    )
     assert row["accepted_per_round"] == pytest.approx(sum(kept for _, kept in rounds) / len(rounds))
-    assert [kept for kept, _ in row["accept_counts"]] == [sum(kept > k for _, kept in rounds) for k in range(3)]
+    assert [kept for kept, _ in row["accept_counts"]] == [
+        sum(kept > k for _, kept in rounds) for k in range(3)
+    ]
     for value, (kept, offered) in zip(row["accept_at"], row["accept_counts"], strict=True):
         assert value == (pytest.approx(kept / offered) if offered else None)
 
@@ -107,9 +129,17 @@ def test_numbers_are_those_of_counting(
 def test_drafts_that_are_copied(
     place: Path, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No dtype, no parity, and at every temperature the rule for drafts that are a function of the text."""
+    """No dtype, no parity, and at every temperature the rule for drafts that are a function of the
+    text."""
     packed(tmp_path / "package", NGram(target), target, plan=Plan(Tree.chain(3)))
-    more = ("chains=[2]", "trees=[package]", "speed_prompts=1", "exactness=true", "exactness_prompts=1", "exactness_draws=40")
+    more = (
+        "chains=[2]",
+        "trees=[package]",
+        "speed_prompts=1",
+        "exactness=true",
+        "exactness_prompts=1",
+        "exactness_draws=40",
+    )
     evaluate.main(words(place, tmp_path / "run", *more, package=tmp_path / "package"))
     result = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())
     rules = {(row["temperature"], row["rule"]) for row in result["rows"] if row["nodes"]}
@@ -118,12 +148,23 @@ def test_drafts_that_are_copied(
     assert all(row["verdict"] == "identical" for row in result["exactness"]["greedy"])
     assert len(result["exactness"]["law"]) == 3
     with pytest.raises(SystemExit):
-        evaluate.main(words(place, tmp_path / "other", *more, "rule=ratio", package=tmp_path / "package"))
+        evaluate.main(
+            words(place, tmp_path / "other", *more, "rule=ratio", package=tmp_path / "package")
+        )
     assert "copies text makes no others" in capsys.readouterr().err
 
 
-def test_speed_is_taken_from_what_acceptance_is_taken_from_when_prompts_are_few(place: Path, tmp_path: Path) -> None:
-    more = ("chains=[2]", "trees=[]", "temperatures=[0.0]", "speed_prompts=9", "parity_prompts=0", "limit=1")
+def test_speed_is_taken_from_what_acceptance_is_taken_from_when_prompts_are_few(
+    place: Path, tmp_path: Path
+) -> None:
+    more = (
+        "chains=[2]",
+        "trees=[]",
+        "temperatures=[0.0]",
+        "speed_prompts=9",
+        "parity_prompts=0",
+        "limit=1",
+    )
     evaluate.main(words(place, tmp_path / "run", *more))
     result = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())
     assert [row["prompts"] for row in result["rows"]] == [1, 1] and result["parity"] is None
@@ -132,10 +173,19 @@ def test_speed_is_taken_from_what_acceptance_is_taken_from_when_prompts_are_few(
 def test_rules_are_compared_where_they_fit(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = ("chains=[2]", "trees=[expand:2x1]", "speed_prompts=0", "parity_prompts=0", "limit=1", "max_new_tokens=6")
+    more = (
+        "chains=[2]",
+        "trees=[expand:2x1]",
+        "speed_prompts=0",
+        "parity_prompts=0",
+        "limit=1",
+        "max_new_tokens=6",
+    )
     evaluate.main(words(place, tmp_path / "run", *more, "rule=[auto,block,typical:0.05:0.2]"))
     result = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())
-    assert [(row["temperature"], row["nodes"], row["rule"], row["guarantee"]) for row in result["rows"]] == [
+    assert [
+        (row["temperature"], row["nodes"], row["rule"], row["guarantee"]) for row in result["rows"]
+    ] == [
         (0.0, 2, "greedy", "greedy"),
         (0.0, 4, "greedy", "greedy"),
         (1.0, 2, "ratio", "distribution"),
@@ -154,7 +204,15 @@ def test_rules_are_compared_where_they_fit(
 
 
 def test_a_tree_chosen_with_its_settings(place: Path, tmp_path: Path) -> None:
-    few = ("chains=[]", "trees=[medusa]", "speed_prompts=0", "parity_prompts=0", "batch=8", "limit=2", "max_new_tokens=6")
+    few = (
+        "chains=[]",
+        "trees=[medusa]",
+        "speed_prompts=0",
+        "parity_prompts=0",
+        "batch=8",
+        "limit=2",
+        "max_new_tokens=6",
+    )
     chosen = ("tree=dynamic", "tree.depth=3", "tree.top_k=2", "tree.total=5")
     evaluate.main(words(place, tmp_path / "run", *few, *chosen))
     rows = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())["rows"]
@@ -166,8 +224,18 @@ def test_a_tree_chosen_with_its_settings(place: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_no_speed_on_demand(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = ("chains=[2]", "trees=[]", "temperatures=[0.0]", "speed_prompts=0", "parity_prompts=0", "batch=8", "limit=1")
+def test_no_speed_on_demand(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = (
+        "chains=[2]",
+        "trees=[]",
+        "temperatures=[0.0]",
+        "speed_prompts=0",
+        "parity_prompts=0",
+        "batch=8",
+        "limit=1",
+    )
     evaluate.main(words(place, tmp_path / "run", *more))
     (row,) = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())["rows"]
     assert row["speedup"] is None and row["tau"] is not None
@@ -176,9 +244,22 @@ def test_no_speed_on_demand(place: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.field("F52")
-def test_exactness_on_demand(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    few = ("speed_prompts=0", "parity_prompts=0", "limit=2", "exactness=true", "exactness_draws=160", "exactness_prompts=2")
-    evaluate.main(words(place, tmp_path / "run", *few, "chains=[2]", "trees=[expand:2x1]", "rule=[auto,block]"))
+def test_exactness_on_demand(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = (
+        "speed_prompts=0",
+        "parity_prompts=0",
+        "limit=2",
+        "exactness=true",
+        "exactness_draws=160",
+        "exactness_prompts=2",
+    )
+    evaluate.main(
+        words(
+            place, tmp_path / "run", *few, "chains=[2]", "trees=[expand:2x1]", "rule=[auto,block]"
+        )
+    )
     found = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())["exactness"]
     assert [(row["label"], row["verdict"]) for row in found["greedy"]] == [
         ("T=0 chain 2", "identical"),
@@ -190,7 +271,9 @@ def test_exactness_on_demand(place: Path, tmp_path: Path, capsys: pytest.Capture
         ("T=1 static 4", 160),
         ("T=1 control: every draft kept", 160),
     ]
-    assert all(row["verdict"] == "no difference found" for row in found["law"] if not row["control"])
+    assert all(
+        row["verdict"] == "no difference found" for row in found["law"] if not row["control"]
+    )
     said = capsys.readouterr()
     assert "exactness, greedy" in said.out and "exactness, sampled" in said.out
     assert "would have been noticed with 90% probability" in said.err
@@ -202,7 +285,14 @@ def test_a_failure_leaves_no_folder_and_prompts_beyond_the_model_are_left_out(
     target = tiny_chat_target(BARE, vocab_size=260)
     place = packed_place(tmp_path, target, Eagle1(target), plan=Plan(Tree.chain(2)))
     (place / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "the"}\n')
-    few = ("chains=[1]", "trees=[]", "temperatures=[0.0]", "speed_prompts=0", "parity_prompts=0", "max_new_tokens=2")
+    few = (
+        "chains=[1]",
+        "trees=[]",
+        "temperatures=[0.0]",
+        "speed_prompts=0",
+        "parity_prompts=0",
+        "max_new_tokens=2",
+    )
     evaluate.main(words(place, tmp_path / "run", *few))
     assert "left out rows 2: the tokenizer gives id 260" in capsys.readouterr().err
     (place / "prompts.jsonl").write_text('{"prompt": "the"}\n')
@@ -219,7 +309,11 @@ def test_a_failure_leaves_no_folder_and_prompts_beyond_the_model_are_left_out(
 @pytest.mark.field("F35")
 def test_training_and_decoding_agree(run: tuple[dict[str, Any], Path]) -> None:
     found = run[0]["parity"]
-    assert found["agree"] and 0.2 < found["accept_at_1"] == found["sim_accept_at_1"] < 1 and found["rounds"] > 9
+    assert (
+        found["agree"]
+        and 0.2 < found["accept_at_1"] == found["sim_accept_at_1"] < 1
+        and found["rounds"] > 9
+    )
 
 
 @pytest.mark.field("F35")
@@ -230,7 +324,9 @@ def test_a_drafter_fed_otherwise_than_in_training_is_found_out(
 
     class Shifted(Eagle1):
         def extend(self, state: Any, fresh: Any) -> Any:
-            return super().extend(state, type(fresh)(fresh.features, fresh.tokens.roll(1, 1), fresh.counts))
+            return super().extend(
+                state, type(fresh)(fresh.features, fresh.tokens.roll(1, 1), fresh.counts)
+            )
 
     speculator = Speculator(target, drafter, Plan(Tree.chain(2)), dtype="float32")
     assert evaluate.parity(speculator, drafter, prompts, 16)["agree"]  # type: ignore[index]
@@ -241,27 +337,42 @@ def test_a_drafter_fed_otherwise_than_in_training_is_found_out(
 
 
 def test_prompts_of_a_conversation_set(
-    place: Path, target: Target, prompts: list[list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: Path,
+    target: Target,
+    prompts: list[list[int]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     rows = [
-        Row(i, (*prompt, 40, 41, 2), ((len(prompt), len(prompt) + 3),), ("stop",)) for i, prompt in enumerate(prompts)
+        Row(i, (*prompt, 40, 41, 2), ((len(prompt), len(prompt) + 3),), ("stop",))
+        for i, prompt in enumerate(prompts)
     ]
     manifest = {"target": {"name": target.name, "fingerprint": target.fingerprint}}
     write_set(tmp_path / "set", rows, manifest=manifest, held_out=2)
-    few = ("chains=[2]", "trees=[]", "temperatures=[0.0]", "speed_prompts=1", f"prompts={tmp_path / 'set'}")
+    few = (
+        "chains=[2]",
+        "trees=[]",
+        "temperatures=[0.0]",
+        "speed_prompts=1",
+        f"prompts={tmp_path / 'set'}",
+    )
     evaluate.main(words(place, tmp_path / "run", *few))
     result = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())
     assert result["settings"]["prompt_count"] == 2 and result["rows"][1]["prompts"] == 2
     other = {"target": {"name": "x", "fingerprint": {**target.fingerprint, "weights": "0"}}}
     write_set(tmp_path / "foreign", rows, manifest=other, held_out=2)
     with pytest.raises(SystemExit):
-        evaluate.main(words(place, tmp_path / "other", *few[:-1], f"prompts={tmp_path / 'foreign'}"))
+        evaluate.main(
+            words(place, tmp_path / "other", *few[:-1], f"prompts={tmp_path / 'foreign'}")
+        )
     assert "another target" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.field("F49")
-def test_prompts_that_end_at_once_have_no_tau(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_that_end_at_once_have_no_tau(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tiny_chat_target(stop_bias=1e4)
     packed_place(tmp_path, target, Eagle1(target))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
@@ -269,28 +380,50 @@ def test_prompts_that_end_at_once_have_no_tau(tmp_path: Path, capsys: pytest.Cap
     text = (tmp_path / "run" / evaluate.RESULT).read_text()
     assert "NaN" not in text
     result = json.loads(text)
-    assert all(row["tau"] is None and row["rounds"] == 0 for row in result["rows"]) and result["parity"] is None
+    assert (
+        all(row["tau"] is None and row["rounds"] == 0 for row in result["rows"])
+        and result["parity"] is None
+    )
     assert "acceptance is not available" in capsys.readouterr().err
 
 
-def test_a_calibrated_tree_is_that_of_the_packaged_accuracies(place: Path, target: Target, tmp_path: Path) -> None:
+def test_a_calibrated_tree_is_that_of_the_packaged_accuracies(
+    place: Path, target: Target, tmp_path: Path
+) -> None:
     package = tmp_path / "package"
     shutil.copytree(place / "package", package)
-    (package / "metrics.json").write_text(json.dumps({"settings": {"head_accuracy": [[0.3, 0.6], [0.4, 0.1]]}, "rows": []}))
-    few = ("chains=[]", "trees=[calibrated:3]", "temperatures=[0.0]", "speed_prompts=0", "parity_prompts=0", "limit=1")
+    (package / "metrics.json").write_text(
+        json.dumps({"settings": {"head_accuracy": [[0.3, 0.6], [0.4, 0.1]]}, "rows": []})
+    )
+    few = (
+        "chains=[]",
+        "trees=[calibrated:3]",
+        "temperatures=[0.0]",
+        "speed_prompts=0",
+        "parity_prompts=0",
+        "limit=1",
+    )
     evaluate.main(words(place, tmp_path / "run", *few, f"package={package}"))
     (row,) = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())["rows"]
     assert row["nodes"] == 3 and row["tau"] >= 1
     speculator = drafttrain.load(package, target)
-    assert evaluate.packaged_tree("calibrated:3", speculator, package) == Tree.from_paths([[0], [1], [0, 0]])
+    assert evaluate.packaged_tree("calibrated:3", speculator, package) == Tree.from_paths(
+        [[0], [1], [0, 0]]
+    )
 
 
 BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "package missing": (lambda p, t: [f"package={p / 'nowhere'}"], "does not exist"),
     "package is the target": (lambda p, t: [f"package={p / 'target'}"], "looks like a target"),
-    "prompts missing": (lambda p, t: ["prompts=nowhere.jsonl"], r"prompts=nowhere\.jsonl does not exist"),
+    "prompts missing": (
+        lambda p, t: ["prompts=nowhere.jsonl"],
+        r"prompts=nowhere\.jsonl does not exist",
+    ),
     "prompts empty": (lambda p, t: [f"prompts={made(t, '')}"], "holds no rows"),
-    "prompts unusable": (lambda p, t: [f"prompts={made(t, '{}')}"], "no row has a known shape|none of its 1 rows"),
+    "prompts unusable": (
+        lambda p, t: [f"prompts={made(t, '{}')}"],
+        "no row has a known shape|none of its 1 rows",
+    ),
     "prompts are a folder": (lambda p, t: [f"prompts={p / 'target'}"], "without manifest.json"),
     "prompts are nothing": (lambda p, t: ["prompts= "], "give builtin:smollm2"),
     "set unknown": (lambda p, t: ["prompts=builtin:octopus"], "no such set"),
@@ -298,18 +431,30 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "no growth": (lambda p, t: ["chains=[]", "trees=[]"], "both empty"),
     "a chain of none": (lambda p, t: ["chains=[0]"], "0 drafts nothing"),
     "unknown tree": (lambda p, t: ["trees=[octopus]"], "'octopus' is not known"),
-    "calibrated to nothing": (lambda p, t: ["trees=[calibrated:0]"], "needs a number of nodes, such as calibrated:64"),
+    "calibrated to nothing": (
+        lambda p, t: ["trees=[calibrated:0]"],
+        "needs a number of nodes, such as calibrated:64",
+    ),
     "nothing calibrated": (lambda p, t: ["trees=[calibrated:8]"], "holds no accuracy of heads"),
     "malformed tree": (lambda p, t: ["trees=[[[0],[1,0]]]"], "has no parent"),
     "unknown rule": (lambda p, t: ["rule=magic"], "rule magic is not known"),
     "no rule": (lambda p, t: ["rule=[]"], "rule is an empty list"),
-    "a rule that fits nothing": (lambda p, t: ["rule=block", "temperatures=[0.0]"], "at temperature 0 the rule is greedy"),
-    "a rule that fits no tree": (lambda p, t: ["rule=[auto,block]", "chains=[]", "trees=[static]"], "judges a chain"),
+    "a rule that fits nothing": (
+        lambda p, t: ["rule=block", "temperatures=[0.0]"],
+        "at temperature 0 the rule is greedy",
+    ),
+    "a rule that fits no tree": (
+        lambda p, t: ["rule=[auto,block]", "chains=[]", "trees=[static]"],
+        "judges a chain",
+    ),
     "a tree too small": (lambda p, t: ["tree=dynamic", "tree.total=3"], "below tree.depth 5"),
     "a tree that is no choice": (lambda p, t: ["tree=octopus"], "there is no tree octopus"),
     "no temperature": (lambda p, t: ["temperatures=[]"], "temperatures is empty"),
     "a cold temperature": (lambda p, t: ["temperatures=[-1]"], "temperature is -1"),
-    "a wordy temperature": (lambda p, t: ["temperatures=[hot]"], "temperature is hot, needs a finite number"),
+    "a wordy temperature": (
+        lambda p, t: ["temperatures=[hot]"],
+        "temperature is hot, needs a finite number",
+    ),
     "one temperature": (lambda p, t: ["temperatures=1"], "needs a list"),
     "no tokens": (lambda p, t: ["max_new_tokens=0"], "at least 1"),
     "no batch": (lambda p, t: ["batch=0"], "at least 1"),
@@ -318,7 +463,10 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "a seed of words": (lambda p, t: ["seed=x"], "seed=x: needs a whole number"),
     "an unknown dtype": (lambda p, t: ["dtype=foo"], "dtype=foo: give one of auto"),
     "half an exactness": (lambda p, t: ["exactness=maybe"], "exactness=maybe: give true or false"),
-    "too few draws": (lambda p, t: ["exactness_draws=100"], "exactness_draws=100: 4 prompts need .* at least 160"),
+    "too few draws": (
+        lambda p, t: ["exactness_draws=100"],
+        "exactness_draws=100: 4 prompts need .* at least 160",
+    ),
     "no top_p": (lambda p, t: ["top_p=nan"], "top_p is nan"),
     "prompts that are a prompt": (lambda p, t: [f"prompts={'why ' * 99}"], "File name too long"),
     "a number as folder": (lambda p, t: ["run_dir=2024"], "run_dir=2024: needs a path"),
@@ -338,7 +486,9 @@ def made(folder: Path, text: str) -> Path:
 
 @pytest.mark.field("F62")
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line(name: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    name: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     change, message = BAD[name]
     with pytest.raises(SystemExit) as caught:
         evaluate.main(words(place, tmp_path / "run", *change(place, tmp_path)))

@@ -1,4 +1,5 @@
-"""Whatever is given to a setting of conf/, it is taken, or refused in words: never another error, never an endless loop."""
+"""Whatever is given to a setting of conf/, it is taken, or refused in words: never another error,
+never an endless loop."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "target/tiny": {"width": 16, "layers": 1, "vocab_size": 32},
     "fit.final": {"acceptance": {"a": None}, "speed": {"b": None}},
 }
-"""Settings without a default, or whose default suits the embedded target alone; and two tables of many trees, which have their own
-files."""
+"""Settings without a default, or whose default suits the embedded target alone; and two tables of
+many trees, which have their own files."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,11 @@ def nodes() -> dict[str, dict[str, Any]]:
             continue
         if "_target_" in node:
             found[name] = node
-        found |= {f"{name}.{key}": inner for key, inner in node.items() if isinstance(inner, dict) and "_target_" in inner}
+        found |= {
+            f"{name}.{key}": inner
+            for key, inner in node.items()
+            if isinstance(inner, dict) and "_target_" in inner
+        }
     return found
 
 
@@ -92,7 +97,11 @@ def changed(node: dict[str, Any], place: tuple[str, ...], value: Any) -> dict[st
 
 @pytest.mark.parametrize("name", NODES)
 def test_what_is_built(name: str, target: Target, folder: Path) -> None:
-    files = {"data": folder, "tree/file": folder.parent / "tree.json", "prompts": folder.parent / "prompts.jsonl"}
+    files = {
+        "data": folder,
+        "tree/file": folder.parent / "tree.json",
+        "prompts": folder.parent / "prompts.jsonl",
+    }
     node = {**NODES[name], **NEEDED.get(name, {})}
     for start, path in files.items():
         if name.startswith(start) and "path" in node:
@@ -101,7 +110,12 @@ def test_what_is_built(name: str, target: Target, folder: Path) -> None:
     if name.startswith("drafter/"):
         objects = {"target": target}
     elif name.startswith("features/"):
-        objects = {"target": target, "needs": Needs(last_hidden=True), "data": ConversationData(folder), "spill_dir": None}
+        objects = {
+            "target": target,
+            "needs": Needs(last_hidden=True),
+            "data": ConversationData(folder),
+            "spill_dir": None,
+        }
     if name not in INCOMPLETE:
         build(node, **objects)
     for place in places(node):
@@ -111,7 +125,9 @@ def test_what_is_built(name: str, target: Target, folder: Path) -> None:
             except InputError as error:
                 assert str(error), (place, value)
             except Exception as error:
-                raise AssertionError(f"{name}: {'.'.join(place)}={str(value)[:40]} ends with {error!r}") from error
+                raise AssertionError(
+                    f"{name}: {'.'.join(place)}={str(value)[:40]} ends with {error!r}"
+                ) from error
 
 
 @pytest.mark.parametrize(
@@ -127,7 +143,9 @@ def test_what_is_built(name: str, target: Target, folder: Path) -> None:
         ("adopt", ["head=x", "out=y"], adopt.check_settings),
     ],
 )
-def test_settings_of_the_doors(door: str, words: list[str], check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_doors(
+    door: str, words: list[str], check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     config = compose(door, words)
     check(config.copy())
@@ -141,6 +159,8 @@ def test_settings_of_the_doors(door: str, words: list[str], check: Any, tmp_path
             except InputError:
                 refused += 1
             except Exception as error:
-                raise AssertionError(f"{door}: {key}={str(value)[:40]} ends with {error!r}") from error
+                raise AssertionError(
+                    f"{door}: {key}={str(value)[:40]} ends with {error!r}"
+                ) from error
     assert refused > 4
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,5 @@
-"""The door: pairs that no engine serves are refused with what would, nothing is left half-written, a check is an exit code."""
+"""The door: pairs that no engine serves are refused with what would, nothing is left half-written,
+a check is an exit code."""
 
 from __future__ import annotations
 
@@ -48,7 +49,13 @@ def place(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(place: Path, **settings: Any) -> list[str]:
-    given = {"target": "hf", "target.path": place / "target", "target.dtype": "float32", "target.device": "cpu", **settings}
+    given = {
+        "target": "hf",
+        "target.path": place / "target",
+        "target.dtype": "float32",
+        "target.device": "cpu",
+        **settings,
+    }
     return [f"{key}={value}" for key, value in given.items()]
 
 
@@ -64,17 +71,31 @@ def head(exported: Path, tmp_path: Path) -> Path:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 def test_export_then_check(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "head"
     export.main(words(place, package=place / "package", to="vllm", out=out))
     told = capsys.readouterr()
-    assert told.out.startswith("vllm serve") and str(out) in told.out and '"num_speculative_tokens": 4' in told.out
+    assert (
+        told.out.startswith("vllm serve")
+        and str(out) in told.out
+        and '"num_speculative_tokens": 4' in told.out
+    )
     assert "checked" in told.err
-    assert sorted(path.name for path in out.iterdir()) == ["README.md", "config.json", "drafttrain.json", "model.safetensors"]
-    assert all(path.stat().st_mode & 0o777 == 0o644 for path in out.iterdir()) and out.stat().st_mode & 0o777 == 0o755
+    assert sorted(path.name for path in out.iterdir()) == [
+        "README.md",
+        "config.json",
+        "drafttrain.json",
+        "model.safetensors",
+    ]
+    assert (
+        all(path.stat().st_mode & 0o777 == 0o644 for path in out.iterdir())
+        and out.stat().st_mode & 0o777 == 0o755
+    )
     assert [path.name for path in out.parent.iterdir()] == ["head"]
     export.main([f"check={out}", f"against={place / 'target'}"])
     assert "nothing found" in capsys.readouterr().out
@@ -84,19 +105,38 @@ def test_export_then_check(place: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert left.value.code == 1 and "head-shipped" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["a/b", "o'dir \"x\" [y] \\z $HOME ü", "{target}"])
+@pytest.mark.parametrize("name", ["a/b", 'o\'dir "x" [y] \\z $HOME ü', "{target}"])
 def test_printed_commands_hold_any_path(name: str) -> None:
-    _, _, target, _, told = shlex.split(writing.filled(writing.vllm_command("eagle", 4), name, "my target"))
+    _, _, target, _, told = shlex.split(
+        writing.filled(writing.vllm_command("eagle", 4), name, "my target")
+    )
     assert target == "my target" and json.loads(told)["model"] == name
-    words = shlex.split(writing.filled(writing.sglang_command("EAGLE", 4) + " --speculative-token-map {out}/x.pt", name, "it's"))
+    words = shlex.split(
+        writing.filled(
+            writing.sglang_command("EAGLE", 4) + " --speculative-token-map {out}/x.pt", name, "it's"
+        )
+    )
     assert [words[place] for place in (4, 8, -1)] == ["it's", name, f"{name}/x.pt"]
     for quote in "'", '"':
-        call = ast.parse(writing.filled(f"Model.load({quote}{{target}}{quote}, out={quote}{{out}}{quote})  # x", name, "it's"))
-        assert [node.value for node in ast.walk(call) if isinstance(node, ast.Constant)] == ["it's", name]
+        call = ast.parse(
+            writing.filled(
+                f"Model.load({quote}{{target}}{quote}, out={quote}{{out}}{quote})  # x",
+                name,
+                "it's",
+            )
+        )
+        assert [node.value for node in ast.walk(call) if isinstance(node, ast.Constant)] == [
+            "it's",
+            name,
+        ]
 
 
 @pytest.mark.parametrize("target", ["org/model", "it's $HOME `id`"])
-@pytest.mark.parametrize("command", [writing.vllm_command("eagle", 4), writing.sglang_command("EAGLE", 4)], ids=["vllm", "sglang"])
+@pytest.mark.parametrize(
+    "command",
+    [writing.vllm_command("eagle", 4), writing.sglang_command("EAGLE", 4)],
+    ids=["vllm", "sglang"],
+)
 def test_a_cards_command_can_be_pasted(command: str, target: str) -> None:
     told = export.card("Eagle1", target, Exported({}, {}, command), "vllm")
     (line,) = (line for line in told.splitlines() if line.startswith("    "))
@@ -111,7 +151,9 @@ def test_warnings_alone_are_no_error(head: Path, capsys: pytest.CaptureFixture[s
     assert "warning" in capsys.readouterr().out
 
 
-def test_names_of_tensors_do_not_steer_the_terminal(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_tensors_do_not_steer_the_terminal(
+    head: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     put("fc\x1b[2J\nweight", 1)(head)
     with pytest.raises(SystemExit):
         export.main([f"check={head}"])
@@ -126,7 +168,9 @@ def test_names_of_tensors_do_not_steer_the_terminal(head: Path, capsys: pytest.C
         (Suffix, "no weights.*arctic-inference"),
     ],
 )
-def test_drafters_that_no_engine_loads(kind: Any, message: str, target: Target, tmp_path: Path) -> None:
+def test_drafters_that_no_engine_loads(
+    kind: Any, message: str, target: Target, tmp_path: Path
+) -> None:
     packed(tmp_path / "package", kind(target), target)
     for to in pairs.TARGETS:
         with pytest.raises(InputError, match=message):
@@ -134,24 +178,37 @@ def test_drafters_that_no_engine_loads(kind: Any, message: str, target: Target, 
 
 
 def test_an_export_is_no_package(exported: Path) -> None:
-    with pytest.raises(InputError, match=r"it is an export.*drafttrain\.adopt head=" + re.escape(str(exported))):
+    with pytest.raises(
+        InputError, match=r"it is an export.*drafttrain\.adopt head=" + re.escape(str(exported))
+    ):
         export.check_pair(exported, "vllm")
 
 
 @pytest.mark.field("F41")
-def test_pairs_that_no_engine_serves(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pairs_that_no_engine_serves(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Before the target is read."""
     for to in ("medusa", "speculators", "hf"):
-        with pytest.raises(InputError, match=f"to={to}: Eagle1 is not exported there: .*give to=vllm or to=sglang or to=eagle"):
+        with pytest.raises(
+            InputError,
+            match=f"to={to}: Eagle1 is not exported there: .*give to=vllm or to=sglang or to=eagle",
+        ):
             export.check_pair(place / "package", to)
-    given = words(place, package=place / "package", to="hf", out=tmp_path / "out") + ["target.path=/nowhere"]
+    given = words(place, package=place / "package", to="hf", out=tmp_path / "out") + [
+        "target.path=/nowhere"
+    ]
     with pytest.raises(SystemExit) as left:
         export.main(given)
-    assert left.value.code == 2 and "give to=vllm or to=sglang or to=eagle" in capsys.readouterr().err
+    assert (
+        left.value.code == 2 and "give to=vllm or to=sglang or to=eagle" in capsys.readouterr().err
+    )
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tuned_target_is_refused(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tuned_target_is_refused(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = {**json.loads((place / "package/config.json").read_text()), "adapter": {}}
     monkeypatch.setattr(export, "read_config", lambda folder: told)
     with pytest.raises(InputError, match="trained jointly with its target"):
@@ -170,15 +227,26 @@ def test_a_tuned_target_is_refused(place: Path, tmp_path: Path, monkeypatch: pyt
         ({"tokens": 0}, "tokens=0: needs a whole number from 1"),
         ({"package": "~nobody-of-that-name/x"}, "package=~nobody-of-that-name/x can be no path"),
         ({"out": "~nobody-of-that-name/x"}, "out=~nobody-of-that-name/x can be no path"),
-        ({"package": None, "out": None, "check": "~nobody-of-that-name/x"}, "check=~nobody-of-that-name/x can be no path"),
+        (
+            {"package": None, "out": None, "check": "~nobody-of-that-name/x"},
+            "check=~nobody-of-that-name/x can be no path",
+        ),
         ({"against": "somewhere"}, "against is what check compares with"),
         ({"check": "somewhere"}, "leave package and out away"),
-        ({"package": None, "out": None, "check": "/nowhere", "to": "speculators"}, "to=speculators: give one of vllm"),
+        (
+            {"package": None, "out": None, "check": "/nowhere", "to": "speculators"},
+            "to=speculators: give one of vllm",
+        ),
     ],
 )
 def test_bad_input(given: dict[str, Any], message: str, place: Path, settings: DictConfig) -> None:
     cfg = copy.deepcopy(settings)
-    for key, value in {"package": str(place / "package"), "to": "vllm", "out": "out", **given}.items():
+    for key, value in {
+        "package": str(place / "package"),
+        "to": "vllm",
+        "out": "out",
+        **given,
+    }.items():
         cfg[key] = value
     with pytest.raises(InputError, match=re.escape(message)):
         export.check_settings(cfg)
@@ -203,7 +271,7 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-# --- the place -----------------------------------------------------------------------------------------------------------
+# --- the place ------------------------------------------------------------------------------------
 
 
 def test_an_empty_folder_is_used(place: Path, tmp_path: Path, target: Target) -> None:
@@ -212,7 +280,9 @@ def test_an_empty_folder_is_used(place: Path, tmp_path: Path, target: Target) ->
     assert (tmp_path / "out/model.safetensors").is_file()
 
 
-def test_places_that_are_not_used(place: Path, tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_that_are_not_used(
+    place: Path, tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full/thesis.tex").write_text("mine")
     (tmp_path / "file").write_text("mine")
@@ -236,7 +306,12 @@ def test_places_that_are_not_used(place: Path, tmp_path: Path, target: Target, m
 @pytest.mark.parametrize("there", [False, True], ids=["new", "empty"])
 @pytest.mark.parametrize("when", ["writing", "checking", "swapping"])
 def test_a_failing_write_leaves_the_place_as_it_was(
-    when: str, there: bool, place: Path, tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+    when: str,
+    there: bool,
+    place: Path,
+    tmp_path: Path,
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "out"
     if there:
@@ -270,9 +345,14 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
 
 
 def test_a_place_that_only_says_that_it_takes_folders(
-    place: Path, tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path,
+    tmp_path: Path,
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As /proc does, for the superuser: one line before the target is read, and none of Python's afterwards."""
+    """As /proc does, for the superuser: one line before the target is read, and none of Python's
+    afterwards."""
 
     def none(*_: Any, **given: Any) -> None:
         raise FileNotFoundError(2, "No such file or directory", given["dir"])
@@ -280,10 +360,16 @@ def test_a_place_that_only_says_that_it_takes_folders(
     exported = Exported({}, {}, "")
     monkeypatch.setattr(writing.tempfile, "mkdtemp", none)
     with pytest.raises(SystemExit) as left:
-        export.main(words(place, package=place / "package", to="vllm", out=tmp_path / "out") + ["target.path=/nowhere"])
+        export.main(
+            words(place, package=place / "package", to="vllm", out=tmp_path / "out")
+            + ["target.path=/nowhere"]
+        )
     said = capsys.readouterr().err
     assert left.value.code == 2 and said.count("\n") == 1
-    assert f"out={tmp_path / 'out'} cannot be made: no folder can be made in {tmp_path} (No such file" in said
+    assert (
+        f"out={tmp_path / 'out'} cannot be made: no folder can be made in {tmp_path} (No such file"
+        in said
+    )
     with pytest.raises(InputError, match="no folder can be made in"):
         writing.put(tmp_path / "out", exported, {}, None, lambda head: [])
     (tmp_path / "file").write_text("")
@@ -298,7 +384,7 @@ def test_a_long_name(tmp_path: Path) -> None:
     assert out.is_dir() and [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
-# --- what is never trusted -------------------------------------------------------------------------------------------------
+# --- what is never trusted ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -309,17 +395,37 @@ def test_a_long_name(tmp_path: Path) -> None:
         (lambda p: (p / "config.json").write_text('{"a": NaN}'), "is not a number"),
         (lambda p: (p / "config.json").write_text("[" * 10**6), "cannot be read"),
         (lambda p: (p / "config.json").write_text("[]"), "needs a mapping"),
-        (lambda p: (p / "config.json").write_text(" " * (17 << 20)), "bytes: not an engine's config"),
+        (
+            lambda p: (p / "config.json").write_text(" " * (17 << 20)),
+            "bytes: not an engine's config",
+        ),
         (lambda p: (p / "config.json").unlink(), "has no config.json"),
         (lambda p: (p / "model.safetensors").write_bytes(b"\x80\x04"), "cannot be read"),
         (lambda p: os.truncate(p / "model.safetensors", 4000), "cannot be read"),
-        (lambda p: (p / "second.safetensors").write_bytes((p / "model.safetensors").read_bytes()), "and in second.safetensors"),
+        (
+            lambda p: (p / "second.safetensors").write_bytes(
+                (p / "model.safetensors").read_bytes()
+            ),
+            "and in second.safetensors",
+        ),
         (lambda p: in_place_of(p / "config.json", os.mkfifo), "config.json is no regular file"),
         (lambda p: in_place_of(p / "config.json", Path.mkdir), "config.json is no regular file"),
-        (lambda p: in_place_of(p / "model.safetensors", os.mkfifo), "model.safetensors is no regular file"),
-        (lambda p: in_place_of(p / "model.safetensors", Path.mkdir), "model.safetensors is no regular file"),
-        (lambda p: in_place_of(p / "model.safetensors", linked_to("/dev/zero")), "model.safetensors is no regular file"),
-        (lambda p: in_place_of(p / "model.safetensors", linked_to("model.safetensors")), "cannot be read: Too many levels"),
+        (
+            lambda p: in_place_of(p / "model.safetensors", os.mkfifo),
+            "model.safetensors is no regular file",
+        ),
+        (
+            lambda p: in_place_of(p / "model.safetensors", Path.mkdir),
+            "model.safetensors is no regular file",
+        ),
+        (
+            lambda p: in_place_of(p / "model.safetensors", linked_to("/dev/zero")),
+            "model.safetensors is no regular file",
+        ),
+        (
+            lambda p: in_place_of(p / "model.safetensors", linked_to("model.safetensors")),
+            "cannot be read: Too many levels",
+        ),
         (lambda p: os.mkfifo(p / INDEX), "index.json is no regular file"),
         (lambda p: (p / "drafttrain.json").write_text("{}"), "lacks format"),
         (lambda p: config_of_origin(p, engine="x"), "engine is x"),

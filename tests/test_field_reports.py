@@ -21,14 +21,19 @@ def marked() -> dict[str, list[str]]:
             for mark in node.decorator_list:
                 if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.field":
                     for number in mark.args:
-                        assert isinstance(number, ast.Constant) and node.name.startswith("test_"), (path, node.name)
+                        assert isinstance(number, ast.Constant) and node.name.startswith("test_"), (
+                            path,
+                            node.name,
+                        )
                         found.setdefault(str(number.value), []).append(f"{path.stem}.{node.name}")
     return found
 
 
 def test_every_report_has_a_test() -> None:
     numbers = [f"F{number:02d}" for number in range(1, 70)]
-    assert list(REPORTS) == numbers and all(brought and happens for brought, happens in REPORTS.values())
+    assert list(REPORTS) == numbers and all(
+        brought and happens for brought, happens in REPORTS.values()
+    )
     found = marked()
     assert sorted(found.keys() - REPORTS.keys()) == [], "numbers that no report has"
     assert [number for number in numbers if number not in found] == [], "reports without a test"

@@ -1,6 +1,8 @@
-"""Any bytes in a file that comes from elsewhere give an object that works, or one InputError: no crash, no hang, bounded memory.
+"""Any bytes in a file that comes from elsewhere give an object that works, or one InputError: no
+crash, no hang, bounded memory.
 
-A few hundred changed files for each loader every time; ten thousand with `pytest -m slow`. The same seeds every time.
+A few hundred changed files for each loader every time; ten thousand with `pytest -m slow`. The same
+seeds every time.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from drafttrain.target.filling import StoreFolder
 from drafttrain.target.load import read_tokenizer
 from drafttrain.target.model import Target
 from drafttrain.target.store import Store, digest_of
-from drafttrain.training.checkpoint import check_whole, read_checkpoint, write_checkpoint
+from drafttrain.training.checkpoint import check_complete, read_checkpoint, write_checkpoint
 from drafttrain.training.resume import refuse_other_run
 from drafttrain.tree.files import read_tree, table
 from tests.helpers import ALTERNATING, CHATML, tiny_tokenizer
@@ -71,10 +73,11 @@ from tests.mutations import (
     text_of,
 )
 from tests.packaging.made import packed
-from tests.target.stores import begun, make_store, random_set
+from tests.target.stores import make_store, partial_pass, random_set
 
 ROOM = 1 << 30
-"""Bytes that reading a changed file may take beyond what the process has; the files have some kilobytes."""
+"""Bytes that reading a changed file may take beyond what the process has; the files have some
+kilobytes."""
 LONGEST = 20
 """Seconds."""
 
@@ -97,7 +100,7 @@ def small() -> Target:
     return load.tiny(layers=2, width=32, vocab_size=256)
 
 
-# --- what is read ----------------------------------------------------------------------------------------------------
+# --- what is read ---------------------------------------------------------------------------------
 
 
 def conversation_set(folder: Path, target: Target) -> Loader:
@@ -110,14 +113,22 @@ def conversation_set(folder: Path, target: Target) -> Loader:
         data = ConversationData(path)
         check_vocabulary(data.set, target.vocab_size)
         batch = data.batch(range(len(data)))
-        assert len(list(rows_of(data.set))) == len(data.set) and data.summary() and data.fingerprint is not None
+        assert (
+            len(list(rows_of(data.set))) == len(data.set)
+            and data.summary()
+            and data.fingerprint is not None
+        )
         return batch, data.set.prompts(), data.set.digest, data.label_counts(target.vocab_size)
 
     return Loader({MANIFEST: json_of, TENSORS: tensors_of}, read)
 
 
 def growing_set(folder: Path, target: Target) -> Loader:
-    about = {"target": {"name": "t", "fingerprint": target.fingerprint}, "prompts": {"kind": "self"}, "writing": {"seed": 0}}
+    about = {
+        "target": {"name": "t", "fingerprint": target.fingerprint},
+        "prompts": {"kind": "self"},
+        "writing": {"seed": 0},
+    }
     SetFolder(folder).record(about)
     journal = Journal(folder)
     for number in range(4):
@@ -146,7 +157,11 @@ def feature_store(folder: Path, target: Target) -> Loader:
             found = json.loads(content)
         except (ValueError, RecursionError):
             return content
-        return json.dumps({**found, "digest": digest_of(found)}).encode() if isinstance(found, dict) else content
+        return (
+            json.dumps({**found, "digest": digest_of(found)}).encode()
+            if isinstance(found, dict)
+            else content
+        )
 
     def read(path: Path, _name: str) -> object:
         store = Store(path / "store")
@@ -166,7 +181,7 @@ def feature_store(folder: Path, target: Target) -> Loader:
 
 def growing_store(folder: Path, target: Target) -> Loader:
     data = ConversationData(random_set(target, folder / "set", rows=6, held_out=0, longest=12))
-    store, plan, recorded = begun(target, data, folder / "store")
+    store, plan, recorded = partial_pass(target, data, folder / "store")
     journal = store.open_journal(0)
     for batch in range(3):
         journal.write({"batch": batch, "crc": 12345})
@@ -184,7 +199,16 @@ def growing_store(folder: Path, target: Target) -> Loader:
 
 def package(folder: Path, target: Target) -> Loader:
     torch.manual_seed(0)
-    rows = [{"temperature": 0.0, "growth": "chain", "nodes": 4, "rule": "greedy", "tau": 1.5, "accept_at": [0.5, None]}]
+    rows = [
+        {
+            "temperature": 0.0,
+            "growth": "chain",
+            "nodes": 4,
+            "rule": "greedy",
+            "tau": 1.5,
+            "accept_at": [0.5, None],
+        }
+    ]
     drafter = Eagle1(target, draft_ids=list(range(1, 200, 2)), bias=True)
     packed(folder / "a", drafter, target, metrics={"settings": {}, "rows": rows})
 
@@ -193,7 +217,12 @@ def package(folder: Path, target: Target) -> Loader:
         checked_metrics(path / "a")
         return load_package(path / "a", target), training_of(config), parameters_of(config)
 
-    names = {"config.json": json_of, "drafter.safetensors": tensors_of, "decoding.yaml": text_of, "metrics.json": json_of}
+    names = {
+        "config.json": json_of,
+        "drafter.safetensors": tensors_of,
+        "decoding.yaml": text_of,
+        "metrics.json": json_of,
+    }
     return Loader({f"a/{name}": mutation for name, mutation in names.items()}, read)
 
 
@@ -204,7 +233,14 @@ def package_of_a_model(folder: Path, target: Target) -> Loader:
     def read(path: Path, _name: str) -> object:
         return load_package(path / "a", target)
 
-    return Loader({"a/config.json": json_of, "a/ssm/model.safetensors": tensors_of, "a/drafter.safetensors": tensors_of}, read)
+    return Loader(
+        {
+            "a/config.json": json_of,
+            "a/ssm/model.safetensors": tensors_of,
+            "a/drafter.safetensors": tensors_of,
+        },
+        read,
+    )
 
 
 def engine_directories(folder: Path, target: Target) -> Loader:
@@ -216,17 +252,26 @@ def engine_directories(folder: Path, target: Target) -> Loader:
 
     def read(path: Path, name: str) -> object:
         head = open_directory(path / name.split("/")[0], "check")
-        return [check_directory(head, None, theirs) for theirs in (None, open_directory(against, "against"))]
+        return [
+            check_directory(head, None, theirs)
+            for theirs in (None, open_directory(against, "against"))
+        ]
 
     whole = {"config.json": json_of, "model.safetensors": tensors_of}
-    return Loader({f"{kind}/{name}": mutation for kind in kinds for name, mutation in whole.items()}, read)
+    return Loader(
+        {f"{kind}/{name}": mutation for kind in kinds for name, mutation in whole.items()}, read
+    )
 
 
 def heads_taken_over(folder: Path, target: Target) -> Loader:
     torch.manual_seed(0)
     heads = Medusa(target, heads=2)
     files: dict[str, Mutation] = {}
-    for name, drafter, engine in (("eagle1", Eagle1(target), "vllm"), ("medusa", heads, "vllm"), ("old", heads, "medusa")):
+    for name, drafter, engine in (
+        ("eagle1", Eagle1(target), "vllm"),
+        ("medusa", heads, "vllm"),
+        ("old", heads, "medusa"),
+    ):
         packed(folder / f"{name}-package", drafter, target)
         export_package(folder / f"{name}-package", target, engine, folder / name)
         for path in (folder / name).iterdir():
@@ -265,14 +310,33 @@ def prompts(folder: Path, target: Target) -> Loader:
 
 
 def checkpoint(folder: Path, target: Target) -> Loader:
-    facts = {"target": {"weights": "a", "dtype": "float32"}, "data": "b", "processes": 1, "rate": {"end": 3}}
-    config = {"seed": 0, "trainer": {"log_every": 2, "batch_tokens": 512}, "target": {"dtype": "auto"}}
-    moments = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 3), "exp_avg_sq": torch.ones(2, 3)}
+    facts = {
+        "target": {"weights": "a", "dtype": "float32"},
+        "data": "b",
+        "processes": 1,
+        "rate": {"end": 3},
+    }
+    config = {
+        "seed": 0,
+        "trainer": {"log_every": 2, "batch_tokens": 512},
+        "target": {"dtype": "auto"},
+    }
+    moments = {
+        "step": torch.tensor(3.0),
+        "exp_avg": torch.ones(2, 3),
+        "exp_avg_sq": torch.ones(2, 3),
+    }
     group = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0, "params": [0]}
     state = {
         "weights": {"drafter.fc.weight": torch.ones(2, 3)},
         "optimiser": {"state": {0: moments}, "param_groups": [group]},
-        "progress": {"position": 3, "updates": 3, "empty_windows": 0, "supervised": 30.0, "seconds": 1.5},
+        "progress": {
+            "position": 3,
+            "updates": 3,
+            "empty_windows": 0,
+            "supervised": 30.0,
+            "seconds": 1.5,
+        },
         "keeper": {"best": 1.5, "best_update": 2, "without_progress": 1},
         "decode": {"measured_at": 2, "evaluations": 1, "tau": 1.5, "seconds": 0.5},
         "facts": facts,
@@ -283,7 +347,7 @@ def checkpoint(folder: Path, target: Target) -> Loader:
     def read(path: Path, name: str) -> object:
         with unittest.mock.patch.object(zipfile.ZipFile, "testzip", lambda _: None):  # Likewise.
             found = read_checkpoint(path / name)
-        check_whole(found, path / name)
+        check_complete(found, path / name)
         refuse_other_run(found, facts, config, lambda text: None)
         return found
 
@@ -314,7 +378,13 @@ def chat_template(folder: Path, target: Target) -> Loader:
         chat = ChatPieces(own, (2,))
         ids = chat.check("Be brief.", ("hello", "again"))
         assert all(type(one) is int for one in ids)
-        return chat.grows(with_system=True), chat.keeps_reasoning, chat.turn_end(), chat.before_user(), chat.user_to_answer()
+        return (
+            chat.grows(with_system=True),
+            chat.keeps_reasoning,
+            chat.turn_end(),
+            chat.before_user(),
+            chat.user_to_answer(),
+        )
 
     return Loader({"a.jinja": template_of, "b.jinja": template_of}, read, watched=False)
 
@@ -351,7 +421,7 @@ LOADERS: dict[str, tuple[Maker, int]] = {
 """What is read, and how many changed files are tried every time."""
 
 
-# --- reading it ------------------------------------------------------------------------------------------------------
+# --- reading it -----------------------------------------------------------------------------------
 
 
 class Hang(BaseException):
@@ -426,7 +496,9 @@ def fuzz(name: str, folder: Path, examples: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_changed_files_are_read_or_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_files_are_read_or_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(template_module, "MOST_SECONDS", 1.0)
     outcomes = fuzz(name, tmp_path, LOADERS[name][1])
     assert outcomes["refused"] > 10 and outcomes["read"] > 0, outcomes
@@ -434,8 +506,9 @@ def test_changed_files_are_read_or_refused(name: str, tmp_path: Path, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOADERS)
-def test_ten_thousand_changed_files_are_read_or_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_thousand_changed_files_are_read_or_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(template_module, "MOST_SECONDS", 1.0)
     outcomes = fuzz(name, tmp_path, 10_000)
     assert sum(outcomes.values()) >= 9_000, outcomes
-

@@ -40,14 +40,16 @@ def ids(target: Target) -> list[int]:
 @pytest.fixture(scope="module")
 def place(target: Target, ids: list[int], tmp_path_factory: pytest.TempPathFactory) -> Path:
     drafter = overfitted(target, [ids], steps=40, tokens=20)
-    return packed_place(tmp_path_factory.mktemp("generate"), target, drafter, plan=Plan(Tree.chain(3)))
+    return packed_place(
+        tmp_path_factory.mktemp("generate"), target, drafter, plan=Plan(Tree.chain(3))
+    )
 
 
 def shown(text: str) -> str:
     return text.translate(generate._CONTROLS)
 
 
-# --- the door --------------------------------------------------------------------------------------------------------------
+# --- the door -------------------------------------------------------------------------------------
 
 
 @pytest.mark.field("F13")
@@ -57,27 +59,53 @@ def test_the_text_is_plain_decodings_with_accepted_drafts_marked(
     generate.main(place_words(place, f"prompt={PROMPT}", "compare=true"))
     out = capsys.readouterr().out
     text, _, closing = out.rpartition("\n\ntau ")
-    outputs, tally = drafttrain.load(place / "package", target, dtype="float32").generate([ids], max_new_tokens=16)
-    plain, _ = drafttrain.load(place / "package", target).generate([ids], max_new_tokens=16, plan=Plan(Tree.chain(0)))
+    outputs, tally = drafttrain.load(place / "package", target, dtype="float32").generate(
+        [ids], max_new_tokens=16
+    )
+    plain, _ = drafttrain.load(place / "package", target).generate(
+        [ids], max_new_tokens=16, plan=Plan(Tree.chain(0))
+    )
     assert outputs[0].ids == plain[0].ids
     expected = shown(target.tokenizer.decode(plain[0].ids, skip_special_tokens=True))  # type: ignore[union-attr]
     assert re.sub(r"\[\[|\]\]", "", text) == expected
     assert "[[" in text and text.count("[[") == text.count("]]")
-    assert closing.startswith(f"{tally.tau:.2f} tokens per target pass, {tally.accepted_per_round:.2f} drafts accepted")
+    assert closing.startswith(
+        f"{tally.tau:.2f} tokens per target pass, {tally.accepted_per_round:.2f} drafts accepted"
+    )
     assert re.search(r"[\d.]+ tokens/s, \d+ tokens in", closing) and "guarantee: greedy" in closing
     assert re.search(r"plain decoding: [\d.]+ tokens/s, the same text; speed [\d.]+x", closing)
 
 
-def test_drafts_that_are_copied(place: Path, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drafts_that_are_copied(
+    place: Path, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     package = packed(tmp_path / "package", NGram(target), target, plan=Plan(Tree.chain(3)))
     for temperature, guarantee in (("0.0", "greedy"), ("1.0", "distribution")):
-        generate.main(place_words(place, f"prompt={PROMPT} {PROMPT}", f"temperature={temperature}", "tree=2", package=package))
+        generate.main(
+            place_words(
+                place,
+                f"prompt={PROMPT} {PROMPT}",
+                f"temperature={temperature}",
+                "tree=2",
+                package=package,
+            )
+        )
         assert f"guarantee: {guarantee}" in capsys.readouterr().out
 
 
-def test_other_settings(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_settings(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
-    sampled = ("temperature=1.0", "top_k=9", "top_p=0.9", "seed=3", "tree=[[0],[1],[0,0]]", "mark=none", "chat=false")
+    sampled = (
+        "temperature=1.0",
+        "top_k=9",
+        "top_p=0.9",
+        "seed=3",
+        "tree=[[0],[1],[0,0]]",
+        "mark=none",
+        "chat=false",
+    )
     texts = []
     for more in (sampled, sampled, (*sampled, "seed=4")):
         monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
@@ -133,13 +161,17 @@ def test_rules_are_chosen_by_name(
     ],
     ids=" ".join,
 )
-def test_any_tree_writes_the_same_text(place: Path, tree: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_tree_writes_the_same_text(
+    place: Path, tree: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     generate.main(place_words(place, f"prompt={PROMPT}", "compare=true", "mark=none", *tree))
     out = capsys.readouterr().out
     assert "the same text" in out and "guarantee: greedy" in out
 
 
-def test_plain_decoding_has_no_tau_above_one(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_decoding_has_no_tau_above_one(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     generate.main(place_words(place, f"prompt={PROMPT}", "tree=plain", "max_new_tokens=1"))
     assert "tau not available" in capsys.readouterr().out
 
@@ -176,14 +208,21 @@ def test_turns_are_asked_for_in_a_terminal(
     assert found.out.count("tau ") == 2 and "context holds 512" in found.err
 
 
-def test_turns_are_remembered(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one text, that of the conversation, however many turns it has. What plain decoding wrote for comparison is not in it."""
+def test_turns_are_remembered(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one text, that of the conversation, however many turns it has. What plain decoding wrote
+    for comparison is not in it."""
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    lines, loaded, wanted = iter(["hello", "hello", ""]), list[Suffix](), list[tuple[list[int], list[int]]]()
+    lines, loaded, wanted = (
+        iter(["hello", "hello", ""]),
+        list[Suffix](),
+        list[tuple[list[int], list[int]]](),
+    )
     load, close = generate.load_drafter, generate.close
 
     def loading(*given: Any) -> Any:
@@ -214,44 +253,95 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no tokens": (lambda p: ["prompt=a", "max_new_tokens=0"], "at least 1"),
     "chat is a word": (lambda p: ["prompt=a", "chat=perhaps"], "chat=perhaps: needs true or false"),
     "a cold temperature": (lambda p: ["prompt=a", "temperature=-1"], "temperature is -1"),
-    "no temperature": (lambda p: ["prompt=a", "temperature=warm"], "temperature is warm, needs a finite number"),
+    "no temperature": (
+        lambda p: ["prompt=a", "temperature=warm"],
+        "temperature is warm, needs a finite number",
+    ),
     "unknown tree": (lambda p: ["prompt=a", "tree=octopus"], "'octopus' is not known"),
     "malformed tree": (lambda p: ["prompt=a", "tree=[[1]]"], "skips a rank"),
-    "unknown rule": (lambda p: ["prompt=a", "rule=magic"], "rule magic is not known: give auto or one of greedy, ratio"),
-    "a rule for sampled text": (lambda p: ["prompt=a", "rule=block"], "at temperature 0 the rule is greedy"),
-    "a rule for greedy text": (lambda p: ["prompt=a", "rule=greedy", "temperature=1"], "give temperature 0"),
+    "unknown rule": (
+        lambda p: ["prompt=a", "rule=magic"],
+        "rule magic is not known: give auto or one of greedy, ratio",
+    ),
+    "a rule for sampled text": (
+        lambda p: ["prompt=a", "rule=block"],
+        "at temperature 0 the rule is greedy",
+    ),
+    "a rule for greedy text": (
+        lambda p: ["prompt=a", "rule=greedy", "temperature=1"],
+        "give temperature 0",
+    ),
     "a rule for chains": (
         lambda p: ["prompt=a", "rule=block", "temperature=1", "tree=static"],
         "rule block judges a chain, this tree has nodes with several children",
     ),
-    "a tree too small for its depth": (lambda p: ["prompt=a", "tree=dynamic", "tree.total=2"], "below tree.depth 5"),
-    "a tree's setting misspelt": (lambda p: ["prompt=a", "tree=dynamic", "tree.nodes=2"], "no setting tree.nodes"),
-    "a system without a chat": (lambda p: ["prompt=a", "system=b", "chat=false"], "system has no place"),
-    "no tokenizer": (lambda p: ["prompt=a", "target=tiny", "~target.path"], "without a tokenizer|there is no setting"),
+    "a tree too small for its depth": (
+        lambda p: ["prompt=a", "tree=dynamic", "tree.total=2"],
+        "below tree.depth 5",
+    ),
+    "a tree's setting misspelt": (
+        lambda p: ["prompt=a", "tree=dynamic", "tree.nodes=2"],
+        "no setting tree.nodes",
+    ),
+    "a system without a chat": (
+        lambda p: ["prompt=a", "system=b", "chat=false"],
+        "system has no place",
+    ),
+    "no tokenizer": (
+        lambda p: ["prompt=a", "target=tiny", "~target.path"],
+        "without a tokenizer|there is no setting",
+    ),
     "prompt too long": (lambda p: [f"prompt={'x' * 600}"], "context holds 512"),
     "misspelt": (lambda p: ["promt=a"], "prompt"),
     "a seed of words": (lambda p: ["prompt=a", "seed=abc"], "seed=abc: needs a whole number"),
     "a seed below 0": (lambda p: ["prompt=a", "seed=-1"], "seed=-1: needs"),
     "half a seed": (lambda p: ["prompt=a", "seed=1.5"], "seed=1.5: needs"),
-    "a dtype of whole numbers": (lambda p: ["prompt=a", "dtype=int8"], "dtype=int8: give one of auto"),
+    "a dtype of whole numbers": (
+        lambda p: ["prompt=a", "dtype=int8"],
+        "dtype=int8: give one of auto",
+    ),
     "half a character": (lambda p: ["prompt=\udcff"], "not UTF-8"),
-    "half a character in the system's text": (lambda p: ["prompt=a", "system=\udcff"], "system is not UTF-8"),
-    "a package whose name is a text": (lambda p: ["prompt=a", f"package={'long ' * 80}"], "File name too long"),
-    "nobody's package": (lambda p: ["prompt=a", "package=~nobody-of-that-name/x"], "package=~nobody-of-that-name/x can be no path"),
+    "half a character in the system's text": (
+        lambda p: ["prompt=a", "system=\udcff"],
+        "system is not UTF-8",
+    ),
+    "a package whose name is a text": (
+        lambda p: ["prompt=a", f"package={'long ' * 80}"],
+        "File name too long",
+    ),
+    "nobody's package": (
+        lambda p: ["prompt=a", "package=~nobody-of-that-name/x"],
+        "package=~nobody-of-that-name/x can be no path",
+    ),
     "code that was not allowed": (
         lambda p: ["prompt=a", "target.trust_remote_code=no"],
         "target.trust_remote_code=no: needs true or false",
     ),
-    "tokens without end": (lambda p: ["prompt=a", f"max_new_tokens={10**30}"], "from 1 to 2147483647"),
-    "a temperature beyond floats": (lambda p: ["prompt=a", f"temperature={10**400}"], "temperature is 1000"),
+    "tokens without end": (
+        lambda p: ["prompt=a", f"max_new_tokens={10**30}"],
+        "from 1 to 2147483647",
+    ),
+    "a temperature beyond floats": (
+        lambda p: ["prompt=a", f"temperature={10**400}"],
+        "temperature is 1000",
+    ),
     "top_k of a greedy policy": (lambda p: ["prompt=a", "top_k=-3"], "top_k is -3"),
     "min_p above 1": (lambda p: ["prompt=a", "min_p=2"], "min_p is 2, needs"),
-    "a penalty of words": (lambda p: ["prompt=a", "repetition_penalty=much"], "repetition_penalty is much, needs a finite number"),
-    "no penalty": (lambda p: ["prompt=a", "repetition_penalty=0"], "repetition_penalty is 0, needs"),
+    "a penalty of words": (
+        lambda p: ["prompt=a", "repetition_penalty=much"],
+        "repetition_penalty is much, needs a finite number",
+    ),
+    "no penalty": (
+        lambda p: ["prompt=a", "repetition_penalty=0"],
+        "repetition_penalty is 0, needs",
+    ),
     "half a token": (lambda p: ["prompt=a", "min_new_tokens=1.5"], "min_new_tokens is 1.5, needs"),
     "a bias of words": (lambda p: ["prompt=a", "logit_bias={a:1}"], "logit_bias names token 'a'"),
     "a bias without a token": (lambda p: ["prompt=a", "logit_bias=4"], "logit_bias is 4, needs"),
-    "a bias beyond the vocabulary": (lambda p: ["prompt=a", "logit_bias={99999:1.0}"], "logit_bias names token 99999"),
+    "a bias beyond the vocabulary": (
+        lambda p: ["prompt=a", "logit_bias={99999:1.0}"],
+        "logit_bias names token 99999",
+    ),
 }
 
 
@@ -271,10 +361,14 @@ def test_bad_input_is_one_line(
 def test_bytes_that_are_no_text_on_standard_input(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"good \xff bad"), encoding="utf-8"))
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO(b"good \xff bad"), encoding="utf-8")
+    )
     with pytest.raises(SystemExit) as caught:
         generate.main(place_words(place))
-    assert caught.value.code == 2 and "standard input is not UTF-8 (byte 6)" in capsys.readouterr().err
+    assert (
+        caught.value.code == 2 and "standard input is not UTF-8 (byte 6)" in capsys.readouterr().err
+    )
 
 
 def test_what_cannot_be_read_does_not_end_a_conversation(
@@ -284,7 +378,9 @@ def test_what_cannot_be_read_does_not_end_a_conversation(
         def isatty(self) -> bool:
             return True
 
-    lines: Iterator[str | Exception] = iter([UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), "\udcff", "hello", ""])
+    lines: Iterator[str | Exception] = iter(
+        [UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), "\udcff", "hello", ""]
+    )
 
     def typed(_: str) -> str:
         line = next(lines)
@@ -296,17 +392,26 @@ def test_what_cannot_be_read_does_not_end_a_conversation(
     monkeypatch.setattr("builtins.input", typed)
     generate.main(place_words(place, "max_new_tokens=4"))
     found = capsys.readouterr()
-    assert "that was not UTF-8" in found.err and "the prompt is not UTF-8" in found.err and found.out.count("tau ") == 1
+    assert (
+        "that was not UTF-8" in found.err
+        and "the prompt is not UTF-8" in found.err
+        and found.out.count("tau ") == 1
+    )
 
 
 @pytest.mark.field("F13")
-def test_a_tokenizer_larger_than_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_larger_than_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tiny_chat_target(BARE, vocab_size=260)
     place = packed_place(tmp_path, target, Eagle1(target), plan=Plan(Tree.chain(2)))
     generate.main(place_words(place, "prompt=a", "max_new_tokens=2"))
     with pytest.raises(SystemExit) as caught:
         generate.main(place_words(place, "prompt=the", "max_new_tokens=2"))
-    assert caught.value.code == 2 and "gives id 260, the model's vocabulary ends at 259" in capsys.readouterr().err
+    assert (
+        caught.value.code == 2
+        and "gives id 260, the model's vocabulary ends at 259" in capsys.readouterr().err
+    )
 
 
 def test_a_target_without_a_tokenizer_is_refused_before_it_is_read(
@@ -317,7 +422,7 @@ def test_a_target_without_a_tokenizer_is_refused_before_it_is_read(
     assert "without a tokenizer" in capsys.readouterr().err
 
 
-# --- conversations ------------------------------------------------------------------------------------------------------------
+# --- conversations --------------------------------------------------------------------------------
 
 
 def test_a_conversation_grows_by_ids(target: Target) -> None:
@@ -326,7 +431,8 @@ def test_a_conversation_grows_by_ids(target: Target) -> None:
     encode = target.tokenizer.encode  # type: ignore[union-attr]
     first = talk.prompt("hi", 8)
     assert first == encode(
-        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\nbe "
+        "brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )
     t, h = encode("t"), encode("h")
     assert encode("th") != [*t, *h]
@@ -335,7 +441,9 @@ def test_a_conversation_grows_by_ids(target: Target) -> None:
     between = encode("\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n")
     assert second == [*first, *t, *h, END, *between]
     talk.keep(second, Output(ids=[*t, *h], finish="length"))
-    assert talk.ids == [*second, *t, *h, END], "a turn that was cut is closed as the template closes one"
+    assert talk.ids == [*second, *t, *h, END], (
+        "a turn that was cut is closed as the template closes one"
+    )
 
 
 def test_without_a_template_texts_follow_one_another(target: Target) -> None:
@@ -356,7 +464,7 @@ def test_room_in_the_context(target: Target, capsys: pytest.CaptureFixture[str])
         Conversation(load.tiny(), chat=True)
 
 
-# --- text as it comes ----------------------------------------------------------------------------------------------------------
+# --- text as it comes -----------------------------------------------------------------------------
 
 
 def pieces(text_ids: list[int], drafted: list[bool] | None = None) -> Iterator[tuple[str, bool]]:
@@ -371,7 +479,8 @@ def pieces(text_ids: list[int], drafted: list[bool] | None = None) -> Iterator[t
 
 
 @pytest.mark.parametrize(
-    "text", ["plain words", "naïve ünïcödé", "你好,世界", "a🙂b👩‍👩‍👧c", "  spaces \n\t and lines\n", "�"]
+    "text",
+    ["plain words", "naïve ünïcödé", "你好,世界", "a🙂b👩‍👩‍👧c", "  spaces \n\t and lines\n", "�"],
 )
 def test_pieces_add_up_and_never_hold_half_a_character(text: str) -> None:
     ids = tiny_tokenizer().encode(text)
@@ -393,12 +502,19 @@ def test_control_tokens_are_not_shown() -> None:
 
 def test_a_character_is_marked_by_the_token_that_makes_it_whole() -> None:
     ids = tiny_tokenizer().encode("a你b")
-    assert list(pieces(ids, [True, False, False, True, False])) == [("a", True), ("你", True), ("b", False)]
+    assert list(pieces(ids, [True, False, False, True, False])) == [
+        ("a", True),
+        ("你", True),
+        ("b", False),
+    ]
 
 
 def screen(mark: str, *, terminal: bool = False) -> tuple[Screen, io.StringIO]:
     file = io.StringIO()
-    return Screen(mark=mark, out=Console(file=file, force_terminal=terminal, color_system="standard", width=20)), file
+    return Screen(
+        mark=mark,
+        out=Console(file=file, force_terminal=terminal, color_system="standard", width=20),
+    ), file
 
 
 def test_marks() -> None:
@@ -410,19 +526,26 @@ def test_marks() -> None:
         one.piece(None)
         one.boundary()
 
-    for mark, expected in (("brackets", "a[[bc]]d[[e]][[" + "f" * 30 + "]]"), ("none", "abcde" + "f" * 30)):
+    for mark, expected in (
+        ("brackets", "a[[bc]]d[[e]][[" + "f" * 30 + "]]"),
+        ("none", "abcde" + "f" * 30),
+    ):
         one, file = screen(mark)
         write(one)
         assert file.getvalue() == expected
     one, file = screen("colour", terminal=True)
     write(one)
-    assert re.sub(r"\x1b\[[\d;]*m", "", file.getvalue()) == "abcde" + "f" * 30, "nothing may be wrapped or lost"
+    assert re.sub(r"\x1b\[[\d;]*m", "", file.getvalue()) == "abcde" + "f" * 30, (
+        "nothing may be wrapped or lost"
+    )
     assert "\x1b[4;32mb" in file.getvalue() and "\x1b[4;32md" not in file.getvalue()
 
 
 def test_marks_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert screen("auto")[0].mark == "brackets" and screen("auto", terminal=True)[0].mark == "colour"
+    assert (
+        screen("auto")[0].mark == "brackets" and screen("auto", terminal=True)[0].mark == "colour"
+    )
     monkeypatch.setenv("NO_COLOR", "1")
     assert screen("auto", terminal=True)[0].mark == "brackets"
 

@@ -1,4 +1,5 @@
-"""Every notebook runs from top to bottom, with a tiny target and a handful of updates; their own asserts hold."""
+"""Every notebook runs from top to bottom, with a tiny target and a handful of updates; their own
+asserts hold."""
 
 from __future__ import annotations
 
@@ -25,10 +26,15 @@ ABSOLUTE = re.compile(r"""(?<=[\s"'(=])/[A-Za-z][\w.-]*/""")
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """One process for all of them, since importing what they need takes longer than most of them run."""
+    """One process for all of them, since importing what they need takes longer than most of them
+    run."""
     place = tmp_path_factory.mktemp("kernel")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    settings = {"DRAFTTRAIN_NOTEBOOKS": "fast", "DRAFTTRAIN_NOTEBOOK_RUNS": str(place / "runs"), "PYTHONPATH": path}
+    settings = {
+        "DRAFTTRAIN_NOTEBOOKS": "fast",
+        "DRAFTTRAIN_NOTEBOOK_RUNS": str(place / "runs"),
+        "PYTHONPATH": path,
+    }
     settings["IPYTHONDIR"] = str(place / "ipython")
     manager = AsyncKernelManager(connection_file=str(place / "kernel.json"))
     run_sync(manager.start_kernel)(cwd=str(ROOT / "notebooks"), env={**os.environ, **settings})
@@ -62,14 +68,18 @@ def test_a_notebook_runs_from_top_to_bottom(kernel: Any, path: Path) -> None:
 
 @pytest.mark.processes
 def test_a_notebook_that_fails_is_noticed(kernel: Any) -> None:
-    cells = [nbformat.v4.new_code_cell(source) for source in ("import setting", "assert not setting.FAST")]
+    cells = [
+        nbformat.v4.new_code_cell(source)
+        for source in ("import setting", "assert not setting.FAST")
+    ]
     with pytest.raises(CellExecutionError, match="AssertionError"):
         run(kernel, nbformat.v4.new_notebook(cells=cells))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_is_stored_as_it_should_be(path: Path) -> None:
-    """Whole, small, with a title, without outputs but for pictures, and without places of one machine."""
+    """Whole, small, with a title, without outputs but for pictures, and without places of one
+    machine."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert path.stat().st_size < LARGEST
@@ -85,9 +95,22 @@ def test_a_notebook_is_stored_as_it_should_be(path: Path) -> None:
 def test_a_place_of_one_machine_is_noticed() -> None:
     for text in ("runs in /a/b", '"/usr/x"', "(/mnt/data/set)", "path=/opt/x"):
         assert ABSOLUTE.search(text), text
-    for text in ("https://arxiv.org/abs/2401.15077", "runs/mine/package", "p/q and 3/4", "and/or", "</div>", "../shared/x"):
+    for text in (
+        "https://arxiv.org/abs/2401.15077",
+        "runs/mine/package",
+        "p/q and 3/4",
+        "and/or",
+        "</div>",
+        "../shared/x",
+    ):
         assert not ABSOLUTE.search(text), text
 
 
 def test_there_is_a_notebook_for_each_question() -> None:
-    assert {path.stem for path in NOTEBOOKS} >= {"acceptance", "boosting", "compare", "first_head", "your_own_drafter"}
+    assert {path.stem for path in NOTEBOOKS} >= {
+        "acceptance",
+        "boosting",
+        "compare",
+        "first_head",
+        "your_own_drafter",
+    }

@@ -1,4 +1,5 @@
-"""The notebook's own drafter: the tests that every drafter must pass, and its way through `fit` into a package and back.
+"""The notebook's own drafter: the tests that every drafter must pass, and its way through `fit`
+into a package and back.
 
 A new drafter's tests may begin as a copy of this file.
 """
@@ -67,15 +68,18 @@ def learned(target: Target, rows: list[list[int]], steps: int) -> tuple[LastToke
 
 @pytest.fixture(scope="module")
 def own() -> Any:
-    """A target, a drafter that has learned two of three answers, the answers, and the course of its loss."""
+    """A target, a drafter that has learned two of three answers, the answers, and the course of its
+    loss."""
     target = load.tiny()
     answers, _ = decode(target, None, PROMPTS, PLAIN, max_new_tokens=LIMIT, stop_ids=())
     plain = [output.ids for output in answers]
-    drafter, course = learned(target, [p + ids for p, ids in zip(PROMPTS[:2], plain[:2], strict=True)], 60)
+    drafter, course = learned(
+        target, [p + ids for p, ids in zip(PROMPTS[:2], plain[:2], strict=True)], 60
+    )
     return target, drafter, plain, course
 
 
-# --- the text is the target's ------------------------------------------------------------------------------------------
+# --- the text is the target's ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -84,7 +88,9 @@ def own() -> Any:
 def test_greedy_text_is_the_targets_own(own: Any, name: str, stop: str, limit: int) -> None:
     target, drafter, plain, _ = own
     stop_ids = {"none": (), "mid": (plain[0][4], plain[1][9])}[stop]
-    outputs, tally = decode(target, drafter, PROMPTS, Plan(TREES[name]), max_new_tokens=limit, stop_ids=stop_ids)
+    outputs, tally = decode(
+        target, drafter, PROMPTS, Plan(TREES[name]), max_new_tokens=limit, stop_ids=stop_ids
+    )
     for ids, output in zip(plain, outputs, strict=True):
         end = next((i + 1 for i, token in enumerate(ids) if token in stop_ids), len(ids))
         assert output.ids == ids[: min(end, limit)]
@@ -98,7 +104,14 @@ def test_a_rows_text_is_its_own(own: Any, policy: Policy) -> None:
     settings: dict[str, Any] = {"max_new_tokens": LIMIT, "stop_ids": (plain[0][7],), "seed": 4}
     together, _ = decode(target, drafter, PROMPTS, Plan(Tree.expansion([2, 1]), policy), **settings)
     for row, prompt in enumerate(PROMPTS):
-        (alone,), _ = decode(target, drafter, [prompt], Plan(Tree.expansion([2, 1]), policy), row_numbers=[row], **settings)
+        (alone,), _ = decode(
+            target,
+            drafter,
+            [prompt],
+            Plan(Tree.expansion([2, 1]), policy),
+            row_numbers=[row],
+            **settings,
+        )
         assert (alone.ids, alone.runs) == (together[row].ids, together[row].runs)
 
 
@@ -119,7 +132,7 @@ def test_a_planted_mistake_is_noticed(small: Any, monkeypatch: pytest.MonkeyPatc
     assert p_value(*small, LAWS["chain ratio"], rows=8_000) < 1e-6
 
 
-# --- it learns -----------------------------------------------------------------------------------------------------------
+# --- it learns ------------------------------------------------------------------------------------
 
 
 def test_it_learns_what_a_last_token_tells(own: Any) -> None:
@@ -127,7 +140,10 @@ def test_it_learns_what_a_last_token_tells(own: Any) -> None:
     assert course[-1] < 0.8 * course[0]
     torch.manual_seed(0)
     fresh = LastToken(target).eval()
-    kept = [decode(target, one, PROMPTS[:2], Plan(Tree.chain(3)), max_new_tokens=LIMIT, stop_ids=())[1] for one in (fresh, drafter)]
+    kept = [
+        decode(target, one, PROMPTS[:2], Plan(Tree.chain(3)), max_new_tokens=LIMIT, stop_ids=())[1]
+        for one in (fresh, drafter)
+    ]
     assert kept[1].accepted > kept[0].accepted
 
 
@@ -137,11 +153,18 @@ def test_a_loss_is_a_sum_over_rows(own: Any) -> None:
     mask[1, 5:], mask[2] = False, False
 
     def loss(rows: slice) -> Any:
-        batch = Batch(ids[rows], mask[rows], torch.full((len(ids[rows]),), LIMIT), torch.arange(len(ids[rows])))
+        batch = Batch(
+            ids[rows],
+            mask[rows],
+            torch.full((len(ids[rows]),), LIMIT),
+            torch.arange(len(ids[rows])),
+        )
         return drafter.loss(batch, target.features(batch.input_ids, batch.lengths, drafter.needs))
 
     whole, parts = loss(slice(None)), [loss(slice(row, row + 1)) for row in range(3)]
-    assert [float(part.count) for part in parts] == [LIMIT - 1, 4, 0] and float(parts[2].total.detach()) == 0
+    assert [float(part.count) for part in parts] == [LIMIT - 1, 4, 0] and float(
+        parts[2].total.detach()
+    ) == 0
     torch.testing.assert_close(whole.total, sum(part.total for part in parts))
     assert set(whole.parts) == set(drafter.loss_parts)
 
@@ -153,16 +176,19 @@ def test_it_is_built_again_from_its_settings(own: Any) -> None:
     again = LastToken(target, **told)
     assert again.settings() == told and again.choices < target.vocab_size
     again.load_state_dict(drafter.state_dict())
-    outputs, tally = decode(target, again.eval(), PROMPTS[:1], Plan(Tree.chain(3)), max_new_tokens=LIMIT, stop_ids=())
+    outputs, tally = decode(
+        target, again.eval(), PROMPTS[:1], Plan(Tree.chain(3)), max_new_tokens=LIMIT, stop_ids=()
+    )
     assert outputs[0].ids == plain[0] and tally.drafted
 
 
-# --- a place of its own ----------------------------------------------------------------------------------------------------
+# --- a place of its own ---------------------------------------------------------------------------
 
 
 @pytest.fixture
 def moved_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The file among drafttrain's drafters, and a folder with its configuration as the notebook shows it."""
+    """The file among drafttrain's drafters, and a folder with its configuration as the notebook
+    shows it."""
     place, name = tmp_path / "drafter", "own_drafter"
     place.mkdir()
     shutil.copy(NOTEBOOKS / f"{name}.py", place)
@@ -182,8 +208,20 @@ def moved_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_one_file_and_one_configuration_are_enough(moved_in: Path, tmp_path: Path) -> None:
     target, run = load.tiny(), tmp_path / "run"
     folder = write_tiny_set(target, tmp_path / "set")
-    words = ["experiment=smoke", "drafter=own_drafter", "drafter.width=16", f"data.path={folder}", f"run_dir={run}"]
-    words += ["trainer.max_steps=4", "eval.every=null", "final.prompts=2", "final.max_new_tokens=6", "final.speed_prompts=0"]
+    words = [
+        "experiment=smoke",
+        "drafter=own_drafter",
+        "drafter.width=16",
+        f"data.path={folder}",
+        f"run_dir={run}",
+    ]
+    words += [
+        "trainer.max_steps=4",
+        "eval.every=null",
+        "final.prompts=2",
+        "final.max_new_tokens=6",
+        "final.speed_prompts=0",
+    ]
     fit.main(["--config-dir", str(moved_in), *words])
     speculator = load_package(run / "package", target)
     assert type(speculator.drafter).__module__ == "drafttrain.drafter.own_drafter"
@@ -196,8 +234,23 @@ def test_one_file_and_one_configuration_are_enough(moved_in: Path, tmp_path: Pat
 def test_one_that_no_package_could_name_is_refused_before_it_is_trained(
     moved_in: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["experiment=smoke", "drafter=own_drafter", "drafter._target_=notebooks.own_drafter.LastToken"]
+    words = [
+        "experiment=smoke",
+        "drafter=own_drafter",
+        "drafter._target_=notebooks.own_drafter.LastToken",
+    ]
     with pytest.raises(SystemExit) as stopped:
-        fit.main(["--config-dir", str(moved_in), *words, "data.path=nowhere", f"run_dir={tmp_path / 'run'}"])
+        fit.main(
+            [
+                "--config-dir",
+                str(moved_in),
+                *words,
+                "data.path=nowhere",
+                f"run_dir={tmp_path / 'run'}",
+            ]
+        )
     said = capsys.readouterr().err
-    assert stopped.value.code == 2 and "could be trained and not packaged, put its file into drafttrain/drafter" in said
+    assert (
+        stopped.value.code == 2
+        and "could be trained and not packaged, put its file into drafttrain/drafter" in said
+    )

@@ -24,14 +24,20 @@ def texts_of_the_code() -> list[str]:
     for path in sorted((ROOT / "drafttrain").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
-                found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values))
+                found.append(
+                    "".join(
+                        str(part.value) if isinstance(part, ast.Constant) else "\0"
+                        for part in node.values
+                    )
+                )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
     return found
 
 
 def said(message: str, text: str) -> bool:
-    """Do the parts of a message stand in a text, one behind the other, with something filled in wherever it has `...`?"""
+    """Do the parts of a message stand in a text, one behind the other, with something filled in
+    wherever it has `...`?"""
     first, *more = message.split("...")
     at = 0
     for number, part in enumerate([first, *more]):
@@ -58,7 +64,9 @@ def test_messages_are_looked_for_as_they_stand() -> None:
 def test_what_goes_wrong_is_said_by_the_code() -> None:
     texts = texts_of_the_code()
     rows = [line for line in section("When things go wrong").splitlines() if line.startswith("| `")]
-    messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+    messages = [
+        message for row in rows for message in re.findall(r"`([^`]+)`", row.split(" | ")[0])
+    ]
     assert len(rows) >= 40 and len(messages) == len(set(messages)) > len(rows)
     assert [message for message in messages if not any(said(message, text) for text in texts)] == []
     assert all(re.search(r"\| .{10,} \|$", row) for row in rows), "a row without what to do"
@@ -66,9 +74,17 @@ def test_what_goes_wrong_is_said_by_the_code() -> None:
 
 @pytest.mark.field("F65")
 def test_a_first_run_is_announced_with_its_figures() -> None:
-    """How long, how much memory, which tau and speed; and the same of the whole set, so that the small run is not taken for it."""
+    """How long, how much memory, which tau and speed; and the same of the whole set, so that the
+    small run is not taken for it."""
     expected = section("Two commands")
-    assert "scripts/quickstart.sh" in expected and re.search(r"\d+ min", expected) and re.search(r"[\d.]+ GB of memory", expected)
+    assert (
+        "scripts/quickstart.sh" in expected
+        and re.search(r"\d+ min", expected)
+        and re.search(r"[\d.]+ GB of memory", expected)
+    )
     rows = [line for line in README.splitlines() if line.startswith("| `eagle1`")][:2]
     assert len(rows) == 2 and "the whole set" in rows[0] and "scripts/quickstart.sh" in rows[1]
-    assert all(re.search(r"\d\.\d\d \(\d\.\d\d\.\.\d\.\d\d\)", row) and re.search(r"\d\.\d\dx", row) for row in rows)
+    assert all(
+        re.search(r"\d\.\d\d \(\d\.\d\d\.\.\d\.\d\d\)", row) and re.search(r"\d\.\d\dx", row)
+        for row in rows
+    )

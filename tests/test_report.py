@@ -1,4 +1,5 @@
-"""Drafters side by side: every number is a package's own or measured here, and nothing unequal is shown as equal."""
+"""Drafters side by side: every number is a package's own or measured here, and nothing unequal is
+shown as equal."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.collection import find_packages, read_entries
 from drafttrain.packaging.manifest import METRICS, TENSORS
 from drafttrain.packaging.writing import size_of
-from drafttrain.reporting.page.whole import COMPARED
+from drafttrain.reporting.page.document import COMPARED
 from drafttrain.reporting.rows import accepted_cells
 from drafttrain.reporting.side_by_side import COLUMNS, tree_title
 from drafttrain.target import load
@@ -63,20 +64,23 @@ def told(out: Path) -> dict[str, Any]:
 
 
 def check_page(out: Path, rows: list[dict[str, Any]]) -> None:
-    """Every number of the page's shared table is the JSON's, and every run has its part below, in the same order."""
+    """Every number of the page's shared table is the JSON's, and every run has its part below, in
+    the same order."""
     root = check_form((out / report.PAGE).read_text())
     lines = root.one(COMPARED).cells()
     assert len(lines) == len(rows)
     for cells, one in zip(lines, rows, strict=True):
         assert [cells[place].text for place in (0, 1, 2, 15)] == [
-            *(one["run"], one["drafter"], tree_title(one), one["guarantee"]),
+            *(one["run"], one["drafter"], tree_title(one), one["guarantee"])
         ]
         assert [cells[place].values() for place in (3, 4, 5, 6, 7)] == [
             [] if one["speedup"] is None else [one["speedup"]],
             one["speedup_interval"] or [],
             *([one["tau"]], one["tau_interval"] or [], [one["accepted_per_round"]]),
         ]
-        assert cells[8].text == (" ".join(accepted_cells(one)) or "-") and cells[9].values() == [one["prompts"]]
+        assert cells[8].text == (" ".join(accepted_cells(one)) or "-") and cells[9].values() == [
+            one["prompts"]
+        ]
         assert cells[12].values() == ([] if one["bytes"] is None else [one["bytes"] / 1e6])
     assert [node.text for node in root.all("h2")] == [
         "Side by side",
@@ -102,11 +106,14 @@ def refusal(capsys: pytest.CaptureFixture[str], given: list[str]) -> str:
     return last
 
 
-# --- what the packages say ---------------------------------------------------------------------------------------------
+# --- what the packages say ------------------------------------------------------------------------
 
 
 def test_all_forms_say_what_the_packages_say(
-    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    original: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drawn: dict[str, list[float]] = {}
     whole = Axes.barh
@@ -125,7 +132,9 @@ def test_all_forms_say_what_the_packages_say(
         ("slow", "Eagle1", "chain 3"),
     ]
     for one, given in zip(rows, (FAST[0], OLD[0], SLOW[2]), strict=True):
-        assert {name: one[name] for name in given if name != "label"} == {n: v for n, v in given.items() if n != "label"}
+        assert {name: one[name] for name in given if name != "label"} == {
+            n: v for n, v in given.items() if n != "label"
+        }
     assert [one["drafter_dtype"] for one in rows] == [None, None, "float32"]
     assert [one["training_seconds"] for one in rows] == [0.0, None, 60.0]
     assert found["settings"]["seed"] == 0 and found["settings"]["target"] == "tiny-llama"
@@ -156,21 +165,42 @@ def test_what_a_package_says_anew_is_shown_anew(original: Path, tmp_path: Path) 
     path.write_text(json.dumps(changed))
     report.main(words(f"[{place}/fast, {place / 'slow' / 'package'}]", tmp_path / "out"))
     first, second = told(tmp_path / "out")["rows"]
-    assert (first["run"], first["tree"], first["speedup"], first["tau"]) == ("slow", "static 9", 2.2, 2.5)
+    assert (first["run"], first["tree"], first["speedup"], first["tau"]) == (
+        "slow",
+        "static 9",
+        2.2,
+        2.5,
+    )
     assert first["guarantee"] == "approximate" and second["run"] == "fast"
 
 
-def test_measured_again_by_evaluate_is_told_as_evaluate_tells_it(original: Path, tmp_path: Path) -> None:
-    """evaluation.json has the form of metrics.json: acceptance over all prompts, speed over some, gaps; of others less is known."""
+def test_measured_again_by_evaluate_is_told_as_evaluate_tells_it(
+    original: Path, tmp_path: Path
+) -> None:
+    """evaluation.json has the form of metrics.json: acceptance over all prompts, speed over some,
+    gaps; of others less is known."""
     place = Path(shutil.copytree(original, tmp_path / "runs"))
     path = place / "slow" / "package" / METRICS
-    evaluated = row(1.1, 1.25, prompts=100, speed_prompts=8, same_as_plain=8, tau_behind_best_interval=[0.1, 0.2])
+    evaluated = row(
+        1.1,
+        1.25,
+        prompts=100,
+        speed_prompts=8,
+        same_as_plain=8,
+        tau_behind_best_interval=[0.1, 0.2],
+    )
     path.write_text(json.dumps({"settings": SETTINGS, "rows": [evaluated]}))
     report.main(words(place / "slow", tmp_path / "some"))
     (found,) = json.loads((tmp_path / "some" / report.RESULT).read_text())["rows"]
-    assert (found["prompts"], found["speed_prompts"]) == (100, 8) and markdown_rows(tmp_path / "some")[0][10] == "8/8"
+    assert (found["prompts"], found["speed_prompts"]) == (100, 8) and markdown_rows(
+        tmp_path / "some"
+    )[0][10] == "8/8"
     assert "near-ties" not in (tmp_path / "some" / report.TEXT).read_text()
-    path.write_text(json.dumps({"settings": SETTINGS, "rows": [{**evaluated, "prompts": None, "speed_prompts": None}]}))
+    path.write_text(
+        json.dumps(
+            {"settings": SETTINGS, "rows": [{**evaluated, "prompts": None, "speed_prompts": None}]}
+        )
+    )
     report.main(words(place / "slow", tmp_path / "none"))
     assert markdown_rows(tmp_path / "none")[0][10] == "8/?"
 
@@ -190,7 +220,7 @@ def test_what_cannot_be_shown_leaves_nothing_behind(
     assert not (tmp_path / "out").exists()
 
 
-# --- settings ------------------------------------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -209,8 +239,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a baseline by its name": ({"baseline": "ngram"}, "give baseline=null for none, or drafter@"),
     "a baseline of a package": ({"baseline_tree": "package"}, "the baseline has no package"),
     "a baseline of nothing": ({"baseline_tree": 0}, "baseline_tree: 0 drafts nothing"),
-    "a baseline that is run": ({"baseline": {"_target_": "os.system"}}, "_target_=os.system is no drafter by itself"),
-    "a baseline from nowhere": ({"baseline": {"_target_": "drafttrain.nowhere.X"}}, "X cannot be imported"),
+    "a baseline that is run": (
+        {"baseline": {"_target_": "os.system"}},
+        "_target_=os.system is no drafter by itself",
+    ),
+    "a baseline from nowhere": (
+        {"baseline": {"_target_": "drafttrain.nowhere.X"}},
+        "X cannot be imported",
+    ),
     "an unknown dtype": ({"dtype": "foo"}, "dtype=foo"),
     "a folder in use": ({"run_dir": str(Path(__file__).parent)}, "already holds"),
     "a seed of words": ({"seed": "x"}, "seed=x"),
@@ -238,29 +274,54 @@ def test_a_baseline_is_chosen_as_a_drafter_and_needs_no_training(base: DictConfi
     cfg = compose("report", ["runs=a", "measure=true", "drafter@baseline=suffix"])
     assert cfg.baseline._target_.endswith("Suffix") and report.check_settings(cfg) == Policy()
     with pytest.raises(InputError, match="is no drafter by itself: give drafter@baseline=ngram"):
-        report.check_settings(compose("report", ["runs=a", "measure=true", "drafter@baseline=ensemble", "baseline.packages=[a]"]))
+        report.check_settings(
+            compose(
+                "report",
+                ["runs=a", "measure=true", "drafter@baseline=ensemble", "baseline.packages=[a]"],
+            )
+        )
     with pytest.raises(InputError, match="Eagle1 has to be trained"):
-        report.check_settings(changed(base, baseline={"_target_": "drafttrain.drafter.eagle1.Eagle1"}))
+        report.check_settings(
+            changed(base, baseline={"_target_": "drafttrain.drafter.eagle1.Eagle1"})
+        )
 
 
-def test_a_setting_without_effect_is_refused(base: DictConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    idle = ("max_new_tokens=8", "target=tiny", "columns.prompt=x", "drafter@baseline=suffix", "baseline=null")
+def test_a_setting_without_effect_is_refused(
+    base: DictConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle = (
+        "max_new_tokens=8",
+        "target=tiny",
+        "columns.prompt=x",
+        "drafter@baseline=suffix",
+        "baseline=null",
+    )
     for word in idle:
-        monkeypatch.setattr(runs, "current", runs.Invocation("report", ("runs=a", "temperature=1", word, "run_dir=b")))
-        with pytest.raises(InputError, match=f"^{re.escape(word)}: without measure=true nothing is measured"):
+        monkeypatch.setattr(
+            runs,
+            "current",
+            runs.Invocation("report", ("runs=a", "temperature=1", word, "run_dir=b")),
+        )
+        with pytest.raises(
+            InputError, match=f"^{re.escape(word)}: without measure=true nothing is measured"
+        ):
             report.check_settings(changed(base, measure=False))
         assert report.check_settings(base) == Policy()
 
 
 def test_runs_are_listed_in_brackets_or_alone() -> None:
     assert report.listed("[a/b, c d ,'e']") == ["a/b", "c d", "e"]
-    assert report.listed(" a[0-9]* ") == ["a[0-9]*"] and report.listed(OmegaConf.create(["a", "b"])) == ["a", "b"]
+    assert report.listed(" a[0-9]* ") == ["a[0-9]*"] and report.listed(
+        OmegaConf.create(["a", "b"])
+    ) == ["a", "b"]
     for nothing in ("", "[]", "[ , ]"):
         with pytest.raises(InputError, match="runs is empty"):
             report.listed(nothing)
 
 
-def test_nothing_is_half_written(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_half_written(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_given: Any, **_settings: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -270,28 +331,47 @@ def test_nothing_is_half_written(original: Path, tmp_path: Path, monkeypatch: py
     assert stopped.value.code == 130 and not (tmp_path / "out").exists()
 
 
-# --- measured here -------------------------------------------------------------------------------------------------------
+# --- measured here --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def field(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Conversations, and packages of a drafter that knows them, of one that does not, and of one with a tuned target."""
+    """Conversations, and packages of a drafter that knows them, of one that does not, and of one
+    with a tuned target."""
     folder = tmp_path_factory.mktemp("field")
     write_tiny_set(target, folder / "set", rows=8)
     prompts = read_set(folder / "set").prompts()
-    packed(folder / "runs" / "knows" / "package", overfitted(target, prompts[:2], steps=40, tokens=16), target)
+    packed(
+        folder / "runs" / "knows" / "package",
+        overfitted(target, prompts[:2], steps=40, tokens=16),
+        target,
+    )
     torch.manual_seed(0)
     # Measured otherwise, and with a plan for sampling: neither matters here.
     plan = Plan(Tree.chain(2), Policy(1.0), sampled=True, rule="block")
     metrics = {"settings": {"seed": 5}, "rows": [row(3.0, 3.0)]}
-    packed(folder / "runs" / "guesses" / "package", Eagle1(target), target, plan=plan, metrics=metrics)
+    packed(
+        folder / "runs" / "guesses" / "package", Eagle1(target), target, plan=plan, metrics=metrics
+    )
     second = tuned(target, made(target))
-    packed(folder / "runs" / "tuned" / "package", Medusa(second, heads=2).eval(), second, plan=Plan(Tree.expansion([2, 1])))
+    packed(
+        folder / "runs" / "tuned" / "package",
+        Medusa(second, heads=2).eval(),
+        second,
+        plan=Plan(Tree.expansion([2, 1])),
+    )
     return folder
 
 
 def again(field: Path, out: Path, *more: str) -> list[str]:
-    few = ("measure=true", "target=tiny", f"prompts={field / 'set'}", "limit=2", "max_new_tokens=12", "dtype=float32")
+    few = (
+        "measure=true",
+        "target=tiny",
+        f"prompts={field / 'set'}",
+        "limit=2",
+        "max_new_tokens=12",
+        "dtype=float32",
+    )
     return words(field / "runs", out, *few, *more)
 
 
@@ -307,9 +387,14 @@ def test_measuring_again_puts_all_on_the_same_prompts(
         *(("knows", "chain 1", "greedy"), ("knows", "chain 4", "greedy")),
         *(("tuned", "chain 1", "greedy"), ("tuned", "static 4", "greedy")),
     ]
-    assert [one["speedup"] for one in rows] == sorted((one["speedup"] for one in rows), reverse=True)
+    assert [one["speedup"] for one in rows] == sorted(
+        (one["speedup"] for one in rows), reverse=True
+    )
     prompts = read_set(field / "set").prompts(2)
-    assert found["settings"]["prompts_digest"] == digest_of(prompts) and found["settings"]["prompt_count"] == 2
+    assert (
+        found["settings"]["prompts_digest"] == digest_of(prompts)
+        and found["settings"]["prompt_count"] == 2
+    )
     assert all(one["prompts"] == one["speed_prompts"] == one["same_as_plain"] == 2 for one in rows)
     assert {one["run"]: one["guarantee"] for one in rows} == {
         **dict.fromkeys(("baseline", "guesses", "knows"), "greedy"),
@@ -325,14 +410,23 @@ def test_measuring_again_puts_all_on_the_same_prompts(
     speculator = drafttrain.load(field / "runs" / "knows" / "package", target, dtype="float32")
     alone = speculator.measure_acceptance(prompts, Plan(Tree.chain(4)), max_new_tokens=12)
     assert mine["tau"] == alone.tally.tau and mine["tau"] > 1.2
-    assert mine["accept_counts"] == alone.row()["accept_counts"] and mine["rounds"] == alone.tally.rounds
-    assert (mine["training_seconds"], mine["bytes"]) == (None, size_of(field / "runs" / "knows" / "package"))
+    assert (
+        mine["accept_counts"] == alone.row()["accept_counts"]
+        and mine["rounds"] == alone.tally.rounds
+    )
+    assert (mine["training_seconds"], mine["bytes"]) == (
+        None,
+        size_of(field / "runs" / "knows" / "package"),
+    )
     ground = next(one for one in rows if one["run"] == "baseline")
     assert (ground["drafter"], ground["parameters"], ground["bytes"]) == ("NGram", 0, None)
     assert [cells[0] for cells in markdown_rows(tmp_path / "out")] == [one["run"] for one in rows]
     said = capsys.readouterr()
     assert "tau is highest with knows chain 4; behind it, on the same prompts: " in said.err
-    assert "prompts timed  2 prompts" in said.err and "times 2 prompts, each plainly and in 7 other ways" in said.err
+    assert (
+        "prompts timed  2 prompts" in said.err
+        and "times 2 prompts, each plainly and in 7 other ways" in said.err
+    )
 
 
 def test_measuring_again_with_sampling_and_without_a_baseline(field: Path, tmp_path: Path) -> None:
@@ -341,27 +435,41 @@ def test_measuring_again_with_sampling_and_without_a_baseline(field: Path, tmp_p
     report.main([f"runs={packages}", *again(field, tmp_path / "out")[1:], *more])
     rows = told(tmp_path / "out")["rows"]
     found = {one["run"]: (one["rule"], one["guarantee"], one["same_as_plain"]) for one in rows}
-    assert found == {"knows": ("ratio", "distribution", None), "guesses": ("block", "distribution", None)}
+    assert found == {
+        "knows": ("ratio", "distribution", None),
+        "guesses": ("block", "distribution", None),
+    }
 
 
-def test_what_cannot_be_loaded_is_refused_before_anything_is_measured(field: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_is_refused_before_anything_is_measured(
+    field: Path, tmp_path: Path
+) -> None:
     """What `prepare` refuses, no folder was made for."""
     tiny = compose("report", ["runs=a", "measure=true", "target=tiny"])
     cfg = changed(tiny, prompts=str(field / "set"), dtype="float32", limit=1)
 
     def prepare(place: Path, cfg: DictConfig) -> report.Contest:
-        return report.prepare(cfg, Policy(), read_entries(find_packages([str(place)], print), measured=False))
+        return report.prepare(
+            cfg, Policy(), read_entries(find_packages([str(place)], print), measured=False)
+        )
 
     assert len(prepare(field / "runs", cfg).entrants) == 4
     cfg.target.seed = 1
-    with pytest.raises(InputError, match=r"3 of 3 packages cannot be used: (.*belongs to another target){3}"):
+    with pytest.raises(
+        InputError, match=r"3 of 3 packages cannot be used: (.*belongs to another target){3}"
+    ):
         prepare(field / "runs", cfg)
     cfg.target.seed = 0
     copy = Path(shutil.copytree(field / "runs", tmp_path / "runs"))
     (copy / "guesses" / "package" / TENSORS).write_bytes(b"\x80\x04")
-    with pytest.raises(InputError, match=f"1 of 3 packages cannot be used: {copy}/guesses/package/drafter.safetensors"):
+    with pytest.raises(
+        InputError,
+        match=f"1 of 3 packages cannot be used: {copy}/guesses/package/drafter.safetensors",
+    ):
         prepare(copy, cfg)
-    with pytest.raises(InputError, match="baseline_tree=dynamic:3x2x4 is a Dynamic, NGram can fill: Tree"):
+    with pytest.raises(
+        InputError, match="baseline_tree=dynamic:3x2x4 is a Dynamic, NGram can fill: Tree"
+    ):
         prepare(field / "runs", changed(cfg, baseline_tree="dynamic:3x2x4"))
     with pytest.raises(InputError, match=r"prompts=nowhere\.jsonl does not exist"):
         prepare(field / "runs", changed(cfg, prompts="nowhere.jsonl"))

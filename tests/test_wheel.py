@@ -37,13 +37,19 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def held(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    return {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
 
 
 def test_it_holds_the_package_its_settings_and_the_set_that_ships(unpacked: Path) -> None:
     package = unpacked / "drafttrain"
     assert held(package / "conf") == held(ROOT / "conf") and len(DOORS) > 8
-    assert held(package) - {f"conf/{name}" for name in held(ROOT / "conf")} == held(ROOT / "drafttrain")
+    assert held(package) - {f"conf/{name}" for name in held(ROOT / "conf")} == held(
+        ROOT / "drafttrain"
+    )
     for name in ("data/sets/smollm2/conversations.safetensors", "conf/fit.yaml", "wiring/conf.py"):
         there = ROOT / name if name.startswith("conf") else ROOT / "drafttrain" / name
         assert (package / name).read_bytes() == there.read_bytes()
@@ -54,18 +60,36 @@ def test_it_holds_the_package_its_settings_and_the_set_that_ships(unpacked: Path
 def test_it_names_what_it_needs(unpacked: Path) -> None:
     (path,) = unpacked.glob("*.dist-info/METADATA")
     told = email.parser.Parser().parsestr(path.read_text(encoding="utf-8"))
-    needs = [line.partition(";")[0].partition(">")[0] for line in told.get_all("Requires-Dist", []) if "extra ==" not in line]
+    needs = [
+        line.partition(";")[0].partition(">")[0]
+        for line in told.get_all("Requires-Dist", [])
+        if "extra ==" not in line
+    ]
     assert {"torch", "transformers", "lightning", "hydra-core", "safetensors"} <= set(needs)
-    assert not any("smollm2" in line for line in told.get_all("Requires-Dist", [])), "its own dependencies compile an engine"
+    assert not any("smollm2" in line for line in told.get_all("Requires-Dist", [])), (
+        "its own dependencies compile an engine"
+    )
     assert told["License-Expression"] == "Apache-2.0" and "# drafttrain" in str(told.get_payload())
 
 
 def elsewhere(unpacked: Path, place: Path, *words: str) -> str:
     """What a program says that finds the wheel's files alone, in a folder of its own."""
-    settings = {"PYTHONPATH": str(unpacked), "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("DRAFTTRAIN_")}
+    settings = {
+        "PYTHONPATH": str(unpacked),
+        "PYTHONSAFEPATH": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith("DRAFTTRAIN_")
+    }
     found = subprocess.run(
-        [sys.executable, *words], cwd=place, env={**clean, **settings}, capture_output=True, text=True, timeout=300
+        [sys.executable, *words],
+        cwd=place,
+        env={**clean, **settings},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert found.returncode == 0, found.stderr
     return found.stdout
@@ -83,10 +107,15 @@ for door in sys.argv[1:]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_every_command_says_its_settings_outside_of_a_checkout(unpacked: Path, tmp_path: Path) -> None:
+def test_every_command_says_its_settings_outside_of_a_checkout(
+    unpacked: Path, tmp_path: Path
+) -> None:
     first, _, said = elsewhere(unpacked, tmp_path, "-c", ALL_HELP, *DOORS).partition("\n")
     package = unpacked / "drafttrain"
-    assert first.split()[:2] == [str(package / "__init__.py"), str(package / "conf")] and first.split()[2][0].isdigit()
+    assert (
+        first.split()[:2] == [str(package / "__init__.py"), str(package / "conf")]
+        and first.split()[2][0].isdigit()
+    )
     for door in DOORS:
         assert f"Usage: python -m drafttrain.{door} " in said
     assert "  experiment: " in said and "smollm2" in said
@@ -99,7 +128,13 @@ def test_a_fit_runs_outside_of_a_checkout(unpacked: Path, tmp_path: Path) -> Non
     place = tmp_path / "somewhere"
     place.mkdir()
     folder = write_tiny_set(load.tiny(), tmp_path / "set")
-    words = ["experiment=smoke", f"data.path={folder}", "run_dir=run", "trainer.max_steps=2", "eval.every=null"]
+    words = [
+        "experiment=smoke",
+        f"data.path={folder}",
+        "run_dir=run",
+        "trainer.max_steps=2",
+        "eval.every=null",
+    ]
     words += ["final.prompts=2", "final.speed_prompts=0"]
     said = elsewhere(unpacked, place, "-m", "drafttrain.fit", *words)
     assert "the package is in" in said

@@ -1,4 +1,5 @@
-"""Settings that do not exist are refused with the nearest name; a run has one folder; errors leave as one line."""
+"""Settings that do not exist are refused with the nearest name; a run has one folder; errors leave
+as one line."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ from drafttrain.wiring.conf import CONF_DIR_VARIABLE
 from drafttrain.wiring.doors import TRACEBACK_VARIABLE, door
 
 ROOT = Path(__file__).resolve().parent.parent
-DOORS = sorted(path.stem for path in (ROOT / "drafttrain").glob("*.py") if "@door(" in path.read_text())
+DOORS = sorted(
+    path.stem for path in (ROOT / "drafttrain").glob("*.py") if "@door(" in path.read_text()
+)
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,12 @@ def refusal(*overrides: str, name: str = "fit") -> str:
 
 def test_overrides_and_experiments(conf: Path) -> None:
     config = compose("fit", ["experiment=eagle1", "seed=7", "optim.betas=[0.8,0.9]"])
-    assert (config.seed, config.optim.lr, config.target.path, config.target.shards) == (7, 2e-3, "b", 4)
+    assert (config.seed, config.optim.lr, config.target.path, config.target.shards) == (
+        7,
+        2e-3,
+        "b",
+        4,
+    )
     assert list(config.optim.betas) == [0.8, 0.9]
     assert config.trainer.kwargs.anything == 1
     assert "hydra" not in config
@@ -132,15 +140,23 @@ def test_overrides_and_experiments(conf: Path) -> None:
     "overrides",
     [
         ["seed=7", "optim.betas=[0.8,0.9]", "optim.lr=3", "trainer.kwargs={a: {b: [1, null]}}"],
-        ["experiment=eagle1", "target.shards=3", "optim={lr: 5}", "optim.betas=null", "prompt='${seed}'"],
-        ["target=large", "target.path=\"a b\"", "seed=${optim.lr}", "optim.betas[0]=7", "seed=1e3"],
+        [
+            "experiment=eagle1",
+            "target.shards=3",
+            "optim={lr: 5}",
+            "optim.betas=null",
+            "prompt='${seed}'",
+        ],
+        ["target=large", 'target.path="a b"', "seed=${optim.lr}", "optim.betas[0]=7", "seed=1e3"],
         ["+trainer.kwargs.deep=1", "++optim.lr=4", "~trainer.kwargs.none", "seed=2"],
         ["+extra={a: 1}", "seed=2", "++extra.b=2"],
         ["optim.lr.deep=1"],
         ["seed=${"],
     ],
 )
-def test_values_are_set_as_hydra_sets_them(conf: Path, overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_set_as_hydra_sets_them(
+    conf: Path, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def told() -> tuple[Any, str]:
         try:
             return compose("fit", overrides, text=()), ""
@@ -159,8 +175,15 @@ def test_a_changed_file_is_read_again_and_nobody_shares_a_configuration(conf: Pa
     first.optim.lr, first.trainer.kwargs = 1, {"mine": True}
     first.optim.betas.append(1)
     second = compose("fit", words)
-    assert (second.optim.lr, second.trainer.kwargs, second.optim.betas) == (2e-3, {"anything": 1}, [0.9, 0.95])
-    for name, old, new in (("experiment/eagle1.yaml", "2.0e-3", "4.0e-3"), ("fit.yaml", "max_epochs: 1", "max_epochs: 2")):
+    assert (second.optim.lr, second.trainer.kwargs, second.optim.betas) == (
+        2e-3,
+        {"anything": 1},
+        [0.9, 0.95],
+    )
+    for name, old, new in (
+        ("experiment/eagle1.yaml", "2.0e-3", "4.0e-3"),
+        ("fit.yaml", "max_epochs: 1", "max_epochs: 2"),
+    ):
         path = conf / name
         path.write_text(path.read_text().replace(old, new))
     third = compose("fit", words)
@@ -204,13 +227,20 @@ def test_unknown_choice_lists_the_choices(conf: Path) -> None:
 
 
 def test_group_of_another_door(conf: Path) -> None:
-    assert "generate has no choice of experiment" in refusal("experiment=eagle1", "package=x", name="generate")
+    assert "generate has no choice of experiment" in refusal(
+        "experiment=eagle1", "package=x", name="generate"
+    )
 
 
 @pytest.mark.field("F61")
-@pytest.mark.parametrize(("name", "key"), [("misspelt", "optim.lrr"), ("wrong_section", "trainer.lr")])
+@pytest.mark.parametrize(
+    ("name", "key"), [("misspelt", "optim.lrr"), ("wrong_section", "trainer.lr")]
+)
 def test_experiment_file_cannot_invent_settings(conf: Path, name: str, key: str) -> None:
-    assert f"experiment={name} sets {key}: there is no setting {key}. Did you mean optim.lr?" in refusal(f"experiment={name}")
+    assert (
+        f"experiment={name} sets {key}: there is no setting {key}. Did you mean optim.lr?"
+        in refusal(f"experiment={name}")
+    )
 
 
 def test_own_configurations(conf: Path, tmp_path: Path) -> None:
@@ -251,7 +281,16 @@ def test_missing_setting_is_named_with_its_meaning(conf: Path) -> None:
 
 @pytest.mark.parametrize(
     "said",
-    ["What's 2+2? (please, [now])", "a=b: {c}", "${oc.env:HOME} and \\${x} \\\\${y}", "", " two  spaces ", "null", "'\"", "é\n"],
+    [
+        "What's 2+2? (please, [now])",
+        "a=b: {c}",
+        "${oc.env:HOME} and \\${x} \\\\${y}",
+        "",
+        " two  spaces ",
+        "null",
+        "'\"",
+        "é\n",
+    ],
 )
 def test_prompt_is_taken_literally(conf: Path, said: str) -> None:
     assert compose("fit", [f"prompt={said}"]).prompt == said
@@ -277,17 +316,23 @@ def test_unreadable_words(conf: Path, override: str, wanted: str) -> None:
 def test_build_hands_objects_over_and_converts() -> None:
     settings = {"_target_": f"{Settings.__module__}.Settings", "rate": 0.5, "names": ["a", "b"]}
     marker = Marker("m")
-    thing = build({"_target_": f"{Thing.__module__}.Thing", "settings": settings}, marker=marker, size=3)
+    thing = build(
+        {"_target_": f"{Thing.__module__}.Thing", "settings": settings}, marker=marker, size=3
+    )
     assert thing.marker is marker and thing.size == 3
     assert type(thing.settings.names) is list
-    later = build({"_target_": f"{Thing.__module__}.Thing", "settings": settings, "_partial_": True})
+    later = build(
+        {"_target_": f"{Thing.__module__}.Thing", "settings": settings, "_partial_": True}
+    )
     assert later(marker=marker).marker is marker
     assert build(None) is None
 
 
 def test_build_refuses_unknown_and_missing_keys() -> None:
     name = f"{Settings.__module__}.Settings"
-    with pytest.raises(InputError, match=r"no setting rat\. Did you mean node\.rate\? It takes: rate, names"):
+    with pytest.raises(
+        InputError, match=r"no setting rat\. Did you mean node\.rate\? It takes: rate, names"
+    ):
         build({"_target_": name, "rat": 1, "names": []})
     with pytest.raises(InputError, match="also needs names"):
         build({"_target_": name, "rate": 1})
@@ -342,7 +387,9 @@ def test_door_runs_and_reports(conf: Path, capsys: pytest.CaptureFixture[str]) -
         open_door(lambda cfg: 1 / 0)
 
 
-def test_what_the_system_refuses_is_one_line(conf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_system_refuses_is_one_line(
+    conf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def told(main: Callable[[DictConfig], Any]) -> str:
         with pytest.raises(SystemExit) as left:
             open_door(main)
@@ -356,7 +403,9 @@ def test_what_the_system_refuses_is_one_line(conf: Path, tmp_path: Path, capsys:
 
         return main
 
-    assert "x/y cannot be used: Permission denied" in told(failing(PermissionError(errno.EACCES, "Permission denied", "x/y")))
+    assert "x/y cannot be used: Permission denied" in told(
+        failing(PermissionError(errno.EACCES, "Permission denied", "x/y"))
+    )
     assert "File name too long" in told(lambda cfg: (tmp_path / ("a" * 300)).is_file())
     assert f"{tmp_path}/gone is gone" in told(lambda cfg: (tmp_path / "gone" / "x").read_text())
     assert "larger than this system allows" in told(failing(OSError(errno.EFBIG, "File too large")))
@@ -409,8 +458,15 @@ def test_help_and_configuration(conf: Path, capsys: pytest.CaptureFixture[str]) 
     open_door(main, "--help", "target=large")
     said = capsys.readouterr().out
     assert "experiment: eagle1, misspelt, quickstart, wrong_section" in said
-    assert "target: *large, small" in said and "betas:" in said and "Usage: python -m drafttrain.fit" in said
-    assert "    # The peak of the schedule, after warm-up.\n    lr: 0.001" in said and "    # Adam's\n    betas:" in said
+    assert (
+        "target: *large, small" in said
+        and "betas:" in said
+        and "Usage: python -m drafttrain.fit" in said
+    )
+    assert (
+        "    # The peak of the schedule, after warm-up.\n    lr: 0.001" in said
+        and "    # Adam's\n    betas:" in said
+    )
     open_door(main, "--help")
     assert "    # where\n    path: a" in capsys.readouterr().out
     open_door(main, "--cfg", "job", "seed=9")
@@ -474,12 +530,19 @@ def test_a_door_that_lacks_something_says_what(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for builder in ("smollm2", "hf", "tiny"):
-        monkeypatch.setattr(f"drafttrain.target.load.{builder}", lambda **_: pytest.fail("the target was loaded"))
+        monkeypatch.setattr(
+            f"drafttrain.target.load.{builder}", lambda **_: pytest.fail("the target was loaded")
+        )
     words, said = LACKING[name]
     with pytest.raises(SystemExit) as left:
         importlib.import_module(f"drafttrain.{name}").main(words)
     told = capsys.readouterr().err
-    assert left.value.code == 2 and told.startswith(f"drafttrain.{name}: needs ") and told.count("\n") == 1 and said in told, told
+    assert (
+        left.value.code == 2
+        and told.startswith(f"drafttrain.{name}: needs ")
+        and told.count("\n") == 1
+        and said in told
+    ), told
     assert not list(tmp_path.iterdir())
 
 
@@ -492,8 +555,14 @@ def test_provenance_is_json_and_complete(conf: Path) -> None:
     assert told["config"]["seed"] == 3 and told["versions"]["torch"]
     assert told["command"] == "python -m drafttrain.fit seed=3 'prompt=a b'"
     assert runs.differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2}) == {"a.b": (1, 3)}
-    endless = open_door(lambda cfg: runs.provenance(), "optim.lr=inf", "optim.betas=[0.9,nan]")["config"]["optim"]
-    assert json.dumps(endless, allow_nan=False) and endless["lr"] == "inf" and endless["betas"] == [0.9, "nan"]
+    endless = open_door(lambda cfg: runs.provenance(), "optim.lr=inf", "optim.betas=[0.9,nan]")[
+        "config"
+    ]["optim"]
+    assert (
+        json.dumps(endless, allow_nan=False)
+        and endless["lr"] == "inf"
+        and endless["betas"] == [0.9, "nan"]
+    )
 
 
 def test_seed_sets_every_source() -> None:
@@ -516,7 +585,11 @@ def test_seed_sets_every_source() -> None:
 @pytest.mark.field("F21")
 def test_run_dir_is_named_and_used_folders_are_refused(conf: Path, tmp_path: Path) -> None:
     folder = open_door(runs.run_dir, "experiment=quickstart")
-    assert folder.parent == tmp_path / "runs" and folder.name.startswith("fit-quickstart-") and folder.is_dir()
+    assert (
+        folder.parent == tmp_path / "runs"
+        and folder.name.startswith("fit-quickstart-")
+        and folder.is_dir()
+    )
     assert open_door(runs.run_dir, "experiment=quickstart") != folder
 
     used = tmp_path / "used"
@@ -536,7 +609,9 @@ def test_run_dir_is_named_and_used_folders_are_refused(conf: Path, tmp_path: Pat
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").touch()
     assert "is a file" in refused("run_dir=file")
-    assert "run_dir=2024: needs a path; one that looks like a number needs quotes" in refused("run_dir=2024")
+    assert "run_dir=2024: needs a path; one that looks like a number needs quotes" in refused(
+        "run_dir=2024"
+    )
     assert "needs a path" in refused("run_dir=[a]") and "needs a path" in refused("run_dir=true")
     assert "File name too long" in refused(f"run_dir={'a' * 300}")
     assert "is not UTF-8" in refused("run_dir='\udcff'")
@@ -550,16 +625,18 @@ def test_run_dir_is_named_and_used_folders_are_refused(conf: Path, tmp_path: Pat
 
 def test_a_folder_in_which_nothing_came_about_goes(conf: Path, tmp_path: Path) -> None:
     config = compose("fit", ["run_dir=mine"])
-    with pytest.raises(ZeroDivisionError), runs.fresh_folder(config) as folder:
+    with pytest.raises(ZeroDivisionError), runs.new_folder(config) as folder:
         assert folder.is_dir()
         _ = 1 / 0
     assert not (tmp_path / "mine").exists()
-    with runs.fresh_folder(config) as folder:
+    with runs.new_folder(config) as folder:
         (folder / "result").touch()
     assert (tmp_path / "mine" / "result").exists()
 
 
-def test_a_word_of_somebody_else_is_not_heard(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_of_somebody_else_is_not_heard(
+    conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processes.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(processes, "WAIT_SECONDS", 0.2)
     monkeypatch.setattr(processes, "_calls", 0)
@@ -577,7 +654,11 @@ def test_resume_without_a_folder_takes_the_newest(conf: Path, tmp_path: Path) ->
     words = ["experiment=quickstart", "resume=last"]
     with pytest.raises(SystemExit):
         open_door(runs.run_dir, *words)
-    for name in ("fit-quickstart-20250101-000000", "fit-quickstart-20250102-000000-2", "fit-quickstart-20250102-000000-10"):
+    for name in (
+        "fit-quickstart-20250101-000000",
+        "fit-quickstart-20250102-000000-2",
+        "fit-quickstart-20250102-000000-10",
+    ):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "config.yaml").touch()
     (tmp_path / "runs" / "fit-quickstart-20260101-000000").mkdir()  # empty
@@ -601,10 +682,20 @@ main()
 
 
 def start(rank: int, port: int, *words: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    env = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, "-c", RANKS, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", RANKS, *words],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -626,7 +717,9 @@ def test_processes_started_across_a_second_agree(conf: Path, first: int) -> None
 
 @pytest.mark.field("F26")
 @pytest.mark.processes
-def test_word_of_a_killed_run_is_ignored_and_a_refusal_reaches_all(conf: Path, tmp_path: Path) -> None:
+def test_word_of_a_killed_run_is_ignored_and_a_refusal_reaches_all(
+    conf: Path, tmp_path: Path
+) -> None:
     port = 40001 + os.getpid() % 20000
     killed = start(0, port, "seed=60", "run_dir=killed")
     assert killed.stdout is not None and "killed" in killed.stdout.readline()
@@ -640,12 +733,17 @@ def test_word_of_a_killed_run_is_ignored_and_a_refusal_reaches_all(conf: Path, t
     refusing = start(0, port, "run_dir=used")
     for process in (refusing, waiting):
         _, told = process.communicate(timeout=60)
-        assert process.returncode == 2 and "already holds config.yaml" in told and "Traceback" not in told
+        assert (
+            process.returncode == 2
+            and "already holds config.yaml" in told
+            and "Traceback" not in told
+        )
 
 
 @pytest.mark.processes
 def test_processes_that_rank_0_starts_itself_agree(conf: Path) -> None:
-    """As Lightning's own launcher does it: rank 0 runs first and starts the same command with LOCAL_RANK set."""
+    """As Lightning's own launcher does it: rank 0 runs first and starts the same command with
+    LOCAL_RANK set."""
     parent = """
 import os, subprocess, sys
 from drafttrain import processes, runs
@@ -662,7 +760,9 @@ main()
 """
     Path("parent.py").write_text(parent)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "parent.py"], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "parent.py"], env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.split()
     assert first == second and len(list(Path("runs").iterdir())) == 1

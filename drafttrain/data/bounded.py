@@ -1,4 +1,5 @@
-"""Run what a foreign file asks for within bounds: of time, and of memory where the system has such a limit."""
+"""Run what a foreign file asks for within bounds: of time, and of memory where the system has such
+a limit."""
 
 from __future__ import annotations
 
@@ -22,14 +23,17 @@ except ImportError:  # Not on Windows; there, memory is not bounded.
 def within(seconds: float, memory: int) -> Iterator[None]:
     """Stop what takes longer, or asks for more memory, with an error of its own.
 
-    Time is watched in the main thread, where no other timer runs; memory on Linux, as long as no accelerator is in use, since its
-    driver would be refused too.
+    Time is watched in the main thread, where no other timer runs; memory on Linux, as long as no
+    accelerator is in use, since its driver would be refused too.
 
     Args:
         memory: bytes beyond what the process has already.
     Raises: TimeoutError, MemoryError.
     """
-    with _memory(memory), _time(seconds):  # The clock is stopped before the limit is put back, so that it cannot ring in between.
+    with (
+        _memory(memory),
+        _time(seconds),
+    ):  # The clock is stopped before the limit is put back, so that it cannot ring in between.
         yield
 
 

@@ -1,7 +1,9 @@
-"""Conversations written by a target, as ids and a mask: the journal they grow in and the set they are kept as.
+"""Conversations written by a target, as ids and a mask: the journal they grow in and the set they
+are kept as.
 
-A set is a folder with `conversations.safetensors` (ids, offsets, packed mask bits, row numbers, split) and
-`manifest.json` (format, target fingerprint, settings, counts, checksum). Ids are stored as generated, never re-encoded.
+A set is a folder with `conversations.safetensors` (ids, offsets, packed mask bits, row numbers,
+split) and `manifest.json` (format, target fingerprint, settings, counts, checksum). Ids are stored
+as generated, never re-encoded.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ CHECKSUM = "sha256"
 """Of the tensors' file, in the manifest."""
 TRAIN, HELD_OUT = 0, 1
 FINISH = ("stop", "length", "template")
-"""How an answer ends: on a stop token; cut by a limit; on a stop token, with no later turn because the template would
-show the answer otherwise there. The place in this tuple is stored."""
+"""How an answer ends: on a stop token; cut by a limit; on a stop token, with no later turn because
+the template would show the answer otherwise there. The place in this tuple is stored."""
 _LARGEST_MANIFEST = 64 << 20
 
 
@@ -84,7 +86,9 @@ class ConversationSet:
     def row(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """ids (s) int64 and loss mask (s) bool of one row."""
         part = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
-        return torch.from_numpy(self.ids[part].astype(np.int64)), torch.from_numpy(self.mask[part].copy())
+        return torch.from_numpy(self.ids[part].astype(np.int64)), torch.from_numpy(
+            self.mask[part].copy()
+        )
 
     def indices(self, split: int) -> list[int]:
         """Numbers of the rows of a split, TRAIN or HELD_OUT."""
@@ -112,8 +116,11 @@ class ConversationSet:
         return content.hexdigest()[:16]
 
 
-def write_set(folder: Path, rows: Iterable[Row], *, manifest: dict[str, Any], held_out: int) -> dict[str, Any]:
-    """Write a set atomically; its first `held_out` rows form the held-out split. Returns the manifest."""
+def write_set(
+    folder: Path, rows: Iterable[Row], *, manifest: dict[str, Any], held_out: int
+) -> dict[str, Any]:
+    """Write a set atomically; its first `held_out` rows form the held-out split. Returns the
+    manifest."""
     ordered = sorted(rows, key=lambda row: row.row)
     if not ordered:
         raise InputError(f"no conversation to write into {folder}")
@@ -128,7 +135,9 @@ def write_set(folder: Path, rows: Iterable[Row], *, manifest: dict[str, Any], he
         "ids": flat.astype(kind),
         "offsets": np.cumsum([0, *(len(row.ids) for row in ordered)]).astype(np.int64),
         "mask_bits": np.packbits(mask),
-        "rows": np.asarray([row.row for row in ordered], dtype=np.int64 if ordered[-1].row >= 1 << 31 else np.int32),
+        "rows": np.asarray(
+            [row.row for row in ordered], dtype=np.int64 if ordered[-1].row >= 1 << 31 else np.int32
+        ),
         "split": split,
         "temperature": np.asarray([row.temperature for row in ordered], dtype=np.float32),
         "cut": np.asarray([FINISH.index(row.finish[-1]) for row in ordered], dtype=np.uint8),
@@ -141,7 +150,9 @@ def write_set(folder: Path, rows: Iterable[Row], *, manifest: dict[str, Any], he
         "tokens": len(flat),
         "supervised_tokens": int(mask.sum()),
         "answers": sum(len(row.spans) for row in ordered),
-        "answers_cut_by_length": sum(reason == "length" for row in ordered for reason in row.finish),
+        "answers_cut_by_length": sum(
+            reason == "length" for row in ordered for reason in row.finish
+        ),
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / TENSORS, lambda path: save_file(tensors, path))
@@ -167,11 +178,13 @@ def _mask(row: Row) -> np.ndarray:
 
 
 def read_set(folder: Path | str) -> ConversationSet:
-    """Read and check a set. Raises InputError for what is missing, of another format, or contradicts itself."""
+    """Read and check a set. Raises InputError for what is missing, of another format, or
+    contradicts itself."""
     folder = Path(folder)
     if not (folder / MANIFEST).is_file() or not (folder / TENSORS).is_file():
         raise InputError(
-            f"{folder} is not a conversation set ({MANIFEST} and {TENSORS} are needed): make one with "
+            f"{folder} is not a conversation set ({MANIFEST} and {TENSORS} are needed): make one "
+            f"with "
             "python -m drafttrain.synthesize out=<folder>"
         )
     manifest = _read_manifest(folder / MANIFEST)
@@ -186,9 +199,15 @@ def read_set(folder: Path | str) -> ConversationSet:
             # Kinds and sizes are looked at before anything is read into memory.
             parts = {name: file.get_slice(name) for name in _KINDS}
             shapes = {name: part.get_shape() for name, part in parts.items()}
-            odd = [n for n, part in parts.items() if part.get_dtype() not in _KINDS[n] or len(shapes[n]) != 1]
+            odd = [
+                n
+                for n, part in parts.items()
+                if part.get_dtype() not in _KINDS[n] or len(shapes[n]) != 1
+            ]
             if odd:
-                raise InputError(f"{damaged} ({', '.join(odd)} of another kind than written by this version)")
+                raise InputError(
+                    f"{damaged} ({', '.join(odd)} of another kind than written by this version)"
+                )
             sizes = {name: int(shape[0]) for name, shape in shapes.items()}
             count = sizes["rows"]
             if not (
@@ -202,21 +221,32 @@ def read_set(folder: Path | str) -> ConversationSet:
     except (SafetensorError, ValueError, OSError) as error:
         raise InputError(f"{folder} cannot be read: {error}") from error
     ids, offsets, rows, split = (tensors[name] for name in ("ids", "offsets", "rows", "split"))
-    if not (offsets[0] == 0 and offsets[-1] == len(ids) and bool((offsets[1:] > offsets[:-1]).all())):
+    if not (
+        offsets[0] == 0 and offsets[-1] == len(ids) and bool((offsets[1:] > offsets[:-1]).all())
+    ):
         raise InputError(f"{damaged} (its rows do not cover the ids)")
     if int(ids.min()) < 0 or int(rows.min()) < 0 or len(np.unique(rows)) != count:
-        raise InputError(f"{damaged} (negative ids, or a row number that is negative or appears twice)")
+        raise InputError(
+            f"{damaged} (negative ids, or a row number that is negative or appears twice)"
+        )
     if int(split.max()) > HELD_OUT:
         raise InputError(f"{damaged} (a split that is neither train nor held-out)")
     if int(tensors["cut"].max()) >= len(FINISH) or not bool((tensors["temperature"] >= 0).all()):
         raise InputError(f"{damaged} (a temperature or an end of an answer that there is none of)")
     mask = np.unpackbits(tensors["mask_bits"], count=len(ids)).astype(bool)
-    for name, value in (("conversations", count), ("tokens", len(ids)), ("supervised_tokens", int(mask.sum()))):
+    for name, value in (
+        ("conversations", count),
+        ("tokens", len(ids)),
+        ("supervised_tokens", int(mask.sum())),
+    ):
         if manifest.get(name) != value:
             raise InputError(
-                f"{folder}: {MANIFEST} says {name} {manifest.get(name)}, {TENSORS} has {value}; make the set again"
+                f"{folder}: {MANIFEST} says {name} {manifest.get(name)}, {TENSORS} has {value}; "
+                f"make the set again"
             )
-    return ConversationSet(ids, offsets, mask, rows, split, manifest, tensors["temperature"], tensors["cut"])
+    return ConversationSet(
+        ids, offsets, mask, rows, split, manifest, tensors["temperature"], tensors["cut"]
+    )
 
 
 _KINDS = {
@@ -244,16 +274,22 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     target = manifest.get("target")
     known = target.get("fingerprint") if isinstance(target, dict) else None
     if not isinstance(known, dict) or not all(isinstance(value, str) for value in known.values()):
-        raise InputError(f"{path} does not say which target wrote the set (target.fingerprint): make the set again")
+        raise InputError(
+            f"{path} does not say which target wrote the set (target.fingerprint): make the set "
+            f"again"
+        )
     return manifest
 
 
-def check_vocabulary(data: ConversationSet, vocab_size: int, name: str = "the conversation set") -> None:
+def check_vocabulary(
+    data: ConversationSet, vocab_size: int, name: str = "the conversation set"
+) -> None:
     """Raise InputError if an id is beyond a target's vocabulary."""
     largest = int(data.ids.max())
     if largest >= vocab_size:
         raise InputError(
-            f"{name} holds id {largest}, the target's vocabulary ends at {vocab_size - 1}: use the target that wrote it"
+            f"{name} holds id {largest}, the target's vocabulary ends at {vocab_size - 1}: use the "
+            f"target that wrote it"
         )
 
 
@@ -261,11 +297,19 @@ def rows_of(data: ConversationSet) -> Iterator[Row]:
     """The rows that a set was written from."""
     for index in range(len(data)):
         ids, mask = data.row(index)
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.numpy().astype(np.int8), [0]]))).reshape(-1, 2)
+        edges = np.flatnonzero(
+            np.diff(np.concatenate([[0], mask.numpy().astype(np.int8), [0]]))
+        ).reshape(-1, 2)
         spans = tuple((int(start), int(end)) for start, end in edges)
         last = FINISH[int(data.cut[index])]
         finish = ("stop",) * (len(spans) - 1) + (last,)
-        yield Row(int(data.rows[index]), tuple(ids.tolist()), spans, finish, _plain(data.temperature[index]))
+        yield Row(
+            int(data.rows[index]),
+            tuple(ids.tolist()),
+            spans,
+            finish,
+            _plain(data.temperature[index]),
+        )
 
 
 def _plain(value: np.float32) -> float:
@@ -290,7 +334,8 @@ class Journal(Lines):
 
 
 def read_journals(folder: Path) -> tuple[dict[int, Row], dict[int, str]]:
-    """Rows written and rows skipped (with the reason) in every journal of a folder; a row counts once.
+    """Rows written and rows skipped (with the reason) in every journal of a folder; a row counts
+    once.
 
     Raises: InputError naming file and line of a record that no run of this program writes.
     """
@@ -306,13 +351,22 @@ def read_journals(folder: Path) -> tuple[dict[int, Row], dict[int, str]]:
 
 def write_journal(path: Path, rows: Iterable[Row], skipped: dict[int, str]) -> None:
     """A whole journal at once, so that the rows of a finished set can be added to."""
-    whole = [*map(_as_record, rows), *({"row": row, "skipped": reason} for row, reason in skipped.items())]
+    whole = [
+        *map(_as_record, rows),
+        *({"row": row, "skipped": reason} for row, reason in skipped.items()),
+    ]
     text = "".join(map(as_line, whole))
     write_atomic(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))
 
 
 def _as_record(row: Row) -> dict[str, Any]:
-    return {"row": row.row, "ids": row.ids, "spans": row.spans, "finish": row.finish, "temperature": row.temperature}
+    return {
+        "row": row.row,
+        "ids": row.ids,
+        "spans": row.spans,
+        "finish": row.finish,
+        "temperature": row.temperature,
+    }
 
 
 def _from_record(record: Any) -> Row | tuple[int, str]:
@@ -323,7 +377,9 @@ def _from_record(record: Any) -> Row | tuple[int, str]:
         if not isinstance(record["skipped"], str):
             raise ValueError("its reason is not text")
         return record["row"], record["skipped"]
-    ids, spans, finish, temperature = (record.get(name) for name in ("ids", "spans", "finish", "temperature"))
+    ids, spans, finish, temperature = (
+        record.get(name) for name in ("ids", "spans", "finish", "temperature")
+    )
     if not isinstance(ids, list) or not ids or not all(map(_whole, ids)):
         raise ValueError("its ids are not a list of token ids")
     if not isinstance(spans, list) or not spans:
@@ -335,11 +391,25 @@ def _from_record(record: Any) -> Row | tuple[int, str]:
         if not behind <= span[0] < span[1] <= len(ids):
             raise ValueError("its answers do not lie in its ids")
         behind = span[1]
-    if not isinstance(finish, list) or len(finish) != len(spans) or not all(reason in FINISH for reason in finish):
+    if (
+        not isinstance(finish, list)
+        or len(finish) != len(spans)
+        or not all(reason in FINISH for reason in finish)
+    ):
         raise ValueError(f"its answers do not each end by one of {', '.join(FINISH)}")
-    if not isinstance(temperature, float | int) or isinstance(temperature, bool) or not 0 <= temperature < 1e30:
+    if (
+        not isinstance(temperature, float | int)
+        or isinstance(temperature, bool)
+        or not 0 <= temperature < 1e30
+    ):
         raise ValueError("its temperature is not a number")
-    return Row(record["row"], tuple(ids), tuple((a, b) for a, b in spans), tuple(finish), float(temperature))
+    return Row(
+        record["row"],
+        tuple(ids),
+        tuple((a, b) for a, b in spans),
+        tuple(finish),
+        float(temperature),
+    )
 
 
 def _whole(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """Rows of a conversation set as training batches: read, cut to length, grouped by length, padded.
 
-Nothing here holds state: batch k of epoch e is a pure function of the settings, so a run is resumed from (e, k) alone.
+Nothing here holds state: batch k of epoch e is a pure function of the settings, so a run is resumed
+from (e, k) alone.
 """
 
 from __future__ import annotations
@@ -16,8 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafttrain.checks import path_of, shown, whole
-from drafttrain.data.conversations import HELD_OUT, TRAIN, ConversationSet, check_vocabulary, read_set
+from drafttrain.checks import integer, path_of, shown
+from drafttrain.data.conversations import (
+    HELD_OUT,
+    TRAIN,
+    ConversationSet,
+    check_vocabulary,
+    read_set,
+)
 from drafttrain.data.joining import join
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch
@@ -26,11 +33,13 @@ SPLITS = {"train": TRAIN, "held_out": HELD_OUT}
 LABELS = ("answers", "all")
 BUILTIN = "builtin:"
 _BUCKET = 1.125
-"""Rows whose lengths differ by less than this factor are mixed freely; it bounds padding at about a tenth."""
+"""Rows whose lengths differ by less than this factor are mixed freely; it bounds padding at about a
+tenth."""
 
 
 def set_folder(path: Path | str, name: str = "data.path") -> Path:
-    """The folder of a set; `builtin:smollm2` is the one that the package ships for the embedded target.
+    """The folder of a set; `builtin:smollm2` is the one that the package ships for the embedded
+    target.
 
     Args:
         name: of the setting.
@@ -45,7 +54,8 @@ def set_folder(path: Path | str, name: str = "data.path") -> Path:
     if name not in found:
         listed = ", ".join(BUILTIN + f for f in found) or "none"
         raise InputError(
-            f"{text}: there is no such set in the package; it has {listed}. A folder made by synthesize works too"
+            f"{text}: there is no such set in the package; it has {listed}. A folder made by "
+            f"synthesize works too"
         )
     return sets / name
 
@@ -54,7 +64,8 @@ def collate(rows: Sequence[tuple[Tensor, Tensor, int]], pad_to_multiple: int = 1
     """Pad rows on the right.
 
     Args:
-        rows: (ids (s) int64, loss mask (s) bool, number of the row in its set) of each row; at least one.
+        rows: (ids (s) int64, loss mask (s) bool, number of the row in its set) of each row; at
+            least one.
         pad_to_multiple: the width is rounded up to a multiple of this.
     """
     lengths = torch.tensor([len(ids) for ids, _, _ in rows], dtype=torch.int64)
@@ -64,7 +75,9 @@ def collate(rows: Sequence[tuple[Tensor, Tensor, int]], pad_to_multiple: int = 1
     for place, (ids, mask, _) in enumerate(rows):
         input_ids[place, : len(ids)] = ids
         loss_mask[place, : len(mask)] = mask
-    return Batch(input_ids, loss_mask, lengths, torch.tensor([row for _, _, row in rows], dtype=torch.int64))
+    return Batch(
+        input_ids, loss_mask, lengths, torch.tensor([row for _, _, row in rows], dtype=torch.int64)
+    )
 
 
 class ConversationData:
@@ -91,15 +104,19 @@ class ConversationData:
         Args:
             path: a set's folder, `builtin:<name>`, or a set in memory.
             split: "train" or "held_out".
-            max_length: ids and mask are cut here alike; a row without a supervised token left is dropped.
-            limit_tokens: take rows while their supervised tokens add up to at most this; at least one row.
+            max_length: ids and mask are cut here alike; a row without a supervised token left is
+                dropped.
+            limit_tokens: take rows while their supervised tokens add up to at most this; at least
+                one row.
             limit_rows: take at most this many rows.
             temperatures: take only rows whose answers were sampled at one of these; None takes all.
-            labels: "answers" supervises what the target answered; "all" every token but a row's first. The target's law is
-                known at each of them, and where it wrote the user turns too, they are its own text.
+            labels: "answers" supervises what the target answered; "all" every token but a row's
+                first. The target's law is known at each of them, and where it wrote the user turns
+                too, they are its own text.
             set_aside: so many rows at the split's end are left out, to calibrate on.
             take_set_aside: take these, and no others.
-        Raises: InputError for an unreadable set, or when no row is left (with the counts by reason).
+        Raises: InputError for an unreadable set, or when no row is left (with the counts by
+        reason).
         """
         if split not in SPLITS:
             raise InputError(f"split={split}: give one of {', '.join(SPLITS)}")
@@ -111,10 +128,17 @@ class ConversationData:
             ("limit_rows", limit_rows, 1),
             ("set_aside", set_aside, 0),
         ):
-            whole(name, value, least, null="" if name == "set_aside" else "no limit")
-        listed = isinstance(temperatures, list | tuple) and temperatures and all(type(one) in (int, float) for one in temperatures)
+            integer(name, value, least, null="" if name == "set_aside" else "no limit")
+        listed = (
+            isinstance(temperatures, list | tuple)
+            and temperatures
+            and all(type(one) in (int, float) for one in temperatures)
+        )
         if temperatures is not None and not listed:
-            raise InputError(f"temperatures={shown(temperatures)}: needs a list of numbers such as [0.0], or null for all")
+            raise InputError(
+                f"temperatures={shown(temperatures)}: needs a list of numbers such as [0.0], or "
+                f"null for all"
+            )
         self.name = str(path) if not isinstance(path, ConversationSet) else "the set"
         self.set = path if isinstance(path, ConversationSet) else read_set(set_folder(path))
         self.split, self.max_length, self.labels = split, max_length, labels
@@ -133,16 +157,25 @@ class ConversationData:
         self.digest: str | None = None
         """Which rows a part holds and what they weigh; None for what is no part."""
         self.sequence: int | None = None
-        """Tokens of the sequences that a batch's rows are joined into; None: every row is a sequence."""
+        """Tokens of the sequences that a batch's rows are joined into; None: every row is a
+        sequence."""
         self._supervised = 0
         chosen = self.set.indices(SPLITS[split])
         if set_aside >= len(chosen) > 0 or (take_set_aside and not set_aside):
-            raise InputError(f"set_aside={set_aside}: needs at least 1 and less than the {len(chosen)} rows of split {split}")
+            raise InputError(
+                f"set_aside={set_aside}: needs at least 1 and less than the {len(chosen)} rows of "
+                f"split {split}"
+            )
         if set_aside:
             chosen = chosen[-set_aside:] if take_set_aside else chosen[:-set_aside]
         for place, index in enumerate(chosen):
-            if temperatures is not None and not np.isclose(self.set.temperature[index], temperatures).any():
-                self.counts["of another temperature"] = self.counts.get("of another temperature", 0) + 1
+            if (
+                temperatures is not None
+                and not np.isclose(self.set.temperature[index], temperatures).any()
+            ):
+                self.counts["of another temperature"] = (
+                    self.counts.get("of another temperature", 0) + 1
+                )
                 continue
             uncut = self.set.length(index)
             length = uncut if max_length is None else min(uncut, max_length)
@@ -150,10 +183,14 @@ class ConversationData:
             answered = int(self.set.mask[start + 1 : start + length].sum())
             count = length - 1 if answered and labels == "all" else answered
             if not count:
-                why = "no supervised token" + (f" in the first {max_length} tokens" if length < uncut else "")
+                why = "no supervised token" + (
+                    f" in the first {max_length} tokens" if length < uncut else ""
+                )
                 self.counts[why] = self.counts.get(why, 0) + 1
                 continue
-            over = limit_tokens is not None and self.indices and self.supervised + count > limit_tokens
+            over = (
+                limit_tokens is not None and self.indices and self.supervised + count > limit_tokens
+            )
             if over or (limit_rows is not None and len(self.indices) == limit_rows):
                 why = f"behind limit_{'tokens' if over else 'rows'}"
                 self.counts[why] = len(chosen) - place
@@ -164,7 +201,11 @@ class ConversationData:
             self._supervised += count
             self.cut += length < uncut
         if not self.indices:
-            advice = "set data.temperatures=null" if "of another temperature" in self.counts else "raise max_length"
+            advice = (
+                "set data.temperatures=null"
+                if "of another temperature" in self.counts
+                else "raise max_length"
+            )
             raise InputError(
                 f"{self.name}, split {split}: none of its {len(chosen)} rows can be used "
                 f"({_listed(self.counts) or 'the split is empty'}); {advice}, or give another set"
@@ -190,7 +231,8 @@ class ConversationData:
         check_vocabulary(self.set, vocab_size, self.name)
 
     def label_counts(self, vocab_size: int) -> Tensor:
-        """(v) int64: how often each id is in an answer of the whole split, whatever limits this object was given."""
+        """(v) int64: how often each id is in an answer of the whole split, whatever limits this
+        object was given."""
         counts = torch.zeros(vocab_size, dtype=torch.int64)
         for index in self.set.indices(SPLITS[self.split]):
             ids, mask = self.set.row(index)
@@ -209,7 +251,9 @@ class ConversationData:
         mask[0] = False
         return ids, mask
 
-    def part(self, places: Sequence[int], weights: Sequence[Tensor] | None = None) -> ConversationData:
+    def part(
+        self, places: Sequence[int], weights: Sequence[Tensor] | None = None
+    ) -> ConversationData:
         """Some of these rows, as data of their own.
 
         Args:
@@ -227,7 +271,10 @@ class ConversationData:
         marks = hashlib.sha256(",".join(map(str, part.indices)).encode())
         for row, weight in enumerate(part.weights or ()):
             if weight.shape != (part.lengths[row],):
-                raise ValueError(f"row {row} has {part.lengths[row]} tokens and weights of shape {tuple(weight.shape)}")
+                raise ValueError(
+                    f"row {row} has {part.lengths[row]} tokens and weights of shape "
+                    f"{tuple(weight.shape)}"
+                )
             marks.update(weight.numpy().tobytes())
         part.digest = marks.hexdigest()[:16]
         return part
@@ -239,17 +286,21 @@ class ConversationData:
         """
         if max(self.lengths) > sequence:
             raise InputError(
-                f"trainer.pack={sequence} is less than the longest row, which has {max(self.lengths)} tokens: raise it, or lower "
+                f"trainer.pack={sequence} is less than the longest row, which has "
+                f"{max(self.lengths)} tokens: raise it, or lower "
                 "data.max_length"
             )
         if self.weights is not None:
-            raise InputError("trainer.pack: rows whose labels have weights are not joined, set trainer.pack=null")
+            raise InputError(
+                "trainer.pack: rows whose labels have weights are not joined, set trainer.pack=null"
+            )
         twin = copy.copy(self)
         twin.sequence = sequence
         return twin
 
     def batch(self, places: Sequence[int]) -> Batch:
-        """Rows as one batch; a place ~i (that is -i - 1) is row i with nothing supervised, see `EpochSampler`."""
+        """Rows as one batch; a place ~i (that is -i - 1) is row i with nothing supervised, see
+        `EpochSampler`."""
         rows = []
         for place in places:
             i = place if place >= 0 else ~place
@@ -280,12 +331,14 @@ def _listed(counts: dict[str, int]) -> str:
 
 
 class EpochSampler:
-    """Batches of row places for every epoch and process: shuffled, of like length, equally many on every process.
+    """Batches of row places for every epoch and process: shuffled, of like length, equally many on
+    every process.
 
-    Every row appears once an epoch over all processes. The number of batches is the same in every epoch. An update has
-    `accumulate` batches of each process; which rows an update has depends on `accumulate` times `world` alone, so that a run
-    may go on in another number of processes. Where the batches do not divide evenly, a process gets a batch [~i], which stands
-    for row i with nothing supervised: it takes part in every collective and weighs nothing.
+    Every row appears once an epoch over all processes. The number of batches is the same in every
+    epoch. An update has `accumulate` batches of each process; which rows an update has depends on
+    `accumulate` times `world` alone, so that a run may go on in another number of processes. Where
+    the batches do not divide evenly, a process gets a batch [~i], which stands for row i with
+    nothing supervised: it takes part in every collective and weighs nothing.
     """
 
     def __init__(
@@ -317,7 +370,8 @@ class EpochSampler:
         longest = max(lengths)
         if batch_tokens is not None and batch_tokens < longest:
             raise InputError(
-                f"batch_tokens={batch_tokens} is less than the longest row ({longest}): raise it, or lower max_length"
+                f"batch_tokens={batch_tokens} is less than the longest row ({longest}): raise it, "
+                f"or lower max_length"
             )
         if not 0 <= rank < world:
             raise InputError(f"rank={rank} is not one of {world} processes")
@@ -342,7 +396,9 @@ class EpochSampler:
 
     def batches(self, epoch: int) -> list[list[int]]:
         """This process's batches of an epoch, in order."""
-        return [batch for update in self._updates(epoch) for batch in update[self.rank :: self.world]]
+        return [
+            batch for update in self._updates(epoch) for batch in update[self.rank :: self.world]
+        ]
 
     def from_step(self, epoch: int, first: int = 0) -> Iterator[tuple[int, int, list[int]]]:
         """(epoch, k, batch) without end, from batch `first` of `epoch` on."""
@@ -352,8 +408,8 @@ class EpochSampler:
             epoch, first = epoch + 1, 0
 
     def _updates(self, epoch: int) -> list[list[list[int]]]:
-        """[update][batch, those of the first micro-batch of every process before those of the second]; the batches of an update are
-        of like length, so that no process waits long."""
+        """[update][batch, those of the first micro-batch of every process before those of the
+        second]; the batches of an update are of like length, so that no process waits long."""
         chance = random.Random(f"{self.seed}/{epoch}/batches")
         order = list(range(len(self._classes)))
         chance.shuffle(order)
@@ -374,7 +430,8 @@ class EpochSampler:
 
 
 def length_classes(lengths: Sequence[int], factor: float) -> list[int]:
-    """For each length an upper bound that it shares with lengths smaller by up to a factor; the longest is a bound itself."""
+    """For each length an upper bound that it shares with lengths smaller by up to a factor; the
+    longest is a bound itself."""
     longest = max(lengths)
     edges = [longest]
     while edges[-1] > 1:

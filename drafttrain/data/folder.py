@@ -1,8 +1,10 @@
-"""The folder a set grows in: its settings, the journals of the processes that write it, and the set itself.
+"""The folder a set grows in: its settings, the journals of the processes that write it, and the set
+itself.
 
-settings.json                target fingerprint, prompts and sampling; rows of other settings are never mixed in
-journal-0000.jsonl, ...      finished rows, one file a process, while the set is being made
-conversations.safetensors, manifest.json     the set, once every row is there; the journals are then removed
+settings.json                target fingerprint, prompts and sampling; rows of other settings are
+never mixed in journal-0000.jsonl, ...      finished rows, one file a process, while the set is
+being made conversations.safetensors, manifest.json     the set, once every row is there; the
+journals are then removed
 """
 
 from __future__ import annotations
@@ -39,11 +41,18 @@ class SetFolder(GrowingFolder):
         return name == TENSORS or super().belongs(name)
 
     def check(self, *, resume: bool, adopt: bool = False) -> list[str]:
-        """As of any such folder; `adopt` says whether journals without settings are taken as made with the settings at hand."""
+        """As of any such folder; `adopt` says whether journals without settings are taken as made
+        with the settings at hand."""
         names = super().check(resume=resume)
-        if any(map(is_journal, names)) and SETTINGS not in names and MANIFEST not in names and not adopt:
+        if (
+            any(map(is_journal, names))
+            and SETTINGS not in names
+            and MANIFEST not in names
+            and not adopt
+        ):
             raise InputError(
-                f"out={self.path} holds journals without {SETTINGS}: if they were made with these very settings and "
+                f"out={self.path} holds journals without {SETTINGS}: if they were made with these "
+                f"very settings and "
                 "this target, take them over with adopt=true; else give another folder"
             )
         return names
@@ -62,7 +71,8 @@ class SetFolder(GrowingFolder):
                 found = self.current()
                 break
             except InputError:
-                # Rank 0 may just be replacing it, or was killed doing so; the journals are whole then.
+                # Rank 0 may just be replacing it, or was killed doing so; the journals are whole
+                # then.
                 if rows and attempt == 2:
                     return rows, skipped
                 if attempt == 2:
@@ -78,7 +88,8 @@ class SetFolder(GrowingFolder):
         return rows, skipped
 
     def reopen(self, rows: Iterable[Row], skipped: dict[int, str]) -> None:
-        """Before rows are added to a finished set: keep its rows as a journal, until the next set is whole."""
+        """Before rows are added to a finished set: keep its rows as a journal, until the next set
+        is whole."""
         if (self.path / MANIFEST).exists() and not (self.path / BASE).exists():
             write_journal(self.path / BASE, rows, skipped)
 
@@ -88,7 +99,8 @@ class SetFolder(GrowingFolder):
     def await_rows(
         self, wanted: set[int], world: int, say: Callable[[str], None], *, grace: float = GRACE
     ) -> tuple[dict[int, Row], dict[int, str]]:
-        """Rank 0: wait until every wanted row is finished, whoever writes it. Arguments and errors as in `await_work`."""
+        """Rank 0: wait until every wanted row is finished, whoever writes it. Arguments and errors
+        as in `await_work`."""
         found: tuple[dict[int, Row], dict[int, str]] = {}, {}
 
         def missing() -> set[int]:
@@ -100,12 +112,15 @@ class SetFolder(GrowingFolder):
         self.await_work(missing, world, say, what="rows", grace=grace)
         return found
 
-    def write(self, rows: Iterable[Row], manifest: dict[str, Any], *, held_out: int) -> dict[str, Any]:
+    def write(
+        self, rows: Iterable[Row], manifest: dict[str, Any], *, held_out: int
+    ) -> dict[str, Any]:
         """The set, in place of an earlier one. Returns its manifest."""
         return write_set(self.path, rows, manifest=manifest, held_out=held_out)
 
     def clear(self) -> None:
-        """Remove what the finished set no longer needs: journals, and scratch files that a kill left."""
+        """Remove what the finished set no longer needs: journals, and scratch files that a kill
+        left."""
         for path in (*journals(self.path), *self.path.glob(".*")):
             if is_journal(path.name) or path.name.startswith(
                 (f".{TENSORS}-", f".{MANIFEST}-", f".{SETTINGS}-", ".journal-")

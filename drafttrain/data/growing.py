@@ -1,4 +1,5 @@
-"""Folders that several processes fill, and go on filling after a kill: settings, journals, and who is still at work."""
+"""Folders that several processes fill, and go on filling after a kill: settings, journals, and who
+is still at work."""
 
 from __future__ import annotations
 
@@ -21,10 +22,12 @@ _LARGEST_SETTINGS = 64 << 20
 
 
 class GrowingFolder:
-    """An output folder while it is filled: settings.json, a journal of each process, and what a kind of folder adds to them."""
+    """An output folder while it is filled: settings.json, a journal of each process, and what a
+    kind of folder adds to them."""
 
     parts: ClassVar[tuple[str, ...]]
-    """What settings.json and the manifest both say; what is written under other settings is never mixed in."""
+    """What settings.json and the manifest both say; what is written under other settings is never
+    mixed in."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = path_of("out", path) if str(path) else Path()
@@ -34,8 +37,8 @@ class GrowingFolder:
         return name in (SETTINGS, MANIFEST) or is_journal(name)
 
     def check(self, *, resume: bool) -> list[str]:
-        """Names of what lies there. Raises InputError if the folder cannot be written to, holds foreign files, or may not be
-        continued.
+        """Names of what lies there. Raises InputError if the folder cannot be written to, holds
+        foreign files, or may not be continued.
 
         Args:
             resume: whether to continue what lies there.
@@ -52,10 +55,17 @@ class GrowingFolder:
         )
         foreign = [name for name in names if not self.belongs(name)]
         if foreign:
-            listed = ", ".join(foreign[:5]) + (f" and {len(foreign) - 5} more" if len(foreign) > 5 else "")
-            raise InputError(f"out={self.path} holds other files ({listed}): give a folder of its own")
+            listed = ", ".join(foreign[:5]) + (
+                f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
+            )
+            raise InputError(
+                f"out={self.path} holds other files ({listed}): give a folder of its own"
+            )
         if names and not resume:
-            raise InputError(f"out={self.path} is not empty and resume=false: give another folder, or resume=true")
+            raise InputError(
+                f"out={self.path} is not empty and resume=false: give another folder, or "
+                f"resume=true"
+            )
         return names
 
     def create(self) -> None:
@@ -75,36 +85,53 @@ class GrowingFolder:
                     raise ValueError(f"it has {path.stat().st_size} bytes")
                 found = json.loads(path.read_bytes())
             except (ValueError, RecursionError, OSError) as error:
-                raise InputError(f"{path} cannot be read ({error}): give another out folder") from error
-            if not isinstance(found, dict) or not all(isinstance(found.get(part), dict) for part in self.parts):
                 raise InputError(
-                    f"{path} does not say how its rows were made ({', '.join(self.parts)}): give another folder"
+                    f"{path} cannot be read ({error}): give another out folder"
+                ) from error
+            if not isinstance(found, dict) or not all(
+                isinstance(found.get(part), dict) for part in self.parts
+            ):
+                raise InputError(
+                    f"{path} does not say how its rows were made ({', '.join(self.parts)}): give "
+                    f"another folder"
                 )
             marks = found["target"].get("fingerprint") if "target" in self.parts else {}
-            if not isinstance(marks, dict) or not all(isinstance(value, str) for value in marks.values()):
-                raise InputError(f"{path} does not say which target wrote its rows (target.fingerprint): give another folder")
+            if not isinstance(marks, dict) or not all(
+                isinstance(value, str) for value in marks.values()
+            ):
+                raise InputError(
+                    f"{path} does not say which target wrote its rows (target.fingerprint): give "
+                    f"another folder"
+                )
             return {part: found[part] for part in self.parts}
         return None
 
     def compare(self, settings: dict[str, Any]) -> None:
-        """Raise InputError listing what differs from the settings that what lies there was made with.
+        """Raise InputError listing what differs from the settings that what lies there was made
+        with.
 
         Args:
             settings: some or all parts.
         """
         there = self.recorded()
-        changed = {} if there is None else differences({part: there[part] for part in settings}, settings)
+        changed = (
+            {} if there is None else differences({part: there[part] for part in settings}, settings)
+        )
         if changed:
-            listed = "; ".join(f"{key} was {before}, is {now}" for key, (before, now) in changed.items())
+            listed = "; ".join(
+                f"{key} was {before}, is {now}" for key, (before, now) in changed.items()
+            )
             raise InputError(
-                f"out={self.path} holds rows made otherwise ({listed}): give another folder, or these settings"
+                f"out={self.path} holds rows made otherwise ({listed}): give another folder, or "
+                f"these settings"
             )
 
     def record(self, settings: dict[str, Any]) -> None:
         write_json(self.path / SETTINGS, {part: settings[part] for part in self.parts})
 
     def await_settings(self, say: Callable[[str], None], seconds: float = 600.0) -> dict[str, Any]:
-        """Other processes: what rank 0 recorded. Raises InputError when rank 0 is gone or stays silent."""
+        """Other processes: what rank 0 recorded. Raises InputError when rank 0 is gone or stays
+        silent."""
         began = told = time.monotonic()
         free = 0.0
         while True:
@@ -138,8 +165,8 @@ class GrowingFolder:
         """Rank 0: wait until nothing is missing, whoever does it.
 
         Args:
-            missing: numbers of what is not there yet; asked whenever a journal has grown. Process r does those with
-                number % world == r.
+            missing: numbers of what is not there yet; asked whenever a journal has grown. Process r
+                does those with number % world == r.
             what: the numbered things, in the plural.
             grace: see GRACE.
         Raises: InputError naming a process that has stopped before its share was done.
@@ -167,7 +194,8 @@ class GrowingFolder:
                 if now - last_alive.setdefault(rank, now) > grace:
                     count = sum(number % world == rank for number in lacking)
                     raise InputError(
-                        f"process {rank} has stopped, {count} of its {what} are missing: run the same command again, it "
+                        f"process {rank} has stopped, {count} of its {what} are missing: run the "
+                        f"same command again, it "
                         "writes only what is missing"
                     )
             if now - told > 30:

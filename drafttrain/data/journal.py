@@ -1,4 +1,5 @@
-"""Journals of finished work: JSON lines, appended and flushed, one file a process. A kill loses only what was being written."""
+"""Journals of finished work: JSON lines, appended and flushed, one file a process. A kill loses
+only what was being written."""
 
 from __future__ import annotations
 
@@ -33,13 +34,15 @@ class Lines:
         self._heal()
 
     def _taken(self) -> TextIO:
-        """Opened and locked. Whoever had the lock before may have removed the file as it ended: then there is a new one."""
+        """Opened and locked. Whoever had the lock before may have removed the file as it ended:
+        then there is a new one."""
         while True:
             file = self.path.open("a", encoding="utf-8")
             if not _lock(file):
                 file.close()
                 raise InputError(
-                    f"{self.path} is being written by another process: wait for it, or give another out folder"
+                    f"{self.path} is being written by another process: wait for it, or give "
+                    f"another out folder"
                 )
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
@@ -47,7 +50,8 @@ class Lines:
             file.close()
 
     def _heal(self) -> None:
-        """Cut a last line that a kill left unfinished, so that the next append starts a line of its own."""
+        """Cut a last line that a kill left unfinished, so that the next append starts a line of its
+        own."""
         data = self.path.read_bytes()
         if data and not data.endswith(b"\n"):
             os.truncate(self.path, data.rfind(b"\n") + 1)
@@ -99,7 +103,8 @@ def records(folder: Path, parse: Callable[[Any], T], again: str) -> Iterator[T]:
                     found = parse(json.loads(line))
                 except (ValueError, RecursionError) as error:
                     raise InputError(
-                        f"{path}, line {number} is damaged ({error}): delete the line to have {again}"
+                        f"{path}, line {number} is damaged ({error}): delete the line to have "
+                        f"{again}"
                     ) from error
                 yield found
 
@@ -114,8 +119,9 @@ def is_locked(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """While it lasts, however it ends, no other process is in here for this folder; no file is made for it.
+def locked(folder: Path) -> Iterator[None]:
+    """While it lasts, however it ends, no other process is in here for this folder; no file is made
+    for it.
 
     Raises: InputError if one is.
     """
@@ -124,7 +130,9 @@ def alone_in(folder: Path) -> Iterator[None]:
         handle = os.open(folder, os.O_RDONLY)
     try:
         if handle is not None and not _lock(handle):
-            raise InputError(f"{folder} is being written by another process: wait for it, or give another folder")
+            raise InputError(
+                f"{folder} is being written by another process: wait for it, or give another folder"
+            )
         yield
     finally:
         if handle is not None:
@@ -135,7 +143,8 @@ def _lock(file: Any, patience: float = 2.0) -> bool:
     """Take the file until this process ends, however it ends; False if another has it.
 
     Args:
-        patience: seconds to try for, since others take the lock for a moment to see whether it is free.
+        patience: seconds to try for, since others take the lock for a moment to see whether it is
+            free.
     """
     until = time.monotonic() + patience
     while fcntl is not None:

@@ -1,18 +1,20 @@
 """Prompts as people have them: user turns to be answered by the target.
 
-A source gives numbered rows. Rows of files and data sets count from 1 (in JSON Lines the line number, empty lines
-counted), so a number stays with its row whatever limit or filter applies; self-written rows count from 0. Answers that
-a row brings are left out: the target writes its own.
+A source gives numbered rows. Rows of files and data sets count from 1 (in JSON Lines the line
+number, empty lines counted), so a number stays with its row whatever limit or filter applies;
+self-written rows count from 0. Answers that a row brings are left out: the target writes its own.
 
 Accepted shapes of a row:
 
-    conversations: [{"from": "human", "value": ...}, ...]        ShareGPT; further roles: user, gpt, assistant, system
-    messages: [{"role": "user", "content": ...}, ...]            OpenAI; content may be a list of text parts
-    prompt: "..." or ["first turn", "second turn"]               or a list of messages; a completion is left out
-    turns: ["first turn", "second turn"]
-    instruction: "...", input: "..."                             joined by an empty line; an output is left out
+    conversations: [{"from": "human", "value": ...}, ...]        ShareGPT; further roles: user, gpt,
+    assistant, system messages: [{"role": "user", "content": ...}, ...]            OpenAI; content
+    may be a list of text parts prompt: "..." or ["first turn", "second turn"]               or a
+    list of messages; a completion is left out turns: ["first turn", "second turn"]
+    instruction: "...", input: "..."                             joined by an empty line; an output
+    is left out
 
-each with an optional `system` text. A row of `text` alone is refused, because it does not say where the prompt ends.
+each with an optional `system` text. A row of `text` alone is refused, because it does not say where
+the prompt ends.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ class Skipped:
     row: int
     reason: str
     messages: tuple[tuple[str, str], ...] = ()
-    """(role, content) of its turns where they could be read; a chat template may have a word to say about them."""
+    """(role, content) of its turns where they could be read; a chat template may have a word to say
+    about them."""
 
 
 @dataclass
@@ -79,7 +82,8 @@ class Prompts:
     """Row numbers and prompts; None is a conversation whose user turns the target writes too."""
     skipped: list[Skipped] = field(default_factory=list)
     source: dict[str, Any] = field(default_factory=dict)
-    """Who the source is: equal for equal rows, wherever the file lies and whatever limit applies."""
+    """Who the source is: equal for equal rows, wherever the file lies and whatever limit
+    applies."""
     first_keys: tuple[str, ...] = ()
     more: bool = False
     """Whether the source goes on behind the limit."""
@@ -91,9 +95,13 @@ class SelfWritten:
 
     def read(self, limit: int | None) -> Prompts:
         if limit is None:
-            raise InputError("self-written conversations never end by themselves: give rows=<number>")
+            raise InputError(
+                "self-written conversations never end by themselves: give rows=<number>"
+            )
         if limit > MOST_ROWS:
-            raise InputError(f"rows={limit}: at most {MOST_ROWS} self-written conversations make a set")
+            raise InputError(
+                f"rows={limit}: at most {MOST_ROWS} self-written conversations make a set"
+            )
         return Prompts([(row, None) for row in range(limit)], source={"kind": "self"})
 
 
@@ -109,15 +117,18 @@ class PromptFile:
         object.__setattr__(self, "columns", _named(self.columns))
 
     def read(self, limit: int | None) -> Prompts:
-        """Rows numbered up to `limit`. Raises InputError if the file cannot be read or no row has a known shape."""
+        """Rows numbered up to `limit`. Raises InputError if the file cannot be read or no row has a
+        known shape."""
         path = path_of("prompts.path", self.path)
         if path.is_dir():
             raise InputError(
-                f"prompts.path={self.path} is a folder: give a file, or use prompts=dataset prompts.path={self.path}"
+                f"prompts.path={self.path} is a folder: give a file, or use prompts=dataset "
+                f"prompts.path={self.path}"
             )
         if not path.is_file():
             raise InputError(
-                f"prompts.path={self.path} does not exist: give a JSON Lines, JSON (either may be .gz) or parquet file"
+                f"prompts.path={self.path} does not exist: give a JSON Lines, JSON (either may be "
+                f".gz) or parquet file"
             )
         source: dict[str, Any] = {"kind": "file", "sha256": _sha256(path)}
         if self.columns:
@@ -144,11 +155,14 @@ class PromptDataset:
         object.__setattr__(self, "columns", _named(self.columns))
         for name in ("path", "name", "split", "revision"):
             value = getattr(self, name)
-            if not (isinstance(value, str) and value) and not (value is None and name in ("name", "revision")):
+            if not (isinstance(value, str) and value) and not (
+                value is None and name in ("name", "revision")
+            ):
                 raise InputError(f"prompts.{name}={shown(value)}: needs text")
 
     def read(self, limit: int | None) -> Prompts:
-        """Rows numbered up to `limit`. Raises InputError if it cannot be loaded or no row has a known shape."""
+        """Rows numbered up to `limit`. Raises InputError if it cannot be loaded or no row has a
+        known shape."""
         data = self._load()
         label = f"{self.path}, split {self.split}"
         head = [data[i] for i in range(min(_HEAD, len(data)))]
@@ -179,7 +193,9 @@ class PromptDataset:
                 loaded = datasets.load_from_disk(str(folder))
                 if isinstance(loaded, datasets.DatasetDict):
                     if self.split not in loaded:
-                        raise InputError(f"{self.path} has no split {self.split}; it has {', '.join(loaded)}")
+                        raise InputError(
+                            f"{self.path} has no split {self.split}; it has {', '.join(loaded)}"
+                        )
                     loaded = loaded[self.split]
                 return loaded
             where = str(folder) if folder.exists() else self.path
@@ -187,7 +203,9 @@ class PromptDataset:
         except InputError:
             raise
         except Exception as error:  # The package raises many kinds.
-            raise InputError(f"data set {self.path} cannot be loaded: {first_line(error)}") from error
+            raise InputError(
+                f"data set {self.path} cannot be loaded: {first_line(error)}"
+            ) from error
 
 
 def nothing_left(label: str, prompts: Prompts) -> InputError:
@@ -195,10 +213,13 @@ def nothing_left(label: str, prompts: Prompts) -> InputError:
     if not prompts.skipped:
         return InputError(f"{label} holds no rows")
     listed = "; ".join(
-        f"{len(rows)} {reason} (rows {some(rows)})" for reason, rows in by_reason(prompts.skipped).items()
+        f"{len(rows)} {reason} (rows {some(rows)})"
+        for reason, rows in by_reason(prompts.skipped).items()
     )
     keys = f" The first row's keys: {', '.join(prompts.first_keys)}." if prompts.first_keys else ""
-    return InputError(f"{label}: none of its {len(prompts.skipped)} rows can be used: {listed}.{keys}")
+    return InputError(
+        f"{label}: none of its {len(prompts.skipped)} rows can be used: {listed}.{keys}"
+    )
 
 
 def by_reason(skipped: Iterable[Skipped]) -> dict[str, list[int]]:
@@ -226,7 +247,11 @@ class _UnknownShape(_Unusable):
 
 
 def _collect(
-    numbered: Iterable[tuple[int, Any]], limit: int | None, columns: dict[str, str], label: str, source: dict[str, Any]
+    numbered: Iterable[tuple[int, Any]],
+    limit: int | None,
+    columns: dict[str, str],
+    label: str,
+    source: dict[str, Any],
 ) -> Prompts:
     found = Prompts([], source=source)
     unknown: dict[str, Any] | None = None
@@ -251,12 +276,15 @@ def _collect(
             shaped = shaped or isinstance(row, dict)
             found.skipped.append(Skipped(number, error.reason, error.messages))
     if unknown is not None and not shaped:
-        hint = " A text alone does not say where the prompt ends; to take all of it: prompts.columns.prompt=text." * (
-            "text" in unknown
+        hint = (
+            " A text alone does not say where the prompt ends; to take all of it: "
+            "prompts.columns.prompt=text." * ("text" in unknown)
         )
         raise InputError(
-            f"{label}: no row has a known shape. Accepted: {'; '.join(SHAPES)}. The first row's keys: "
-            f"{', '.join(map(str, unknown)) or 'none'}.{hint} Columns named otherwise: prompts.columns.<shape>=<column>"
+            f"{label}: no row has a known shape. Accepted: {'; '.join(SHAPES)}. The first row's "
+            f"keys: "
+            f"{', '.join(map(str, unknown)) or 'none'}.{hint} Columns named otherwise: "
+            f"prompts.columns.<shape>=<column>"
         )
     return found
 
@@ -296,7 +324,9 @@ def _turns(value: Any, name: str) -> list[tuple[str, str]]:
     """(role, content) of a list of turns or messages."""
     if isinstance(value, dict) and value and all(isinstance(part, list) for part in value.values()):
         # A data set may keep a list of objects as an object of lists.
-        value = [dict(zip(value, parts, strict=True)) for parts in zip(*value.values(), strict=False)]
+        value = [
+            dict(zip(value, parts, strict=True)) for parts in zip(*value.values(), strict=False)
+        ]
     if not isinstance(value, list):
         raise _Unusable(f"{name}: not a list")
     found: list[tuple[str, str]] = []
@@ -314,7 +344,9 @@ def _turns(value: Any, name: str) -> list[tuple[str, str]]:
             role = known if role in names else role
         if role not in ("user", "assistant", "system"):
             raise _Unusable(f"a turn of role {said[:40]}")
-        content = next((turn[key] for key in ("value", "content", "text") if turn.get(key) is not None), None)
+        content = next(
+            (turn[key] for key in ("value", "content", "text") if turn.get(key) is not None), None
+        )
         if role == "assistant":
             content = content if isinstance(content, str) else ""  # Left out anyway.
         found.append((role, _text(content)))
@@ -332,7 +364,11 @@ def _text(content: Any) -> str:
     if isinstance(content, list):
         parts = []
         for part in content:
-            if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+            if (
+                isinstance(part, dict)
+                and part.get("type", "text") == "text"
+                and isinstance(part.get("text"), str)
+            ):
                 parts.append(part["text"])
             else:
                 raise _Unusable("content that is not text")
@@ -378,11 +414,16 @@ def _from_messages(messages: list[tuple[str, str]], system: str | None) -> Promp
 def _named(columns: dict[str, Any]) -> dict[str, str]:
     """Columns that are named otherwise than their shape."""
     if not isinstance(columns, dict):
-        raise InputError(f"prompts.columns={shown(columns)}: needs names of columns by their shape, such as {{prompt: question}}")
+        raise InputError(
+            f"prompts.columns={shown(columns)}: needs names of columns by their shape, such as "
+            f"{{prompt: question}}"
+        )
     for name, column in columns.items():
         if name not in COLUMNS:
             listed = ", ".join(COLUMNS)
-            raise InputError(f"prompts.columns.{name}: there is no such shape; columns can be named for {listed}")
+            raise InputError(
+                f"prompts.columns.{name}: there is no such shape; columns can be named for {listed}"
+            )
         if column is not None and not isinstance(column, str):
             raise InputError(f"prompts.columns.{name}={shown(column)}: needs the name of a column")
     return {name: column for name, column in columns.items() if column is not None}
@@ -433,10 +474,15 @@ def _json_rows(path: Path, *, packed: bool) -> Iterator[tuple[int, Any]]:
                 while part := file.read(1 << 20):
                     text += part
                     if len(text) > _LONGEST_ARRAY:
-                        raise InputError(f"{path} is a JSON array of more than {_LONGEST_ARRAY} bytes: write one object a line")
+                        raise InputError(
+                            f"{path} is a JSON array of more than {_LONGEST_ARRAY} bytes: write "
+                            f"one object a line"
+                        )
                 rows = json.loads(text.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
-                raise InputError(f"{path} begins like a JSON array but cannot be read: {error}") from error
+                raise InputError(
+                    f"{path} begins like a JSON array but cannot be read: {error}"
+                ) from error
             yield from enumerate(rows, start=1)
             return
         file.seek(0)

@@ -9,14 +9,17 @@ from collections.abc import Sequence
 from drafttrain.data.datamodule import EpochSampler, length_classes
 
 _FINE = 1.02
-"""Rows whose lengths differ by less than this factor take each other's places; it bounds what that leaves unfilled."""
+"""Rows whose lengths differ by less than this factor take each other's places; it bounds what that
+leaves unfilled."""
 
 
 class PackedSampler(EpochSampler):
-    """Batches of rows that are joined into sequences of one length (`ConversationData.joined`), otherwise as `EpochSampler`.
+    """Batches of rows that are joined into sequences of one length (`ConversationData.joined`),
+    otherwise as `EpochSampler`.
 
-    Rows that share a sequence differ from epoch to epoch, while the lengths that do stay: each row of a class of like lengths
-    takes any place of that class. So every epoch has the same sequences in number, filled to about the same share.
+    Rows that share a sequence differ from epoch to epoch, while the lengths that do stay: each row
+    of a class of like lengths takes any place of that class. So every epoch has the same sequences
+    in number, filled to about the same share.
     """
 
     def __init__(
@@ -37,13 +40,17 @@ class PackedSampler(EpochSampler):
             sequence: tokens of a sequence; sequences: of a batch.
             accumulate: batches of an update on each process.
         """
-        super().__init__(lengths, batch_tokens=sequence, seed=seed, rank=rank, world=world, accumulate=accumulate)
+        super().__init__(
+            lengths, batch_tokens=sequence, seed=seed, rank=rank, world=world, accumulate=accumulate
+        )
         self.sequence = sequence
         self._classes = length_classes(lengths, _FINE)
         self._bins = fill(self._classes, sequence)
         self.filled = sum(lengths) / (len(self._bins) * sequence)
         """Share of the sequences that rows take."""
-        self._sizes = [len(self._bins[i : i + sequences]) for i in range(0, len(self._bins), sequences)]
+        self._sizes = [
+            len(self._bins[i : i + sequences]) for i in range(0, len(self._bins), sequences)
+        ]
 
     def _updates(self, epoch: int) -> list[list[list[int]]]:
         chance = random.Random(f"{self.seed}/{epoch}/batches")
@@ -64,7 +71,8 @@ class PackedSampler(EpochSampler):
 
 
 def fill(widths: Sequence[int], size: int) -> list[list[int]]:
-    """Put things of some widths into bins of one size: the widest first, each where the least room is left (best fit decreasing).
+    """Put things of some widths into bins of one size: the widest first, each where the least room
+    is left (best fit decreasing).
 
     Returns: the widths in each bin.
     """

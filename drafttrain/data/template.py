@@ -1,7 +1,7 @@
 """A tokenizer's chat template, cut where texts are written by the target.
 
-A conversation grows by pieces: the template's own text around the turns is encoded, what the target writes is kept as
-the ids it chose. Nothing written is ever decoded and encoded again.
+A conversation grows by pieces: the template's own text around the turns is encoded, what the target
+writes is kept as the ids it chose. Nothing written is ever decoded and encoded again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class ChatPieces:
             raise InputError("this target came without a tokenizer: text cannot be read or written")
         if not getattr(tokenizer, "chat_template", None):
             raise InputError(
-                "the target's tokenizer has no chat template: give a chat model, or set tokenizer.chat_template"
+                "the target's tokenizer has no chat template: give a chat model, or set "
+                "tokenizer.chat_template"
             )
         self.tokenizer = tokenizer
         self.stop_texts = sorted((tokenizer.decode([i]) for i in stop_ids), key=len, reverse=True)
@@ -41,19 +42,27 @@ class ChatPieces:
     def render(self, messages: list[Message], *, prompt: bool) -> str:
         """The template's text; `prompt` ends it with the header of the next answer.
 
-        Raises: InputError with the template's own message when it refuses the messages, and when it takes more time or memory than
-            any text needs.
+        Raises: InputError with the template's own message when it refuses the messages, and when it
+            takes more time or memory than any text needs.
         """
         try:
             with within(MOST_SECONDS, MOST_MEMORY):
-                text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+                text = self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=prompt
+                )
         except MemoryError as error:
-            raise InputError(f"the chat template refuses: it asks for more than {MOST_MEMORY / 1e9:.1f} GB of memory") from error
+            raise InputError(
+                f"the chat template refuses: it asks for more than {MOST_MEMORY / 1e9:.1f} GB of "
+                f"memory"
+            ) from error
         except Exception as error:  # Templates raise what they like.
             raise InputError(f"the chat template refuses: {first_line(error)}") from error
         if not isinstance(text, str) or len(text) > MOST_CHARACTERS:
             what = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
-            raise InputError(f"the chat template makes {what} of a conversation, at most {MOST_CHARACTERS} characters are read")
+            raise InputError(
+                f"the chat template makes {what} of a conversation, at most {MOST_CHARACTERS} "
+                f"characters are read"
+            )
         return text
 
     def encode(self, text: str) -> list[int]:
@@ -71,7 +80,8 @@ class ChatPieces:
         ids = self.encode(self._split(text, _MARKS[0])[0])
         if not ids:
             raise InputError(
-                "the chat template puts nothing before a user turn, so the target cannot write one: give prompts"
+                "the chat template puts nothing before a user turn, so the target cannot write "
+                "one: give prompts"
             )
         return ids
 
@@ -82,18 +92,22 @@ class ChatPieces:
 
     def answer_to_user(self) -> list[int]:
         """From behind an answer's end token to the next user turn's first token."""
-        return self.encode(self._behind_stop(self._between(_MARKS[2], prompt=False).partition(_MARKS[2])[0]))
+        return self.encode(
+            self._behind_stop(self._between(_MARKS[2], prompt=False).partition(_MARKS[2])[0])
+        )
 
     def first_prompt(self, messages: list[Message]) -> list[int]:
         """The whole text of the given messages, up to the answer's first token."""
         return self.encode(self.render(messages, prompt=True))
 
     def answer_to_answer(self, user: str) -> list[int]:
-        """From behind an answer's end token, over the next user turn, to the next answer's first token."""
+        """From behind an answer's end token, over the next user turn, to the next answer's first
+        token."""
         return self.encode(self._behind_stop(self._between(user, prompt=True)))
 
     def check(self, system: str | None, users: tuple[str, ...]) -> list[int]:
-        """Render every turn without answers; ids up to the first answer. Raises: InputError if the template refuses."""
+        """Render every turn without answers; ids up to the first answer. Raises: InputError if the
+        template refuses."""
         ids = self.first_prompt([*_system(system), {"role": "user", "content": users[0]}])
         for user in users[1:]:
             self._between(user, prompt=True)
@@ -103,11 +117,17 @@ class ChatPieces:
     def grows(self, *, with_system: bool) -> bool:
         """Does a text with a further turn begin with the text before it?
 
-        Not so if, for instance, an empty reasoning block stands in the header of the last answer alone, or the system
-        text moves to the last turn. Blanks around an answer do not count.
+        Not so if, for instance, an empty reasoning block stands in the header of the last answer
+        alone, or the system text moves to the last turn. Blanks around an answer do not count.
         """
-        lead: list[Message] = [*_system("Qz4systemQz" if with_system else None), {"role": "user", "content": _MARKS[0]}]
-        answer: list[Message] = [{"role": "assistant", "content": _MARKS[1]}, {"role": "user", "content": _MARKS[2]}]
+        lead: list[Message] = [
+            *_system("Qz4systemQz" if with_system else None),
+            {"role": "user", "content": _MARKS[0]},
+        ]
+        answer: list[Message] = [
+            {"role": "assistant", "content": _MARKS[1]},
+            {"role": "user", "content": _MARKS[2]},
+        ]
         before = self.render(lead, prompt=True).rstrip()
         longer = self.render([*lead, *answer], prompt=True)
         return longer.startswith(before) and longer[len(before) :].lstrip().startswith(_MARKS[1])
@@ -125,7 +145,9 @@ class ChatPieces:
 
     def turn_end(self) -> int | None:
         """The id that the template puts right behind an answer; None if nothing stands there."""
-        ids = self.encode(self._between(_MARKS[2], prompt=False).partition(_MARKS[2])[0].lstrip(" "))
+        ids = self.encode(
+            self._between(_MARKS[2], prompt=False).partition(_MARKS[2])[0].lstrip(" ")
+        )
         return ids[0] if ids else None
 
     def _between(self, user: str, *, prompt: bool) -> str:
@@ -139,13 +161,15 @@ class ChatPieces:
     def _split(self, text: str, mark: str) -> tuple[str, str]:
         if text.count(mark) != 1:
             raise InputError(
-                "the chat template changes or repeats the turns it is given: answers cannot be kept as written"
+                "the chat template changes or repeats the turns it is given: answers cannot be "
+                "kept as written"
             )
         before, _, behind = text.partition(mark)
         return before, behind
 
     def _behind_stop(self, text: str) -> str:
-        """Without the leading end token, which the writer wrote itself, and without a blank before it."""
+        """Without the leading end token, which the writer wrote itself, and without a blank before
+        it."""
         for stop in self.stop_texts:
             if stop and text.lstrip(" ").startswith(stop):
                 return text.lstrip(" ")[len(stop) :]
@@ -157,12 +181,15 @@ def _system(text: str | None) -> list[Message]:
 
 
 def changed_by_reencoding(tokenizer: Any, rows: Iterable[Row], group: int = 512) -> int:
-    """Rows whose answers would have other ids had they been decoded and encoded again, as data sets often are."""
+    """Rows whose answers would have other ids had they been decoded and encoded again, as data sets
+    often are."""
     changed: set[int] = set()
     answers = [(row.row, row.ids[start:end]) for row in rows for start, end in row.spans]
     for first in range(0, len(answers), group):
         part = answers[first : first + group]
         texts = [tokenizer.decode(list(ids), clean_up_tokenization_spaces=False) for _, ids in part]
         again = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        changed |= {row for (row, ids), other in zip(part, again, strict=True) if list(ids) != list(other)}
+        changed |= {
+            row for (row, ids), other in zip(part, again, strict=True) if list(ids) != list(other)
+        }
     return len(changed)

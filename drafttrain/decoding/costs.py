@@ -1,7 +1,9 @@
-"""What a round of speculative decoding costs on a device: seconds of drafting a tree, and of verifying its nodes."""
+"""What a round of speculative decoding costs on a device: seconds of drafting a tree, and of
+verifying its nodes."""
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -11,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from drafttrain.decoding.measure import Watch, unwatched
-from drafttrain.drafter.base import Drafter, Fresh
-from drafttrain.flow import Begun, Features
+from drafttrain.drafter.base import Committed, Drafter
+from drafttrain.flow import Features, PartialPass
 from drafttrain.nn.sampling import Policy
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Growth
@@ -27,7 +29,8 @@ class Costs:
     """Seconds on one device, for one row behind some context."""
 
     verified: dict[int, float]
-    """{drafts checked: seconds of one target pass over them and the anchor, vocabulary and choice included}."""
+    """{drafts checked: seconds of one target pass over them and the anchor, vocabulary and choice
+    included}."""
     drafted: dict[Growth, float]
     """{tree: seconds of growing it once}."""
 
@@ -60,18 +63,24 @@ def measure_costs(
     growing = [tree for tree in dict.fromkeys(trees) if tree.size]
     verify = _verifier(target, drafter, policy, context, sizes[-1])
     draft = _grower(target, drafter, policy, context, emitted, growing, repeats)
-    jobs: dict[int | Growth, Callable[[], object]] = {size: lambda size=size: verify(size) for size in sizes}  # type: ignore[misc]
-    jobs |= {tree: lambda tree=tree: draft(tree) for tree in growing}  # type: ignore[misc]
+    jobs: dict[int | Growth, Callable[[], object]] = {}
+    jobs |= {size: functools.partial(verify, size) for size in sizes}
+    jobs |= {tree: functools.partial(draft, tree) for tree in growing}
     seconds = interleaved_seconds(jobs, target.device, repeats, watch)
     return Costs({size: seconds[size] for size in sizes}, {tree: seconds[tree] for tree in growing})
 
 
 def interleaved_seconds(
-    jobs: Mapping[Name, Callable[[], object]], device: torch.device, repeats: int = REPEATS, watch: Watch = unwatched
+    jobs: Mapping[Name, Callable[[], object]],
+    device: torch.device,
+    repeats: int = REPEATS,
+    watch: Watch = unwatched,
 ) -> dict[Name, float]:
-    """The median of several times of each job, all jobs in turn, the first round, which warms up, left out.
+    """The median of several times of each job, all jobs in turn, the first round, which warms up,
+    left out.
 
-    In turn, since a machine's speed swings: what is timed in one stretch is compared with what was timed in another.
+    In turn, since a machine's speed swings: what is timed in one stretch is compared with what was
+    timed in another.
     """
     found: dict[Name, list[float]] = {name: [] for name in jobs}
     for _ in watch(range(repeats + 1), "costs timed"):
@@ -84,7 +93,9 @@ def interleaved_seconds(
     return {name: statistics.median(times[1:]) for name, times in found.items()}
 
 
-def _verifier(target: Target, drafter: Drafter, policy: Policy, context: int, most: int) -> Callable[[int], object]:
+def _verifier(
+    target: Target, drafter: Drafter, policy: Policy, context: int, most: int
+) -> Callable[[int], object]:
     """A function that checks so many drafts once, behind a context that is read here."""
     device = target.device
     cache = target.new_cache(1, context + most + 1)
@@ -95,19 +106,27 @@ def _verifier(target: Target, drafter: Drafter, policy: Policy, context: int, mo
     def verify(drafts: int) -> object:
         positions = drafts + 1
         new = ids[:, :1].expand(1, positions)
-        # A star: every draft sees the anchor alone. The shape of a tree does not change the cost of a pass.
-        among = torch.eye(positions, dtype=torch.bool, device=device)
-        among[:, 0] = True
+        # A star: every draft sees the anchor alone. The shape of a tree does not change the cost of
+        # a pass.
+        tree_mask = torch.eye(positions, dtype=torch.bool, device=device)
+        tree_mask[:, 0] = True
         depths = torch.ones(1, positions, dtype=torch.int64, device=device)
         depths[0, 0] = 0
-        begun = None
-        if drafter.begins is not None and drafts:
+        partial_pass = None
+        if drafter.shared_layer is not None and drafts:
             # As of a chain, whose last draft alone has been through none of the layers.
             places = torch.arange(positions, device=device)[None]
             places[0, -1] = -1
-            begun = Begun(drafter.begins, target.embed(new[:, :-1]), places)
+            partial_pass = PartialPass(drafter.shared_layer, target.embed(new[:, :-1]), places)
         layers = drafter.needs.layers
-        hidden = target.step(new, cache, among=among[None], depths=depths, layers=layers, begun=begun).hidden
+        hidden = target.step(
+            new,
+            cache,
+            tree_mask=tree_mask[None],
+            depths=depths,
+            layers=layers,
+            partial_pass=partial_pass,
+        ).hidden
         logits = target.head(hidden)
         return logits.argmax(-1).tolist() if policy.greedy else policy.probs(logits).sum().item()
 
@@ -123,7 +142,8 @@ def _grower(
     trees: Sequence[Growth],
     repeats: int,
 ) -> Callable[[Growth], object]:
-    """A function that grows a tree once, behind a context that is read here and is `emitted` longer each time."""
+    """A function that grows a tree once, behind a context that is read here and is `emitted` longer
+    each time."""
     device = target.device
     most = max((max(tree.size, tree.reads) for tree in trees), default=0)
     state: Any = drafter.open(1, context + len(trees) * (repeats + 1) * emitted + most + 1)
@@ -133,18 +153,18 @@ def _grower(
         cache.commit(torch.tensor([context], device=device))
         drafter.attach(state, cache)
 
-    def fresh(count: int) -> Fresh:
+    def committed(count: int) -> Committed:
         ids = torch.arange(count, device=device)[None] % target.vocab_size
         value = target.embed(ids)
         features = Features(value, {layer: value for layer in drafter.needs.layers})
-        return Fresh(features, ids, torch.tensor([count], device=device))
+        return Committed(features, ids, torch.tensor([count], device=device))
 
-    def draft(tree: Growth, given: Fresh) -> object:
+    def draft(tree: Growth, given: Committed) -> object:
         draws = tree.can_draw and drafter.can_draw and not policy.greedy
         u = torch.full((1, tree.size), 0.5, dtype=torch.float64, device=device) if draws else None
         return drafter.propose(state, given, tree, policy, u).tokens.tolist()
 
     for tree in trees[:1]:
-        draft(tree, fresh(context))
-    step = fresh(emitted)
+        draft(tree, committed(context))
+    step = committed(emitted)
     return lambda tree: draft(tree, step)

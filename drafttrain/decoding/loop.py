@@ -1,6 +1,8 @@
-"""The decoding loop: propose, verify, accept, commit, until a stop token or the limit; neither is overrun.
+"""The decoding loop: propose, verify, accept, commit, until a stop token or the limit; neither is
+overrun.
 
-Plain decoding is the same loop with an empty proposal, on the same cache: the yardstick of every speed measurement.
+Plain decoding is the same loop with an empty proposal, on the same cache: the yardstick of every
+speed measurement.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from torch import Tensor
 
 from drafttrain.decoding import rules
 from drafttrain.decoding.plan import Plan
-from drafttrain.drafter.base import Drafter, Fresh
+from drafttrain.drafter.base import Committed, Drafter
 from drafttrain.errors import InputError
-from drafttrain.flow import Acceptance, Features, Law, Proposal, Tally
+from drafttrain.flow import Acceptance, Features, Proposal, Sampling, Tally
 from drafttrain.nn.processing import Text
 from drafttrain.nn.sampling import Chance, draw
 from drafttrain.target.model import Target
@@ -65,12 +67,16 @@ def decode(
         drafter: None decodes plainly.
         max_new_tokens: exact limit per row, a stop token included.
         stop_ids: end behind any of these; None takes the target's own.
-        ends: asked behind every token that is kept, in order; a text ends where it says so, as behind a stop token.
-        seed, row_numbers: a row's chance depends on (seed, its number) alone; numbers default to 0, 1, ...
+        ends: asked behind every token that is kept, in order; a text ends where it says so, as
+            behind a stop token.
+        seed, row_numbers: a row's chance depends on (seed, its number) alone; numbers default to 0,
+            1, ...
     Returns: one Output per prompt, and the batch's Tally with seconds by stage.
     Raises: InputError for an empty prompt or one that leaves no room in the target's context.
     """
-    return _Decoding(target, drafter, prompts, plan, max_new_tokens, stop_ids, seed, row_numbers, listener, ends).run()
+    return _Decoding(
+        target, drafter, prompts, plan, max_new_tokens, stop_ids, seed, row_numbers, listener, ends
+    ).run()
 
 
 class _Clock:
@@ -121,25 +127,35 @@ class _Decoding:
             raise InputError(f"max_new_tokens is {limit}: give 0 or more")
         for number, prompt in enumerate(prompts):
             if not len(prompt):
-                raise InputError(f"prompt {number} is empty: at least one token is needed to decode from")
+                raise InputError(
+                    f"prompt {number} is empty: at least one token is needed to decode from"
+                )
             if len(prompt) >= target.context:
                 raise InputError(
-                    f"prompt {number} has {len(prompt)} tokens, the target's context holds {target.context}: shorten it"
+                    f"prompt {number} has {len(prompt)} tokens, the target's context holds "
+                    f"{target.context}: shorten it"
                 )
             if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
-                raise InputError(f"prompt {number} has an id outside the target's vocabulary 0..{target.vocab_size - 1}")
+                raise InputError(
+                    f"prompt {number} has an id outside the target's vocabulary "
+                    f"0..{target.vocab_size - 1}"
+                )
         plan = plan.made_by(drafter)
         self.target, self.plan = target, plan
         self.drafter = drafter if plan.tree.size else None
         if drafter is None and plan.tree.size:
-            raise InputError("a tree of drafts needs a drafter: give one, or Tree.chain(0) for plain decoding")
+            raise InputError(
+                "a tree of drafts needs a drafter: give one, or Tree.chain(0) for plain decoding"
+            )
         if self.drafter:
             self.drafter.check(plan.tree)
         self.rule = plan.rule_name
         self.prompts = [list(prompt) for prompt in prompts]
         self.stop = frozenset(target.stop_ids if stop_ids is None else stop_ids)
         self.listener, self.ends = listener, ends
-        self.chance = Chance.seeded(seed, list(row_numbers) if row_numbers is not None else len(prompts))
+        self.chance = Chance.seeded(
+            seed, list(row_numbers) if row_numbers is not None else len(prompts)
+        )
         self.outputs = [Output() for _ in prompts]
         self.limits = [min(limit, target.context - len(prompt)) for prompt in self.prompts]
         self.wanted = limit
@@ -155,7 +171,9 @@ class _Decoding:
             self._round()
         if self.drafter:
             pairs = zip(self.prompts, self.outputs, strict=True)
-            self.drafter.keep([prompt + output.ids for prompt, output in pairs if output.ids])
+            self.drafter.remember_texts(
+                [prompt + output.ids for prompt, output in pairs if output.ids]
+            )
             self.clock.mark("host")
         total = Tally()
         for output in self.outputs:
@@ -188,7 +206,9 @@ class _Decoding:
         if self.plan.policy.greedy:
             self.anchor = logits.argmax(-1)
         else:
-            self.anchor = draw(self.plan.policy.probs(logits), self.chance.uniform(1)[:, 0].to(device))
+            self.anchor = draw(
+                self.plan.policy.probs(logits), self.chance.uniform(1)[:, 0].to(device)
+            )
         if self.drafter:
             room = max(self.plan.tree.size, self.plan.tree.reads)
             self.state = self.drafter.open(len(prompts), longest + room + 1)
@@ -196,50 +216,62 @@ class _Decoding:
             tokens = torch.cat((ids[:, 1:], ids[:, :1]), 1)
             tokens[places, lengths - 1] = self.anchor
             hidden = out.hidden if self.drafter.needs.last_hidden else None
-            self.fresh = Fresh(Features(hidden, dict(out.layers)), tokens, lengths, first=ids[:, 0])
+            self.committed = Committed(
+                Features(hidden, dict(out.layers)), tokens, lengths, first=ids[:, 0]
+            )
         self.clock.mark("prefill")
         self._emit([[token] for token in self.anchor.tolist()], [0] * len(prompts))
         self.clock.mark("host")
 
     def _round(self) -> None:
         device, b = self.target.device, len(self.rows)
-        # A round emits one token more than it accepts: drafts deeper than a row's use could only be thrown away.
+        # A round emits one token more than it accepts: drafts deeper than a row's use could only be
+        # thrown away.
         use = [self.limits[row] - len(self.outputs[row].ids) - 1 for row in self.rows]
         policy, tree = self.plan.policy, self.plan.tree
         if policy.greedy and max(use) < tree.max_depth:
-            # A sampled row keeps its whole tree, or its text would depend on how far its neighbours have come.
+            # A sampled row keeps its whole tree, or its text would depend on how far its neighbours
+            # have come.
             tree = tree.within(max(use))
         u = None if policy.greedy else self.chance.uniform(2 * self.plan.tree.size + 1).to(device)
         text = self._text() if policy.processes else None
         if self.drafter and tree.size:
-            fresh = self.fresh if text is None else replace(self.fresh, text=text)
+            committed = self.committed if text is None else replace(self.committed, text=text)
             number = u[:, : tree.size] if u is not None and self.plan.draws else None
-            proposal = self.drafter.propose(self.state, fresh, tree, policy, number, self.plan.law)
+            proposal = self.drafter.propose(
+                self.state, committed, tree, policy, number, self.plan.sampling
+            )
         else:
             empty = torch.empty(b, 0, dtype=torch.int64, device=device)
-            proposal = Proposal(empty, empty, Law.ONE_HOT)
+            proposal = Proposal(empty, empty, Sampling.ONE_HOT)
         self.clock.mark("draft")
 
         ids = torch.cat((self.anchor[:, None], proposal.tokens), 1)  # b n+1
         depths = depths_of(proposal.parents, tree.max_depth)
-        among = ancestor_mask(proposal.parents, tree.max_depth)
+        tree_mask = ancestor_mask(proposal.parents, tree.max_depth)
         needs = self.drafter.needs if self.drafter else None
         out = self.target.step(
             ids,
             self.cache,
-            among=among,
+            tree_mask=tree_mask,
             depths=torch.nn.functional.pad(depths, (1, 0)),
             layers=needs.layers if needs else (),
-            begun=proposal.begun,
+            partial_pass=proposal.partial_pass,
         )
         logits = self.target.head(out.hidden)  # b n+1 v
         nothing = None
         if text is not None:
-            logits, nothing = policy.processed(logits, text, ways(proposal.tokens, among, depths, tree.max_depth))
+            logits, nothing = policy.processed(
+                logits, text, ways(proposal.tokens, tree_mask, depths, tree.max_depth)
+            )
         self.clock.mark("verify")
 
         accepted = self._judge(logits, proposal, u)
-        path_tokens = proposal.tokens.gather(1, accepted.path.clamp_min(0)) if proposal.size else proposal.tokens
+        path_tokens = (
+            proposal.tokens.gather(1, accepted.path.clamp_min(0))
+            if proposal.size
+            else proposal.tokens
+        )
         drafted, behind = _drafted(proposal, depths, accepted, torch.tensor(use, device=device))
         nodes = accepted.path
         if proposal.places is not None:
@@ -251,7 +283,9 @@ class _Decoding:
         emitted = [[*row[4 : 4 + row[0]], row[1]] for row in answer]
         if nothing is not None and bool(nothing.any()):
             self._check_choices(nothing, accepted, emitted)
-        drafts = [_Drafts(row[2], bool(row[3]), tuple(row[4 + k : 4 + k + row[0]])) for row in answer]
+        drafts = [
+            _Drafts(row[2], bool(row[3]), tuple(row[4 + k : 4 + k + row[0]])) for row in answer
+        ]
         stays = self._emit(emitted, [row[0] for row in answer], drafts)
         if stays:
             self._commit(out.hidden, out.layers, accepted, path_tokens, stays)
@@ -262,14 +296,19 @@ class _Decoding:
     def _text(self) -> Text:
         rows = self.rows
         answers = [self.outputs[row].ids for row in rows]
-        return Text.of([self.prompts[row] for row in rows], answers, sorted(self.stop), self.target.device)
+        return Text.of(
+            [self.prompts[row] for row in rows], answers, sorted(self.stop), self.target.device
+        )
 
-    def _check_choices(self, nothing: Tensor, accepted: Acceptance, emitted: list[list[int]]) -> None:
-        """Raise InputError if a token that counts was chosen where the policy leaves nothing to choose.
+    def _check_choices(
+        self, nothing: Tensor, accepted: Acceptance, emitted: list[list[int]]
+    ) -> None:
+        """Raise InputError if a token that counts was chosen where the policy leaves nothing to
+        choose.
 
         Args:
-            nothing: (b n+1) bool, where that is so; nodes that cannot be reached, and those behind a stop token, are
-                allowed it.
+            nothing: (b n+1) bool, where that is so; nodes that cannot be reached, and those behind
+                a stop token, are allowed it.
         """
         path = torch.nn.functional.pad(accepted.path + 1, (1, 0)).clamp_min(0)  # b 1+k
         for place, empty in enumerate(nothing.gather(1, path).tolist()):
@@ -280,7 +319,8 @@ class _Decoding:
 
     def _nothing_left(self, place: int) -> InputError:
         return InputError(
-            f"the policy leaves no token to choose in row {self.rows[place]}: logit_bias, min_new_tokens and the processors "
+            f"the policy leaves no token to choose in row {self.rows[place]}: logit_bias, "
+            f"min_new_tokens and the processors "
             "together rule all out, or a processor gives what is no number; loosen one of them"
         )
 
@@ -291,11 +331,16 @@ class _Decoding:
         p = self.plan.policy.probs(logits)
         if not proposal.size:
             nothing = proposal.tokens
-            return Acceptance(nothing, torch.zeros(len(p), dtype=torch.int64, device=p.device), draw(p[:, 0], u[:, -1]))
+            return Acceptance(
+                nothing,
+                torch.zeros(len(p), dtype=torch.int64, device=p.device),
+                draw(p[:, 0], u[:, -1]),
+            )
         return rules.named(self.rule)(p, proposal, u[:, -(proposal.size + 1) :])
 
     def _judge(self, logits: Tensor, proposal: Proposal, u: Tensor | None) -> Acceptance:
-        """Accept, rows of one size at a time: a rule never sees padding, and a row's numbers depend on its own size alone."""
+        """Accept, rows of one size at a time: a rule never sees padding, and a row's numbers depend
+        on its own size alone."""
         sizes = [proposal.size] if proposal.counts is None else proposal.counts.unique().tolist()
         if proposal.counts is None or sizes == [proposal.size]:
             return self._accept(logits, proposal, u)
@@ -304,7 +349,9 @@ class _Decoding:
         fallbacks = 0
         for size in sizes:
             rows = (proposal.counts == size).nonzero()[:, 0]
-            some = self._accept(logits[rows, : size + 1], proposal.part(rows, size), None if u is None else u[rows])
+            some = self._accept(
+                logits[rows, : size + 1], proposal.part(rows, size), None if u is None else u[rows]
+            )
             path[rows, : some.path.shape[1]] = some.path
             count[rows], following[rows] = some.count, some.next_token
             fallbacks += some.fallbacks
@@ -313,7 +360,8 @@ class _Decoding:
     def _emit(
         self, tokens: list[list[int]], counts: list[int], drafts: list[_Drafts] | None = None
     ) -> list[int]:
-        """Cut at a stop token and at the limit, record, and return the places of the rows that go on.
+        """Cut at a stop token and at the limit, record, and return the places of the rows that go
+        on.
 
         Args:
             drafts: None for the prefill, which is no round.
@@ -322,23 +370,42 @@ class _Decoding:
         for place, row in enumerate(self.rows):
             output, new, accepted = self.outputs[row], tokens[place], counts[place]
             room = self.limits[row] - len(output.ids)
-            end = next((i + 1 for i, token in enumerate(new[:room]) if token in self.stop or self._ends(row, new[: i + 1])), None)
+            end = next(
+                (
+                    i + 1
+                    for i, token in enumerate(new[:room])
+                    if token in self.stop or self._ends(row, new[: i + 1])
+                ),
+                None,
+            )
             stopped, full = end is not None and end <= room, len(new) >= room
             if stopped:
                 new, output.finish = new[:end], "stop"
             elif full:
-                new, output.finish = new[:room], "length" if self.limits[row] == self.wanted else "context"
-            # A round's last place is the target's own, so drafts deeper than room - 1 could not count. They are there
-            # only because neighbours have more room, and a row's counts must not depend on its neighbours.
+                new, output.finish = (
+                    new[:room],
+                    "length" if self.limits[row] == self.wanted else "context",
+                )
+            # A round's last place is the target's own, so drafts deeper than room - 1 could not
+            # count. They are there only because neighbours have more room, and a row's counts must
+            # not depend on its neighbours.
             kept = min(accepted, len(new), room - 1)
             output.ids += new
             output.runs.append((len(new), kept))
             if drafts is not None:
                 own = drafts[place]
                 output.nodes.append(own.nodes[:kept])
-                # A draft that was accepted and cut off leaves nothing to refuse, nor does a stop token that was drafted.
+                # A draft that was accepted and cut off leaves nothing to refuse, nor does a stop
+                # token that was drafted.
                 behind = own.behind and kept == accepted and not (stopped and len(new) == kept)
-                _count(output.tally, min(self.plan.tree.max_depth, room - 1), own.size, kept, len(new), behind)
+                _count(
+                    output.tally,
+                    min(self.plan.tree.max_depth, room - 1),
+                    own.size,
+                    kept,
+                    len(new),
+                    behind,
+                )
             if self.listener:
                 self.listener(row, new, kept)
             if not (stopped or full):
@@ -351,11 +418,19 @@ class _Decoding:
         return self.ends is not None and self.ends(row, self.outputs[row].ids + new)
 
     def _commit(
-        self, hidden: Tensor, layers: dict[int, Tensor], accepted: Acceptance, tokens: Tensor, stays: list[int]
+        self,
+        hidden: Tensor,
+        layers: dict[int, Tensor],
+        accepted: Acceptance,
+        tokens: Tensor,
+        stays: list[int],
     ) -> None:
-        """Move the accepted entries together and hand the drafter the true features of anchor and accepted drafts."""
+        """Move the accepted entries together and hand the drafter the true features of anchor and
+        accepted drafts."""
         counts = accepted.count
-        kept = torch.nn.functional.pad(accepted.path + 1, (1, 0)).clamp_min(0)  # b 1+k, index among the new entries
+        kept = torch.nn.functional.pad(accepted.path + 1, (1, 0)).clamp_min(
+            0
+        )  # b 1+k, index among the new entries
         self.cache.commit(counts + 1, kept)
         self.anchor = accepted.next_token
         if self.drafter:
@@ -363,7 +438,7 @@ class _Decoding:
             behind = torch.nn.functional.pad(tokens[:, : kept.shape[1] - 1], (0, 1))
             behind = behind.scatter(1, counts[:, None], accepted.next_token[:, None])
             read = hidden if self.drafter.needs.last_hidden else None
-            self.fresh = Fresh(_gather(read, layers, kept), behind, counts + 1)
+            self.committed = Committed(_gather(read, layers, kept), behind, counts + 1)
         if len(stays) < len(self.rows):
             self._keep(stays)
 
@@ -377,29 +452,39 @@ class _Decoding:
         self.anchor = self.anchor[places]
         if self.drafter:
             self.drafter.select(self.state, places)
-            fresh = self.fresh
+            committed = self.committed
             features = Features(
-                None if fresh.features.last_hidden is None else fresh.features.last_hidden[places],
-                {layer: value[places] for layer, value in fresh.features.layers.items()},
+                None
+                if committed.features.last_hidden is None
+                else committed.features.last_hidden[places],
+                {layer: value[places] for layer, value in committed.features.layers.items()},
             )
-            first = None if fresh.first is None else fresh.first[places]
-            self.fresh = Fresh(features, fresh.tokens[places], fresh.counts[places], first=first)
+            first = None if committed.first is None else committed.first[places]
+            self.committed = Committed(
+                features, committed.tokens[places], committed.counts[places], first=first
+            )
 
 
 def _gather(hidden: Tensor | None, layers: dict[int, Tensor], kept: Tensor) -> Features:
     def pick(value: Tensor) -> Tensor:
         return value.gather(1, kept[:, :, None].expand(-1, -1, value.shape[-1]))
 
-    return Features(None if hidden is None else pick(hidden), {layer: pick(value) for layer, value in layers.items()})
+    return Features(
+        None if hidden is None else pick(hidden),
+        {layer: pick(value) for layer, value in layers.items()},
+    )
 
 
-def _drafted(proposal: Proposal, depths: Tensor, accepted: Acceptance, use: Tensor) -> tuple[Tensor, Tensor]:
+def _drafted(
+    proposal: Proposal, depths: Tensor, accepted: Acceptance, use: Tensor
+) -> tuple[Tensor, Tensor]:
     """What every row's own tree holds down to the depth that the row can use.
 
     Args:
         depths: (b n) of the nodes.
         use: (b) deepest draft that could still be emitted.
-    Returns: (b) int64 nodes; (b) bool, whether the last accepted one, or the anchor, has children among them.
+    Returns: (b) int64 nodes; (b) bool, whether the last accepted one, or the anchor, has children
+    among them.
     """
     usable = depths <= use[:, None]  # b n
     if proposal.counts is not None:
@@ -409,7 +494,9 @@ def _drafted(proposal: Proposal, depths: Tensor, accepted: Acceptance, use: Tens
     return usable.sum(1), (usable & (proposal.parents == last)).any(1)
 
 
-def _count(tally: Tally, depth: int, drafted: int, accepted: int, emitted: int, behind: bool) -> None:
+def _count(
+    tally: Tally, depth: int, drafted: int, accepted: int, emitted: int, behind: bool
+) -> None:
     """Count one round of one row.
 
     Args:

@@ -1,12 +1,14 @@
-"""Acceptance and speed by really decoding. One definition each, used in the training loop, by `evaluate` and in packages.
+"""Acceptance and speed by really decoding. One definition each, used in the training loop, by
+`evaluate` and in packages.
 
-tau: tokens emitted per target pass, bonus included; the prefill and its own first token are not counted.
-speedup: seconds per token of plain decoding over seconds per token of speculative decoding; same loop, same prompts,
-interleaved, prefill included on both sides.
+tau: tokens emitted per target pass, bonus included; the prefill and its own first token are not
+counted. speedup: seconds per token of plain decoding over seconds per token of speculative
+decoding; same loop, same prompts, interleaved, prefill included on both sides.
 Intervals are 95 % bootstrap intervals over prompts; one prompt has none.
-A drafter that remembers texts begins every measurement, and every way of decoding in a race, without any, and keeps what that one
-decodes: the next prompts see it, as a server's would; in batches, those of later batches. So tau depends there on the order of the
-prompts, and a prompt that stands among them again is helped by its own answer. Rows say so.
+A drafter that remembers texts begins every measurement, and every way of decoding in a race,
+without any, and keeps what that one decodes: the next prompts see it, as a server's would; in
+batches, those of later batches. So tau depends there on the order of the prompts, and a prompt that
+stands among them again is helped by its own answer. Rows say so.
 """
 
 from __future__ import annotations
@@ -58,12 +60,14 @@ class Measurement:
     same_as_plain: int | None = None
     """Prompts whose ids equal plain decoding's; None where that was not looked at."""
     rates: list[list[float | None]] | None = None
-    """By depth and rank, how often a child was the accepted one, given that its parent was: what Sequoia's search reads.
-    None where the tree has no fixed shape, or where that was not looked at."""
+    """By depth and rank, how often a child was the accepted one, given that its parent was: what
+    Sequoia's search reads. None where the tree has no fixed shape, or where that was not looked
+    at."""
     remember: int = 0
     """Tokens of the texts decoded before in this measurement that the drafter could copy from."""
     repeated: int = 0
-    """Prompts that had been decoded before in this measurement, where the drafter remembers texts."""
+    """Prompts that had been decoded before in this measurement, where the drafter remembers
+    texts."""
     outputs: list[Output] = field(default_factory=list)
     """What was written, one per prompt."""
     plain_stages: dict[str, float] = field(default_factory=dict)
@@ -78,14 +82,16 @@ class Measurement:
     def accept_at_interval(self) -> list[Interval | None]:
         """Of accept@k, k = 1..; None where no prompt, or one alone, was offered a k-th draft."""
         return [
-            _bootstrap(*([_at(getattr(t, name), k) for t in self.tallies] for name in ("kept", "offered")))
+            _bootstrap(
+                *([_at(getattr(t, name), k) for t in self.tallies] for name in ("kept", "offered"))
+            )
             for k in range(len(self.tally.offered))
         ]
 
     @property
     def node_counts(self) -> list[dict[str, Any]] | None:
-        """For each node of the tree its `parent` (-1 is the anchor), and in how many rounds it was accepted (`kept`) of those in
-        which its parent was (`offered`), counted as in `rank_rates`.
+        """For each node of the tree its `parent` (-1 is the anchor), and in how many rounds it was
+        accepted (`kept`) of those in which its parent was (`offered`), counted as in `rank_rates`.
 
         None for a tree without a fixed shape, and where no text was kept.
         """
@@ -108,10 +114,13 @@ class Measurement:
 
     @property
     def speedup_interval(self) -> Interval | None:
-        """95 % interval over resampled prompts, each with its own plain seconds; None for one prompt."""
+        """95 % interval over resampled prompts, each with its own plain seconds; None for one
+        prompt."""
         if self.speedup is None or len(self.seconds) < 2:
             return None
-        columns = np.array([self.plain_seconds, self.plain_tokens, self.seconds, self.tokens], dtype=float)
+        columns = np.array(
+            [self.plain_seconds, self.plain_tokens, self.seconds, self.tokens], dtype=float
+        )
         drawn = columns[:, _resampled(columns.shape[1])].sum(-1)
         return _middle(drawn[0] / drawn[1] / (drawn[2] / drawn[3]))
 
@@ -175,9 +184,10 @@ def measure_acceptance(
     stop_ids: Sequence[int] | None = None,
     watch: Watch = unwatched,
 ) -> Measurement:
-    """Decode prompts in batches and count. Seconds by stage are the batches' own and no base for a speed claim."""
+    """Decode prompts in batches and count. Seconds by stage are the batches' own and no base for a
+    speed claim."""
     total, outputs, plan = Tally(), list[Output](), plan.made_by(drafter)
-    drafter = drafter and drafter.afresh()
+    drafter = drafter and drafter.without_memory()
     for start in watch(range(0, len(prompts), batch), "batches decoded"):
         part = prompts[start : start + batch]
         some, tally = decode(
@@ -192,41 +202,66 @@ def measure_acceptance(
         )
         outputs += some
         total += tally
-    rates = rank_rates(plan.tree, outputs) if isinstance(plan.tree, Tree) and plan.tree.size else None
+    rates = (
+        rank_rates(plan.tree, outputs) if isinstance(plan.tree, Tree) and plan.tree.size else None
+    )
     tallies, tokens = [o.tally for o in outputs], [len(o.ids) for o in outputs]
-    found = Measurement(plan, tallies, total, tokens, guarantee=plan.guarantee_on(target), rates=rates, outputs=outputs)
+    found = Measurement(
+        plan,
+        tallies,
+        total,
+        tokens,
+        guarantee=plan.guarantee_on(target),
+        rates=rates,
+        outputs=outputs,
+    )
     return _with_memory(found, drafter, prompts)
 
 
 def _with_memory(found: Measurement, drafter: Drafter | None, prompts: Prompts) -> Measurement:
     if drafter is None or not drafter.remembers:
         return found
-    return replace(found, remember=drafter.remembers, repeated=len(prompts) - len(set(map(tuple, prompts))))
+    return replace(
+        found, remember=drafter.remembers, repeated=len(prompts) - len(set(map(tuple, prompts)))
+    )
 
 
 def tau_behind(best: Measurement, other: Measurement) -> tuple[float | None, Interval | None]:
-    """By how much tau is lower than the best's, from the same prompts: resampled together, so that what makes a prompt easy for
-    both does not widen the interval."""
+    """By how much tau is lower than the best's, from the same prompts: resampled together, so that
+    what makes a prompt easy for both does not widen the interval."""
     if best.tally.tau is None or other.tally.tau is None:
         return None, None
-    columns = [[getattr(t, name) for t in one.tallies] for one in (best, other) for name in ("emitted", "rounds")]
+    columns = [
+        [getattr(t, name) for t in one.tallies]
+        for one in (best, other)
+        for name in ("emitted", "rounds")
+    ]
     drawn = np.array(columns, dtype=float)[:, _resampled(len(best.tallies))].sum(-1)
     good = (drawn[1] > 0) & (drawn[3] > 0)
-    interval = _middle((drawn[0] / drawn[1].clip(1) - drawn[2] / drawn[3].clip(1))[good]) if len(best.tallies) > 1 else None
+    interval = (
+        _middle((drawn[0] / drawn[1].clip(1) - drawn[2] / drawn[3].clip(1))[good])
+        if len(best.tallies) > 1
+        else None
+    )
     return best.tally.tau - other.tally.tau, interval
 
 
 def behind(best: Measurement, one: Measurement | None) -> dict[str, Any]:
     """How far tau is behind the best of its temperature, in this comparison."""
     gap, interval = (None, None) if one is None or one is best else tau_behind(best, one)
-    return {"tau_behind_best": gap, "tau_behind_best_interval": None if interval is None else list(interval)}
+    return {
+        "tau_behind_best": gap,
+        "tau_behind_best_interval": None if interval is None else list(interval),
+    }
 
 
 def rank_rates(tree: Tree, outputs: Sequence[Output]) -> list[list[float | None]]:
-    """By depth and rank, the share of rounds in which that child was the accepted one, of those whose parent was.
+    """By depth and rank, the share of rounds in which that child was the accepted one, of those
+    whose parent was.
 
-    An output's last round is left out, since a stop token or the limit may have cut it. None where there was no such round. A
-    child that was not drafted, for which a drafter that copies text knew none, counts as one that was not accepted.
+    An output's last round is left out, since a stop token or the limit may have cut it. None where
+    there was no such round. A child that was not drafted, for which a drafter that copies text knew
+    none, counts as one that was not accepted.
     """
     widths = [max(tree.ranks[node] for node in level) + 1 for level in tree.levels()]
     taken, offered = ([[0] * width for width in widths] for _ in range(2))
@@ -235,12 +270,14 @@ def rank_rates(tree: Tree, outputs: Sequence[Output]) -> list[list[float | None]
         taken[depth][rank] += hit
         offered[depth][rank] += of
     return [
-        [hit / of if of else None for hit, of in zip(*row, strict=True)] for row in zip(taken, offered, strict=True)
+        [hit / of if of else None for hit, of in zip(*row, strict=True)]
+        for row in zip(taken, offered, strict=True)
     ]
 
 
 def _by_node(tree: Tree, outputs: Sequence[Output]) -> tuple[list[int], list[int]]:
-    """For each node, the rounds in which it was accepted and those in which its parent was; each output's last one left out."""
+    """For each node, the rounds in which it was accepted and those in which its parent was; each
+    output's last one left out."""
     kept, offered = ([0] * tree.size for _ in range(2))
     children = {node: tree.children(node) for node in (-1, *range(tree.size))}
     for output in outputs:
@@ -297,9 +334,11 @@ def race(
     warmup: int = 1,
     watch: Watch = unwatched,
 ) -> list[Measurement]:
-    """Decode each prompt alone, plainly and by every entrant in turn, the order rotating from prompt to prompt.
+    """Decode each prompt alone, plainly and by every entrant in turn, the order rotating from
+    prompt to prompt.
 
-    Plain decoding is timed once for each target and sampling policy among the entrants, and shared by those entrants.
+    Plain decoding is timed once for each target and sampling policy among the entrants, and shared
+    by those entrants.
 
     Args:
         warmup: prompts decoded beforehand in every way and not counted.
@@ -344,7 +383,11 @@ def race(
     for job, one in enumerate(entrants, start=len(bases)):
         plan, plain = one.plan, results[bases[id(one.target), one.plan.policy]]
         outputs = [output for output, _ in results[job]]
-        same = sum(a.ids == b.ids for (a, _), b in zip(plain, outputs, strict=True)) if plan.policy.greedy else None
+        same = (
+            sum(a.ids == b.ids for (a, _), b in zip(plain, outputs, strict=True))
+            if plan.policy.greedy
+            else None
+        )
         found = Measurement(
             plan,
             [output.tally for output in outputs],
@@ -363,8 +406,9 @@ def race(
 
 
 def _afresh(entrants: Sequence[Entrant]) -> list[Entrant]:
-    """Each with a memory of its own, where it has one: what another way of decoding wrote is this one's text, too."""
-    return [replace(one, drafter=one.drafter and one.drafter.afresh()) for one in entrants]
+    """Each with a memory of its own, where it has one: what another way of decoding wrote is this
+    one's text, too."""
+    return [replace(one, drafter=one.drafter and one.drafter.without_memory()) for one in entrants]
 
 
 def _resampled(prompts: int) -> np.ndarray:

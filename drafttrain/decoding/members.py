@@ -10,10 +10,10 @@ from torch import Tensor
 from drafttrain.decoding.loop import Output, decode
 from drafttrain.decoding.measure import Prompts, Watch, unwatched
 from drafttrain.decoding.plan import Plan
-from drafttrain.drafter.base import Fresh
+from drafttrain.drafter.base import Committed
 from drafttrain.drafter.ensemble import Ensemble, EnsembleState
 from drafttrain.errors import InputError
-from drafttrain.flow import Law, Proposal
+from drafttrain.flow import Proposal, Sampling
 from drafttrain.nn.sampling import Policy
 from drafttrain.target.model import Target
 from drafttrain.tree.forest import Forest
@@ -35,14 +35,14 @@ def followed(
 ) -> list[Followed]:
     """Decode, and tell for every round how far the text went along each member's own tree.
 
-    Rounds that could not use the whole depth of a tree, so near to the limit, are left out; and an output's last round, which a
-    stop token may have cut.
+    Rounds that could not use the whole depth of a tree, so near to the limit, are left out; and an
+    output's last round, which a stop token may have cut.
 
     Args:
         tree: a fixed shape, or a forest of them.
     Raises: InputError for trees of changing shape, in which a path of ranks means nothing.
     """
-    watched = _Watched(target, members=drafter.afresh().drafters)
+    watched = _Watched(target, members=drafter.without_memory().drafters)
     forest = watched.shaped(tree)
     if not isinstance(forest, Forest) or not all(isinstance(one, Tree) for one in forest.trees):
         raise InputError(f"{tree.title}: what members add is measured in trees of fixed shape")
@@ -52,7 +52,13 @@ def followed(
         watched.notes = []
         numbers = range(start, start + len(part))
         outputs, _ = decode(
-            target, watched, part, plan, max_new_tokens=max_new_tokens, seed=seed, row_numbers=numbers
+            target,
+            watched,
+            part,
+            plan,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            row_numbers=numbers,
         )
         for row, output in enumerate(outputs):
             found += _rounds_of(row, output, watched.notes, max_new_tokens - 1 - forest.max_depth)
@@ -67,13 +73,13 @@ class _Watched(Ensemble):
     def drafts(
         self,
         state: EnsembleState,
-        fresh: Fresh,
+        committed: Committed,
         forest: Forest,
         policy: Policy,
         u: Tensor | None,
-        law: Law,
+        sampling: Sampling,
     ) -> list[Proposal | None]:
-        made = super().drafts(state, fresh, forest, policy, u, law)
+        made = super().drafts(state, committed, forest, policy, u, sampling)
         self.notes.append(_Note(list(state.rows), forest, made))
         return made
 
@@ -81,9 +87,13 @@ class _Watched(Ensemble):
 class _Note:
     """What was proposed in one round."""
 
-    def __init__(self, rows: list[int], forest: Forest, proposals: Sequence[Proposal | None]) -> None:
+    def __init__(
+        self, rows: list[int], forest: Forest, proposals: Sequence[Proposal | None]
+    ) -> None:
         self.rows, self.forest = rows, forest
-        self.proposals: list[list[Any] | None] = [None if one is None else _listed(one) for one in proposals]
+        self.proposals: list[list[Any] | None] = [
+            None if one is None else _listed(one) for one in proposals
+        ]
 
     def followed(self, row: int, text: Sequence[int]) -> Followed:
         """How far each member's tree goes along a text."""
@@ -108,7 +118,10 @@ def _listed(one: Proposal) -> list[Any]:
     shapes = [list(range(n))] * b if places is None else places.tolist()
     counts = [n] * b if one.counts is None else one.counts.tolist()
     rows = zip(one.tokens.tolist(), one.parents.tolist(), shapes, counts, strict=True)
-    return [list(zip(tokens[:c], parents[:c], shape[:c], strict=True)) for tokens, parents, shape, c in rows]
+    return [
+        list(zip(tokens[:c], parents[:c], shape[:c], strict=True))
+        for tokens, parents, shape, c in rows
+    ]
 
 
 def _rounds_of(row: int, output: Output, notes: Sequence[_Note], latest: int) -> list[Followed]:

@@ -1,4 +1,5 @@
-"""How to decode: the tree of drafts, how they are made, the sampling policy, the acceptance rule, and what all that guarantees."""
+"""How to decode: the tree of drafts, how they are made, the sampling policy, the acceptance rule,
+and what all that guarantees."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass, replace
 from drafttrain.decoding import rules
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
-from drafttrain.flow import Law
+from drafttrain.flow import Sampling
 from drafttrain.nn.sampling import Policy
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Growth
@@ -24,66 +25,80 @@ class Plan:
     """How the tree of drafts grows, and its budget; Tree.chain(0) is plain decoding."""
     policy: Policy = Policy()
     sampled: bool | None = None
-    """Draw drafts from q (True) or take the top-k (False); None does what suits the rule, and without a rule draws them
-    whenever the temperature is above 0."""
+    """Draw drafts from q (True) or take the top-k (False); None does what suits the rule, and
+    without a rule draws them whenever the temperature is above 0."""
     rule: str | None = None
     """Name of an acceptance rule; None is the exact one that fits the proposal."""
 
     @property
     def draws(self) -> bool:
         """Whether drafts are drawn; otherwise they are a function of the text."""
-        return self.law is not Law.ONE_HOT
+        return self.sampling is not Sampling.ONE_HOT
 
     @property
-    def law(self) -> Law:
-        """How drafts are made. A drawn chain counts as independent draws: each node has one child."""
+    def sampling(self) -> Sampling:
+        """How drafts are made. A drawn chain counts as independent draws: each node has one
+        child."""
         if self.policy.greedy:
             if self.sampled:
-                raise InputError("sampled=true needs a temperature above 0: at temperature 0 there is nothing to draw from")
-            return Law.ONE_HOT
+                raise InputError(
+                    "sampled=true needs a temperature above 0: at temperature 0 there is nothing "
+                    "to draw from"
+                )
+            return Sampling.ONE_HOT
         if self.sampled and not self.tree.can_draw:
             raise InputError(
-                f"sampled=true does not go with a {self.tree.kind} tree: which of its nodes stay depends on their "
-                "tokens, so drawn ones would change the law of the text; leave it out, or give a static tree"
+                f"sampled=true does not go with a {self.tree.kind} tree: which of its nodes stay "
+                f"depends on their "
+                "tokens, so drawn ones would change the law of the text; leave it out, or give a "
+                "static tree"
             )
-        drawn: tuple[Law, ...] = ()
+        drawn: tuple[Sampling, ...] = ()
         if self.tree.can_draw:
-            drawn = (Law.IID,) if self.tree.is_chain else (Law.WOR, Law.IID)
-        possible = {None: (*drawn, Law.ONE_HOT), True: drawn, False: (Law.ONE_HOT,)}[self.sampled]
+            drawn = (Sampling.IID,) if self.tree.is_chain else (Sampling.WOR, Sampling.IID)
+        possible = {None: (*drawn, Sampling.ONE_HOT), True: drawn, False: (Sampling.ONE_HOT,)}[
+            self.sampled
+        ]
         if self.rule is None:
             return possible[0]
-        for law in rules.scope_of(self.rule).laws:
-            if law in possible:
-                return law
+        for sampling in rules.scope_of(self.rule).samplings:
+            if sampling in possible:
+                return sampling
         if not self.tree.can_draw:
             raise InputError(
-                f"rule {self.rule} judges drawn drafts, a {self.tree.kind} tree takes the likeliest ones: give rule=auto, or a "
+                f"rule {self.rule} judges drawn drafts, a {self.tree.kind} tree takes the "
+                f"likeliest ones: give rule=auto, or a "
                 "static tree"
             )
         others = "" if self.sampled else " (a drafter that copies text makes no others)"
         raise InputError(
-            f"rule {self.rule} does not fit sampled={str(self.sampled).lower()}, which makes drafts of law "
+            f"rule {self.rule} does not fit sampled={str(self.sampled).lower()}, which makes "
+            f"drafts of law "
             f"{possible[0].value}{others}: leave one of the two out"
         )
 
     def made_by(self, drafter: Drafter | None) -> Plan:
-        """The same plan as this drafter carries it out: its tree, and drafts of a law that it can make. Raises InputError if none
-        is as asked for."""
+        """The same plan as this drafter carries it out: its tree, and drafts of a law that it can
+        make. Raises InputError if none is as asked for."""
         if drafter is None or not self.tree.size:
             return self
         plan = replace(self, tree=drafter.shaped(self.tree))
         if drafter.can_draw:
             return plan
         if self.sampled:
-            raise InputError(f"sampled=true: {type(drafter).__name__} copies its drafts and draws none, leave it out")
+            raise InputError(
+                f"sampled=true: {type(drafter).__name__} copies its drafts and draws none, leave "
+                f"it out"
+            )
         return replace(plan, sampled=False)
 
     @property
     def rule_name(self) -> str:
-        """The rule asked for, or the exact one that fits. Raises InputError for one that serves neither temperature nor tree."""
-        law = self.law
+        """The rule asked for, or the exact one that fits. Raises InputError for one that serves
+        neither temperature nor tree."""
+        sampling = self.sampling
         if self.rule is None:
-            return rules.rule_for(law, self.policy.greedy, self.tree.is_chain)
+            return rules.rule_for(sampling, self.policy.greedy, self.tree.is_chain)
         rules.check_fit(self.rule, greedy=self.policy.greedy, is_chain=self.tree.is_chain)
         return self.rule
 
@@ -98,7 +113,8 @@ class Plan:
 
     @property
     def guarantee(self) -> str:
-        """Relative to the target used: "greedy" (same tokens), "distribution" (same law) or "approximate" (neither)."""
+        """Relative to the target used: "greedy" (same tokens), "distribution" (same law) or
+        "approximate" (neither)."""
         if not self.tree.size:
             return "greedy" if self.policy.greedy else "distribution"
         return rules.guarantee_of(self.rule_name)

@@ -1,4 +1,5 @@
-"""A few answers with every pass of the target in them: which tokens were accepted drafts, which it chose itself."""
+"""A few answers with every pass of the target in them: which tokens were accepted drafts, which it
+chose itself."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ def samples_of(
 
     Args:
         prompts: those that were measured, more may follow.
-    Returns: how they were decoded, and `answers`, each with its `prompt`, how it ended (`finish`), and its `passes`, the prefill
-        first. Of each: `tokens`, how many it wrote; `drafts`, the texts of those that were accepted drafts; `own`, the text of
-        the one that the target chose behind them, where it is there. `written_in` is "text"; "ids" where the target has no
+    Returns: how they were decoded, and `answers`, each with its `prompt`, how it ended (`finish`),
+        and its `passes`, the prefill first. Of each: `tokens`, how many it wrote; `drafts`, the
+        texts of those that were accepted drafts; `own`, the text of the one that the target chose
+        behind them, where it is there. `written_in` is "text"; "ids" where the target has no
         tokenizer.
     """
     plan, kept = measured.plan, measured.outputs[:count]
@@ -33,7 +35,11 @@ def samples_of(
         "guarantee": measured.guarantee or plan.guarantee,
         "written_in": "ids" if target.tokenizer is None else "text",
         "answers": [
-            {"prompt": _prompt(target, prompt), "finish": output.finish, "passes": _passes(target, output)}
+            {
+                "prompt": _prompt(target, prompt),
+                "finish": output.finish,
+                "passes": _passes(target, output),
+            }
             for prompt, output in zip(prompts, kept, strict=False)
         ],
     }
@@ -42,7 +48,9 @@ def samples_of(
 def _prompt(target: Target, ids: Sequence[int]) -> str:
     if target.tokenizer is None:
         return " ".join(map(str, ids))
-    return target.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return target.tokenizer.decode(
+        list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
 
 
 def _passes(target: Target, output: Output) -> list[dict[str, Any]]:
@@ -55,7 +63,8 @@ def _passes(target: Target, output: Output) -> list[dict[str, Any]]:
 
 
 def _texts(target: Target, ids: Sequence[int]) -> list[str]:
-    """Of each token what it adds to the text: the token that completes a character has all of it, a special token has none."""
+    """Of each token what it adds to the text: the token that completes a character has all of it, a
+    special token has none."""
     if target.tokenizer is None:
         return [f" {token}" for token in ids]
     unfolding, texts = Unfolding(target.tokenizer), list[str]()

@@ -1,4 +1,5 @@
-"""The runtime: a target, a drafter's decoding copy and a plan. Training, packages and doors all decode through this."""
+"""The runtime: a target, a drafter's decoding copy and a plan. Training, packages and doors all
+decode through this."""
 
 from __future__ import annotations
 
@@ -32,16 +33,20 @@ class Speculator:
     """Decodes with drafts; the text keeps the guarantee of its plan.
 
     Args:
-        dtype: the drafter's while decoding. `auto` on a CPU measures which of float32 and bfloat16 drafts faster here;
-            on an accelerator it is the target's. Exactness does not depend on it: the law that a draft was drawn from
-            is the law handed to the rule.
+        dtype: the drafter's while decoding. `auto` on a CPU measures which of float32 and bfloat16
+            drafts faster here; on an accelerator it is the target's. Exactness does not depend on
+            it: the law that a draft was drawn from is the law handed to the rule.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, plan: Plan, *, dtype: str = "auto") -> None:
+    def __init__(
+        self, target: Target, drafter: Drafter, plan: Plan, *, dtype: str = "auto"
+    ) -> None:
         drafter.check(plan.tree)
         self.target, self.plan = target, plan.made_by(drafter)
         check_dtype(dtype)
-        self.drafter = _fastest(drafter, target) if dtype == "auto" else drafter.at(getattr(torch, dtype))
+        self.drafter = (
+            _fastest(drafter, target) if dtype == "auto" else drafter.at(getattr(torch, dtype))
+        )
 
     def refresh(self, drafter: Drafter) -> None:
         """Copy a live drafter's weights into the decoding copy."""
@@ -84,7 +89,8 @@ class Speculator:
         seed: int = 0,
         stop_ids: Sequence[int] | None = None,
     ) -> Iterator[tuple[list[int], int]]:
-        """Yield (new ids, how many of the first of them were accepted drafts) after every target pass."""
+        """Yield (new ids, how many of the first of them were accepted drafts) after every target
+        pass."""
         passes: queue.Queue[tuple[list[int], int] | BaseException | None] = queue.Queue()
         stopped = threading.Event()
 
@@ -99,7 +105,12 @@ class Speculator:
         def work() -> None:
             try:
                 self.generate(
-                    [prompt], max_new_tokens=max_new_tokens, plan=plan, seed=seed, stop_ids=stop_ids, listener=listen
+                    [prompt],
+                    max_new_tokens=max_new_tokens,
+                    plan=plan,
+                    seed=seed,
+                    stop_ids=stop_ids,
+                    listener=listen,
                 )
                 passes.put(None)
             except _Left:
@@ -118,12 +129,19 @@ class Speculator:
             stopped.set()
             worker.join()
 
-    def measure_acceptance(self, prompts: Prompts, plan: Plan | None = None, **settings: Any) -> Measurement:
-        """See `drafttrain.decoding.measure.measure_acceptance`; without a plan its own is measured."""
+    def measure_acceptance(
+        self, prompts: Prompts, plan: Plan | None = None, **settings: Any
+    ) -> Measurement:
+        """See `drafttrain.decoding.measure.measure_acceptance`; without a plan its own is
+        measured."""
         plan = plan or self.plan
-        return measure_acceptance(self.target, self.drafter if plan.tree.size else None, prompts, plan, **settings)
+        return measure_acceptance(
+            self.target, self.drafter if plan.tree.size else None, prompts, plan, **settings
+        )
 
-    def measure_speed(self, prompts: Prompts, plans: Sequence[Plan], **settings: Any) -> list[Measurement]:
+    def measure_speed(
+        self, prompts: Prompts, plans: Sequence[Plan], **settings: Any
+    ) -> list[Measurement]:
         """See `drafttrain.decoding.measure.measure_speed`."""
         return measure_speed(self.target, self.drafter, prompts, plans, **settings)
 
@@ -138,7 +156,8 @@ def _fastest(drafter: Drafter, target: Target) -> Drafter:
 
 @torch.inference_mode()
 def _draft_seconds(drafter: Drafter) -> float:
-    """Seconds of streaming the drafter's matrices through small products, as drafting a chain or a narrow tree does."""
+    """Seconds of streaming the drafter's matrices through small products, as drafting a chain or a
+    narrow tree does."""
     matrices: list[Tensor] = [p for p in drafter.parameters() if p.dim() == 2]
     head: Tensor | None = getattr(drafter, "head_rows", None)
     matrices += [head] if head is not None else []
@@ -147,6 +166,8 @@ def _draft_seconds(drafter: Drafter) -> float:
         start = time.perf_counter()
         for matrix in matrices:
             for positions in (1, 4):
-                torch.nn.functional.linear(torch.ones(positions, matrix.shape[1], dtype=matrix.dtype), matrix)
+                torch.nn.functional.linear(
+                    torch.ones(positions, matrix.shape[1], dtype=matrix.dtype), matrix
+                )
         best = min(best, time.perf_counter() - start)
     return best

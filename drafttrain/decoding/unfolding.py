@@ -17,10 +17,12 @@ class Unfolding:
         self.ids: list[int] = []
         self.drafted: list[bool] = []
         self.before = self.shown = 0
-        """Ids from `before` on are decoded for the next piece, those before `shown` have been shown."""
+        """Ids from `before` on are decoded for the next piece, those before `shown` have been
+        shown."""
 
     def add(self, token: int, drafted: bool) -> tuple[str, bool] | None:
-        """The text that is whole now, and whether the token that made it whole was drafted; None while none is."""
+        """The text that is whole now, and whether the token that made it whole was drafted; None
+        while none is."""
         self.ids.append(token)
         self.drafted.append(drafted)
         return self._piece(force=len(self.ids) - self.shown >= _LONGEST_CHARACTER)
@@ -40,4 +42,6 @@ class Unfolding:
         return new[len(old) :], drafted
 
     def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )

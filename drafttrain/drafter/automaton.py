@@ -1,11 +1,13 @@
-"""A suffix automaton (Blumer et al. 1985) that grows token by token and counts how often short strings occur.
+"""A suffix automaton (Blumer et al. 1985) that grows token by token and counts how often short
+strings occur.
 
-A state stands for strings that end at the same places of the text; its link leads to the longest of its suffixes that ends
-elsewhere too. Counting every place of every string would take a walk over all suffixes for each token; here only strings of
-at most `longest` tokens are counted, so that the walk, and thus appending a token, is bounded by that, whatever the text is.
+A state stands for strings that end at the same places of the text; its link leads to the longest of
+its suffixes that ends elsewhere too. Counting every place of every string would take a walk over
+all suffixes for each token; here only strings of at most `longest` tokens are counted, so that the
+walk, and thus appending a token, is bounded by that, whatever the text is.
 
-A text can be forgotten again: its strings are counted off by the same walks. Their states stay, with a count of 0; who builds
-another automaton of what is left is rid of them.
+A text can be forgotten again: its strings are counted off by the same walks. Their states stay,
+with a count of 0; who builds another automaton of what is left is rid of them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ class SuffixAutomaton:
     States are numbers; 0 is the empty string.
 
     Args:
-        longest: tokens of the longest string whose count is right; longer ones are known, their counts are not.
+        longest: tokens of the longest string whose count is right; longer ones are known, their
+            counts are not.
     """
 
     def __init__(self, longest: int) -> None:
@@ -70,7 +73,8 @@ class SuffixAutomaton:
         self.size = here + 1
 
     def forget(self, text: Iterable[int]) -> None:
-        """Count a text off that was appended, the oldest of those there are: `latest` is then right where `count` is not 0."""
+        """Count a text off that was appended, the oldest of those there are: `latest` is then right
+        where `count` is not 0."""
         follow, link, length, count = self.next, self.link, self.length, self.count
         end = size = 0
         for token in text:
@@ -103,14 +107,20 @@ class SuffixAutomaton:
             last = link[last]
         if last >= 0:
             other = follow[last][token]
-            link[state] = other if length[other] == length[last] + 1 else self._split(last, token, other)
+            link[state] = (
+                other if length[other] == length[last] + 1 else self._split(last, token, other)
+            )
         return state
 
     def _split(self, last: int, token: int, state: int) -> int:
         """Take a state's strings of at most length[last] + 1 tokens out into a new one."""
         follow, link = self.next, self.link
         shorter = self._state(
-            self.length[last] + 1, link[state], dict(follow[state]), self.count[state], self.latest[state]
+            self.length[last] + 1,
+            link[state],
+            dict(follow[state]),
+            self.count[state],
+            self.latest[state],
         )
         while last >= 0 and follow[last].get(token) == state:
             follow[last][token] = shorter
@@ -118,7 +128,9 @@ class SuffixAutomaton:
         link[state] = shorter
         return shorter
 
-    def _state(self, length: int, link: int, follow: dict[int, int], count: int, latest: int) -> int:
+    def _state(
+        self, length: int, link: int, follow: dict[int, int], count: int, latest: int
+    ) -> int:
         self.next.append(follow)
         self.link.append(link)
         self.length.append(length)

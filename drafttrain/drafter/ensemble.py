@@ -1,10 +1,13 @@
-"""Several drafters side by side, their trees merged into one (Miao et al. 2023, SpecInfer, arXiv:2305.09781, section 3).
+"""Several drafters side by side, their trees merged into one (Miao et al. 2023, SpecInfer,
+arXiv:2305.09781, section 3).
 
-Members may be of any kinds, language models, heads or drafters that copy text. In every round each reads what became true and
-grows its own tree with uniform numbers of its own; what they propose is merged by path, every proposal with the law that it was
-made by (`drafttrain.tree.merge`), so that the text stays the target's. Members draft one after the other.
+Members may be of any kinds, language models, heads or drafters that copy text. In every round each
+reads what became true and grows its own tree with uniform numbers of its own; what they propose is
+merged by path, every proposal with the law that it was made by (`drafttrain.tree.merge`), so that
+the text stays the target's. Members draft one after the other.
 
-Departs from the paper: siblings are judged by member, not in an order drawn anew for every round, which is exact too.
+Departs from the paper: siblings are judged by member, not in an order drawn anew for every round,
+which is exact too.
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from drafttrain.drafter.base import Drafter, Fresh
+from drafttrain.drafter.base import Committed, Drafter
 from drafttrain.errors import InputError
-from drafttrain.flow import Batch, Features, Law, Loss, Needs, Proposal
+from drafttrain.flow import Batch, Features, Loss, Needs, Proposal, Sampling
 from drafttrain.nn.sampling import Policy
 from drafttrain.target.model import Target
 from drafttrain.tree.confident import Confident
@@ -45,7 +48,8 @@ class Ensemble(Drafter):
 
     Args:
         members: of this very target, in the order in which their drafts are judged.
-    Raises: InputError if there are none, or one is an ensemble, a part of the target, or drafts for another target.
+    Raises: InputError if there are none, or one is an ensemble, a part of the target, or drafts for
+    another target.
     """
 
     growths = (Forest, Tree, Dynamic, Confident)
@@ -57,10 +61,13 @@ class Ensemble(Drafter):
             raise InputError("an ensemble has no members: give at least one drafter")
         for number, member in enumerate(members, start=1):
             if not isinstance(member, Drafter) or isinstance(member, Ensemble):
-                raise InputError(f"member {number} is {type(member).__name__}, needs a drafter by itself")
+                raise InputError(
+                    f"member {number} is {type(member).__name__}, needs a drafter by itself"
+                )
             if member.inside:
                 raise InputError(
-                    f"member {number} is {type(member).__name__}, a part of the target that drafts on its cache, where there is "
+                    f"member {number} is {type(member).__name__}, a part of the target that drafts "
+                    f"on its cache, where there is "
                     "room for one: give drafters of other kinds"
                 )
             if member.target is not target:
@@ -74,16 +81,21 @@ class Ensemble(Drafter):
         )
         self.can_draw = any(member.can_draw for member in members)
 
-    # What it is -------------------------------------------------------------------------------------------------
+    # What it is -----------------------------------------------------------------------------------
     @property
     def drafters(self) -> list[Drafter]:
         """The members, in the order in which their drafts are judged."""
         return cast("list[Drafter]", list(self.members))
 
     def settings(self) -> dict[str, Any]:
-        """Each member as the class that it is, how many tokens it proposes from, and its settings. Who builds the ensemble
-        again builds the members first."""
-        return {"members": [{"_target_": _name(one), "draft_vocab": one.choices, **one.settings()} for one in self.drafters]}
+        """Each member as the class that it is, how many tokens it proposes from, and its settings.
+        Who builds the ensemble again builds the members first."""
+        return {
+            "members": [
+                {"_target_": _name(one), "draft_vocab": one.choices, **one.settings()}
+                for one in self.drafters
+            ]
+        }
 
     def at(self, dtype: torch.dtype, target: Target | None = None) -> Drafter:
         copies = [member.at(dtype, target) for member in self.drafters]
@@ -98,14 +110,16 @@ class Ensemble(Drafter):
     def remembers(self) -> int:
         return max(member.remembers for member in self.drafters)
 
-    def keep(self, texts: Sequence[Sequence[int]]) -> None:
+    def remember_texts(self, texts: Sequence[Sequence[int]]) -> None:
         for member in self.drafters:
-            member.keep(texts)
+            member.remember_texts(texts)
 
-    def afresh(self) -> Ensemble:
+    def without_memory(self) -> Ensemble:
         if not self.remembers:
             return self
-        return Ensemble(self.target, members=[member.afresh() for member in self.drafters]).eval()
+        return Ensemble(
+            self.target, members=[member.without_memory() for member in self.drafters]
+        ).eval()
 
     @property
     def choices(self) -> int:
@@ -115,12 +129,15 @@ class Ensemble(Drafter):
     @property
     def trained_vocabulary(self) -> tuple[str, ...]:
         return tuple(
-            f"members.{number}.{name}" for number, member in enumerate(self.drafters) for name in member.trained_vocabulary
+            f"members.{number}.{name}"
+            for number, member in enumerate(self.drafters)
+            for name in member.trained_vocabulary
         )
 
     def describe(self) -> dict[str, Any]:
         told = [
-            f"{type(member).__name__} ({', '.join(f'{name} {value}' for name, value in member.describe().items())})"
+            f"{type(member).__name__} "
+            f"({', '.join(f'{name} {value}' for name, value in member.describe().items())})"
             for member in self.drafters
         ]
         return {"members": "; ".join(told)}
@@ -137,19 +154,29 @@ class Ensemble(Drafter):
         check_size(max(forest.size, forest.reads), where)
         if len(forest.trees) != len(self.members):
             raise InputError(
-                f"{where} has {len(forest.trees)} trees, this ensemble {len(self.members)} members: give one tree for each"
+                f"{where} has {len(forest.trees)} trees, this ensemble {len(self.members)} "
+                f"members: give one tree for each"
             )
-        for number, (member, own) in enumerate(zip(self.drafters, forest.trees, strict=True), start=1):
+        for number, (member, own) in enumerate(
+            zip(self.drafters, forest.trees, strict=True), start=1
+        ):
             if own.size:
                 member.check(own, f"{where}, member {number}")
 
-    # Training ---------------------------------------------------------------------------------------------------
-    def loss(self, batch: Batch, features: Features, *, generator: torch.Generator | None = None) -> Loss:
-        raise InputError("an ensemble is not trained as one: train its members, each by itself, or with experiment=specinfer")
+    # Training -------------------------------------------------------------------------------------
+    def loss(
+        self, batch: Batch, features: Features, *, generator: torch.Generator | None = None
+    ) -> Loss:
+        raise InputError(
+            "an ensemble is not trained as one: train its members, each by itself, or with "
+            "experiment=specinfer"
+        )
 
-    # Decoding ---------------------------------------------------------------------------------------------------
+    # Decoding -------------------------------------------------------------------------------------
     def open(self, rows: int, capacity: int) -> EnsembleState:
-        return EnsembleState([member.open(rows, capacity) for member in self.drafters], list(range(rows)))
+        return EnsembleState(
+            [member.open(rows, capacity) for member in self.drafters], list(range(rows))
+        )
 
     def select(self, state: EnsembleState, rows: Tensor) -> None:
         for member, own in zip(self.drafters, state.members, strict=True):
@@ -159,18 +186,24 @@ class Ensemble(Drafter):
     def propose(
         self,
         state: EnsembleState,
-        fresh: Fresh,
+        committed: Committed,
         tree: Growth,
         policy: Policy,
         u: Tensor | None,
-        law: Law = Law.WOR,
+        sampling: Sampling = Sampling.WOR,
     ) -> Proposal:
         if not isinstance(tree, Forest):
-            raise TypeError(f"an ensemble grows a Forest, this is a {type(tree).__name__}: see Ensemble.shaped")
-        made = [one for one in self.drafts(state, fresh, tree, policy, u, law) if one is not None and one.size]
+            raise TypeError(
+                f"an ensemble grows a Forest, this is a {type(tree).__name__}: see Ensemble.shaped"
+            )
+        made = [
+            one
+            for one in self.drafts(state, committed, tree, policy, u, sampling)
+            if one is not None and one.size
+        ]
         if not made:
-            nothing = fresh.tokens.new_empty(len(fresh.tokens), 0)
-            return Proposal(nothing, nothing, Law.ONE_HOT)
+            nothing = committed.tokens.new_empty(len(committed.tokens), 0)
+            return Proposal(nothing, nothing, Sampling.ONE_HOT)
         if u is None:
             return without_repeats(merge(made).proposal)
         return merge(made, vocab_size=self.target.vocab_size).proposal
@@ -178,11 +211,11 @@ class Ensemble(Drafter):
     def drafts(
         self,
         state: EnsembleState,
-        fresh: Fresh,
+        committed: Committed,
         forest: Forest,
         policy: Policy,
         u: Tensor | None,
-        law: Law,
+        sampling: Sampling,
     ) -> list[Proposal | None]:
         """What each member proposes; None of one that is left out, which reads nothing either.
 
@@ -195,8 +228,10 @@ class Ensemble(Drafter):
             numbers = None
             if u is not None and tree.can_draw and member.can_draw:
                 numbers = u[:, begin : begin + tree.size]
-            how = Law.ONE_HOT if numbers is None else law
-            found.append(member.propose(own, fresh, tree, policy, numbers, how) if tree.size else None)
+            how = Sampling.ONE_HOT if numbers is None else sampling
+            found.append(
+                member.propose(own, committed, tree, policy, numbers, how) if tree.size else None
+            )
             begin += tree.size
         return found
 
@@ -206,4 +241,8 @@ def _name(drafter: Drafter) -> str:
 
 
 def _as_deep_as(member: Drafter, tree: Growth) -> Growth:
-    return tree if member.max_depth is None or tree.max_depth <= member.max_depth else tree.capped(member.max_depth)
+    return (
+        tree
+        if member.max_depth is None or tree.max_depth <= member.max_depth
+        else tree.capped(member.max_depth)
+    )

@@ -1,6 +1,8 @@
-"""What heads that read one position have in common: blocks, vocabulary projections, labels, loss and accuracy.
+"""What heads that read one position have in common: blocks, vocabulary projections, labels, loss
+and accuracy.
 
-Alignment, 0-based, for a row x_0..x_{T-1} with features h_t (what the LM head reads), head k = 1..K:
+Alignment, 0-based, for a row x_0..x_{T-1} with features h_t (what the LM head reads), head k =
+1..K:
 
 | rows of head k | reads | predicts  | weight    |
 | 0..T-k-2       | h_t   | x_{t+k+1} | m_{t+k+1} |
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drafttrain.checks import shown, switch, whole
+from drafttrain.checks import integer, shown, switch
 from drafttrain.drafter.base import SLACK, Heads
 from drafttrain.drafter.borrowing import BorrowsHead
 from drafttrain.errors import InputError
@@ -30,8 +32,8 @@ from drafttrain.target.model import Target
 TOPS = (1, 5, 10)
 """Ranks up to which a head's accuracy is reported."""
 MOST_HEADS = 64
-"""Of one drafter: a head guesses a token, and no text goes on as guessed for so long. What a package asks for is built before its
-tensors are compared, so it must have an end."""
+"""Of one drafter: a head guesses a token, and no text goes on as guessed for so long. What a
+package asks for is built before its tensors are compared, so it must have an end."""
 MOST_BLOCKS = 64
 TEXT = "cross_entropy"
 """The loss against the text's own tokens; all others are against the target's law."""
@@ -40,7 +42,8 @@ TEXT = "cross_entropy"
 class ResidualBlock(nn.Module):
     """z + SiLU(W z + b), W and b zero at first: it starts as the identity.
 
-    Cai et al. 2024 (arXiv:2401.10774), section 2.2.1. Departs from the public code, which zeroes W alone.
+    Cai et al. 2024 (arXiv:2401.10774), section 2.2.1. Departs from the public code, which zeroes W
+    alone.
     """
 
     def __init__(self, width: int) -> None:
@@ -55,16 +58,19 @@ class ResidualBlock(nn.Module):
 
 
 class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
-    """K heads, each with a projection to the vocabulary: its own, started as a copy of the target's, or the target's frozen one.
+    """K heads, each with a projection to the vocabulary: its own, started as a copy of the
+    target's, or the target's frozen one.
 
     Args:
         target: the frozen model.
         heads: K.
         blocks: residual blocks of each head.
-        own_head: every head trains a projection of its own; false borrows the target's, which is far smaller.
+        own_head: every head trains a projection of its own; false borrows the target's, which is
+            far smaller.
         draft_ids: (w) ascending ids that can be proposed; None is the whole vocabulary.
         decay: head k weighs decay^k in the loss; the paper's is 0.8.
-        loss: `cross_entropy` against the text's tokens, as in the paper, or a divergence from the target's own law there.
+        loss: `cross_entropy` against the text's tokens, as in the paper, or a divergence from the
+            target's own law there.
         chunk: positions whose logits exist at one time in the loss.
     """
 
@@ -83,15 +89,24 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
         chunk: int = 256,
     ) -> None:
         super().__init__(target, draft_ids)
-        whole("heads", heads, 1, MOST_HEADS)
-        whole("blocks", blocks, 1, MOST_BLOCKS)
-        whole("chunk", chunk, 1)
+        integer("heads", heads, 1, MOST_HEADS)
+        integer("blocks", blocks, 1, MOST_BLOCKS)
+        integer("chunk", chunk, 1)
         switch("own_head", own_head)
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
             raise InputError(f"decay={decay}: needs a number above 0, at most 1")
         if not isinstance(loss, str) or (loss != TEXT and loss not in losses.DIVERGENCES):
-            raise InputError(f"loss {shown(loss)} is not known: give one of {', '.join((TEXT, *losses.DIVERGENCES))}")
-        self.blocks, self.own_head, self.decay, self.loss_name, self.chunk = blocks, own_head, decay, loss, chunk
+            raise InputError(
+                f"loss {shown(loss)} is not known: give one of "
+                f"{', '.join((TEXT, *losses.DIVERGENCES))}"
+            )
+        self.blocks, self.own_head, self.decay, self.loss_name, self.chunk = (
+            blocks,
+            own_head,
+            decay,
+            loss,
+            chunk,
+        )
         self._count = heads
         self.projections: nn.ParameterList | None = None
         if own_head:
@@ -101,11 +116,16 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
         self.to(target.device)
 
     @classmethod
-    def check_held(cls, target: Target, settings: Mapping[str, Any], tensors: int, weights: int) -> None:
+    def check_held(
+        cls, target: Target, settings: Mapping[str, Any], tensors: int, weights: int
+    ) -> None:
         heads, blocks = settings["heads"], settings["blocks"]
         needed = heads * blocks * target.width**2  # at least
         if needed > weights + SLACK:
-            raise InputError(f"heads={heads}, blocks={blocks} need at least {needed:,} weights, the package holds {weights:,}")
+            raise InputError(
+                f"heads={heads}, blocks={blocks} need at least {needed:,} weights, the package "
+                f"holds {weights:,}"
+            )
 
     @property
     def count(self) -> int:
@@ -127,7 +147,9 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
         if self.projections is None:
             return self.head(z)
         z = z.to(self.dtype)
-        return self.target.finish_logits(functional.linear(z, self.projections[k - 1], self.head_bias(z)))
+        return self.target.finish_logits(
+            functional.linear(z, self.projections[k - 1], self.head_bias(z))
+        )
 
     @abc.abstractmethod
     def make_head(self, k: int) -> nn.Module:
@@ -138,11 +160,12 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
         """What head k's projection reads, teacher-forced.
 
         Args:
-            hidden: (b r d) features of the rows 0..r-1; ids: (b r+k) the text, so that row t of head k may read up to x_{t+k}.
+            hidden: (b r d) features of the rows 0..r-1; ids: (b r+k) the text, so that row t of
+                head k may read up to x_{t+k}.
         Returns: (b r d).
         """
 
-    # Training ---------------------------------------------------------------------------------------------------
+    # Training -------------------------------------------------------------------------------------
     def check_packing(self) -> None:
         pass
 
@@ -151,12 +174,14 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
         names = [f"head_{k}_top{top}" for k in range(1, self.count + 1) for top in TOPS]
         return (*names, *(f"head_{k}" for k in range(1, self.count + 1)), "accuracy")
 
-    def loss(self, batch: Batch, features: Features, *, generator: torch.Generator | None = None) -> Loss:
+    def loss(
+        self, batch: Batch, features: Features, *, generator: torch.Generator | None = None
+    ) -> Loss:
         """Sum over heads of decay^k times the head's loss, over supervised labels x_{t+k+1}.
 
-        The sum is divided by the labels that head 1 has, for all heads alike: a mean of each head's own, as the paper has it,
-        would depend on how a window is cut into micro-batches. The two differ by the few labels at a row's start that only
-        the first heads reach.
+        The sum is divided by the labels that head 1 has, for all heads alike: a mean of each head's
+        own, as the paper has it, would depend on how a window is cut into micro-batches. The two
+        differ by the few labels at a row's start that only the first heads reach.
         """
         assert features.last_hidden is not None
         stacked, at, valid, labels = self._aligned(batch, features)
@@ -167,7 +192,9 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
         teacher = features.last_hidden[at[0], at[1] - 1]  # t d, whose law is the label's
 
         def goal(part: slice) -> Tensor:
-            return own[part].clamp_min(0) if by_text else self.head(teacher[part].to(stacked)).float()
+            return (
+                own[part].clamp_min(0) if by_text else self.head(teacher[part].to(stacked)).float()
+            )
 
         ks = range(1, self.count + 1)
         judged = losses.heads_over_vocabulary(
@@ -198,8 +225,8 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
     ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
         """What every head reads for every supervised label.
 
-        Returns: (t k d) with grad; (t) row and (t) position of each label; (t k) bool, where head k reaches back that far;
-            (t) int64 labels.
+        Returns: (t k d) with grad; (t) row and (t) position of each label; (t k) bool, where head k
+            reaches back that far; (t) int64 labels.
         """
         hidden = features.last_hidden
         assert hidden is not None
@@ -225,9 +252,13 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
     @torch.no_grad()
     def guesses(self, batch: Batch, features: Features) -> Tensor:
         stacked, (row, place), valid, _ = self._aligned(batch, features)
-        found = torch.full((*batch.input_ids.shape, self.count), -1, dtype=torch.int64, device=stacked.device)
+        found = torch.full(
+            (*batch.input_ids.shape, self.count), -1, dtype=torch.int64, device=stacked.device
+        )
         for k in range(1, self.count + 1):
-            parts = [self.project(part, k).argmax(-1) for part in stacked[:, k - 1].split(self.chunk)]
+            parts = [
+                self.project(part, k).argmax(-1) for part in stacked[:, k - 1].split(self.chunk)
+            ]
             ids = self.to_target_ids(torch.cat(parts)) if parts else row
             found[row, place, k - 1] = torch.where(valid[:, k - 1], ids, -1)
         return found

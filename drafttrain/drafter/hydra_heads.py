@@ -1,4 +1,5 @@
-"""Hydra's sequential heads (Ankner et al. 2024, arXiv:2402.05109): head k also reads the tokens drafted before its own.
+"""Hydra's sequential heads (Ankner et al. 2024, arXiv:2402.05109): head k also reads the tokens
+drafted before its own.
 
 Named apart from the configuration library of the same name.
 """
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drafttrain.drafter.base import Fresh, SemiAutoregressive, last_of
+from drafttrain.drafter.base import Committed, SemiAutoregressive, last_of
 from drafttrain.drafter.borrowing import sizes_of_inputs
 from drafttrain.drafter.heads import ResidualBlock, VocabularyHeads
 
@@ -19,8 +20,8 @@ from drafttrain.drafter.heads import ResidualBlock, VocabularyHeads
 class TokenBlock(nn.Module):
     """P z + SiLU(W z + b) for z = [h_t; E(x_{t+1}); ..; E(x_{t+k})], from (k+1) d to d.
 
-    W and b are zero at first and P passes h_t on, so that a head starts as the target's own; the public code starts P at
-    random.
+    W and b are zero at first and P passes h_t on, so that a head starts as the target's own; the
+    public code starts P at random.
     """
 
     def __init__(self, width: int, k: int) -> None:
@@ -40,10 +41,12 @@ class TokenBlock(nn.Module):
 
 
 class HydraHeads(VocabularyHeads, SemiAutoregressive):
-    """Head k reads [h_t; E(x_{t+1}); ..; E(x_{t+k})] and guesses x_{t+k+1}; the first block takes it to the target's width, the
-    others are Medusa's (section 3). The embedding is the target's, frozen.
+    """Head k reads [h_t; E(x_{t+1}); ..; E(x_{t+k})] and guesses x_{t+k+1}; the first block takes
+    it to the target's width, the others are Medusa's (section 3). The embedding is the target's,
+    frozen.
 
-    Departs from the public code: embeddings, often much smaller than features, are scaled by a constant to weigh as much.
+    Departs from the public code: embeddings, often much smaller than features, are scaled by a
+    constant to weigh as much.
     """
 
     def make_head(self, k: int) -> nn.Module:
@@ -63,18 +66,20 @@ class HydraHeads(VocabularyHeads, SemiAutoregressive):
     def outputs(self, hidden: Tensor, ids: Tensor, k: int) -> Tensor:
         r = hidden.shape[1]
         embedded = self.embed(ids)
-        z = torch.cat((hidden, *(embedded[:, i : i + r] for i in range(1, k + 1))), -1)  # b r (k+1)d
+        z = torch.cat(
+            (hidden, *(embedded[:, i : i + r] for i in range(1, k + 1))), -1
+        )  # b r (k+1)d
         out: Tensor = self.heads[k - 1](z)
         return out
 
-    def extend(self, state: None, fresh: Fresh) -> tuple[Tensor, Tensor]:
-        hidden = last_of(fresh).to(self.dtype)
-        anchor = fresh.tokens.gather(1, fresh.counts[:, None] - 1)[:, 0]
+    def extend(self, state: None, committed: Committed) -> tuple[Tensor, Tensor]:
+        hidden = last_of(committed).to(self.dtype)
+        anchor = committed.tokens.gather(1, committed.counts[:, None] - 1)[:, 0]
         z = torch.cat((hidden, self.embed(anchor)), -1)  # b 2d
         return z, self.project(self.heads[0](z), 1)
 
     def expand(
-        self, state: None, tokens: Tensor, hidden: Tensor, depth: int, among: Tensor
+        self, state: None, tokens: Tensor, hidden: Tensor, depth: int, tree_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
         z = torch.cat((hidden, self.embed(tokens)), -1)  # b m (depth+2)d
         return z, self.project(self.heads[depth](z), depth + 1)

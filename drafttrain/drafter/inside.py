@@ -1,8 +1,8 @@
 """Drafters that are a part of the target: some of its layers, run on its own cache.
 
-What the target has read stays in its cache as the target made it. A draft reads it there, writes behind it, and what it wrote is
-taken back. Layers that the draft runs just as the target does need not be run again for the tokens it has read: verification
-goes on behind them.
+What the target has read stays in its cache as the target made it. A draft reads it there, writes
+behind it, and what it wrote is taken back. Layers that the draft runs just as the target does need
+not be run again for the tokens it has read: verification goes on behind them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from drafttrain.drafter.base import Fresh
+from drafttrain.drafter.base import Committed
 from drafttrain.drafter.borrowing import BorrowsHead
-from drafttrain.flow import Begun, Law, Proposal
+from drafttrain.flow import PartialPass, Proposal, Sampling
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.sampling import Policy
 from drafttrain.nn.stack import Steps
@@ -27,9 +27,11 @@ class InsideState:
     shared: KVCache | None = None
     """The target's own."""
     depths: list[int] = field(default_factory=list)
-    """Of the drafted nodes read this round, in the order of their entries; 0 is the anchor's children."""
+    """Of the drafted nodes read this round, in the order of their entries; 0 is the anchor's
+    children."""
     stream: list[Tensor] = field(default_factory=list)
-    """(b m d) residual streams behind the layers that verification need not run, of the tokens read this round."""
+    """(b m d) residual streams behind the layers that verification need not run, of the tokens read
+    this round."""
 
 
 class Inside(BorrowsHead, abc.ABC):
@@ -40,7 +42,7 @@ class Inside(BorrowsHead, abc.ABC):
     rest: Steps = ()
 
     @property
-    def begins(self) -> int | None:
+    def shared_layer(self) -> int | None:
         return len(self.common) - 1 if self.common else None
 
     def open(self, rows: int, capacity: int) -> InsideState:
@@ -55,39 +57,49 @@ class Inside(BorrowsHead, abc.ABC):
     def propose(
         self,
         state: InsideState,
-        fresh: Fresh,
+        committed: Committed,
         tree: Growth,
         policy: Policy,
         u: Tensor | None,
-        law: Law = Law.WOR,
+        sampling: Sampling = Sampling.WOR,
     ) -> Proposal:
         cache = _cache_of(state)
-        committed = cache.lengths
+        before = cache.lengths
         state.depths, state.stream = [], []
         try:
-            proposal = super().propose(state, fresh, tree, policy, u, law)
+            proposal = super().propose(state, committed, tree, policy, u, sampling)
         finally:
-            cache.set_lengths(committed)
+            cache.set_lengths(before)
         if not self.common or proposal.read is None:
             return proposal
         anchor = proposal.read.new_zeros(len(proposal.read), 1)
         places = torch.cat((anchor, torch.where(proposal.read < 0, -1, proposal.read + 1)), 1)
-        return replace(proposal, begun=Begun(len(self.common) - 1, torch.cat(state.stream, 1), places))
+        return replace(
+            proposal,
+            partial_pass=PartialPass(len(self.common) - 1, torch.cat(state.stream, 1), places),
+        )
 
-    def read_anchor(self, state: InsideState, fresh: Fresh) -> Tensor:
+    def read_anchor(self, state: InsideState, committed: Committed) -> Tensor:
         """(b 1 d) the residual stream at each row's last committed token."""
-        rows = torch.arange(len(fresh.tokens), device=fresh.tokens.device)
-        return self._read(state, fresh.tokens[rows, fresh.counts - 1][:, None], None, None)
+        rows = torch.arange(len(committed.tokens), device=committed.tokens.device)
+        return self._read(state, committed.tokens[rows, committed.counts - 1][:, None], None, None)
 
-    def read_drafts(self, state: InsideState, tokens: Tensor, depth: int, among: Tensor) -> Tensor:
-        """(b m) drafted nodes of one depth -> (b m d) the residual stream there; arguments as in `Speaker.expand`."""
+    def read_drafts(
+        self, state: InsideState, tokens: Tensor, depth: int, tree_mask: Tensor
+    ) -> Tensor:
+        """(b m) drafted nodes of one depth -> (b m d) the residual stream there; arguments as in
+        `Speaker.expand`."""
         state.depths += [depth - 1] * tokens.shape[1]
-        return self._read(state, tokens, among, torch.tensor([state.depths], device=tokens.device))
+        return self._read(
+            state, tokens, tree_mask, torch.tensor([state.depths], device=tokens.device)
+        )
 
-    def _read(self, state: InsideState, tokens: Tensor, among: Tensor | None, depths: Tensor | None) -> Tensor:
+    def _read(
+        self, state: InsideState, tokens: Tensor, tree_mask: Tensor | None, depths: Tensor | None
+    ) -> Tensor:
         stack, cache = self.target.stack, _cache_of(state)
         hidden = stack.embed(tokens)
-        spot = stack.spot(hidden, cache, among, depths)
+        spot = stack.spot(hidden, cache, tree_mask, depths)
         hidden = stack.run(hidden, spot, self.common)
         state.stream.append(hidden)
         hidden = stack.run(hidden, spot, self.rest)
@@ -97,5 +109,8 @@ class Inside(BorrowsHead, abc.ABC):
 
 def _cache_of(state: InsideState) -> KVCache:
     if state.shared is None:
-        raise ValueError("a drafter that is a part of the target drafts on its cache: attach(state, cache) behind open")
+        raise ValueError(
+            "a drafter that is a part of the target drafts on its cache: attach(state, cache) "
+            "behind open"
+        )
     return state.shared

@@ -1,4 +1,5 @@
-"""Parts of the target inside a drafter's own network: used there, never trained, saved or moved with it."""
+"""Parts of the target inside a drafter's own network: used there, never trained, saved or moved
+with it."""
 
 from __future__ import annotations
 
@@ -52,12 +53,15 @@ class LentNorm(Lent):
 
 
 class LentHead(Lent):
-    """The whole vocabulary. Training and decoding go through `BorrowsHead.head`, which keeps the rows that can be proposed."""
+    """The whole vocabulary. Training and decoding go through `BorrowsHead.head`, which keeps the
+    rows that can be proposed."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(... d) -> (... v)."""
         bias: Tensor | None = getattr(self.part, "bias", None)
-        return functional.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return functional.linear(
+            x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        )
 
 
 def lent_tensors(network: nn.Module) -> dict[str, Tensor]:
@@ -65,5 +69,7 @@ def lent_tensors(network: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, module in network.named_modules():
         if isinstance(module, Lent):
-            found |= {f"{name}.{inner}": tensor for inner, tensor in module.part.state_dict().items()}
+            found |= {
+                f"{name}.{inner}": tensor for inner, tensor in module.part.state_dict().items()
+            }
     return found

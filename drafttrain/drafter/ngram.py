@@ -1,37 +1,41 @@
 """Prompt lookup: what followed the last tokens where they stood before is drafted again.
 
-Saxena 2023, "Prompt Lookup Decoding" (https://github.com/apoorvumang/prompt-lookup-decoding). Learns nothing, has no
-weights, and reads nothing of the target: good where answers repeat their prompts (summaries, code, questions about a text).
+Saxena 2023, "Prompt Lookup Decoding" (https://github.com/apoorvumang/prompt-lookup-decoding).
+Learns nothing, has no weights, and reads nothing of the target: good where answers repeat their
+prompts (summaries, code, questions about a text).
 
-Departs from the source, which copies one stretch of text, the earliest that is long enough: all places where the longest
-known n-gram stood are followed at once, so that different continuations become a tree; and where a tree has room that they
-leave free, those of shorter n-grams are taken.
+Departs from the source, which copies one stretch of text, the earliest that is long enough: all
+places where the longest known n-gram stood are followed at once, so that different continuations
+become a tree; and where a tree has room that they leave free, those of shorter n-grams are taken.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from drafttrain.checks import whole
+from drafttrain.checks import integer
 from drafttrain.drafter.base import Retrieval, RowText
 from drafttrain.errors import InputError
 from drafttrain.target.model import Target
 
 PREFER = ("recent", "frequent")
 LONGEST = 64
-"""Match that is looked for: each length costs a look-up and a key of that length with every token. `suffix` has no such cost."""
+"""Match that is looked for: each length costs a look-up and a key of that length with every token.
+`suffix` has no such cost."""
 
 
 class NGram(Retrieval):
-    """Follows the places where the last `max_ngram` tokens, or fewer, down to `min_ngram`, stood before.
+    """Follows the places where the last `max_ngram` tokens, or fewer, down to `min_ngram`, stood
+    before.
 
-    Continuations of a node are ranked by the longest match that leads to them; among equals by `prefer`, then the most
-    recent first.
+    Continuations of a node are ranked by the longest match that leads to them; among equals by
+    `prefer`, then the most recent first.
 
     Args:
         max_ngram, min_ngram: the longest and the shortest match that is looked for.
         prefer: `recent`, the continuation seen last, or `frequent`, the one seen most often.
-        occurrences: places that are followed for each length of match, the most recent ones: they bound the time of a round.
+        occurrences: places that are followed for each length of match, the most recent ones: they
+            bound the time of a round.
     """
 
     def __init__(
@@ -44,28 +48,41 @@ class NGram(Retrieval):
         occurrences: int = 32,
     ) -> None:
         super().__init__(target)
-        whole("max_ngram", max_ngram, 1, LONGEST)
-        whole("min_ngram", min_ngram, 1)
-        whole("occurrences", occurrences, 1)
+        integer("max_ngram", max_ngram, 1, LONGEST)
+        integer("min_ngram", min_ngram, 1)
+        integer("occurrences", occurrences, 1)
         if min_ngram > max_ngram:
-            raise InputError(f"min_ngram={min_ngram} is above max_ngram={max_ngram}: the shortest match cannot be the longer one")
+            raise InputError(
+                f"min_ngram={min_ngram} is above max_ngram={max_ngram}: the shortest match cannot "
+                f"be the longer one"
+            )
         if prefer not in PREFER:
             raise InputError(f"prefer={prefer}: give one of {', '.join(PREFER)}")
-        self.max_ngram, self.min_ngram, self.prefer, self.occurrences = max_ngram, min_ngram, prefer, occurrences
+        self.max_ngram, self.min_ngram, self.prefer, self.occurrences = (
+            max_ngram,
+            min_ngram,
+            prefer,
+            occurrences,
+        )
 
     def settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("max_ngram", "min_ngram", "prefer", "occurrences")}
+        return {
+            name: getattr(self, name)
+            for name in ("max_ngram", "min_ngram", "prefer", "occurrences")
+        }
 
     def memory(self) -> NGramText:
         return NGramText(self)
 
 
 Places = list[tuple[int, int]]
-"""(index of a token in the text, length of the match that leads to it), the longest match first, then the most recent place."""
+"""(index of a token in the text, length of the match that leads to it), the longest match first,
+then the most recent place."""
 
 
 class NGramText(RowText):
-    """A row's text, and for every n-gram in it the places behind it. Appending a token costs a look-up for each length."""
+    """A row's text, and for every n-gram in it the places behind it. Appending a token costs a
+    look-up for each length."""
 
     def __init__(self, settings: NGram) -> None:
         self.ids: list[int] = []
@@ -97,7 +114,13 @@ class NGramText(RowText):
                 groups.setdefault(ids[place], []).append((place, n))
         ranked = list(groups.items())
         if self.frequent:
-            # The first place of a group has its longest match; sorting keeps the more recent of equals first.
-            ranked.sort(key=lambda group: (-group[1][0][1], -sum(n == group[1][0][1] for _, n in group[1])))
+            # The first place of a group has its longest match; sorting keeps the more recent of
+            # equals first.
+            ranked.sort(
+                key=lambda group: (-group[1][0][1], -sum(n == group[1][0][1] for _, n in group[1]))
+            )
         whole = sum(map(len, groups.values()))
-        return [(token, len(places) / whole, [(place + 1, n) for place, n in places]) for token, places in ranked[:most]]
+        return [
+            (token, len(places) / whole, [(place + 1, n) for place, n in places])
+            for token, places in ranked[:most]
+        ]

@@ -1,6 +1,8 @@
-"""Answers that a drafter writes itself, to be judged by the target: the text on which a draft really goes wrong.
+"""Answers that a drafter writes itself, to be judged by the target: the text on which a draft
+really goes wrong.
 
-DistillSpec (Zhou et al. 2024, arXiv:2310.08461, section 4): student-written text, mixed with the set's by a share of the rows.
+DistillSpec (Zhou et al. 2024, arXiv:2310.08461, section 4): student-written text, mixed with the
+set's by a share of the rows.
 """
 
 from __future__ import annotations
@@ -87,18 +89,23 @@ class _Pen:
 
 
 @torch.no_grad()
-def write_answers(drafter: Writer, batch: Batch, rows: Tensor, settings: OnPolicy, generator: torch.Generator) -> Batch:
+def write_answers(
+    drafter: Writer, batch: Batch, rows: Tensor, settings: OnPolicy, generator: torch.Generator
+) -> Batch:
     """Answers behind prompts of some rows; the labels are the tokens written.
 
-    A prompt is all that stands before one of the row's answers, drawn uniformly; where every token is a label, all before a
-    place drawn uniformly. Nothing but the generator, the rows and the drafter's weights decides what is written.
+    A prompt is all that stands before one of the row's answers, drawn uniformly; where every token
+    is a label, all before a place drawn uniformly. Nothing but the generator, the rows and the
+    drafter's weights decides what is written.
 
     Args:
         rows: (b) bool, each with a label.
         generator: gives every row a seed of its own.
     """
     places = rows.nonzero()[:, 0].tolist()
-    seeds = torch.randint(0, 1 << 62, (len(places),), generator=generator, device=generator.device).tolist()
+    seeds = torch.randint(
+        0, 1 << 62, (len(places),), generator=generator, device=generator.device
+    ).tolist()
     chances = [random.Random(seed) for seed in seeds]
     prompts = [_prompt(batch, place, chance) for place, chance in zip(places, chances, strict=True)]
     room = min(drafter.target.context, drafter.network.context)
@@ -107,7 +114,9 @@ def write_answers(drafter: Writer, batch: Batch, rows: Tensor, settings: OnPolic
     answers: list[list[int]] = [[] for _ in prompts]
 
     def script(number: int) -> generation.Script:
-        answers[number] = yield generation.Segment(prompts[number], limits[number], policy, stop_ids)
+        answers[number] = yield generation.Segment(
+            prompts[number], limits[number], policy, stop_ids
+        )
 
     scripts = ((script(number), chance) for number, chance in enumerate(chances))
     capacity = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)) + 2

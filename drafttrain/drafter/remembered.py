@@ -9,18 +9,20 @@ from collections.abc import Sequence
 from drafttrain.drafter.automaton import SuffixAutomaton
 
 ALONE = threading.Lock()
-"""To be held while a text is added or an automaton of texts is read: several texts may be decoded at once, by threads."""
+"""To be held while a text is added or an automaton of texts is read: several texts may be decoded
+at once, by threads."""
 
 
 class Remembered:
     """The latest texts of at most `room` tokens in all; the oldest leave first, each as a whole.
 
-    A text that begins with all of the latest one takes its place: the next turn of a conversation holds the earlier ones. Of a text
-    that is longer than the room its end is kept.
+    A text that begins with all of the latest one takes its place: the next turn of a conversation
+    holds the earlier ones. Of a text that is longer than the room its end is kept.
 
-    An automaton cannot shrink. Once a text has left it, a second one is made beside it, of what comes from then on, and takes its
-    place when all that is left stands in it. So adding a text costs two or three walks over as many tokens as it has and none over
-    all texts, and the automata hold about three times the room.
+    An automaton cannot shrink. Once a text has left it, a second one is made beside it, of what
+    comes from then on, and takes its place when all that is left stands in it. So adding a text
+    costs two or three walks over as many tokens as it has and none over all texts, and the automata
+    hold about three times the room.
 
     Args:
         room: tokens, at least 1.
@@ -33,7 +35,8 @@ class Remembered:
         self.tokens = 0
         """Of all texts."""
         self.version = 0
-        """Changes with every text: states of the automaton that were known before mean nothing then."""
+        """Changes with every text: states of the automaton that were known before mean nothing
+        then."""
         self.automaton = SuffixAutomaton(longest)
         """Of the texts; what has left it has a count of 0."""
         self._next: SuffixAutomaton | None = None

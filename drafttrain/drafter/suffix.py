@@ -1,13 +1,16 @@
-"""Suffix decoding: what followed the longest suffix of the text where it stood before, most frequent first.
+"""Suffix decoding: what followed the longest suffix of the text where it stood before, most
+frequent first.
 
-Oliaro et al. 2024, "SuffixDecoding" (arXiv:2411.04975). Learns nothing, has no weights, and reads nothing of the target.
-Departs from the paper: suffix automata instead of suffix trees; the longest match alone is followed, where the paper scores
-every length; a request's own text, the texts decoded earlier and the corpus are one count here, where the paper takes the better
-of two trees; and earlier texts, prompt and answer, are looked up only if `remember` asks for it.
+Oliaro et al. 2024, "SuffixDecoding" (arXiv:2411.04975). Learns nothing, has no weights, and reads
+nothing of the target. Departs from the paper: suffix automata instead of suffix trees; the longest
+match alone is followed, where the paper scores every length; a request's own text, the texts
+decoded earlier and the corpus are one count here, where the paper takes the better of two trees;
+and earlier texts, prompt and answer, are looked up only if `remember` asks for it.
 
-The counts rank drafts; they are no probability that a token was drawn with, and no rule sees them. So what is remembered moves how
-many drafts are kept, never the law of a text: a greedy one is the target's own, a drawn one has the target's distribution. Which
-one is drawn may differ with what is remembered, for the same seed.
+The counts rank drafts; they are no probability that a token was drawn with, and no rule sees them.
+So what is remembered moves how many drafts are kept, never the law of a text: a greedy one is the
+target's own, a drawn one has the target's distribution. Which one is drawn may differ with what is
+remembered, for the same seed.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.checks import whole
+from drafttrain.checks import integer
 from drafttrain.data.conversations import TRAIN, read_set
 from drafttrain.data.datamodule import set_folder
 from drafttrain.drafter.automaton import SuffixAutomaton
@@ -42,22 +45,28 @@ MOST_REMEMBERED = 10_000_000
 
 
 class Suffix(Retrieval):
-    """Drafts the continuations of the longest suffix, of `max_match` to `min_match` tokens, that stood in the text before.
+    """Drafts the continuations of the longest suffix, of `max_match` to `min_match` tokens, that
+    stood in the text before.
 
-    Continuations of a node are ranked by how often they followed the match and the drafts on the way to the node; among
-    equals the one seen last in the text comes first, then the one seen last in earlier texts, then in the corpus. Their shares
-    decide which nodes a dynamic tree has.
+    Continuations of a node are ranked by how often they followed the match and the drafts on the
+    way to the node; among equals the one seen last in the text comes first, then the one seen last
+    in earlier texts, then in the corpus. Their shares decide which nodes a dynamic tree has.
 
     Args:
-        max_match, min_match: the longest and the shortest match that is looked for. A shorter one stood in more places.
-        deepest: the deepest tree that can be filled; strings of max_match + deepest tokens are counted.
-        corpus: a conversation set of this target, `builtin:<name>` or a folder, whose training rows count as if they stood
-            before every text; None is the text alone.
-        corpus_tokens: rows of the corpus are taken while they have at most so many tokens in all. They travel in packages.
-        remember: tokens of texts, prompt and answer, that this drafter has decoded, whose places count too: the latest ones, as
-            whole texts. 0 looks up none. They are in memory alone, at most some 1.2 kB a token, and are not packaged; other texts
-            see them once the call that decoded them is done.
-        corpus_ids: (t) the corpus as a package holds it, its texts apart by -1; None reads `corpus`.
+        max_match, min_match: the longest and the shortest match that is looked for. A shorter one
+            stood in more places.
+        deepest: the deepest tree that can be filled; strings of max_match + deepest tokens are
+            counted.
+        corpus: a conversation set of this target, `builtin:<name>` or a folder, whose training rows
+            count as if they stood before every text; None is the text alone.
+        corpus_tokens: rows of the corpus are taken while they have at most so many tokens in all.
+            They travel in packages.
+        remember: tokens of texts, prompt and answer, that this drafter has decoded, whose places
+            count too: the latest ones, as whole texts. 0 looks up none. They are in memory alone,
+            at most some 1.2 kB a token, and are not packaged; other texts see them once the call
+            that decoded them is done.
+        corpus_ids: (t) the corpus as a package holds it, its texts apart by -1; None reads
+            `corpus`.
     """
 
     growths = (Tree, Dynamic, Confident)
@@ -76,22 +85,32 @@ class Suffix(Retrieval):
         corpus_ids: Tensor | list[int] | None = None,
     ) -> None:
         super().__init__(target)
-        whole("max_match", max_match, 1, MOST_NODES)
-        whole("min_match", min_match, 1)
-        whole("deepest", deepest, 1, MOST_NODES)
-        whole("corpus_tokens", corpus_tokens, 1)
-        whole("remember", remember, 0, MOST_REMEMBERED)
+        integer("max_match", max_match, 1, MOST_NODES)
+        integer("min_match", min_match, 1)
+        integer("deepest", deepest, 1, MOST_NODES)
+        integer("corpus_tokens", corpus_tokens, 1)
+        integer("remember", remember, 0, MOST_REMEMBERED)
         if min_match > max_match:
-            raise InputError(f"min_match={min_match} is above max_match={max_match}: the shortest match cannot be the longer one")
+            raise InputError(
+                f"min_match={min_match} is above max_match={max_match}: the shortest match cannot "
+                f"be the longer one"
+            )
         if not (corpus is None or isinstance(corpus, str)):
-            raise InputError(f"corpus={corpus}: needs builtin:<name> or the folder of a conversation set, or null for none")
+            raise InputError(
+                f"corpus={corpus}: needs builtin:<name> or the folder of a conversation set, or "
+                f"null for none"
+            )
         if corpus is None and corpus_ids is not None:
             raise InputError("corpus_ids are given without the name of their corpus")
         self.max_match, self.min_match, self.deepest = max_match, min_match, deepest
         self.corpus, self.corpus_tokens, self.remember = corpus, corpus_tokens, remember
         ids = None
         if corpus is not None:
-            ids = _read_corpus(corpus, target, corpus_tokens) if corpus_ids is None else torch.as_tensor(corpus_ids)
+            ids = (
+                _read_corpus(corpus, target, corpus_tokens)
+                if corpus_ids is None
+                else torch.as_tensor(corpus_ids)
+            )
             _check_ids(ids, target)
         self.register_buffer("corpus_ids", ids)
         self.known = SuffixAutomaton(self.longest)
@@ -133,18 +152,18 @@ class Suffix(Retrieval):
     def reading(self) -> contextlib.AbstractContextManager[Any]:
         return super().reading() if self.earlier is None else ALONE
 
-    # What was decoded earlier ----------------------------------------------------------------------------------------
+    # What was decoded earlier ---------------------------------------------------------------------
     @property
     def remembers(self) -> int:
         return self.remember
 
-    def keep(self, texts: Sequence[Sequence[int]]) -> None:
+    def remember_texts(self, texts: Sequence[Sequence[int]]) -> None:
         if self.earlier is not None:
             with ALONE:
                 for text in texts:
                     self.earlier.add(text)
 
-    def afresh(self) -> Suffix:
+    def without_memory(self) -> Suffix:
         if self.earlier is None:
             return self
         other = copy.copy(self)
@@ -209,7 +228,8 @@ class Earlier(Elsewhere):
 
 
 Place = tuple[int | None, ...]
-"""A string: its state in the row's own text, then in each of the others; None where it did not stand."""
+"""A string: its state in the row's own text, then in each of the others; None where it did not
+stand."""
 
 
 @dataclass(slots=True)
@@ -225,7 +245,9 @@ class _Found:
 class SuffixText(RowText):
     """A row's text as an automaton, and what of its end stands in other texts."""
 
-    def __init__(self, own: SuffixAutomaton, others: Sequence[Elsewhere], max_match: int, min_match: int) -> None:
+    def __init__(
+        self, own: SuffixAutomaton, others: Sequence[Elsewhere], max_match: int, min_match: int
+    ) -> None:
         self.own, self.others, self.max_match, self.min_match = own, others, max_match, min_match
 
     def append(self, token: int) -> None:
@@ -236,9 +258,14 @@ class SuffixText(RowText):
     def root(self) -> Place | None:
         own = self.own
         here = own.up_to(own.end, self.max_match)
-        while here > 0 and own.count[here] < 2:  # Once is the end of the text itself, which nothing follows yet.
+        while (
+            here > 0 and own.count[here] < 2
+        ):  # Once is the end of the text itself, which nothing follows yet.
             here = own.link[here]
-        ends = [(here, min(own.length[here], self.max_match)), *(other.end() for other in self.others)]
+        ends = [
+            (here, min(own.length[here], self.max_match)),
+            *(other.end() for other in self.others),
+        ]
         longest = max(size for _, size in ends)
         if longest < self.min_match:
             return None
@@ -258,14 +285,18 @@ class SuffixText(RowText):
                     one.count += there.count[after]
                     one.latest[number], one.place[number] = there.latest[after], after
         whole = sum(one.count for one in found.values())
-        best = sorted(found.items(), key=lambda item: (item[1].count, item[1].latest), reverse=True)[:most]
+        best = sorted(
+            found.items(), key=lambda item: (item[1].count, item[1].latest), reverse=True
+        )[:most]
         return [(token, one.count / whole, tuple(one.place)) for token, one in best]
 
 
 def _read_corpus(corpus: str, target: Target, tokens: int) -> Tensor:
     """(t) int64 the first training rows of a set, a separator behind each."""
     read = read_set(set_folder(corpus, "drafter.corpus"))
-    fingerprint.refuse_other(read.manifest["target"]["fingerprint"], target.fingerprint, f"corpus={corpus}")
+    fingerprint.refuse_other(
+        read.manifest["target"]["fingerprint"], target.fingerprint, f"corpus={corpus}"
+    )
     taken: list[Tensor] = []
     total = 0
     for index in read.indices(TRAIN):
@@ -275,14 +306,20 @@ def _read_corpus(corpus: str, target: Target, tokens: int) -> Tensor:
             break
         taken += [ids, torch.tensor([APART])]
     if not taken:
-        raise InputError(f"corpus={corpus}: none of its training rows has at most {tokens} tokens: raise corpus_tokens")
+        raise InputError(
+            f"corpus={corpus}: none of its training rows has at most {tokens} tokens: raise "
+            f"corpus_tokens"
+        )
     return torch.cat(taken)
 
 
 def _check_ids(ids: Tensor, target: Target) -> None:
     if ids.dtype != torch.int64 or ids.ndim != 1 or not len(ids):
-        raise InputError(f"corpus_ids are {ids.dtype} of shape {list(ids.shape)}, need int64 of one dimension")
+        raise InputError(
+            f"corpus_ids are {ids.dtype} of shape {list(ids.shape)}, need int64 of one dimension"
+        )
     if int(ids.min()) < APART or int(ids.max()) >= target.vocab_size:
         raise InputError(
-            f"corpus_ids reach from {int(ids.min())} to {int(ids.max())}, the target's vocabulary from 0 to {target.vocab_size - 1}"
+            f"corpus_ids reach from {int(ids.min())} to {int(ids.max())}, the target's vocabulary "
+            f"from 0 to {target.vocab_size - 1}"
         )

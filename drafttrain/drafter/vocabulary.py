@@ -26,7 +26,8 @@ def most_frequent(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:
     forced = sorted({i for i in always if 0 <= i < v})
     if not max(2, len(forced)) <= size <= v:
         raise InputError(
-            f"draft_vocab is {size}: give {max(2, len(forced))} (stop and control tokens are always in) to {v} "
+            f"draft_vocab is {size}: give {max(2, len(forced))} (stop and control tokens are "
+            f"always in) to {v} "
             "(the target's vocabulary), or 0 for the whole vocabulary"
         )
     score = counts.double().clone()
@@ -36,7 +37,8 @@ def most_frequent(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:
 
 
 def coverage(counts: Tensor, ids: Tensor) -> float:
-    """Share of supervised labels that lie in the draft vocabulary; the rest can never be accepted."""
+    """Share of supervised labels that lie in the draft vocabulary; the rest can never be
+    accepted."""
     total = float(counts.sum())
     return float(counts[ids].sum()) / total if total else 0.0
 

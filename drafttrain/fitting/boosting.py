@@ -18,8 +18,15 @@ from drafttrain.reporting.loggers import log_config
 from drafttrain.runs import plain
 from drafttrain.target.model import Target
 from drafttrain.training.boost import Collective, Fit, Tuning, references
-from drafttrain.training.boosted import Boosted, Borrowed, note_member, procedure_facts, prompts_to_share_on, together
-from drafttrain.training.checkpoint import LAST, check_whole, read_checkpoint, write_checkpoint
+from drafttrain.training.boosted import (
+    Boosted,
+    Borrowed,
+    note_member,
+    procedure_facts,
+    prompts_to_share_on,
+    together,
+)
+from drafttrain.training.checkpoint import LAST, check_complete, read_checkpoint, write_checkpoint
 from drafttrain.training.prepare import Settings, Training
 from drafttrain.training.resume import refuse_other_run
 from drafttrain.training.run import Run
@@ -36,7 +43,8 @@ def boost(
     held_out: ConversationData | None,
     calibration: ConversationData | None,
 ) -> Boosted:
-    """Fit several drafters one after the other, each on what the earlier ones do not match, and put them together.
+    """Fit several drafters one after the other, each on what the earlier ones do not match, and put
+    them together.
 
     Args:
         drafter: what every fit begins with, unless told otherwise.
@@ -50,7 +58,13 @@ def boost(
         prompts_to_share_on(target, calibration, chosen)
     groups = settings.trainer.sampler(data, seed=cfg.seed, rank=0, world=1).batches(0)
     source = build(
-        cfg.features, target=target, needs=drafter.needs, data=data, groups=groups, spill_dir=run.scratch, shared=False
+        cfg.features,
+        target=target,
+        needs=drafter.needs,
+        data=data,
+        groups=groups,
+        spill_dir=run.scratch,
+        shared=False,
     )
     say(source.describe())
     facts = procedure_facts(config, target, data)
@@ -67,7 +81,7 @@ def boost(
         part.folder.mkdir(parents=True, exist_ok=True)
         if run.resumed is not None and (part.checkpoints / LAST).exists():
             part.resumed = read_checkpoint(part.checkpoints / LAST)
-            check_whole(part.resumed, part.checkpoints / LAST)
+            check_complete(part.resumed, part.checkpoints / LAST)
         fresh = make_drafter(own, target, data, held_out)
         if job.begin is not None:
             fresh.load_state_dict(job.begin.state_dict())
@@ -86,7 +100,10 @@ def boost(
         told[job.name] = training
         return training.drafter.eval()
 
-    say(f"references: the target's greedy answers to {len(data)} prompts, at most {chosen.reference} tokens of each")
+    say(
+        f"references: the target's greedy answers to {len(data)} prompts, at most "
+        f"{chosen.reference} tokens of each"
+    )
     wanted = references(target, data, chosen.reference)
     found = Tuning(
         config=chosen,
@@ -118,6 +135,23 @@ def boost(
 
 
 def show_members(found: Collective) -> None:
-    names = ("member", "rows", "coverage", "union", "gain", "overlap", "matched", "best_single", "best_of_all", "left")
-    columns = [{"overlap": "overlap with 1, ..."}.get(name, name.replace("_", " ")) for name in names]
-    table("references matched, model by model", columns, [[row.get(name) for name in names] for row in found.rows])
+    names = (
+        "member",
+        "rows",
+        "coverage",
+        "union",
+        "gain",
+        "overlap",
+        "matched",
+        "best_single",
+        "best_of_all",
+        "left",
+    )
+    columns = [
+        {"overlap": "overlap with 1, ..."}.get(name, name.replace("_", " ")) for name in names
+    ]
+    table(
+        "references matched, model by model",
+        columns,
+        [[row.get(name) for name in names] for row in found.rows],
+    )

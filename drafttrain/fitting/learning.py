@@ -24,7 +24,7 @@ from drafttrain.reporting.progress import ConsoleProgress
 from drafttrain.runs import plain
 from drafttrain.target.model import Target
 from drafttrain.training.boosted import Borrowed
-from drafttrain.training.checkpoint import BEST, LAST, check_whole, read_checkpoint
+from drafttrain.training.checkpoint import BEST, LAST, check_complete, read_checkpoint
 from drafttrain.training.course import Course
 from drafttrain.training.pairing import lay_out
 from drafttrain.training.prepare import Settings, Training, prepare
@@ -58,7 +58,8 @@ def learn(
     source: Borrowed | None = None,
     home: Path | None = None,
 ) -> Training:
-    """Train, and take the best checkpoint's weights. Ends the program if a signal ended the training.
+    """Train, and take the best checkpoint's weights. Ends the program if a signal ended the
+    training.
 
     Args:
         source: features that several fits read; None makes this fit's own.
@@ -75,14 +76,19 @@ def learn(
         held_out,
         calibration=calibration,
         adapter=adapter,
-        make_source=functools.partial(build, cfg.features) if source is None else lambda **_given: source,
+        make_source=functools.partial(build, cfg.features)
+        if source is None
+        else lambda **_given: source,
         show=functools.partial(draw_heads, run),
         say=say,
     )
     say(outline(training.module.course, settings, data))
     train(training)
     if training.module.stop_requested or training.module.stopped == "signal":
-        say(f"stopped by a signal after update {training.updates}: continue with resume=last run_dir={home or run.folder}")
+        say(
+            f"stopped by a signal after update {training.updates}: continue with resume=last "
+            f"run_dir={home or run.folder}"
+        )
         raise SystemExit(STOPPED_BY_SIGNAL)  # It is not done, and can be resumed.
     if rank() == 0:
         use_best(cfg, training)
@@ -95,7 +101,11 @@ def outline(course: Course, settings: Settings, data: ConversationData) -> str:
     words.append("until the clock ends the run" if updates is None else f"{updates} updates in all")
     if course.seconds is not None:
         words.append(f"at most {clock(course.seconds)}")
-    if settings.optim.schedule != "constant" and updates is not None and settings.optim.horizon not in (None, updates):
+    if (
+        settings.optim.schedule != "constant"
+        and updates is not None
+        and settings.optim.horizon not in (None, updates)
+    ):
         words.append(f"the rate's schedule ends at update {settings.optim.horizon}")
     return "course: " + ", ".join(words)
 
@@ -124,25 +134,41 @@ def train(training: Training) -> None:
     began = time.monotonic()
     trainer.fit(module, train_dataloaders=training.stream)
     training.source.close()
-    why = {"time": ", by the clock", "patience": ", since val/tau no longer rose", "signal": ", by a signal"}
-    empty = f"; {module.empty_windows} windows had no supervised token and made no update" if module.empty_windows else ""
+    why = {
+        "time": ", by the clock",
+        "patience": ", since val/tau no longer rose",
+        "signal": ", by a signal",
+    }
+    empty = (
+        f"; {module.empty_windows} windows had no supervised token and made no update"
+        if module.empty_windows
+        else ""
+    )
     say(
-        f"trained {module.updates} updates in {clock(time.monotonic() - began)}{why.get(module.stopped or '', '')}, "
+        f"trained {module.updates} updates in "
+        f"{clock(time.monotonic() - began)}{why.get(module.stopped or '', '')}, "
         f"{clock(training.decode.seconds)} of all parts for evaluation{empty}"
     )
 
 
 def use_best(cfg: DictConfig, training: Training) -> None:
-    """Take the best checkpoint's weights; the last's where nothing could be measured. A target that was trained too is put
-    together as its package will be."""
+    """Take the best checkpoint's weights; the last's where nothing could be measured. A target that
+    was trained too is put together as its package will be."""
     best = training.run.checkpoints / BEST
-    path = best if training.keeper.best is not None and best.exists() else training.run.checkpoints / LAST
+    path = (
+        best
+        if training.keeper.best is not None and best.exists()
+        else training.run.checkpoints / LAST
+    )
     state = read_checkpoint(path)
-    check_whole(state, path)
+    check_complete(state, path)
     try:
         training.module.load_state_dict(state["weights"])
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"the weights in {path} do not fit ({first_line(error)}): train again in another run_dir") from error
+        raise InputError(
+            f"the weights in {path} do not fit ({first_line(error)}): train again in another "
+            f"run_dir"
+        ) from error
     training.drafter.to(training.target.device)
     tau = "" if training.keeper.best is None else f", val/tau {training.keeper.best:.3f}"
     say(f"uses {path.name} of update {state['progress']['updates']}{tau}")

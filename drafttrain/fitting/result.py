@@ -19,7 +19,7 @@ from drafttrain.packaging.writing import save_package
 from drafttrain.reporting.console import clock, table, track
 from drafttrain.reporting.figures import acceptance_curve
 from drafttrain.reporting.loggers import log_picture, log_rows
-from drafttrain.reporting.page.whole import PAGE, page, title_of, write_page
+from drafttrain.reporting.page.document import PAGE, page, title_of, write_page
 from drafttrain.reporting.records import Laps, read_record, write_noted
 from drafttrain.reporting.rows import memories, pair
 from drafttrain.runs import provenance
@@ -35,7 +35,9 @@ def evaluate(ready: Ready, held_out: ConversationData | None) -> Worth:
     began = time.monotonic()
     calibrate = None
     if ready.calibration is not None:
-        source = kept_in_memory(ready.target, ready.drafter, ready.calibration, ready.config["features"])
+        source = kept_in_memory(
+            ready.target, ready.drafter, ready.calibration, ready.config["features"]
+        )
         accuracies = head_accuracy(ready.drafter, ready.calibration, source)
         calibrate = functools.partial(calibrated, accuracies)
     worth = measure(
@@ -49,27 +51,45 @@ def evaluate(ready: Ready, held_out: ConversationData | None) -> Worth:
     if calibrate is not None:
         worth.settings["head_accuracy"] = accuracies
     if ready.target.original is not None and held_out is not None:
-        rows = [held_out.batch([i]) for i in range(min(len(held_out), ready.settings.final.change_rows))]
-        worth = dataclasses.replace(worth, change=change.change(ready.target.original, ready.target, rows))
+        rows = [
+            held_out.batch([i]) for i in range(min(len(held_out), ready.settings.final.change_rows))
+        ]
+        worth = dataclasses.replace(
+            worth, change=change.change(ready.target.original, ready.target, rows)
+        )
         if worth.change is not None:
             say(change.words(worth.change))
     worth.settings.update(ready.report())
     if not worth.rows:
         say("no held-out prompt to decode: acceptance and speed are not available")
         return worth
-    columns = ("tree", "nodes", "tau", "interval", "accept@1..", "speed-up", "interval", "same text", "guarantee")
+    columns = (
+        "tree",
+        "nodes",
+        "tau",
+        "interval",
+        "accept@1..",
+        "speed-up",
+        "interval",
+        "same text",
+        "guarantee",
+    )
     table("held-out prompts, greedy", columns, [shown(row) for row in worth.rows])
     for line in memories(worth.rows):
         say(line)
     say(f"measured in {clock(time.monotonic() - began)}")
-    picture = acceptance_curve(worth.rows, ready.run.folder / "acceptance.png", title="held-out prompts, greedy")
+    picture = acceptance_curve(
+        worth.rows, ready.run.folder / "acceptance.png", title="held-out prompts, greedy"
+    )
     log_picture(ready.run.loggers, "acceptance", picture, ready.updates)
     log_rows(ready.run.loggers, worth.rows, "final", ready.updates)
     return worth
 
 
 def shown(row: dict[str, Any]) -> list[Any]:
-    same = None if row.get("same_as_plain") is None else f"{row['same_as_plain']} of {row['prompts']}"
+    same = (
+        None if row.get("same_as_plain") is None else f"{row['same_as_plain']} of {row['prompts']}"
+    )
     accept = [value for value in row["accept_at"] if value is not None]
     return [
         row["label"],
@@ -99,7 +119,9 @@ def pack(cfg: DictConfig, ready: Ready, worth: Worth) -> Path:
 
 def publish(run: Run, worth: Worth, laps: Laps) -> None:
     """Note what no other file holds, and write the page about the run, from its folder alone."""
-    write_noted(run.folder, samples=worth.samples, seconds=laps.seconds, command=runs.current.command)
+    write_noted(
+        run.folder, samples=worth.samples, seconds=laps.seconds, command=runs.current.command
+    )
     records = [read_record(entry) for entry in read_entries([run.folder / PACKAGE], measured=True)]
     write_page(run.folder / PAGE, page(title_of(records), records))
     say(f"the page about the run is {run.folder / PAGE}")

@@ -1,4 +1,5 @@
-"""The decoder block that engines build heads from: Llama's, with the sizes and the settings of a target."""
+"""The decoder block that engines build heads from: Llama's, with the sizes and the settings of a
+target."""
 
 from __future__ import annotations
 
@@ -26,21 +27,38 @@ class Sizes:
 
 def sizes_of(config: Mapping[str, Any], inspection: Inspection) -> Sizes | None:
     """By config.json; None, with faults, where it does not say."""
-    width, mlp = inspection.whole(config, "hidden_size"), inspection.whole(config, "intermediate_size")
-    heads = inspection.whole(config, "num_attention_heads")
+    width, mlp = (
+        inspection.integer(config, "hidden_size"),
+        inspection.integer(config, "intermediate_size"),
+    )
+    heads = inspection.integer(config, "num_attention_heads")
     if width is None or mlp is None or heads is None:
         return None
     nothing = {"num_key_value_heads": heads, "head_dim": width // heads}
-    given = {key: config[key] if config.get(key) is not None else own for key, own in nothing.items()}
-    kv_heads, head_dim = (inspection.whole(given, key) for key in nothing)
-    return None if kv_heads is None or head_dim is None else Sizes(width, mlp, heads, kv_heads, head_dim)
+    given = {
+        key: config[key] if config.get(key) is not None else own for key, own in nothing.items()
+    }
+    kv_heads, head_dim = (inspection.integer(given, key) for key in nothing)
+    return (
+        None
+        if kv_heads is None or head_dim is None
+        else Sizes(width, mlp, heads, kv_heads, head_dim)
+    )
 
 
-def block_shapes(prefix: str, sizes: Sizes, *, reads: int | None = None, qkv_bias: bool = False, o_bias: bool = False) -> Shapes:
+def block_shapes(
+    prefix: str,
+    sizes: Sizes,
+    *,
+    reads: int | None = None,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+) -> Shapes:
     """Names and shapes of a block's tensors without the norms before and behind its attention.
 
     Args:
-        prefix: with its dot; reads: width of what queries, keys and values are made of, the block's own unless given.
+        prefix: with its dot; reads: width of what queries, keys and values are made of, the block's
+            own unless given.
     """
     h, q, kv = sizes.width, sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     found: Shapes = {}
@@ -51,12 +69,17 @@ def block_shapes(prefix: str, sizes: Sizes, *, reads: int | None = None, qkv_bia
     found["self_attn.o_proj.weight"] = (h, q)
     if o_bias:
         found["self_attn.o_proj.bias"] = (h,)
-    found |= {"mlp.gate_proj.weight": (sizes.mlp, h), "mlp.up_proj.weight": (sizes.mlp, h), "mlp.down_proj.weight": (h, sizes.mlp)}
+    found |= {
+        "mlp.gate_proj.weight": (sizes.mlp, h),
+        "mlp.up_proj.weight": (sizes.mlp, h),
+        "mlp.down_proj.weight": (h, sizes.mlp),
+    }
     return {prefix + name: shape for name, shape in found.items()}
 
 
 def block_config(target: Target) -> dict[str, Any]:
-    """config.json of a block in the target's shape: sizes, activation, epsilon, RoPE in both spellings, context, special ids.
+    """config.json of a block in the target's shape: sizes, activation, epsilon, RoPE in both
+    spellings, context, special ids.
 
     Raises: InputError for a target whose vocabulary or RoPE no engine's head can have.
     """
@@ -64,7 +87,8 @@ def block_config(target: Target) -> dict[str, Any]:
     rows = target.embedding.weight.shape[0]
     if rows != target.vocab_size:
         raise InputError(
-            f"target {target.name} embeds {rows} tokens and speaks {target.vocab_size}: engines know one vocabulary size"
+            f"target {target.name} embeds {rows} tokens and speaks {target.vocab_size}: engines "
+            f"know one vocabulary size"
         )
     heads = config.num_attention_heads
     found: dict[str, Any] = {
@@ -84,7 +108,10 @@ def block_config(target: Target) -> dict[str, Any]:
     }
     kind = found["rope_parameters"]["rope_type"]
     if kind not in ROPE_TYPES or found["rope_parameters"].get("partial_rotary_factor", 1) != 1:
-        raise InputError(f"target {target.name} turns by RoPE of type {kind}: heads turn by {', '.join(ROPE_TYPES)}, in full")
+        raise InputError(
+            f"target {target.name} turns by RoPE of type {kind}: heads turn by "
+            f"{', '.join(ROPE_TYPES)}, in full"
+        )
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if (value := getattr(config, key, None)) is not None:
             found[key] = list(value) if isinstance(value, list | tuple) else value

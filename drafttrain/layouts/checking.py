@@ -1,4 +1,5 @@
-"""Look at any directory of an engine's: which layout it is, and what that engine would make of it."""
+"""Look at any directory of an engine's: which layout it is, and what that engine would make of
+it."""
 
 from __future__ import annotations
 
@@ -6,7 +7,16 @@ import os
 from types import ModuleType
 
 from drafttrain.errors import InputError
-from drafttrain.layouts import dflash, eagle1, eagle3, language_model, medusa, mtp, origin, speculators
+from drafttrain.layouts import (
+    dflash,
+    eagle1,
+    eagle3,
+    language_model,
+    medusa,
+    mtp,
+    origin,
+    speculators,
+)
 from drafttrain.layouts.directory import Directory, open_directory
 from drafttrain.layouts.finding import Finding
 from drafttrain.layouts.inspection import Inspection
@@ -21,13 +31,15 @@ def layout_of(head: Directory) -> ModuleType:
         if layout.recognises(head):
             return layout
     raise InputError(
-        f"{head.path} is no head that is known here: neither its config.json (architectures, model_type) nor the names of its "
+        f"{head.path} is no head that is known here: neither its config.json (architectures, "
+        f"model_type) nor the names of its "
         "tensors are those of EAGLE, Medusa, DFlash, DSpark, MTP, or a draft model"
     )
 
 
 def engine_of(head: Directory, layout: ModuleType, engine: str | None) -> str:
-    """The engine with whose eyes a directory is looked at: the one given, the one that it was exported for, or the likeliest.
+    """The engine with whose eyes a directory is looked at: the one given, the one that it was
+    exported for, or the likeliest.
 
     Raises: InputError for one that does not load such a layout.
     """
@@ -36,11 +48,15 @@ def engine_of(head: Directory, layout: ModuleType, engine: str | None) -> str:
         found: str = layout.default_engine(head) if told is None else told.engine
         return found if found in layout.ENGINES else layout.ENGINES[0]
     if engine not in layout.ENGINES:
-        raise InputError(f"to={engine}: {head.path} is loaded by {' and '.join(layout.ENGINES)}, not by {engine}")
+        raise InputError(
+            f"to={engine}: {head.path} is loaded by {' and '.join(layout.ENGINES)}, not by {engine}"
+        )
     return engine
 
 
-def check_directory(head: Directory, engine: str | None = None, target: Directory | None = None) -> list[Finding]:
+def check_directory(
+    head: Directory, engine: str | None = None, target: Directory | None = None
+) -> list[Finding]:
     """Everything found in a directory, the same fault once.
 
     Args:
@@ -58,7 +74,9 @@ def check_directory(head: Directory, engine: str | None = None, target: Director
     return list(dict.fromkeys(inspection.findings))
 
 
-def check_path(path: str | os.PathLike[str], engine: str | None = None, target: str | None = None) -> list[Finding]:
+def check_path(
+    path: str | os.PathLike[str], engine: str | None = None, target: str | None = None
+) -> list[Finding]:
     """As `check_directory`, of a path; target: the path of the target's directory."""
     against = None if target is None else open_directory(target, "against")
     return check_directory(open_directory(path, "check"), engine, against)

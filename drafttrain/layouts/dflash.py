@@ -1,6 +1,7 @@
 """DFlash and DSpark as vLLM, SGLang and transformers read them: a block of places drafted at once.
 
-`target_layer_ids` numbers the residual stream behind block i as i. Layers of the kind sliding_attention are causal by default.
+`target_layer_ids` numbers the residual stream behind block i as i. Layers of the kind
+sliding_attention are causal by default.
 
 | tensor                          | shape    | |
 | fc.weight                       | (d n·t)  | in transformers' own layout encoder.fc |
@@ -9,8 +10,8 @@
 | lm_head.weight, d2t, t2d        |          | iff the draft vocabulary is reduced; vLLM alone |
 | markov_head.markov_w1, markov_w2 | (v r), (w r) | DSpark |
 
-Read from: vLLM 0.32 model_executor/models/{qwen3_dflash,qwen3_dspark}.py, SGLang 0.5.23 srt/models/{dflash,dspark}.py,
-transformers 5.24 models/muse_glimmer_assistant.
+Read from: vLLM 0.32 model_executor/models/{qwen3_dflash,qwen3_dspark}.py, SGLang 0.5.23
+srt/models/{dflash,dspark}.py, transformers 5.24 models/muse_glimmer_assistant.
 """
 
 from __future__ import annotations
@@ -54,11 +55,15 @@ def check(inspection: Inspection, *, spark: bool | None = None) -> None:
     inspection.common_values(config)
     inspection.untied(config)
     if native and "vocab_size" not in config:
-        inspection.add("config-key-missing", "vocab_size is not given: vLLM takes another model's", fatal=engine == "vllm")
+        inspection.add(
+            "config-key-missing",
+            "vocab_size is not given: vLLM takes another model's",
+            fatal=engine == "vllm",
+        )
     else:
         inspection.against_target(config, width=config.get("target_hidden_size") is None)
-    sizes, layers = sizes_of(config, inspection), inspection.whole(config, "num_hidden_layers")
-    vocab_size = inspection.whole(config, "vocab_size") if "vocab_size" in config else None
+    sizes, layers = sizes_of(config, inspection), inspection.integer(config, "num_hidden_layers")
+    vocab_size = inspection.integer(config, "vocab_size") if "vocab_size" in config else None
     inner = config.get("dflash_config")
     inner = inner if isinstance(inner, dict) else {}
     _check_mask(inspection, inner, vocab_size)
@@ -72,17 +77,26 @@ def check(inspection: Inspection, *, spark: bool | None = None) -> None:
     draft_size = vocabulary.draft_size_of(config, inspection, vocab_size)
     vocabulary.check(inspection, vocab_size, draft_size, read=engine == "vllm")
     if engine == "vllm" and draft_size != vocab_size and "lm_head.weight" not in held:
-        inspection.add("head-missing", f"drafts from {draft_size} of {vocab_size} tokens, but lm_head.weight is not there")
+        inspection.add(
+            "head-missing",
+            f"drafts from {draft_size} of {vocab_size} tokens, but lm_head.weight is not there",
+        )
     width = config.get("target_hidden_size")
     reads = len(ids) * (width if type(width) is int and width > 0 else sizes.width)
     expected, optional = _shapes(sizes, min(layers, _MOST_LAYERS), reads)
     rows = {"lm_head.weight": draft_size, "embed_tokens.weight": vocab_size}
-    optional |= {name: (size or held[name].shape[0], sizes.width) for name, size in rows.items() if name in held}
+    optional |= {
+        name: (size or held[name].shape[0], sizes.width)
+        for name, size in rows.items()
+        if name in held
+    }
     optional |= {name: held[name].shape for name in vocabulary.MAPS if name in held}
     if spark:
         more, may = _markov(inspection, sizes, vocab_size, draft_size)
         expected, optional = expected | more, optional | may
-    inspection.compare(_as_named(expected, native), _as_named(optional, native), skips_unknown=engine != "vllm")
+    inspection.compare(
+        _as_named(expected, native), _as_named(optional, native), skips_unknown=engine != "vllm"
+    )
     inspection.weights(vocabulary.MAPS)
     inspection.borrowed("embed_tokens.weight", _EMBEDDINGS, "embedding", needed=spark)
 
@@ -91,14 +105,22 @@ def _check_kind(inspection: Inspection, spark: bool, native: bool) -> None:
     engine, config = inspection.engine, inspection.config
     if engine == "hf":
         if not native:
-            inspection.add("architecture", f"transformers loads such a drafter as model_type {NATIVE} alone")
+            inspection.add(
+                "architecture", f"transformers loads such a drafter as model_type {NATIVE} alone"
+            )
         return
     if native:
         return
-    names = ("Qwen3DSparkModel", "DSparkDraftModel") if engine == "sglang" else ("Qwen3DSparkModel",)
+    names = (
+        ("Qwen3DSparkModel", "DSparkDraftModel") if engine == "sglang" else ("Qwen3DSparkModel",)
+    )
     inspection.architecture(names if spark else ("DFlashDraftModel",))
     if config.get("model_type") != "qwen3":
-        inspection.add("model-type", f"model_type is {str(config.get('model_type'))[:40]}: needs qwen3 whatever the target is")
+        inspection.add(
+            "model-type",
+            f"model_type is {str(config.get('model_type'))[:40]}: needs qwen3 whatever the target "
+            f"is",
+        )
     if engine == "sglang" and type(config.get("num_target_layers")) is not int:
         inspection.add("config-key-missing", "num_target_layers is not given, which SGLang needs")
 
@@ -106,7 +128,10 @@ def _check_kind(inspection: Inspection, spark: bool, native: bool) -> None:
 def _check_mask(inspection: Inspection, inner: dict[str, Any], vocab_size: int | None) -> None:
     config = inspection.config
     if inner.get("mask_token_id") is None and config.get("mask_token_id") is None:
-        inspection.add("mask-token-missing", "mask_token_id is given neither in dflash_config nor at the top level")
+        inspection.add(
+            "mask-token-missing",
+            "mask_token_id is given neither in dflash_config nor at the top level",
+        )
         return
     check_masks(inspection, vocab_size)
 
@@ -116,26 +141,42 @@ def _check_causal(inspection: Inspection, inner: dict[str, Any], layers: int | N
     kinds = config.get("layer_types")
     said = inner.get("causal") is not None or config.get("is_causal") is not None
     if config.get("model_type") == NATIVE and kinds is None:
-        inspection.add("layer-types-missing", "layer_types is not given: transformers takes sliding_attention for all layers")
+        inspection.add(
+            "layer-types-missing",
+            "layer_types is not given: transformers takes sliding_attention for all layers",
+        )
     elif isinstance(kinds, list):
         if layers is not None and len(kinds) != layers:
-            inspection.add("layer-types-missing", f"layer_types names {len(kinds)} of {layers} layers")
+            inspection.add(
+                "layer-types-missing", f"layer_types names {len(kinds)} of {layers} layers"
+            )
         if "sliding_attention" in kinds and not said:
             inspection.add(
                 "dflash-causal",
-                "layers of sliding_attention are causal by default, which a block drafted at once is not: write causal: false in "
+                "layers of sliding_attention are causal by default, which a block drafted at once "
+                "is not: write causal: false in "
                 "dflash_config, or true if it was trained so",
             )
 
 
 def _check_layers(inspection: Inspection, ids: Any, least: int) -> None:
     if not (isinstance(ids, list) and ids and all(type(i) is int for i in ids)):
-        inspection.add("layers-missing", f"target_layer_ids is {str(ids)[:60]}: needs the numbers of the captured blocks")
+        inspection.add(
+            "layers-missing",
+            f"target_layer_ids is {str(ids)[:60]}: needs the numbers of the captured blocks",
+        )
         return
     if any(b <= a for a, b in pairwise(ids)):
-        inspection.add("layers-not-ascending", f"{ids}: engines concatenate states in ascending order whatever stands here")
+        inspection.add(
+            "layers-not-ascending",
+            f"{ids}: engines concatenate states in ascending order whatever stands here",
+        )
     theirs = inspection.target_config
-    count = theirs.get("num_hidden_layers") if theirs is not None else inspection.config.get("num_target_layers")
+    count = (
+        theirs.get("num_hidden_layers")
+        if theirs is not None
+        else inspection.config.get("num_target_layers")
+    )
     if min(ids) < least or (type(count) is int and max(ids) >= count):
         last = count - 1 if type(count) is int else "N-1"
         inspection.add("layers-out-of-range", f"{ids}: the target's blocks are {least} to {last}")
@@ -143,12 +184,20 @@ def _check_layers(inspection: Inspection, ids: Any, least: int) -> None:
 
 def _shapes(sizes: Sizes, layers: int, reads: int) -> tuple[Shapes, Shapes]:
     d = (sizes.width,)
-    expected: Shapes = {"fc.weight": (sizes.width, reads), "hidden_norm.weight": d, "norm.weight": d}
+    expected: Shapes = {
+        "fc.weight": (sizes.width, reads),
+        "hidden_norm.weight": d,
+        "norm.weight": d,
+    }
     for layer in range(layers):
         prefix = f"layers.{layer}."
         expected |= block_shapes(prefix, sizes)
-        expected |= {f"{prefix}{name}.weight": d for name in ("input_layernorm", "post_attention_layernorm")}
-        expected |= {f"{prefix}self_attn.{name}.weight": (sizes.head_dim,) for name in ("q_norm", "k_norm")}
+        expected |= {
+            f"{prefix}{name}.weight": d for name in ("input_layernorm", "post_attention_layernorm")
+        }
+        expected |= {
+            f"{prefix}self_attn.{name}.weight": (sizes.head_dim,) for name in ("q_norm", "k_norm")
+        }
     return expected, {}
 
 
@@ -156,15 +205,28 @@ def _markov(
     inspection: Inspection, sizes: Sizes, vocab_size: int | None, draft_size: int | None
 ) -> tuple[Shapes, Shapes]:
     config, held = inspection.config, inspection.head.tensors
-    rank, kind = inspection.whole(config, "markov_rank"), config.get("markov_head_type", "vanilla")
+    rank, kind = (
+        inspection.integer(config, "markov_rank"),
+        config.get("markov_head_type", "vanilla"),
+    )
     if inspection.engine == "vllm":
         if kind != "vanilla":
-            inspection.add("flag-not-read", f"markov_head_type is {str(kind)[:40]}, vLLM runs vanilla alone; serve with SGLang")
-        inspection.add("runner", "vLLM serves DSpark by its second model runner alone, which needs Triton", fatal=False)
+            inspection.add(
+                "flag-not-read",
+                f"markov_head_type is {str(kind)[:40]}, vLLM runs vanilla alone; serve with SGLang",
+            )
+        inspection.add(
+            "runner",
+            "vLLM serves DSpark by its second model runner alone, which needs Triton",
+            fatal=False,
+        )
     elif "markov_head_type" not in config:
         inspection.add("config-key-missing", "markov_head_type is not given, which SGLang needs")
     if any(name.startswith(("markov_w1", "markov_w2", "confidence_proj")) for name in held):
-        inspection.add("dspark-head-names", "ModelOpt's names: engines look for markov_head.markov_w1 and confidence_head.proj")
+        inspection.add(
+            "dspark-head-names",
+            "ModelOpt's names: engines look for markov_head.markov_w1 and confidence_head.proj",
+        )
     if rank is None or vocab_size is None or draft_size is None:
         return {}, {}
     expected: Shapes = {
@@ -172,9 +234,15 @@ def _markov(
         "markov_head.markov_w2.weight": (draft_size, rank),
     }
     h = sizes.width
-    more = {"gated": ("gate_proj", (rank, h + rank)), "rnn": ("joint_proj", (3 * rank, 2 * rank + h))}.get(str(kind))
+    more = {
+        "gated": ("gate_proj", (rank, h + rank)),
+        "rnn": ("joint_proj", (3 * rank, 2 * rank + h)),
+    }.get(str(kind))
     if more:
-        expected |= {f"markov_head.{more[0]}.weight": more[1], f"markov_head.{more[0]}.bias": (more[1][0],)}
+        expected |= {
+            f"markov_head.{more[0]}.weight": more[1],
+            f"markov_head.{more[0]}.bias": (more[1][0],),
+        }
     if config.get("enable_confidence_head"):
         reads = h + rank if config.get("confidence_head_with_markov") else h
         expected |= {"confidence_head.proj.weight": (1, reads), "confidence_head.proj.bias": (1,)}

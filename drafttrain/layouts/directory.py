@@ -1,6 +1,7 @@
 """A directory of some engine's as data: config.json, and the headers of its safetensors files.
 
-It may come from anywhere. Nothing in it is run, no pickle is opened, and no tensor is read before its shape and dtype are known.
+It may come from anywhere. Nothing in it is run, no pickle is opened, and no tensor is read before
+its shape and dtype are known.
 """
 
 from __future__ import annotations
@@ -62,16 +63,23 @@ class Directory:
     def weight(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A weight in float32, once its shape and dtype are what they must be.
 
-        Raises: InputError if it is not there, is of another shape, no plain weight, or holds a value that is no number.
+        Raises: InputError if it is not there, is of another shape, no plain weight, or holds a
+        value that is no number.
         """
         if name not in self.tensors:
             raise InputError(f"{self.path} lacks {name}")
         entry = self.tensors[name]
         if entry.shape != shape or entry.dtype not in FLOATS:
-            raise InputError(f"{self.path}: {some([name])} is {entry}, needs {list(shape)} of {', '.join(FLOATS)}")
+            raise InputError(
+                f"{self.path}: {some([name])} is {entry}, needs {list(shape)} of "
+                f"{', '.join(FLOATS)}"
+            )
         tensor = self.read(name).to(torch.float32)
         if not bool(tensor.isfinite().all()):
-            raise InputError(f"{self.path}: NaN or infinite values in {some([name])}: it is damaged, get it again")
+            raise InputError(
+                f"{self.path}: NaN or infinite values in {some([name])}: it is damaged, get it "
+                f"again"
+            )
         return tensor
 
 
@@ -84,11 +92,19 @@ def open_directory(path: str | os.PathLike[str], what: str) -> Directory:
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise InputError(f"{what}={path} {'is a file' if folder.exists() else 'does not exist'}: give a directory")
+        raise InputError(
+            f"{what}={path} {'is a file' if folder.exists() else 'does not exist'}: give a "
+            f"directory"
+        )
     if is_package(folder):
-        raise InputError(f"{what}={path} is a drafttrain package, no engine's directory: export it with package=<folder> to=...")
+        raise InputError(
+            f"{what}={path} is a drafttrain package, no engine's directory: export it with "
+            f"package=<folder> to=..."
+        )
     if not os.path.lexists(folder / CONFIG):
-        raise InputError(f"{what}={path} has no {CONFIG}: give the directory that an engine is given")
+        raise InputError(
+            f"{what}={path} has no {CONFIG}: give the directory that an engine is given"
+        )
     config = read_json(folder / CONFIG, _LARGEST_CONFIG, "an engine's config")
     if not isinstance(config, dict):
         raise InputError(f"{folder / CONFIG} is {type(config).__name__}, needs a mapping")
@@ -96,9 +112,14 @@ def open_directory(path: str | os.PathLike[str], what: str) -> Directory:
     for file in sorted(folder.glob("*.safetensors")):
         for name, entry in _header(file).items():
             if name in tensors:
-                raise InputError(f"{folder}: {some([name])} stands in {tensors[name].file.name} and in {file.name}")
+                raise InputError(
+                    f"{folder}: {some([name])} stands in {tensors[name].file.name} and in "
+                    f"{file.name}"
+                )
             tensors[name] = entry
-    pickled = tuple(sorted(file.name for file in folder.iterdir() if file.suffix.lower() in PICKLED))
+    pickled = tuple(
+        sorted(file.name for file in folder.iterdir() if file.suffix.lower() in PICKLED)
+    )
     return Directory(folder, config, tensors, pickled, _indexed(folder))
 
 
@@ -120,7 +141,10 @@ def _header(path: Path) -> dict[str, Entry]:
             if len(names) > _MOST_TENSORS:
                 raise InputError(f"{path} has {len(names)} tensors: not a head")
             slices = {name: file.get_slice(name) for name in names}
-            return {name: Entry(tuple(s.get_shape()), str(s.get_dtype()), path) for name, s in slices.items()}
+            return {
+                name: Entry(tuple(s.get_shape()), str(s.get_dtype()), path)
+                for name, s in slices.items()
+            }
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
 
@@ -128,7 +152,8 @@ def _header(path: Path) -> dict[str, Entry]:
 def how_to_convert(names: tuple[str, ...]) -> str:
     """How a person turns a pickle into safetensors without running what may be in it."""
     return (
-        f"{some(names)} can run code when read, so it is not: convert it, with nothing but tensors allowed in it: "
+        f"{some(names)} can run code when read, so it is not: convert it, with nothing but tensors "
+        f"allowed in it: "
         "python -c 'import sys, torch; from safetensors.torch import save_file; "
         'd = torch.load(sys.argv[1], map_location="cpu", weights_only=True); '
         'save_file({k: v.clone().contiguous() for k, v in d.items()}, "model.safetensors")\' '

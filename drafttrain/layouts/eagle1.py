@@ -1,4 +1,5 @@
-"""EAGLE-1 (arXiv:2401.15077) as vLLM, SGLang and its authors' code read it, and as older versions of speculators wrote it.
+"""EAGLE-1 (arXiv:2401.15077) as vLLM, SGLang and its authors' code read it, and as older versions
+of speculators wrote it.
 
 | tensor                                   | shape  | |
 | fc.weight                                | (d 2d) | columns of the embedding first, then the feature's; here it is the other way |
@@ -7,9 +8,10 @@
 | layers.0.post_attention_layernorm.weight | (d)    | |
 | embed_tokens.weight                      | (v d)  | the target's: EAGLE's loader wants it, the others borrow it |
 
-No final norm; the head is the target's. Engines differ in `architectures`, so that no directory serves vLLM and SGLang alike.
-Read from: vLLM 0.32 model_executor/models/llama_eagle.py and llama.py, SGLang 0.5.23 srt/models/{llama,qwen2}_eagle.py,
-SafeAILab/EAGLE eagle/model/cnets1.py, speculators 0.1 models/eagle.py.
+No final norm; the head is the target's. Engines differ in `architectures`, so that no directory
+serves vLLM and SGLang alike. Read from: vLLM 0.32 model_executor/models/llama_eagle.py and
+llama.py, SGLang 0.5.23 srt/models/{llama,qwen2}_eagle.py, SafeAILab/EAGLE eagle/model/cnets1.py,
+speculators 0.1 models/eagle.py.
 """
 
 from __future__ import annotations
@@ -42,25 +44,33 @@ _ARCHITECTURES = {
     "sglang": ("LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle", "MistralForCausalLMEagle"),
 }
 _LARGEST_MAP = 16 << 20
-_EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "model.language_model.embed_tokens.weight")
+_EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+)
 _NO_NORM = "layers.0.input_layernorm.weight"
 _QKV_BIASES = tuple(f"layers.0.self_attn.{name}_proj.bias" for name in "qkv")
 _SPECULATORS = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
 _COMPUTED = "rotary_emb.inv_freq"
-"""End of a name that older versions of transformers saved: engines pass over it, since it follows from the config."""
+"""End of a name that older versions of transformers saved: engines pass over it, since it follows
+from the config."""
 
 
-# --- writing -------------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 def write(source: Source) -> Exported:
-    """Raises: InputError for what this engine cannot run: other families, biases it does not read, RoPE it does not know."""
+    """Raises: InputError for what this engine cannot run: other families, biases it does not read,
+    RoPE it does not know."""
     drafter, target, engine = source.drafter, source.target, source.engine
     assert isinstance(drafter, Eagle1)
     if target.config.model_type not in FAMILIES:
         raise InputError(
-            f"to={engine}: target {target.name} is a {target.config.model_type}, whose block no engine's EAGLE-1 runs (they run "
-            f"those of {', '.join(FAMILIES)}); the package itself decodes in transformers, by custom_generate"
+            f"to={engine}: target {target.name} is a {target.config.model_type}, whose block no "
+            f"engine's EAGLE-1 runs (they run "
+            f"those of {', '.join(FAMILIES)}); the package itself decodes in transformers, by "
+            f"custom_generate"
         )
     config = block_config(target) | _family(target, engine)
     tensors = _tensors(drafter)
@@ -69,20 +79,28 @@ def write(source: Source) -> Exported:
         _check_eagle(config)
         tensors["embed_tokens.weight"] = target.embedding.weight
     ids = source.kept_ids(
-        holds=engine == "sglang", why=f"EAGLE-1 in {engine} drafts from the target's whole head; to=sglang takes a list of ids"
+        holds=engine == "sglang",
+        why=f"EAGLE-1 in {engine} drafts from the target's whole head; to=sglang takes a list of "
+        f"ids",
     )
     notes = []
     if source.draft_ids is not None and ids is None and source.vocabulary == "auto":
         notes.append(
-            f"the package drafts from {len(source.draft_ids)} tokens; EAGLE-1 in {engine} drafts from the target's whole head, "
+            f"the package drafts from {len(source.draft_ids)} tokens; EAGLE-1 in {engine} drafts "
+            f"from the target's whole head, "
             "which may propose others too"
         )
     if engine == "eagle":
-        notes.append("EAGLE's loader looks into model.safetensors.index.json of the target, which one in a single file lacks")
+        notes.append(
+            "EAGLE's loader looks into model.safetensors.index.json of the target, which one in a "
+            "single file lacks"
+        )
     if ids is not None:
         notes.append(
-            "SGLang reads the draft vocabulary from a pickle, which is not written here. Make it in the directory once: "
-            f"python -c \"import json, torch; torch.save(json.load(open('{TOKEN_MAP}')), '{MADE_MAP}')\""
+            "SGLang reads the draft vocabulary from a pickle, which is not written here. Make it "
+            "in the directory once: "
+            f"python -c \"import json, torch; torch.save(json.load(open('{TOKEN_MAP}')), "
+            f"'{MADE_MAP}')\""
         )
     word = str(source.dtype).removeprefix("torch.")
     return Exported(
@@ -111,26 +129,45 @@ def _tensors(drafter: Eagle1) -> dict[str, Tensor]:
 def _family(target: Target, engine: str) -> dict[str, Any]:
     """The engine's name for the block, and its biases."""
     config, qwen = target.config, target.config.model_type == "qwen2"
-    both, mlp = bool(getattr(config, "attention_bias", False)), bool(getattr(config, "mlp_bias", False))
+    both, mlp = (
+        bool(getattr(config, "attention_bias", False)),
+        bool(getattr(config, "mlp_bias", False)),
+    )
     if (engine == "eagle" and both) or (engine != "vllm" and mlp):
-        raise InputError(f"to={engine}: target {target.name} has biases in its blocks that {engine} does not read; to=vllm does")
+        raise InputError(
+            f"to={engine}: target {target.name} has biases in its blocks that {engine} does not "
+            f"read; to=vllm does"
+        )
     if engine != "eagle" and config.hidden_act != "silu":
-        raise InputError(f"to={engine}: target {target.name} has the activation {config.hidden_act}, {engine} runs silu alone here")
+        raise InputError(
+            f"to={engine}: target {target.name} has the activation {config.hidden_act}, {engine} "
+            f"runs silu alone here"
+        )
     found: dict[str, Any] = {"attention_bias": both, "mlp_bias": mlp}
     if qwen and engine == "sglang":
-        return {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLMEagle"], "use_sliding_window": False}
+        return {
+            "model_type": "qwen2",
+            "architectures": ["Qwen2ForCausalLMEagle"],
+            "use_sliding_window": False,
+        }
     if qwen:
         found["qkv_bias"] = True
-    return found | {"architectures": [_ARCHITECTURES[engine][0] if engine in _ARCHITECTURES else "LlamaForCausalLM"]}
+    return found | {
+        "architectures": [
+            _ARCHITECTURES[engine][0] if engine in _ARCHITECTURES else "LlamaForCausalLM"
+        ]
+    }
 
 
 def _settle_bias(tensors: dict[str, Tensor], config: dict[str, Any], engine: str) -> None:
-    """`fc.bias` as the engine wants it. `bias` in a config means fc's in EAGLE, and attention's in vLLM and SGLang."""
+    """`fc.bias` as the engine wants it. `bias` in a config means fc's in EAGLE, and attention's in
+    vLLM and SGLang."""
     bias = tensors.get("fc.bias")
     if engine == "vllm" and bias is not None:
         if bool(bias.any()):
             raise InputError(
-                "to=vllm: this drafter has a bias in fc, which vLLM drops: give to=sglang or to=eagle, or train with "
+                "to=vllm: this drafter has a bias in fc, which vLLM drops: give to=sglang or "
+                "to=eagle, or train with "
                 "drafter.bias=false"
             )
         del tensors["fc.bias"]
@@ -141,10 +178,16 @@ def _settle_bias(tensors: dict[str, Tensor], config: dict[str, Any], engine: str
 
 def _check_eagle(config: dict[str, Any]) -> None:
     if config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]:
-        raise InputError("to=eagle: this target's attention heads do not make up its width, which EAGLE's code needs: give to=vllm")
+        raise InputError(
+            "to=eagle: this target's attention heads do not make up its width, which EAGLE's code "
+            "needs: give to=vllm"
+        )
     kind, theta = config["rope_parameters"]["rope_type"], config["rope_theta"]
     if kind != "default" and (kind != "linear" or theta != FALLBACK):
-        raise InputError(f"to=eagle: EAGLE's code has no RoPE of type {kind} with a base of {theta:g}: give to=vllm or to=sglang")
+        raise InputError(
+            f"to=eagle: EAGLE's code has no RoPE of type {kind} with a base of {theta:g}: give "
+            f"to=vllm or to=sglang"
+        )
 
 
 def _command(engine: str, tokens: int, mapped: bool) -> str:
@@ -152,24 +195,28 @@ def _command(engine: str, tokens: int, mapped: bool) -> str:
         return vllm_command("eagle", tokens)
     if engine == "sglang":
         more = f" --speculative-token-map {{out}}/{MADE_MAP}" if mapped else ""
-        return (
-            f"{sglang_command('EAGLE', tokens)} --speculative-eagle-topk 1 --speculative-draft-model-quantization unquant{more}"
-        )
+        return f"{sglang_command('EAGLE', tokens)} --speculative-eagle-topk 1 --speculative-draft-model-quantization unquant{more}"
     return "EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{out}', use_eagle3=False)  # eagle.model.ea_model"
 
 
-# --- checking ------------------------------------------------------------------------------------------------------------
+# --- checking -------------------------------------------------------------------------------------
 
 
 def recognises(head: Directory) -> bool:
     names, given = head.tensors, head.config.get("architectures")
     said = given[0] if isinstance(given, list) and given and isinstance(given[0], str) else ""
-    return any(name.removeprefix("model.") in ("fc.weight", "fusion_fc.weight") for name in names) or said.endswith("Eagle")
+    return any(
+        name.removeprefix("model.") in ("fc.weight", "fusion_fc.weight") for name in names
+    ) or said.endswith("Eagle")
 
 
 def default_engine(head: Directory) -> str:
     given = head.config.get("architectures")
-    return "sglang" if isinstance(given, list) and given and str(given[0]).endswith("Eagle") else "vllm"
+    return (
+        "sglang"
+        if isinstance(given, list) and given and str(given[0]).endswith("Eagle")
+        else "vllm"
+    )
 
 
 def check(inspection: Inspection) -> None:
@@ -184,13 +231,21 @@ def check(inspection: Inspection) -> None:
     inspection.against_target(config)
     if config.get("draft_vocab_size") not in (None, config.get("vocab_size")) or "d2t" in held:
         inspection.add(
-            "draft-vocab-not-read", f"{engine} reads no draft vocabulary in an EAGLE-1 head, nor d2t: its head is the target's"
+            "draft-vocab-not-read",
+            f"{engine} reads no draft vocabulary in an EAGLE-1 head, nor d2t: its head is the "
+            f"target's",
         )
     prefixed = sorted(name for name in held if name.startswith("model."))
     if prefixed:
-        inspection.add("model-prefix", f"{some(prefixed)}: engines put model. before these names themselves; take it away")
+        inspection.add(
+            "model-prefix",
+            f"{some(prefixed)}: engines put model. before these names themselves; take it away",
+        )
     sizes = sizes_of(config, inspection)
-    layers, vocab_size = inspection.whole(config, "num_hidden_layers"), inspection.whole(config, "vocab_size")
+    layers, vocab_size = (
+        inspection.integer(config, "num_hidden_layers"),
+        inspection.integer(config, "vocab_size"),
+    )
     if sizes is None or layers is None or vocab_size is None or not held:
         return
     _check_layers(inspection, layers)
@@ -198,16 +253,27 @@ def check(inspection: Inspection) -> None:
     _check_extras(inspection)
     if engine == "sglang":
         _check_token_map(inspection, vocab_size)
-    named = {_NO_NORM, "lm_head.weight", "norm.weight", "d2t", "t2d", *prefixed}  # have faults of their own
+    named = {
+        _NO_NORM,
+        "lm_head.weight",
+        "norm.weight",
+        "d2t",
+        "t2d",
+        *prefixed,
+    }  # have faults of their own
     expected, optional = _shapes(inspection, sizes, layers, vocab_size)
-    optional |= {name: held[name].shape for name in held if name in named or name.endswith(_COMPUTED)}
+    optional |= {
+        name: held[name].shape for name in held if name in named or name.endswith(_COMPUTED)
+    }
     optional["fc.bias"] = (sizes.width,)
     inspection.compare(expected, optional, skips_unknown=engine == "sglang")
     inspection.weights(("d2t", "t2d"))
     inspection.borrowed("embed_tokens.weight", _EMBEDDINGS, "embedding", needed=engine != "vllm")
 
 
-def _shapes(inspection: Inspection, sizes: Sizes, layers: int, vocab_size: int) -> tuple[Shapes, Shapes]:
+def _shapes(
+    inspection: Inspection, sizes: Sizes, layers: int, vocab_size: int
+) -> tuple[Shapes, Shapes]:
     qkv, o = _attention_biases(inspection)
     expected: Shapes = {"fc.weight": (sizes.width, 2 * sizes.width)}
     for layer in range(min(layers, 64)):
@@ -220,7 +286,8 @@ def _shapes(inspection: Inspection, sizes: Sizes, layers: int, vocab_size: int) 
 
 
 def _attention_biases(inspection: Inspection) -> tuple[bool, bool]:
-    """Those that the engine will look for: of queries, keys and values, and behind the attention."""
+    """Those that the engine will look for: of queries, keys and values, and behind the
+    attention."""
     config, engine = inspection.config, inspection.engine
     if engine == "eagle":
         return bool(config.get("qkv_bias")), False
@@ -235,7 +302,8 @@ def _check_layers(inspection: Inspection, layers: int) -> None:
     if found != {str(layer) for layer in range(min(layers, 64))}:
         inspection.add(
             "layer-count",
-            f"num_hidden_layers is {layers}, the file has layers {some(sorted(found)) or 'none'}: it may be the target's number",
+            f"num_hidden_layers is {layers}, the file has layers {some(sorted(found)) or 'none'}: "
+            f"it may be the target's number",
         )
 
 
@@ -246,28 +314,43 @@ def _check_biases(inspection: Inspection) -> None:
         zero = not bool(inspection.head.read("fc.bias").any())
         inspection.add(
             "fc-bias-dropped",
-            "fc.bias is there and vLLM drops it" + (", which changes nothing: it is zero" if zero else ": drafts are others"),
+            "fc.bias is there and vLLM drops it"
+            + (", which changes nothing: it is zero" if zero else ": drafts are others"),
             fatal=not zero,
         )
     if engine == "sglang" and not has:
-        inspection.add("fc-bias-missing", "fc.bias is not there: SGLang leaves it at random values; write zeros")
+        inspection.add(
+            "fc-bias-missing",
+            "fc.bias is not there: SGLang leaves it at random values; write zeros",
+        )
     if engine == "eagle" and has != bool(config.get("bias", True)):
         inspection.add(
             "fc-bias-undeclared",
-            f"bias is {config.get('bias', 'not given, which means true')}, fc.bias is {'there' if has else 'not there'}: EAGLE's "
+            f"bias is {config.get('bias', 'not given, which means true')}, fc.bias is "
+            f"{'there' if has else 'not there'}: EAGLE's "
             "loader fails or leaves it random",
         )
-    if engine in ("vllm", "sglang") and config.get("bias") and not any(name in held for name in _QKV_BIASES):
+    if (
+        engine in ("vllm", "sglang")
+        and config.get("bias")
+        and not any(name in held for name in _QKV_BIASES)
+    ):
         inspection.add(
             "bias-read-as-attention",
-            f"bias is true, meant for fc as EAGLE reads it; {engine} makes biases in attention of it, at random values: write "
+            f"bias is true, meant for fc as EAGLE reads it; {engine} makes biases in attention of "
+            f"it, at random values: write "
             "false",
         )
     declared, _ = _attention_biases(inspection)
     if not declared and any(name in held for name in _QKV_BIASES):
-        need = "architectures must be Qwen2ForCausalLMEagle" if engine == "sglang" else "write qkv_bias: true"
+        need = (
+            "architectures must be Qwen2ForCausalLMEagle"
+            if engine == "sglang"
+            else "write qkv_bias: true"
+        )
         inspection.add(
-            "attention-bias-undeclared", f"queries, keys and values have biases that {engine} does not look for: {need}"
+            "attention-bias-undeclared",
+            f"queries, keys and values have biases that {engine} does not look for: {need}",
         )
 
 
@@ -276,7 +359,8 @@ def _check_extras(inspection: Inspection) -> None:
     if _NO_NORM in held:
         inspection.add(
             "norm-before-attention",
-            f"{_NO_NORM} is there: EAGLE-1's first block has no such norm; vLLM refuses the file, others drop what was trained",
+            f"{_NO_NORM} is there: EAGLE-1's first block has no such norm; vLLM refuses the file, "
+            f"others drop what was trained",
         )
     if "norm.weight" in held:
         inspection.add("final-norm", "norm.weight is there: EAGLE-1 has no norm before the head")
@@ -300,19 +384,23 @@ def _check_token_map(inspection: Inspection, vocab_size: int) -> None:
         return
     whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
     if not whole or not ids or any(b <= a for a, b in pairwise(ids)):
-        inspection.add("token-map-ids", f"{TOKEN_MAP} needs a list of whole numbers that ascend within 0..{vocab_size - 1}")
+        inspection.add(
+            "token-map-ids",
+            f"{TOKEN_MAP} needs a list of whole numbers that ascend within 0..{vocab_size - 1}",
+        )
         return
     told = origin.read_origin(inspection.head)
     if told is not None and told.draft_ids != ids:
         own = "none" if told.draft_ids is None else len(told.draft_ids)
         inspection.add(
             "token-map-differs",
-            f"{TOKEN_MAP} has {len(ids)} ids, which are not those of {origin.FILE} ({own}): SGLang drafts from others than were "
+            f"{TOKEN_MAP} has {len(ids)} ids, which are not those of {origin.FILE} ({own}): SGLang "
+            f"drafts from others than were "
             "learned; export the package again",
         )
 
 
-# --- reading -------------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def read(head: Directory, target: Target, known: dict[str, Any]) -> Eagle1:
@@ -320,8 +408,8 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Eagle1:
 
     Args:
         known: settings of the drafter that a directory of drafttrain's tells.
-    Raises: InputError for whatever such a drafter cannot be: other sizes than the target's, more layers, norms or embeddings of
-        its own, another RoPE.
+    Raises: InputError for whatever such a drafter cannot be: other sizes than the target's, more
+        layers, norms or embeddings of its own, another RoPE.
     """
     config = _layer_config(head)
     names = {_ours(name): name for name in head.tensors if not name.endswith(_COMPUTED)}
@@ -330,12 +418,19 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Eagle1:
     d = target.width
     bias = head.weight(names["fc.bias"], (d,)) if "fc.bias" in names else torch.zeros(d)
     drafter = Eagle1(target, **{**known, "bias": known.get("bias", False) or bool(bias.any())})
-    shapes = {_theirs(name): tuple(t.shape) for name, t in drafter.state_dict().items() if name not in ("draft_ids", "fc.bias")}
-    odd = sorted(names.keys() - shapes.keys() - {"fc.bias", "embed_tokens.weight", "lm_head.weight"})
+    shapes = {
+        _theirs(name): tuple(t.shape)
+        for name, t in drafter.state_dict().items()
+        if name not in ("draft_ids", "fc.bias")
+    }
+    odd = sorted(
+        names.keys() - shapes.keys() - {"fc.bias", "embed_tokens.weight", "lm_head.weight"}
+    )
     if odd or len(names) != sum(not name.endswith(_COMPUTED) for name in head.tensors):
         what = some(odd) if odd else "a tensor under two names"
         raise InputError(
-            f"{head.path} holds {what}: EAGLE-1 has one block of the target's kind, without a norm before its attention"
+            f"{head.path} holds {what}: EAGLE-1 has one block of the target's kind, without a norm "
+            f"before its attention"
         )
     found = {name: head.weight(names.get(name, name), shape) for name, shape in shapes.items()}
     state = {name: found[_theirs(name)] for name in drafter.state_dict() if _theirs(name) in found}
@@ -353,7 +448,9 @@ def _layer_config(head: Directory) -> dict[str, Any]:
     if not isinstance(inner, dict):
         raise InputError(f"{head.path}: transformer_layer_config is not a mapping")
     if head.config.get("layernorms"):
-        raise InputError(f"{head.path} has norms of its own (layernorms: true), which eagle1 does not have")
+        raise InputError(
+            f"{head.path} has norms of its own (layernorms: true), which eagle1 does not have"
+        )
     return inner
 
 
@@ -370,27 +467,51 @@ def _theirs(name: str) -> str:
 
 
 def _refuse_another_target(head: Directory, config: dict[str, Any], target: Target) -> None:
-    """Raise InputError unless the block's config is the target's, which it will be computed with."""
+    """Raise InputError unless the block's config is the target's, which it will be computed
+    with."""
     own = target.config
     for key, mine in (("hidden_size", target.width), ("vocab_size", target.vocab_size)):
         if config.get(key, mine) != mine:
-            raise InputError(f"{head.path}: {key} is {str(config[key])[:40]}, the target's is {mine}: it is another target's head")
-    facts = {"rms_norm_eps": getattr(own, "rms_norm_eps", None), "hidden_act": getattr(own, "hidden_act", None)}
+            raise InputError(
+                f"{head.path}: {key} is {str(config[key])[:40]}, the target's is {mine}: it is "
+                f"another target's head"
+            )
+    facts = {
+        "rms_norm_eps": getattr(own, "rms_norm_eps", None),
+        "hidden_act": getattr(own, "hidden_act", None),
+    }
     for key, value in facts.items():
         if config.get(key, value) != value:
-            raise InputError(f"{head.path}: {key} is {str(config[key])[:40]}, the target's is {value}: eagle1 takes the target's")
-    if (mine_rope := effective(config)) != (theirs := effective(json.loads(own.to_json_string(use_diff=False)))):
+            raise InputError(
+                f"{head.path}: {key} is {str(config[key])[:40]}, the target's is {value}: eagle1 "
+                f"takes the target's"
+            )
+    if (mine_rope := effective(config)) != (
+        theirs := effective(json.loads(own.to_json_string(use_diff=False)))
+    ):
         raise InputError(
-            f"{head.path} turns by RoPE with a base of {mine_rope[0]:g}, the target with {theirs[0]:g} (or their scalings differ): "
+            f"{head.path} turns by RoPE with a base of {mine_rope[0]:g}, the target with "
+            f"{theirs[0]:g} (or their scalings differ): "
             "it was trained so, or its config.json lost rope_theta; correct that file if you know"
         )
 
 
 def _refuse_own_vocabulary(head: Directory, names: dict[str, str], target: Target) -> None:
-    """Raise InputError if the file has another embedding or head than the target, whose are borrowed."""
-    for name, weight in (("embed_tokens.weight", target.embedding.weight), ("lm_head.weight", target.output.weight)):
+    """Raise InputError if the file has another embedding or head than the target, whose are
+    borrowed."""
+    for name, weight in (
+        ("embed_tokens.weight", target.embedding.weight),
+        ("lm_head.weight", target.output.weight),
+    ):
         if name not in names:
             continue
         entry = head.tensors[names[name]]
-        if entry.shape != tuple(weight.shape) or entry.dtype not in FLOATS or not alike(head.read(names[name]), weight):
-            raise InputError(f"{head.path}: {name} is not the target's own: eagle1 borrows the target's, and it is another one")
+        if (
+            entry.shape != tuple(weight.shape)
+            or entry.dtype not in FLOATS
+            or not alike(head.read(names[name]), weight)
+        ):
+            raise InputError(
+                f"{head.path}: {name} is not the target's own: eagle1 borrows the target's, and it "
+                f"is another one"
+            )

@@ -1,7 +1,8 @@
 """EAGLE-3 (arXiv:2503.01840) and P-EAGLE as vLLM and SGLang read them.
 
-x[i] is the residual stream behind i of the target's blocks. `eagle_aux_hidden_state_layer_ids` numbers it i at the top level, where
-vLLM reads it, and i - 1 inside `eagle_config`, where SGLang does. Without it both guess x[2], x[N/2], x[N-3].
+x[i] is the residual stream behind i of the target's blocks. `eagle_aux_hidden_state_layer_ids`
+numbers it i at the top level, where vLLM reads it, and i - 1 inside `eagle_config`, where SGLang
+does. Without it both guess x[2], x[N/2], x[N-3].
 
 | tensor                                | shape      | |
 | fc.weight                             | (d n·t)    | n captured states of width t |
@@ -13,8 +14,8 @@ vLLM reads it, and i - 1 inside `eagle_config`, where SGLang does. Without it bo
 | embed_tokens.weight                   | (v d)      | where d is not t |
 | mask_hidden                           | (1 1 n·t)  | P-EAGLE |
 
-Read from: vLLM 0.32 model_executor/models/llama_eagle3.py and v1/spec_decode, SGLang 0.5.23 srt/models/llama_eagle3.py and
-model_runner_components/spec_aux_hidden_state.py.
+Read from: vLLM 0.32 model_executor/models/llama_eagle3.py and v1/spec_decode, SGLang 0.5.23
+srt/models/llama_eagle3.py and model_runner_components/spec_aux_hidden_state.py.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ _ARCHITECTURES = {
     ),
     "sglang": ("LlamaForCausalLMEagle3",),
 }
-_EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "model.language_model.embed_tokens.weight")
+_EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+)
 _NOT_SGLANG = ("norm_before_residual",)
 """Settings that change what is computed and that SGLang does not read."""
 _MOST_LAYERS = 64
@@ -53,7 +58,9 @@ def recognises(head: Directory) -> bool:
     given = head.config.get("architectures")
     said = isinstance(given, list) and any("eagle3" in str(name).lower() for name in given)
     names = {name.removeprefix("model.") for name in head.tensors}
-    return said or any(name.startswith("midlayer.") or name == "layers.0.hidden_norm.weight" for name in names)
+    return said or any(
+        name.startswith("midlayer.") or name == "layers.0.hidden_norm.weight" for name in names
+    )
 
 
 def default_engine(head: Directory) -> str:
@@ -73,15 +80,28 @@ def check(inspection: Inspection, *, whole_file: bool = False) -> None:
     _check_flags(inspection)
     prefixed = sorted(name for name in held if name.startswith("model."))
     if prefixed:
-        inspection.add("model-prefix", f"{some(prefixed)}: engines put model. before these names themselves; take it away")
+        inspection.add(
+            "model-prefix",
+            f"{some(prefixed)}: engines put model. before these names themselves; take it away",
+        )
     sizes = sizes_of(config, inspection)
-    layers, vocab_size = inspection.whole(config, "num_hidden_layers"), inspection.whole(config, "vocab_size")
+    layers, vocab_size = (
+        inspection.integer(config, "num_hidden_layers"),
+        inspection.integer(config, "vocab_size"),
+    )
     if sizes is None or layers is None or vocab_size is None or not held:
         return
     draft_size = vocabulary.draft_size_of(config, inspection, vocab_size)
     if engine == "sglang" and "draft_vocab_size" not in config:
-        inspection.add("draft-vocab-missing", "draft_vocab_size is not given, which SGLang needs; write it, whatever it is")
-    width = inspection.whole(config, "target_hidden_size", sizes.width) if config.get("target_hidden_size") else sizes.width
+        inspection.add(
+            "draft-vocab-missing",
+            "draft_vocab_size is not given, which SGLang needs; write it, whatever it is",
+        )
+    width = (
+        inspection.integer(config, "target_hidden_size", sizes.width)
+        if config.get("target_hidden_size")
+        else sizes.width
+    )
     if draft_size is None or width is None:
         return
     states = _states(inspection, width)
@@ -89,36 +109,54 @@ def check(inspection: Inspection, *, whole_file: bool = False) -> None:
     _check_head(inspection, draft_size, vocab_size)
     vocabulary.check(inspection, vocab_size, draft_size)
     _check_parallel(inspection, states * width, vocab_size)
-    expected, optional = _shapes(inspection, sizes, min(layers, _MOST_LAYERS), states * width, width)
+    expected, optional = _shapes(
+        inspection, sizes, min(layers, _MOST_LAYERS), states * width, width
+    )
     expected |= {"norm.weight": (sizes.width,)}
-    optional |= {"lm_head.weight": (draft_size, sizes.width), "embed_tokens.weight": (vocab_size, sizes.width)}
+    optional |= {
+        "lm_head.weight": (draft_size, sizes.width),
+        "embed_tokens.weight": (vocab_size, sizes.width),
+    }
     if width != sizes.width:
         expected["embed_tokens.weight"] = optional.pop("embed_tokens.weight")
-    optional |= {name: held[name].shape for name in ("d2t", "t2d", "mask_hidden", *prefixed) if name in held}
-    inspection.compare(_as_named(expected, held), _as_named(optional, held), skips_unknown=engine == "sglang")
+    optional |= {
+        name: held[name].shape for name in ("d2t", "t2d", "mask_hidden", *prefixed) if name in held
+    }
+    inspection.compare(
+        _as_named(expected, held), _as_named(optional, held), skips_unknown=engine == "sglang"
+    )
     inspection.weights(vocabulary.MAPS)
-    inspection.borrowed("embed_tokens.weight", _EMBEDDINGS, "embedding", needed=whole_file or width != sizes.width)
+    inspection.borrowed(
+        "embed_tokens.weight", _EMBEDDINGS, "embedding", needed=whole_file or width != sizes.width
+    )
 
 
-# --- captured states -------------------------------------------------------------------------------------------------------
+# --- captured states ------------------------------------------------------------------------------
 
 
 def check_layers(inspection: Inspection, top: Any, nested: Any, states: int) -> None:
     """Which states are captured, in both numberings.
 
     Args:
-        top: numbers as vLLM reads them, x[i] as i; nested: as SGLang does, x[i] as i - 1; None where not given.
+        top: numbers as vLLM reads them, x[i] as i; nested: as SGLang does, x[i] as i - 1; None
+            where not given.
         states: how many the head's file was made for.
     """
     lists = {"top": top, "nested": nested}
     for name, found in lists.items():
-        if found is not None and not (isinstance(found, list) and found and all(type(i) is int for i in found)):
-            inspection.add("layers-value", f"{KEY} ({name}) is {str(found)[:60]}, needs a list of whole numbers")
+        if found is not None and not (
+            isinstance(found, list) and found and all(type(i) is int for i in found)
+        ):
+            inspection.add(
+                "layers-value",
+                f"{KEY} ({name}) is {str(found)[:60]}, needs a list of whole numbers",
+            )
             return
     if top is None and nested is None:
         inspection.add(
             "layers-missing",
-            f"{KEY} is not given: engines capture x[2], x[N/2], x[N-3], whatever the head was trained on; write it at the top "
+            f"{KEY} is not given: engines capture x[2], x[N/2], x[N-3], whatever the head was "
+            f"trained on; write it at the top "
             "level and, one lower, in eagle_config",
             fatal=False,  # the states that its authors' code captures
         )
@@ -133,14 +171,23 @@ def check_layers(inspection: Inspection, top: Any, nested: Any, states: int) -> 
             fatal=lists[read] is None,
         )
     elif nested != [i - 1 for i in top]:
-        inspection.add("layers-conventions-disagree", f"{KEY} is {top} at the top level, {nested} in eagle_config: needs one lower")
+        inspection.add(
+            "layers-conventions-disagree",
+            f"{KEY} is {top} at the top level, {nested} in eagle_config: needs one lower",
+        )
     given = top if top is not None else [i + 1 for i in nested]
     if any(b <= a for a, b in pairwise(given)):
-        inspection.add("layers-not-ascending", f"{given}: engines concatenate states in ascending order whatever stands here")
+        inspection.add(
+            "layers-not-ascending",
+            f"{given}: engines concatenate states in ascending order whatever stands here",
+        )
     theirs = inspection.target_config
     count = theirs.get("num_hidden_layers") if theirs is not None else None
     if min(given) < 0 or (type(count) is int and max(given) > count):
-        inspection.add("layers-out-of-range", f"{given}: the target has x[0] to x[{count if type(count) is int else 'N'}]")
+        inspection.add(
+            "layers-out-of-range",
+            f"{given}: the target has x[0] to x[{count if type(count) is int else 'N'}]",
+        )
     if len(given) != states:
         inspection.add("layers-count", f"{len(given)} states are named, fc reads {states}")
 
@@ -149,14 +196,19 @@ def _states(inspection: Inspection, width: int) -> int:
     """How many states fc reads, by its file; and whether vLLM sizes it so."""
     config, entry = inspection.config, inspection.head.tensors.get("fc.weight")
     inner = _inner(config).get(KEY)
-    said = config.get("num_aux_hidden_states") or (len(inner) if isinstance(inner, list) else None) or GUESSED
+    said = (
+        config.get("num_aux_hidden_states")
+        or (len(inner) if isinstance(inner, list) else None)
+        or GUESSED
+    )
     if entry is None or len(entry.shape) != 2 or entry.shape[1] % width:
         return said if type(said) is int and 0 < said < _MOST_LAYERS else GUESSED
     found = entry.shape[1] // width
     if found != said:
         inspection.add(
             "states-count",
-            f"fc reads {found} states, {inspection.engine} makes it for {said}: write num_aux_hidden_states: {found}",
+            f"fc reads {found} states, {inspection.engine} makes it for {said}: write "
+            f"num_aux_hidden_states: {found}",
             fatal=inspection.engine == "vllm",
         )
     return found
@@ -167,28 +219,45 @@ def _inner(config: dict[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-# --- the rest ------------------------------------------------------------------------------------------------------------
+# --- the rest -------------------------------------------------------------------------------------
 
 
 def _check_flags(inspection: Inspection) -> None:
     config = inspection.config
     if "target_hidden_size" in config and config["target_hidden_size"] is None:
-        inspection.add("target-hidden-size-null", "target_hidden_size is null: vLLM fails at it; leave it out")
+        inspection.add(
+            "target-hidden-size-null", "target_hidden_size is null: vLLM fails at it; leave it out"
+        )
     if inspection.engine == "sglang":
         for key in _NOT_SGLANG:
             if config.get(key):
-                inspection.add("flag-not-read", f"{key} is true, which SGLang does not read; serve with vLLM")
-        if "Qwen3" in str(config.get("architectures")) or any("q_norm" in name for name in inspection.head.tensors):
-            inspection.add("flag-not-read", "queries and keys have norms, which SGLang's EAGLE-3 does not; serve with vLLM")
+                inspection.add(
+                    "flag-not-read", f"{key} is true, which SGLang does not read; serve with vLLM"
+                )
+        if "Qwen3" in str(config.get("architectures")) or any(
+            "q_norm" in name for name in inspection.head.tensors
+        ):
+            inspection.add(
+                "flag-not-read",
+                "queries and keys have norms, which SGLang's EAGLE-3 does not; serve with vLLM",
+            )
 
 
 def _check_head(inspection: Inspection, draft_size: int, vocab_size: int) -> None:
     if "lm_head.weight" in inspection.head.tensors:
         return
     if inspection.engine == "sglang" and inspection.config.get("draft_vocab_size") is not None:
-        inspection.add("head-missing", "lm_head.weight is not there while draft_vocab_size is given: SGLang's head stays random")
+        inspection.add(
+            "head-missing",
+            "lm_head.weight is not there while draft_vocab_size is given: SGLang's head stays "
+            "random",
+        )
     elif draft_size != vocab_size:
-        inspection.add("head-missing", f"lm_head.weight is not there, and the target's has {vocab_size} rows, not {draft_size}")
+        inspection.add(
+            "head-missing",
+            f"lm_head.weight is not there, and the target's has {vocab_size} rows, not "
+            f"{draft_size}",
+        )
 
 
 def _check_parallel(inspection: Inspection, size: int, vocab_size: int) -> None:
@@ -198,17 +267,27 @@ def _check_parallel(inspection: Inspection, size: int, vocab_size: int) -> None:
     check_masks(inspection, vocab_size)
     if entry is None:
         if said or config.get("parallel_drafting"):
-            inspection.add("mask-hidden-missing", f"{said or 'parallel_drafting'} is given, but no mask_hidden: vLLM fails")
+            inspection.add(
+                "mask-hidden-missing",
+                f"{said or 'parallel_drafting'} is given, but no mask_hidden: vLLM fails",
+            )
         return
     if inspection.engine == "sglang":
-        inspection.add("parallel-drafting", "mask_hidden is there, and SGLang has no parallel drafting; serve with vLLM")
+        inspection.add(
+            "parallel-drafting",
+            "mask_hidden is there, and SGLang has no parallel drafting; serve with vLLM",
+        )
     if math.prod(entry.shape) != size:
         inspection.add("tensor-shape", f"mask_hidden is {list(entry.shape)}, needs {size} elements")
     if said is None:
-        inspection.add("mask-token-missing", f"mask_hidden is there, but no mask id: write {MASKS[0]}")
+        inspection.add(
+            "mask-token-missing", f"mask_hidden is there, but no mask id: write {MASKS[0]}"
+        )
 
 
-def _shapes(inspection: Inspection, sizes: Sizes, layers: int, reads: int, width: int) -> tuple[Shapes, Shapes]:
+def _shapes(
+    inspection: Inspection, sizes: Sizes, layers: int, reads: int, width: int
+) -> tuple[Shapes, Shapes]:
     config, d = inspection.config, (sizes.width,)
     qwen = "Qwen3" in str(config.get("architectures"))
     expected: Shapes = {"fc.weight": (sizes.width, reads)}
@@ -221,13 +300,19 @@ def _shapes(inspection: Inspection, sizes: Sizes, layers: int, reads: int, width
         needed = both if not layer else (both[inspection.engine == "sglang"],)
         expected |= {f"{prefix}{name}.weight": d for name in needed}
         optional |= {f"{prefix}{name}.weight": d for name in both}
-        if layer and any(f"{prefix}{name}.weight" not in inspection.head.tensors for name in needed):
+        if layer and any(
+            f"{prefix}{name}.weight" not in inspection.head.tensors for name in needed
+        ):
             inspection.add(
                 "second-layer-norm",
-                f"layer {layer}: vLLM reads input_layernorm there, SGLang hidden_norm; write the same vector under both names",
+                f"layer {layer}: vLLM reads input_layernorm there, SGLang hidden_norm; write the "
+                f"same vector under both names",
             )
         if qwen:
-            expected |= {f"{prefix}self_attn.{name}.weight": (sizes.head_dim,) for name in ("q_norm", "k_norm")}
+            expected |= {
+                f"{prefix}self_attn.{name}.weight": (sizes.head_dim,)
+                for name in ("q_norm", "k_norm")
+            }
     if config.get("fc_norm"):
         expected |= {f"fc_norm.{j}.weight": (width,) for j in range(reads // width)}
     if config.get("norm_before_fc") or _inner(config).get("norm_before_fc"):
@@ -238,4 +323,7 @@ def _shapes(inspection: Inspection, sizes: Sizes, layers: int, reads: int, width
 def _as_named(shapes: Shapes, held: dict[str, Any]) -> Shapes:
     """The first layer is called midlayer in some files."""
     called = any(name.startswith("midlayer.") for name in held)
-    return {name.replace("layers.0.", "midlayer.", 1) if called else name: shape for name, shape in shapes.items()}
+    return {
+        name.replace("layers.0.", "midlayer.", 1) if called else name: shape
+        for name, shape in shapes.items()
+    }

@@ -1,4 +1,5 @@
-"""What is found in a directory: each fault with a name that stays, and the checks that all layouts share."""
+"""What is found in a directory: each fault with a name that stays, and the checks that all layouts
+share."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ from drafttrain.packaging.checking import some
 Shapes = dict[str, tuple[int, ...]]
 
 ENGINES = ("vllm", "sglang", "eagle", "medusa", "hf")
-"""Those whose reading of a directory is known: medusa is FasterDecoding's code, TGI and TensorRT-LLM; hf is transformers."""
+"""Those whose reading of a directory is known: medusa is FasterDecoding's code, TGI and
+TensorRT-LLM; hf is transformers."""
 
 MADE_MAP = "hot_token_ids.pt"
-"""What a person makes of an export's list of ids for SGLang, which reads that list from a pickle alone."""
+"""What a person makes of an export's list of ids for SGLang, which reads that list from a pickle
+alone."""
 _LARGEST_NUMBER = 1 << 31
 
 
@@ -41,7 +44,7 @@ class Inspection:
     def found(self, name: str) -> bool:
         return any(finding.name == name for finding in self.findings)
 
-    # config.json ------------------------------------------------------------------------------------------------
+    # config.json ----------------------------------------------------------------------------------
     @property
     def config(self) -> dict[str, Any]:
         """Of the head; where it is a speculators one, `layer_config` has the block's."""
@@ -55,7 +58,9 @@ class Inspection:
         text = self.target.config.get("text_config")
         return text if isinstance(text, dict) else self.target.config
 
-    def whole(self, config: Mapping[str, Any], key: str, default: int | None = None) -> int | None:
+    def integer(
+        self, config: Mapping[str, Any], key: str, default: int | None = None
+    ) -> int | None:
         """A positive whole number; a fault where it is none, or is not there and has no default."""
         value = config.get(key, default)
         if type(value) is int and 0 < value < _LARGEST_NUMBER:
@@ -63,21 +68,32 @@ class Inspection:
         if key in config:
             self.add("config-value", f"{key} is {str(value)[:40]}, needs a positive whole number")
         else:
-            self.add("config-key-missing", f"config.json lacks {key}: the engine takes its own default, or fails")
+            self.add(
+                "config-key-missing",
+                f"config.json lacks {key}: the engine takes its own default, or fails",
+            )
         return None
 
     def common_values(self, config: Mapping[str, Any]) -> None:
         """Keys that every engine reads for itself or by transformers, where they are given."""
         if "model_type" in config and not isinstance(config["model_type"], str):
-            self.add("config-value", f"model_type is {str(config['model_type'])[:40]}, needs a name in quotes")
+            self.add(
+                "config-value",
+                f"model_type is {str(config['model_type'])[:40]}, needs a name in quotes",
+            )
         for key in ("dtype", "torch_dtype"):
             if config.get(key) is not None and not _is_dtype(config[key]):
-                self.add("config-value", f"{key} is {str(config[key])[:40]}, needs one of torch's, such as bfloat16")
+                self.add(
+                    "config-value",
+                    f"{key} is {str(config[key])[:40]}, needs one of torch's, such as bfloat16",
+                )
         for key in ("rope_parameters", "rope_scaling"):
             if config.get(key) is not None and not isinstance(config[key], Mapping):
-                self.add("config-value", f"{key} is {str(config[key])[:40]}, needs a mapping or null")
+                self.add(
+                    "config-value", f"{key} is {str(config[key])[:40]}, needs a mapping or null"
+                )
         if "max_position_embeddings" in config:
-            self.whole(config, "max_position_embeddings")
+            self.integer(config, "max_position_embeddings")
 
     def architecture(self, known: Iterable[str]) -> None:
         """The name by which the engine chooses its code."""
@@ -85,11 +101,15 @@ class Inspection:
         if isinstance(given, list) and len(given) >= 1 and given[0] in names:
             return
         self.add(
-            "architecture", f"architectures is {str(given)[:80]}: {self.engine} takes such a head as {' or '.join(names)}"
+            "architecture",
+            f"architectures is {str(given)[:80]}: {self.engine} takes such a head as "
+            f"{' or '.join(names)}",
         )
 
-    # Tensors ----------------------------------------------------------------------------------------------------
-    def compare(self, expected: Shapes, optional: Shapes | None = None, *, skips_unknown: bool = False) -> None:
+    # Tensors --------------------------------------------------------------------------------------
+    def compare(
+        self, expected: Shapes, optional: Shapes | None = None, *, skips_unknown: bool = False
+    ) -> None:
         """Names, shapes and dtypes.
 
         Args:
@@ -99,11 +119,22 @@ class Inspection:
         """
         held, may = self.head.tensors, {**(optional or {}), **expected}
         if missing := sorted(expected.keys() - held.keys()):
-            self.add("tensor-missing", f"lacks {some(missing)}: an engine that does not notice drafts from random values")
+            self.add(
+                "tensor-missing",
+                f"lacks {some(missing)}: an engine that does not notice drafts from random values",
+            )
         if unknown := sorted(held.keys() - may.keys()):
             what = "passes over it" if skips_unknown else "refuses the file"
-            self.add("tensor-unknown", f"holds {some(unknown)}: {self.engine} {what}", fatal=not skips_unknown)
-        odd = [f"{n} is {list(held[n].shape)}, needs {list(may[n])}" for n in sorted(may) if n in held and held[n].shape != may[n]]
+            self.add(
+                "tensor-unknown",
+                f"holds {some(unknown)}: {self.engine} {what}",
+                fatal=not skips_unknown,
+            )
+        odd = [
+            f"{n} is {list(held[n].shape)}, needs {list(may[n])}"
+            for n in sorted(may)
+            if n in held and held[n].shape != may[n]
+        ]
         if odd:
             self.add("tensor-shape", some(odd))
 
@@ -115,14 +146,24 @@ class Inspection:
         """
         kept = set(ids)
         names = sorted(self.head.tensors.keys() - kept)
-        odd = [f"{name} is {self.head.tensors[name].dtype}" for name in names if self.head.tensors[name].dtype not in FLOATS]
+        odd = [
+            f"{name} is {self.head.tensors[name].dtype}"
+            for name in names
+            if self.head.tensors[name].dtype not in FLOATS
+        ]
         if odd:
             self.add("tensor-dtype", f"{some(odd)}: needs {', '.join(FLOATS)}")
-        bad = [n for n in names if self.head.tensors[n].dtype in FLOATS and not bool(self.head.read(n).isfinite().all())]
+        bad = [
+            n
+            for n in names
+            if self.head.tensors[n].dtype in FLOATS and not bool(self.head.read(n).isfinite().all())
+        ]
         if bad:
             self.add("not-finite", f"NaN or infinite values in {some(bad)}")
 
-    def borrowed(self, name: str, candidates: Iterable[str], what: str, *, needed: bool = False) -> None:
+    def borrowed(
+        self, name: str, candidates: Iterable[str], what: str, *, needed: bool = False
+    ) -> None:
         """A tensor that should be the target's own, compared with it where the target is there.
 
         Args:
@@ -133,22 +174,33 @@ class Inspection:
         if name not in self.head.tensors:
             return
         entry = self.head.tensors[name]
-        theirs = None if self.target is None else next((c for c in candidates if c in self.target.tensors), None)
+        theirs = (
+            None
+            if self.target is None
+            else next((c for c in candidates if c in self.target.tensors), None)
+        )
         if theirs is None or self.target is None:
             if not needed:
                 self.add(
                     f"{what}-shipped",
-                    f"{name} is in the file and takes the place of the target's: give against=<the target's directory> to "
+                    f"{name} is in the file and takes the place of the target's: give against=<the "
+                    f"target's directory> to "
                     "compare them, or leave it out",
                     fatal=False,
                 )
             return
         if entry.dtype not in FLOATS or self.target.tensors[theirs].dtype not in FLOATS:
             return
-        if entry.shape != self.target.tensors[theirs].shape or not alike(self.head.read(name), self.target.read(theirs)):
-            self.add(f"{what}-differs", f"{name} is not the target's {theirs}: a stale one lowers acceptance without a word")
+        if entry.shape != self.target.tensors[theirs].shape or not alike(
+            self.head.read(name), self.target.read(theirs)
+        ):
+            self.add(
+                f"{what}-differs",
+                f"{name} is not the target's {theirs}: a stale one lowers acceptance without a "
+                f"word",
+            )
 
-    # What all heads share ---------------------------------------------------------------------------------------
+    # What all heads share -------------------------------------------------------------------------
     def files(self) -> None:
         """Pickles, and what the files do not hold."""
         if self.head.pickled:
@@ -157,29 +209,45 @@ class Inspection:
             else:
                 self.add(
                     "pickle-beside-safetensors",
-                    f"{some(self.head.pickled)} lies beside the safetensors: some engines read it first, and it can run code "
+                    f"{some(self.head.pickled)} lies beside the safetensors: some engines read it "
+                    f"first, and it can run code "
                     "when read; move it away",
                     fatal=set(self.head.pickled) != {MADE_MAP},
                 )
         elif not self.head.tensors:
             self.add("weights-missing", "holds no safetensors file")
         if lost := [name for name in self.head.indexed if name not in self.head.tensors]:
-            self.add("shard-missing", f"{INDEX} promises {some(lost)}, which no file here holds: get the directory again")
+            self.add(
+                "shard-missing",
+                f"{INDEX} promises {some(lost)}, which no file here holds: get the directory again",
+            )
         held, told = self.head.tensors, self.head.indexed
-        if wrong := [f"{name} in {str(told[name])[:80]!r}" for name in told if name in held and told[name] != held[name].file.name]:
-            self.add("shard-missing", f"{INDEX} looks for {some(wrong)}: needs the name of the file here that holds it")
+        if wrong := [
+            f"{name} in {str(told[name])[:80]!r}"
+            for name in told
+            if name in held and told[name] != held[name].file.name
+        ]:
+            self.add(
+                "shard-missing",
+                f"{INDEX} looks for {some(wrong)}: needs the name of the file here that holds it",
+            )
 
     def plain_weights(self, config: Mapping[str, Any]) -> None:
         """A head is as it was trained, whatever its target is."""
         for key in ("quantization_config", "compression_config"):
             if config.get(key):
-                self.add("quantised-config", f"{key} was inherited from a quantised target: a head's weights are plain; remove it")
+                self.add(
+                    "quantised-config",
+                    f"{key} was inherited from a quantised target: a head's weights are plain; "
+                    f"remove it",
+                )
 
     def untied(self, config: Mapping[str, Any]) -> None:
         if config.get("tie_word_embeddings"):
             self.add(
                 "tied-embeddings",
-                "tie_word_embeddings is true, copied from a target: SGLang then ties the head to the embedding; write false",
+                "tie_word_embeddings is true, copied from a target: SGLang then ties the head to "
+                "the embedding; write false",
                 fatal=self.engine == "sglang",
             )
 
@@ -197,24 +265,35 @@ class Inspection:
         if mine != own:
             self.add(
                 "vocabulary-size",
-                f"vocab_size is {str(mine)[:40]}, the target's is {str(own)[:40]}: engines fail at the first id beyond it; write "
+                f"vocab_size is {str(mine)[:40]}, the target's is {str(own)[:40]}: engines fail at "
+                f"the first id beyond it; write "
                 "the target's, and what is reduced under draft_vocab_size",
             )
         if width and config.get("hidden_size") != theirs.get("hidden_size"):
             mine, own = config.get("hidden_size"), theirs.get("hidden_size")
-            self.add("width-differs", f"hidden_size is {str(mine)[:40]}, the target's is {str(own)[:40]}")
-        room, needed = config.get("max_position_embeddings", 2048), theirs.get("max_position_embeddings")
+            self.add(
+                "width-differs", f"hidden_size is {str(mine)[:40]}, the target's is {str(own)[:40]}"
+            )
+        room, needed = (
+            config.get("max_position_embeddings", 2048),
+            theirs.get("max_position_embeddings"),
+        )
         if type(room) is int and type(needed) is int and room < needed:
             self.add(
                 "positions-short",
-                f"max_position_embeddings is {room}, the target's is {needed}: past it SGLang refuses and others draft nonsense; "
+                f"max_position_embeddings is {room}, the target's is {needed}: past it SGLang "
+                f"refuses and others draft nonsense; "
                 "write the target's",
                 fatal=self.engine != "vllm",  # which raises it by itself
             )
 
     def activation(self, config: Mapping[str, Any]) -> None:
         if self.engine in ("vllm", "sglang") and config.get("hidden_act", "silu") != "silu":
-            self.add("activation", f"hidden_act is {str(config['hidden_act'])[:40]}: {self.engine} runs silu alone in such a block")
+            self.add(
+                "activation",
+                f"hidden_act is {str(config['hidden_act'])[:40]}: {self.engine} runs silu alone in "
+                f"such a block",
+            )
 
 
 def _is_dtype(name: Any) -> bool:
@@ -226,11 +305,15 @@ def alike(a: Tensor, b: Tensor) -> bool:
     """Are they the same but for the rounding of the coarser one's dtype?"""
     rounding = max(torch.finfo(a.dtype).eps, torch.finfo(b.dtype).eps)
     a, b = a.detach().to("cpu", torch.float32), b.detach().to("cpu", torch.float32)
-    return a.shape == b.shape and bool((a - b).pow(2).mean() <= (rounding / 3) ** 2 * b.pow(2).mean())
+    return a.shape == b.shape and bool(
+        (a - b).pow(2).mean() <= (rounding / 3) ** 2 * b.pow(2).mean()
+    )
 
 
 def refuse(findings: Iterable[Finding], where: str) -> None:
     """Raise InputError that lists what would not work."""
     fatal = [finding for finding in findings if finding.fatal]
     if fatal:
-        raise InputError(f"{where}: " + "; ".join(f"[{finding.name}] {finding.said}" for finding in fatal))
+        raise InputError(
+            f"{where}: " + "; ".join(f"[{finding.name}] {finding.said}" for finding in fatal)
+        )

@@ -1,8 +1,10 @@
-"""A draft model: a directory of transformers, which vLLM (`draft_model`), SGLang (STANDALONE) and transformers
-(`assistant_model`) load alike. It shares the target's vocabulary, id for id; it may be of any family, with tied embeddings.
+"""A draft model: a directory of transformers, which vLLM (`draft_model`), SGLang (STANDALONE) and
+transformers (`assistant_model`) load alike. It shares the target's vocabulary, id for id; it may be
+of any family, with tied embeddings.
 
-PARD's parallel draft models are the same with a mask id. Read from: vLLM 0.32 config/speculative.py, SGLang 0.5.23
-srt/speculative/, transformers 5.24 generation/candidate_generator.py.
+PARD's parallel draft models are the same with a mask id. Read from: vLLM 0.32
+config/speculative.py, SGLang 0.5.23 srt/speculative/, transformers 5.24
+generation/candidate_generator.py.
 """
 
 from __future__ import annotations
@@ -32,27 +34,38 @@ _MOST_LAYERS = 1024
 _QUANTISED = ("scale", "qweight", "qzeros", "absmax", "weight_packed")
 
 
-# --- writing -------------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 def write(source: Source) -> Exported:
     drafter, target, engine = source.drafter, source.target, source.engine
     assert isinstance(drafter, Ssm)
     source.kept_ids(holds=False, why="a draft model speaks the target's whole vocabulary")
-    network, tensors = drafter.whole()
-    config = {k: v for k, v in json.loads(network.to_json_string(use_diff=False)).items() if k not in _LEFT_OUT}
-    if isinstance(parameters := config.get("rope_parameters"), Mapping) and "rope_theta" in parameters:
+    network, tensors = drafter.standalone()
+    config = {
+        k: v
+        for k, v in json.loads(network.to_json_string(use_diff=False)).items()
+        if k not in _LEFT_OUT
+    }
+    if (
+        isinstance(parameters := config.get("rope_parameters"), Mapping)
+        and "rope_theta" in parameters
+    ):
         config |= rope.both_spellings(network)
     word = str(source.dtype).removeprefix("torch.")
     notes = []
     if source.draft_ids is not None and source.vocabulary == "auto":
-        notes.append(f"the package drafts from {len(source.draft_ids)} tokens, this model from all: it may propose others too")
+        notes.append(
+            f"the package drafts from {len(source.draft_ids)} tokens, this model from all: it may "
+            f"propose others too"
+        )
     if target.tokenizer is None:
         notes.append("the target has no tokenizer, so none was written")
     commands = {
         "vllm": vllm_command("draft_model", source.tokens),
         "sglang": sglang_command("STANDALONE", source.tokens) + " --speculative-eagle-topk 1",
-        "hf": 'model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("{out}"), max_new_tokens=128)',
+        "hf": "model.generate(**inputs, "
+        'assistant_model=AutoModelForCausalLM.from_pretrained("{out}"), max_new_tokens=128)',
     }
     return Exported(
         config={**config, "dtype": word, "torch_dtype": word},
@@ -63,12 +76,14 @@ def write(source: Source) -> Exported:
     )
 
 
-# --- checking ------------------------------------------------------------------------------------------------------------
+# --- checking -------------------------------------------------------------------------------------
 
 
 def recognises(head: Directory) -> bool:
     given = head.config.get("architectures")
-    said = isinstance(given, list) and any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in given)
+    said = isinstance(given, list) and any(
+        str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in given
+    )
     return said or any(name.endswith("embed_tokens.weight") for name in head.tensors)
 
 
@@ -81,9 +96,13 @@ def check(inspection: Inspection) -> None:
     inspection.files()
     inspection.common_values(config)
     if config.get("auto_map"):
-        inspection.add("remote-code", "auto_map names Python code of its own: engines run it, or refuse", fatal=False)
+        inspection.add(
+            "remote-code",
+            "auto_map names Python code of its own: engines run it, or refuse",
+            fatal=False,
+        )
     _check_quantisation(inspection)
-    vocab_size = inspection.whole(config, "vocab_size")
+    vocab_size = inspection.integer(config, "vocab_size")
     _check_vocabulary(inspection, vocab_size)
     check_masks(inspection, vocab_size)
     if "rope_theta" in config or _of(config.get("rope_parameters"), "rope_theta") is not None:
@@ -93,20 +112,29 @@ def check(inspection: Inspection) -> None:
     expected, optional = _shapes(inspection)
     if expected:
         inspection.compare(expected, optional, skips_unknown=inspection.engine == "hf")
-    inspection.weights(name for name, entry in held.items() if entry.dtype not in FLOATS and config.get("quantization_config"))
+    inspection.weights(
+        name
+        for name, entry in held.items()
+        if entry.dtype not in FLOATS and config.get("quantization_config")
+    )
 
 
 def check_masks(inspection: Inspection, vocab_size: int | None) -> None:
-    """Mask ids of a draft that guesses in parallel, wherever they stand, lie within the vocabulary."""
+    """Mask ids of a draft that guesses in parallel, wherever they stand, lie within the
+    vocabulary."""
     inner = inspection.config.get("dflash_config")
-    places = {**{key: inspection.config.get(key) for key in MASKS}, "dflash_config.mask_token_id": _of(inner, "mask_token_id")}
+    places = {
+        **{key: inspection.config.get(key) for key in MASKS},
+        "dflash_config.mask_token_id": _of(inner, "mask_token_id"),
+    }
     for key, value in places.items():
         if value is None or vocab_size is None:
             continue
         if type(value) is not int or not 0 <= value < vocab_size:
             inspection.add(
                 "mask-token-out-of-range",
-                f"{key} is {str(value)[:40]}, the vocabulary ends at {vocab_size - 1}: engines die at the first request",
+                f"{key} is {str(value)[:40]}, the vocabulary ends at {vocab_size - 1}: engines die "
+                f"at the first request",
             )
 
 
@@ -132,14 +160,18 @@ def _check_vocabulary(inspection: Inspection, vocab_size: int | None) -> None:
     if own != vocab_size:
         inspection.add(
             "vocabulary-size",
-            f"vocab_size is {vocab_size}, the target's is {str(own)[:40]}: padded otherwise, or another vocabulary; pad the "
+            f"vocab_size is {vocab_size}, the target's is {str(own)[:40]}: padded otherwise, or "
+            f"another vocabulary; pad the "
             "embedding and the head, or use vLLM's use_heterogeneous_vocab",
         )
     assert inspection.target is not None
     mine, wanted = _tokens(inspection.head), _tokens(inspection.target)
     if mine is not None and wanted is not None and mine != wanted:
         odd = len(mine.items() ^ wanted.items())
-        inspection.add("tokenizer-differs", f"its tokenizer gives {odd} entries another id than the target's: drafts are ids")
+        inspection.add(
+            "tokenizer-differs",
+            f"its tokenizer gives {odd} entries another id than the target's: drafts are ids",
+        )
 
 
 def _tokens(directory: Directory) -> dict[str, int] | None:
@@ -152,43 +184,68 @@ def _tokens(directory: Directory) -> dict[str, int] | None:
     added = _of(found, "added_tokens")
     if not isinstance(vocabulary, Mapping):
         return None
-    more = {item["content"]: item["id"] for item in added or () if isinstance(item, Mapping) and {"content", "id"} <= item.keys()}
+    more = {
+        item["content"]: item["id"]
+        for item in added or ()
+        if isinstance(item, Mapping) and {"content", "id"} <= item.keys()
+    }
     return {**{str(token): number for token, number in vocabulary.items()}, **more}
 
 
 def _shapes(inspection: Inspection) -> tuple[Shapes, Shapes]:
-    """What transformers builds from this config, without memory or code of its own; nothing where it cannot."""
+    """What transformers builds from this config, without memory or code of its own; nothing where
+    it cannot."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = {key: value for key, value in inspection.config.items() if key not in ("auto_map", "quantization_config")}
+    config = {
+        key: value
+        for key, value in inspection.config.items()
+        if key not in ("auto_map", "quantization_config")
+    }
     if not isinstance(config.get("model_type"), str):
-        inspection.add("config-key-missing", "config.json lacks model_type, by which an engine chooses its code")
+        inspection.add(
+            "config-key-missing",
+            "config.json lacks model_type, by which an engine chooses its code",
+        )
         return {}, {}
     layers = config.get("num_hidden_layers", 1)
     if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:
-        inspection.add("config-value", f"num_hidden_layers is {str(layers)[:40]}, needs 1 to {_MOST_LAYERS}")
+        inspection.add(
+            "config-value", f"num_hidden_layers is {str(layers)[:40]}, needs 1 to {_MOST_LAYERS}"
+        )
         return {}, {}
     try:
         built = AutoConfig.for_model(**config)
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(built, trust_remote_code=False)
     except Exception as error:
-        inspection.add("config-value", f"no causal LM of transformers can be built from config.json: {first_line(error)[:200]}")
+        inspection.add(
+            "config-value",
+            f"no causal LM of transformers can be built from config.json: "
+            f"{first_line(error)[:200]}",
+        )
         return {}, {}
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     head = network.get_output_embeddings()
-    tied = {f"{name}.weight" for name, module in network.named_modules() if module is head and built.tie_word_embeddings}
-    return {n: s for n, s in shapes.items() if n not in tied}, {n: s for n, s in shapes.items() if n in tied}
+    tied = {
+        f"{name}.weight"
+        for name, module in network.named_modules()
+        if module is head and built.tie_word_embeddings
+    }
+    return {n: s for n, s in shapes.items() if n not in tied}, {
+        n: s for n, s in shapes.items() if n in tied
+    }
 
 
-# --- reading -------------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def read(head: Directory, target: Target, known: dict[str, Any]) -> Ssm:
     """The drafter of a directory of transformers.
 
     Args:
-        known: settings of the drafter that a directory of drafttrain's tells, such as what it borrows of the target.
+        known: settings of the drafter that a directory of drafttrain's tells, such as what it
+            borrows of the target.
     Raises: InputError.
     """
     if not known:
@@ -199,7 +256,9 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Ssm:
         there = name.removeprefix("model.")
         if name != "draft_ids" and (there in head.tensors or not _is_tied(drafter, name)):
             state[name] = head.weight(there, tuple(tensor.shape))
-    drafter.load_state_dict(state, strict=False)  # draft_ids are set already; a tied head is the embedding.
+    drafter.load_state_dict(
+        state, strict=False
+    )  # draft_ids are set already; a tied head is the embedding.
     return drafter.eval()
 
 

@@ -1,7 +1,9 @@
-"""MTP heads, which lie inside the target's own checkpoint: the config promises them, the files must hold them.
+"""MTP heads, which lie inside the target's own checkpoint: the config promises them, the files must
+hold them.
 
-vLLM and SGLang choose the code by the target's architecture; a dense Llama or Qwen2 target has none. Read from: vLLM 0.32
-model_executor/models/*_mtp.py, SGLang 0.5.23 srt/models, transformers 5.24 generation/utils.py.
+vLLM and SGLang choose the code by the target's architecture; a dense Llama or Qwen2 target has
+none. Read from: vLLM 0.32 model_executor/models/*_mtp.py, SGLang 0.5.23 srt/models, transformers
+5.24 generation/utils.py.
 """
 
 from __future__ import annotations
@@ -15,7 +17,11 @@ from drafttrain.packaging.checking import some
 
 ENGINES = ("vllm", "sglang", "hf")
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-_BEHIND = ("model.layers.{n}.enorm.weight", "model.layers.{n}.hnorm.weight", "model.layers.{n}.eh_proj.weight")
+_BEHIND = (
+    "model.layers.{n}.enorm.weight",
+    "model.layers.{n}.hnorm.weight",
+    "model.layers.{n}.eh_proj.weight",
+)
 _QWEN = (
     "mtp.pre_fc_norm_embedding.weight",
     "mtp.pre_fc_norm_hidden.weight",
@@ -24,9 +30,12 @@ _QWEN = (
     "mtp.layers.{i}.input_layernorm.weight",
 )
 _MIMO = tuple(
-    f"model.mtp_layers.{{i}}.{name}.weight" for name in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+    f"model.mtp_layers.{{i}}.{name}.weight"
+    for name in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 )
-_ERNIE = tuple(f"model.{name}.{{i}}.weight" for name in ("mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj"))
+_ERNIE = tuple(
+    f"model.{name}.{{i}}.weight" for name in ("mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj")
+)
 FAMILIES: dict[str, tuple[str, ...]] = {
     "DeepseekV3ForCausalLM": _BEHIND,
     "Glm4MoeForCausalLM": _BEHIND,
@@ -38,7 +47,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "MiMoForCausalLM": _MIMO,
     "Ernie4_5_MoeForCausalLM": _ERNIE,
 }
-"""Tensors of a head by the target's architecture; {i} counts heads, {n} counts on behind the target's layers."""
+"""Tensors of a head by the target's architecture; {i} counts heads, {n} counts on behind the
+target's layers."""
 _ANY = re.compile(r"(^|\.)(mtp|mtp_layers|mtp_block|mtp_emb_norm|enorm|hnorm|eh_proj)(\.|$)")
 _MOST_HEADS = 64
 
@@ -47,7 +57,9 @@ def recognises(head: Directory) -> bool:
     if "speculators_model_type" in head.config:
         return False
     text = _text(head.config)
-    return any(type(text.get(key)) is int and text[key] > 0 for key in COUNTS) or any(map(_ANY.search, head.tensors))
+    return any(type(text.get(key)) is int and text[key] > 0 for key in COUNTS) or any(
+        map(_ANY.search, head.tensors)
+    )
 
 
 def default_engine(head: Directory) -> str:
@@ -59,10 +71,15 @@ def check(inspection: Inspection) -> None:
     inspection.files()
     inspection.common_values(config)
     held = inspection.head.tensors
-    promised = {key: config[key] for key in COUNTS if type(config.get(key)) is int and config[key] > 0}
+    promised = {
+        key: config[key] for key in COUNTS if type(config.get(key)) is int and config[key] > 0
+    }
     there = sorted(name for name in held if _ANY.search(name))
     if not promised:
-        inspection.add("mtp-unpromised", f"holds {some(there)}, but no {' or '.join(COUNTS)} above 0: engines pass over them")
+        inspection.add(
+            "mtp-unpromised",
+            f"holds {some(there)}, but no {' or '.join(COUNTS)} above 0: engines pass over them",
+        )
         return
     key, count = next(iter(promised.items()))
     given = inspection.config.get("architectures")
@@ -70,7 +87,8 @@ def check(inspection: Inspection) -> None:
     if family not in FAMILIES:
         inspection.add(
             "mtp-no-class",
-            f"{key} is {count}, but engines have no MTP code for {family[:60] or 'no architecture'}, only for {some(FAMILIES, 20)}",
+            f"{key} is {count}, but engines have no MTP code for "
+            f"{family[:60] or 'no architecture'}, only for {some(FAMILIES, 20)}",
         )
         return
     layers = config.get("num_hidden_layers")
@@ -81,7 +99,8 @@ def check(inspection: Inspection) -> None:
     if missing := sorted(wanted - held.keys()):
         inspection.add(
             "mtp-missing",
-            f"{key} promises {count}, but {some(missing)} are not there: only the trunk was saved; engines fail or guess at random",
+            f"{key} promises {count}, but {some(missing)} are not there: only the trunk was saved; "
+            f"engines fail or guess at random",
         )
 
 

@@ -1,6 +1,8 @@
-"""What an exported directory keeps of its package where its layout has no place for it: `drafttrain.json`, which no engine reads.
+"""What an exported directory keeps of its package where its layout has no place for it:
+`drafttrain.json`, which no engine reads.
 
-With it an export becomes the same package again. Like the rest of a directory it is believed only after it was checked.
+With it an export becomes the same package again. Like the rest of a directory it is believed only
+after it was checked.
 """
 
 from __future__ import annotations
@@ -24,7 +26,16 @@ from drafttrain.version import version
 
 FILE = EXPORTED
 FORMAT = 1
-_KEYS = ("format", "made_with", "engine", "drafter", "draft_ids", "trained_length", "target", "shape")
+_KEYS = (
+    "format",
+    "made_with",
+    "engine",
+    "drafter",
+    "draft_ids",
+    "trained_length",
+    "target",
+    "shape",
+)
 _LARGEST = 16 << 20
 
 
@@ -47,7 +58,9 @@ class Origin:
         """
         where = f"{head.path / FILE}: drafter"
         if class_of(str(self.drafter.get("_target_")), where) is not kind:
-            raise InputError(f"{where} is a {self.drafter['_target_']}, the directory holds {kind.__name__}")
+            raise InputError(
+                f"{where} is a {self.drafter['_target_']}, the directory holds {kind.__name__}"
+            )
         settings = checked_settings(self.drafter, kind, where)
         return {**settings, "draft_ids": self.draft_ids}
 
@@ -64,7 +77,9 @@ def written(source: Source, config: dict[str, Any], keeps_ids: bool) -> str:
             "format": FORMAT,
             "made_with": f"drafttrain {version()}",
             "engine": source.engine,
-            "drafter": {name: value for name, value in config["drafter"].items() if name not in STORED},
+            "drafter": {
+                name: value for name, value in config["drafter"].items() if name not in STORED
+            },
             "draft_ids": ids.tolist() if ids is not None and keeps_ids else None,
             "trained_length": config["trained_length"],
             "target": config["target"],
@@ -86,7 +101,9 @@ def read_origin(head: Directory) -> Origin | None:
     if found["format"] != FORMAT or isinstance(found["format"], bool):
         raise InputError(f"{path}: format {str(found['format'])[:40]}, this version reads {FORMAT}")
     if found["engine"] not in ENGINES:
-        raise InputError(f"{path}: engine is {str(found['engine'])[:40]}, one of {', '.join(ENGINES)} is known")
+        raise InputError(
+            f"{path}: engine is {str(found['engine'])[:40]}, one of {', '.join(ENGINES)} is known"
+        )
     for name in ("drafter", "target", "shape"):
         if not isinstance(found[name], dict):
             raise InputError(f"{path}: {name} is not a mapping")
@@ -94,7 +111,9 @@ def read_origin(head: Directory) -> Origin | None:
     if not isinstance(marks, dict) or not all(isinstance(value, str) for value in marks.values()):
         raise InputError(f"{path}: target.fingerprint is not a mapping of digests")
     if not (length is None or (type(length) is int and length > 0)):
-        raise InputError(f"{path}: trained_length is {str(length)[:40]}, needs a count of tokens or null")
+        raise InputError(
+            f"{path}: trained_length is {str(length)[:40]}, needs a count of tokens or null"
+        )
     ids, vocab_size = found["draft_ids"], found["shape"].get("vocab_size")
     if ids is not None:
         whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in ids)
@@ -109,7 +128,10 @@ def read_origin(head: Directory) -> Origin | None:
 
 def refuse_other_target(origin: Origin, target: Target, head: Directory) -> None:
     """Raise InputError unless the directory was exported for this very target."""
-    config = {"target": {"name": str(origin.target.get("name")), **origin.target}, "shape": origin.shape}
+    config = {
+        "target": {"name": str(origin.target.get("name")), **origin.target},
+        "shape": origin.shape,
+    }
     for key in ("width", "vocab_size"):
         if key not in origin.shape:
             raise InputError(f"{head.path / FILE}: shape lacks {key}")

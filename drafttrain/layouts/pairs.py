@@ -1,4 +1,5 @@
-"""Which engine loads which drafter, and in which layout. A pair that is not here is served by no engine."""
+"""Which engine loads which drafter, and in which layout. A pair that is not here is served by no
+engine."""
 
 from __future__ import annotations
 
@@ -29,16 +30,22 @@ LAYOUTS: dict[type[Drafter], ModuleType] = {Eagle1: eagle1, Medusa: medusa, Ssm:
 TARGETS = ("vllm", "sglang", "eagle", "medusa", "speculators", "hf")
 """What `to` may be."""
 
-_IN_TRANSFORMERS = "its package decodes in transformers as it is: model.generate(..., custom_generate=<package>)"
+_IN_TRANSFORMERS = (
+    "its package decodes in transformers as it is: model.generate(..., custom_generate=<package>)"
+)
 _UNSERVED: dict[type[Drafter], str] = {  # with the drafter's own settings in braces
     HydraHeads: f"no engine runs Hydra's sequential heads; {_IN_TRANSFORMERS}",
     NGram: (
-        "it has no weights, and engines copy from the text by themselves: vllm serve <target> --speculative-config "
-        '\'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": {max_ngram}, "prompt_lookup_min": {min_ngram}}\', '
-        "or in transformers model.generate(..., prompt_lookup_num_tokens=4, max_matching_ngram_size={max_ngram})"
+        "it has no weights, and engines copy from the text by themselves: vllm serve <target> "
+        "--speculative-config "
+        '\'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": {max_ngram}, '
+        '"prompt_lookup_min": {min_ngram}}\', '
+        "or in transformers model.generate(..., prompt_lookup_num_tokens=4, "
+        "max_matching_ngram_size={max_ngram})"
     ),
     Suffix: (
-        "it has no weights, and vLLM has suffix decoding of its own (with arctic-inference installed): vllm serve <target> "
+        "it has no weights, and vLLM has suffix decoding of its own (with arctic-inference "
+        "installed): vllm serve <target> "
         '--speculative-config \'{"method": "suffix"}\'; ' + _IN_TRANSFORMERS
     ),
 }
@@ -65,7 +72,10 @@ def writer_of(kind: type[Drafter], engine: str, settings: Mapping[str, Any]) -> 
             if engine == "speculators"
             else f"{engine} loads no such drafter"
         )
-        raise InputError(f"to={engine}: {kind.__name__} is not exported there: {what}; give to={' or to='.join(layout.ENGINES)}")
+        raise InputError(
+            f"to={engine}: {kind.__name__} is not exported there: {what}; give "
+            f"to={' or to='.join(layout.ENGINES)}"
+        )
     write: Writer = layout.write
     return write
 
@@ -83,7 +93,8 @@ def reader_of(head: Directory) -> tuple[type[Drafter], Reader]:
         told = str(head.config.get(speculators.TYPE))
         if told not in _FROM_SPECULATORS:
             raise InputError(
-                f"{head.path} is a speculators directory of type {told[:40]}: {', '.join(_FROM_SPECULATORS)} are taken over"
+                f"{head.path} is a speculators directory of type {told[:40]}: "
+                f"{', '.join(_FROM_SPECULATORS)} are taken over"
             )
         layout = LAYOUTS[_FROM_SPECULATORS[told]]
     for kind, known in LAYOUTS.items():
@@ -91,4 +102,7 @@ def reader_of(head: Directory) -> tuple[type[Drafter], Reader]:
             read: Reader = known.read
             return kind, read
     name = layout.__name__.rpartition(".")[2]
-    raise InputError(f"{head.path} has the layout {name}: EAGLE-1 heads, Medusa heads and draft models are taken over")
+    raise InputError(
+        f"{head.path} has the layout {name}: EAGLE-1 heads, Medusa heads and draft models are "
+        f"taken over"
+    )

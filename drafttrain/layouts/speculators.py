@@ -1,7 +1,9 @@
-"""Directories that the library speculators writes, as vLLM's adapter reads them: the head's own keys at the top level, the block's
-in `transformer_layer_config`, the target in `speculators_config`, so that vLLM serves the directory as if it were a model.
+"""Directories that the library speculators writes, as vLLM's adapter reads them: the head's own
+keys at the top level, the block's in `transformer_layer_config`, the target in
+`speculators_config`, so that vLLM serves the directory as if it were a model.
 
-Read from: speculators 0.9 models/, and 0.1 models/eagle.py for EAGLE-1; vLLM 0.32 transformers_utils/configs/speculators.
+Read from: speculators 0.9 models/, and 0.1 models/eagle.py for EAGLE-1; vLLM 0.32
+transformers_utils/configs/speculators.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ ENGINES = ("vllm",)
 SERVED = ("eagle3", "peagle", "dflash", "dspark")
 """Types that vLLM's adapter knows."""
 TYPE = "speculators_model_type"
-_OWN_KEYS = ("norm_before_fc", "fc_norm", "norm_output", "tie_word_embeddings", "quantization_config")
+_OWN_KEYS = (
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "tie_word_embeddings",
+    "quantization_config",
+)
 
 
 def recognises(head: Directory) -> bool:
@@ -35,14 +43,18 @@ def check(inspection: Inspection) -> None:
     inspection.common_values(config)
     if kind == "mtp":
         inspection.add(
-            "mtp-not-stitched", "a directory of type mtp is not served as it is: stitch it into the target's own checkpoint"
+            "mtp-not-stitched",
+            "a directory of type mtp is not served as it is: stitch it into the target's own "
+            "checkpoint",
         )
         return
     if kind not in SERVED:
         inspection.add(
             "speculators-type",
             f"{TYPE} is {str(kind)[:40]}, vLLM's adapter knows {', '.join(SERVED)}"
-            + ("; import it with drafttrain.adopt and export it to=vllm" if kind == "eagle" else ""),
+            + (
+                "; import it with drafttrain.adopt and export it to=vllm" if kind == "eagle" else ""
+            ),
         )
         return
     inner = config.get("transformer_layer_config")
@@ -54,7 +66,8 @@ def check(inspection: Inspection) -> None:
         if "norm_before_residual" not in config:
             inspection.add(
                 "norm-order-unsaid",
-                "norm_before_residual is not given: vLLM takes true, the library false; write what it was trained with",
+                "norm_before_residual is not given: vLLM takes true, the library false; write what "
+                "it was trained with",
             )
         if kind == "peagle":
             plain.head.config["parallel_drafting"] = True
@@ -64,7 +77,8 @@ def check(inspection: Inspection) -> None:
         if kind == "dflash" and config.get("sliding_window_non_causal") is not True:
             inspection.add(
                 "dflash-causal",
-                "sliding_window_non_causal is not true: vLLM makes all layers causal, those of full attention too; write true",
+                "sliding_window_non_causal is not true: vLLM makes all layers causal, those of "
+                "full attention too; write true",
             )
         dflash.check(plain, spark=kind == "dspark")
     inspection.findings += plain.findings
@@ -76,27 +90,42 @@ def _check_keys(inspection: Inspection) -> None:
     told = config.get("speculators_config")
     told = told if isinstance(told, dict) else {}
     methods, verifier = told.get("proposal_methods"), told.get("verifier")
-    first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
+    first = (
+        methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
+    )
     name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
     places = {
         TYPE: config.get(TYPE),
         "transformer_layer_config": config.get("transformer_layer_config"),
-        "speculators_config.proposal_methods[0].speculative_tokens": first.get("speculative_tokens"),
+        "speculators_config.proposal_methods[0].speculative_tokens": first.get(
+            "speculative_tokens"
+        ),
         "speculators_config.verifier.name_or_path": name,
     }
     if lacking := [key for key, value in places.items() if value is None]:
-        inspection.add("speculators-key-missing", f"{', '.join(lacking)} not given: vLLM does not start")
-    local = isinstance(name, str) and (name.startswith((".", "~", "/")) or PureWindowsPath(name).is_absolute())
+        inspection.add(
+            "speculators-key-missing", f"{', '.join(lacking)} not given: vLLM does not start"
+        )
+    local = isinstance(name, str) and (
+        name.startswith((".", "~", "/")) or PureWindowsPath(name).is_absolute()
+    )
     if local:
         inspection.add(
             "verifier-path",
-            f"verifier.name_or_path is {str(name)[:80]}, a path of some machine: write the target's name",
+            f"verifier.name_or_path is {str(name)[:80]}, a path of some machine: write the "
+            f"target's name",
             fatal=False,
         )
     if "model_type" in config:
-        inspection.add("speculators-model-type", "model_type at the top level: readers take it for that model", fatal=False)
+        inspection.add(
+            "speculators-model-type",
+            "model_type at the top level: readers take it for that model",
+            fatal=False,
+        )
     if config.get("draft_vocab_size") is None:
-        inspection.add("draft-vocab-missing", "draft_vocab_size is not given: write it, whatever it is")
+        inspection.add(
+            "draft-vocab-missing", "draft_vocab_size is not given: write it, whatever it is"
+        )
 
 
 def _plain(config: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
@@ -118,10 +147,19 @@ def _plain(config: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
     ids = config.get("aux_hidden_state_layer_ids")
     whole = isinstance(ids, list) and all(type(i) is int for i in ids)
     found["architectures"] = ["Qwen3DSparkModel" if kind == "dspark" else "DFlashDraftModel"]
-    found |= {"model_type": "qwen3", "target_layer_ids": [i - 1 for i in ids] if whole and ids else ids}
+    found |= {
+        "model_type": "qwen3",
+        "target_layer_ids": [i - 1 for i in ids] if whole and ids else ids,
+    }
     # Whether sliding layers are causal is told by sliding_window_non_causal.
     found["dflash_config"] = {"mask_token_id": config.get("mask_token_id"), "causal": False}
-    for key in ("block_size", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"):
+    for key in (
+        "block_size",
+        "markov_rank",
+        "markov_head_type",
+        "enable_confidence_head",
+        "confidence_head_with_markov",
+    ):
         if key in config:
             found[key] = config[key]
     return found
@@ -129,4 +167,6 @@ def _plain(config: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
 
 def _forget_nested(plain: Inspection) -> None:
     """SGLang's numbering has no place in this layout."""
-    plain.findings[:] = [finding for finding in plain.findings if finding.name != "layers-one-convention"]
+    plain.findings[:] = [
+        finding for finding in plain.findings if finding.name != "layers-one-convention"
+    ]

@@ -1,6 +1,8 @@
-"""A reduced draft vocabulary in the engines' words: ids that ascend, to offsets and marks, and back.
+"""A reduced draft vocabulary in the engines' words: ids that ascend, to offsets and marks, and
+back.
 
-`d2t` (w) int64 has offsets: target id = draft id + d2t[draft id]. `t2d` (v) bool is true where a target's token can be drafted.
+`d2t` (w) int64 has offsets: target id = draft id + d2t[draft id]. `t2d` (v) bool is true where a
+target's token can be drafted.
 """
 
 from __future__ import annotations
@@ -38,7 +40,13 @@ def ids_of(d2t: Tensor) -> Tensor:
 
 
 def check_ids(ids: Tensor, vocab_size: int) -> None:
-    if ids.ndim != 1 or not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab_size or bool((ids[1:] <= ids[:-1]).any()):
+    if (
+        ids.ndim != 1
+        or not len(ids)
+        or int(ids.min()) < 0
+        or int(ids.max()) >= vocab_size
+        or bool((ids[1:] <= ids[:-1]).any())
+    ):
         raise ValueError(f"draft ids must ascend within 0..{vocab_size - 1}, each once")
 
 
@@ -47,17 +55,26 @@ def read_ids(name: str, tensor: Tensor, vocab_size: int) -> Tensor:
 
     Raises: InputError.
     """
-    if tensor.dtype not in (torch.int64, torch.int32) or tensor.ndim != 1 or not 2 <= len(tensor) <= vocab_size:
+    if (
+        tensor.dtype not in (torch.int64, torch.int32)
+        or tensor.ndim != 1
+        or not 2 <= len(tensor) <= vocab_size
+    ):
         raise InputError(
-            f"{name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: needs 2 to {vocab_size} ids of int64"
+            f"{name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: needs 2 "
+            f"to {vocab_size} ids of int64"
         )
     ids = tensor.to(torch.int64)
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) != len(ids):
-        raise InputError(f"{name} must have each of its ids once, all of them from 0 to {vocab_size - 1}")
+        raise InputError(
+            f"{name} must have each of its ids once, all of them from 0 to {vocab_size - 1}"
+        )
     return ids
 
 
-def check(inspection: Inspection, vocab_size: int | None, draft_size: int | None, *, read: bool = True) -> None:
+def check(
+    inspection: Inspection, vocab_size: int | None, draft_size: int | None, *, read: bool = True
+) -> None:
     """d2t, t2d and the head's rows against the two sizes.
 
     Args:
@@ -68,20 +85,29 @@ def check(inspection: Inspection, vocab_size: int | None, draft_size: int | None
         return
     reduced = draft_size != vocab_size
     if draft_size > vocab_size:
-        inspection.add("draft-vocab-size", f"draft_vocab_size is {draft_size}, vocab_size only {vocab_size}")
+        inspection.add(
+            "draft-vocab-size", f"draft_vocab_size is {draft_size}, vocab_size only {vocab_size}"
+        )
         return
     if not reduced:
         if any(name in held for name in MAPS):
             inspection.add(
-                "d2t-for-whole-vocabulary", "d2t or t2d is there though every token can be drafted: leave it out", fatal=False
+                "d2t-for-whole-vocabulary",
+                "d2t or t2d is there though every token can be drafted: leave it out",
+                fatal=False,
             )
         return
     if not read:
-        inspection.add("draft-vocab-not-read", f"{inspection.engine} drafts from the target's whole head: no reduced vocabulary")
+        inspection.add(
+            "draft-vocab-not-read",
+            f"{inspection.engine} drafts from the target's whole head: no reduced vocabulary",
+        )
         return
     if "d2t" not in held:
         inspection.add(
-            "d2t-missing", f"drafts from {draft_size} of {vocab_size} tokens, but d2t is not there: drafts would be the first ids"
+            "d2t-missing",
+            f"drafts from {draft_size} of {vocab_size} tokens, but d2t is not there: drafts would "
+            f"be the first ids",
         )
         return
     entry = held["d2t"]
@@ -108,22 +134,40 @@ def _marks(inspection: Inspection, vocab_size: int) -> Tensor | None:
     return inspection.head.read("t2d")
 
 
-def _check_offsets(inspection: Inspection, offsets: Tensor, marks: Tensor | None, vocab_size: int) -> None:
+def _check_offsets(
+    inspection: Inspection, offsets: Tensor, marks: Tensor | None, vocab_size: int
+) -> None:
     ids = ids_of(offsets)
     inside = bool(((ids >= 0) & (ids < vocab_size)).all())
-    # Ids where offsets belong: they ascend within the vocabulary, and as offsets they lead beyond it or to unmarked tokens.
-    as_ids = bool(((offsets >= 0) & (offsets < vocab_size)).all()) and bool((offsets[1:] > offsets[:-1]).all())
-    if as_ids and (bool(marks[offsets].all()) and not bool(marks[ids % vocab_size].all()) if marks is not None else not inside):
-        inspection.add("d2t-absolute", "d2t holds ids; it needs offsets: target id = draft id + d2t[draft id]")
+    # Ids where offsets belong: they ascend within the vocabulary, and as offsets they lead beyond
+    # it or to unmarked tokens.
+    as_ids = bool(((offsets >= 0) & (offsets < vocab_size)).all()) and bool(
+        (offsets[1:] > offsets[:-1]).all()
+    )
+    if as_ids and (
+        bool(marks[offsets].all()) and not bool(marks[ids % vocab_size].all())
+        if marks is not None
+        else not inside
+    ):
+        inspection.add(
+            "d2t-absolute", "d2t holds ids; it needs offsets: target id = draft id + d2t[draft id]"
+        )
         return
     if not inside:
-        inspection.add("d2t-out-of-range", f"d2t leads to ids beyond 0..{vocab_size - 1}: engines die at the first request")
+        inspection.add(
+            "d2t-out-of-range",
+            f"d2t leads to ids beyond 0..{vocab_size - 1}: engines die at the first request",
+        )
     elif bool((ids[1:] <= ids[:-1]).any()):
-        inspection.add("d2t-not-ascending", "d2t leads to the same token twice, or not in ascending order")
+        inspection.add(
+            "d2t-not-ascending", "d2t leads to the same token twice, or not in ascending order"
+        )
 
 
-def draft_size_of(config: Mapping[str, Any], inspection: Inspection, vocab_size: int | None) -> int | None:
+def draft_size_of(
+    config: Mapping[str, Any], inspection: Inspection, vocab_size: int | None
+) -> int | None:
     """`draft_vocab_size`, the whole vocabulary where it is not given."""
     if config.get("draft_vocab_size") is None:
         return vocab_size
-    return inspection.whole(config, "draft_vocab_size")
+    return inspection.integer(config, "draft_vocab_size")

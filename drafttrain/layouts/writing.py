@@ -1,4 +1,5 @@
-"""Put an exported directory in its place: whole, or not at all, and only if its own checks find nothing."""
+"""Put an exported directory in its place: whole, or not at all, and only if its own checks find
+nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Source:
     engine: str
     dtype: torch.dtype
     vocabulary: str = "auto"
-    """`reduced` keeps the package's draft vocabulary, `whole` drafts from every token, `auto` keeps it where the layout can."""
+    """`reduced` keeps the package's draft vocabulary, `whole` drafts from every token, `auto` keeps
+    it where the layout can."""
     tokens: int = 4
     """Drafted tokens a round, for the command that starts the engine."""
 
@@ -58,7 +60,10 @@ class Source:
         """
         ids = self.draft_ids
         if self.vocabulary == "reduced" and ids is None:
-            raise InputError("vocabulary=reduced: this package drafts from the whole vocabulary; set vocabulary=auto")
+            raise InputError(
+                "vocabulary=reduced: this package drafts from the whole vocabulary; set "
+                "vocabulary=auto"
+            )
         if self.vocabulary == "reduced" and not holds:
             raise InputError(f"vocabulary=reduced: {why}; set vocabulary=auto")
         return ids if holds and self.vocabulary != "whole" else None
@@ -82,19 +87,24 @@ class Exported:
 
 
 def vllm_command(method: str, tokens: int, **more: Any) -> str:
-    settings = json.dumps({"method": method, "model": "{out}", "num_speculative_tokens": tokens, **more})
+    settings = json.dumps(
+        {"method": method, "model": "{out}", "num_speculative_tokens": tokens, **more}
+    )
     return f"vllm serve {{target}} --speculative-config '{settings}'"
 
 
 def sglang_command(algorithm: str, tokens: int) -> str:
     return (
-        f"python -m sglang.launch_server --model-path {{target}} --speculative-algorithm {algorithm} "
-        f"--speculative-draft-model-path {{out}} --speculative-num-steps {tokens} --speculative-num-draft-tokens {tokens + 1}"
+        f"python -m sglang.launch_server --model-path {{target}} --speculative-algorithm "
+        f"{algorithm} "
+        f"--speculative-draft-model-path {{out}} --speculative-num-steps {tokens} "
+        f"--speculative-num-draft-tokens {tokens + 1}"
     )
 
 
 def filled(command: str, out: str, target: str) -> str:
-    """The command with both names in it, whatever signs they have: as a shell's word, in JSON in a shell's quotes, or in Python."""
+    """The command with both names in it, whatever signs they have: as a shell's word, in JSON in a
+    shell's quotes, or in Python."""
     shell = command.startswith(("vllm ", "python ", "text-generation-launcher "))
 
     def name(place: re.Match[str]) -> str:
@@ -107,7 +117,8 @@ def filled(command: str, out: str, target: str) -> str:
 
 
 def stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Copies in the dtype that is written, each with memory of its own; ids and marks stay as they are.
+    """Copies in the dtype that is written, each with memory of its own; ids and marks stay as they
+    are.
 
     Raises: InputError if a weight is no finite number, or none any more in that dtype.
     """
@@ -116,45 +127,64 @@ def stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         tensor = tensor.detach()
         whole = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
         kept[name] = whole.clone(memory_format=torch.contiguous_format)
-    bad = [name for name, tensor in kept.items() if tensor.is_floating_point() and not bool(tensor.isfinite().all())]
+    bad = [
+        name
+        for name, tensor in kept.items()
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
+    ]
     if bad:
         word = str(dtype).removeprefix("torch.")
-        raise InputError(f"NaN or infinite weights in {some(bad)} as {word}: give dtype=float32, or train the drafter again")
+        raise InputError(
+            f"NaN or infinite weights in {some(bad)} as {word}: give dtype=float32, or train the "
+            f"drafter again"
+        )
     return kept
 
 
 def check_out(out: str | os.PathLike[str]) -> Path:
     """Where a directory can be put without touching anything. Worth calling before long work.
 
-    Raises: InputError unless it does not exist yet or is an empty folder, in a place where folders can be made.
+    Raises: InputError unless it does not exist yet or is an empty folder, in a place where folders
+    can be made.
     """
     folder = Path(os.path.abspath(Path(out).expanduser()))
     if folder.is_symlink():
         raise InputError(f"out={out} is a link: give the folder itself")
     above = next(parent for parent in folder.parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise InputError(f"out={out} cannot be made: {above} is not a folder that can be written to")
-    _scratch(folder, above).rmdir()  # Some systems, such as /proc, say that they take folders and do not.
+        raise InputError(
+            f"out={out} cannot be made: {above} is not a folder that can be written to"
+        )
+    _scratch(
+        folder, above
+    ).rmdir()  # Some systems, such as /proc, say that they take folders and do not.
     if not folder.exists():
         return folder
     if not folder.is_dir():
         raise InputError(f"out={out} is a file: give a new folder")
     held = sorted(entry.name for entry in folder.iterdir())
     if held:
-        raise InputError(f"out={out} holds {some(held)}: give a new or an empty folder, nothing is ever replaced")
+        raise InputError(
+            f"out={out} holds {some(held)}: give a new or an empty folder, nothing is ever replaced"
+        )
     here = Path.cwd().resolve()
     if here == folder.resolve() or folder.resolve() in here.parents:
-        raise InputError(f"out={out} holds the folder this program runs in: give a folder of its own")
+        raise InputError(
+            f"out={out} holds the folder this program runs in: give a folder of its own"
+        )
     return folder
 
 
 def _scratch(out: Path, above: Path) -> Path:
-    """A new empty folder in one that is made if need be, named after what will lie in it; raises InputError."""
+    """A new empty folder in one that is made if need be, named after what will lie in it; raises
+    InputError."""
     try:
         above.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f".{out.name[:32]}-", dir=above))
     except OSError as error:
-        raise InputError(f"out={out} cannot be made: no folder can be made in {above} ({error.strerror})") from error
+        raise InputError(
+            f"out={out} cannot be made: no folder can be made in {above} ({error.strerror})"
+        ) from error
 
 
 def put(
@@ -164,7 +194,8 @@ def put(
     tokenizer: Any | None,
     check: Callable[[Directory], list[Finding]],
 ) -> Path:
-    """Write a directory beside its place, check it there as if it were foreign, then put it in its place.
+    """Write a directory beside its place, check it there as if it were foreign, then put it in its
+    place.
 
     Args:
         out: as `check_out` gives it.

@@ -18,14 +18,20 @@ TREE_BACKENDS = ("sdpa", "eager")
 def check_backend(name: str) -> None:
     """Raises: InputError if a backend cannot take the mask of a token tree."""
     if name not in TREE_BACKENDS:
-        raise InputError(f"attention={name} cannot verify a token tree: give one of {', '.join(TREE_BACKENDS)}")
+        raise InputError(
+            f"attention={name} cannot verify a token tree: give one of {', '.join(TREE_BACKENDS)}"
+        )
 
 
 @contextlib.contextmanager
 def computed_by(model: nn.Module, backend: str) -> Iterator[None]:
-    """A model of `transformers` uses another backend meanwhile: each part reads the name from its config, and may have its own."""
+    """A model of `transformers` uses another backend meanwhile: each part reads the name from its
+    config, and may have its own."""
     configs: list[Any] = [part.config for part in model.modules() if hasattr(part, "config")]
-    before = [(config, config._attn_implementation) for config in {id(one): one for one in configs}.values()]
+    before = [
+        (config, config._attn_implementation)
+        for config in {id(one): one for one in configs}.values()
+    ]
     try:
         for config, _ in before:
             config._attn_implementation = backend
@@ -39,4 +45,6 @@ def as_attention(mask: Tensor, implementation: str, dtype: torch.dtype) -> Tenso
     """(b 1 s t) bool, true = may be read, to what the backend adds to or selects scores with."""
     if implementation == "sdpa":
         return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
+        ~mask, torch.finfo(dtype).min
+    )

@@ -1,4 +1,5 @@
-"""A decoder block of its own: causal attention behind a norm, with rotary positions, and an MLP where one is wanted."""
+"""A decoder block of its own: causal attention behind a norm, with rotary positions, and an MLP
+where one is wanted."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from drafttrain.nn.cache import KVCache
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)); then, with an MLP, x + SwiGLU(norm(x)). Both begin as zero, so that the block begins as x.
+    """x + attention(norm(x)); then, with an MLP, x + SwiGLU(norm(x)). Both begin as zero, so that
+    the block begins as x.
 
     Args:
         width: d of x.
@@ -20,7 +22,15 @@ class Block(nn.Module):
         base: of rotary positions.
     """
 
-    def __init__(self, width: int, heads: int, kv_heads: int, head_width: int, mlp: int = 0, base: float = 10000.0) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        head_width: int,
+        mlp: int = 0,
+        base: float = 10000.0,
+    ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.base = heads, kv_heads, base
         self.attention_norm = nn.RMSNorm(width, eps=1e-6)
@@ -46,7 +56,11 @@ class Block(nn.Module):
         normed = self.attention_norm(x)
         q, k, v = (
             part(normed).unflatten(-1, (count, -1)).transpose(1, 2)  # b s (h e) -> b h s e
-            for part, count in ((self.q, self.heads), (self.k, self.kv_heads), (self.v, self.kv_heads))
+            for part, count in (
+                (self.q, self.heads),
+                (self.k, self.kv_heads),
+                (self.v, self.kv_heads),
+            )
         )
         q, k = rotated(q, positions, self.base), rotated(k, positions, self.base)
         if cache is not None:
@@ -77,7 +91,8 @@ class Mlp(nn.Module):
 
 
 def rotated(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Rotary positions (Su et al. 2021, arXiv:2104.09864): (b h s e) by (b|1 s), pairs being i and i + e/2, as in Llama."""
+    """Rotary positions (Su et al. 2021, arXiv:2104.09864): (b h s e) by (b|1 s), pairs being i and
+    i + e/2, as in Llama."""
     e = x.shape[-1]
     rates = base ** (-torch.arange(0, e, 2, device=x.device, dtype=torch.float32) / e)
     angles = positions[:, None, :, None].float() * rates  # b 1 s e/2

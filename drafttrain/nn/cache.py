@@ -1,8 +1,8 @@
 """A preallocated key/value cache whose rows have lengths of their own.
 
-New entries are written behind each row's own length; `commit` makes the accepted ones permanent and forgets the rest,
-so a batch may accept a different number of tokens in every row. It serves the frozen target (it is a `transformers`
-Cache) and the drafters alike.
+New entries are written behind each row's own length; `commit` makes the accepted ones permanent and
+forgets the rest, so a batch may accept a different number of tokens in every row. It serves the
+frozen target (it is a `transformers` Cache) and the drafters alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ class KVCache(Cache):
     """Keys and values of some decoder layers, (b h capacity e) each, allocated at the first write.
 
     `lengths` (b) counts the committed entries of every row. A pass over s new tokens writes entries
-    `lengths .. lengths + s` of each row; until `commit` is called they are scratch that the next pass overwrites.
+    `lengths .. lengths + s` of each row; until `commit` is called they are scratch that the next
+    pass overwrites.
     """
 
     is_compileable = False
@@ -36,10 +37,12 @@ class KVCache(Cache):
     def set_lengths(self, lengths: Tensor) -> None:
         self.lengths = lengths
         self._host = lengths.tolist()
-        """The same numbers on the host: slices need them, and a device would have to be waited for."""
+        """The same numbers on the host: slices need them, and a device would have to be waited
+        for."""
 
     def advance(self, entries: int) -> None:
-        """Count so many more entries of every row as committed, or fewer. The device is not waited for."""
+        """Count so many more entries of every row as committed, or fewer. The device is not waited
+        for."""
         self.lengths = self.lengths + entries
         self._host = [length + entries for length in self._host]
 
@@ -52,19 +55,27 @@ class KVCache(Cache):
         return min(self._host, default=0)
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """Write s new entries behind each row's length and return the part in use.
 
         Args:
             key_states, value_states: (b h s e).
-        Returns: keys and values, (b h longest+s e); entries behind a row's own length + s are not to be read.
+        Returns: keys and values, (b h longest+s e); entries behind a row's own length + s are not
+        to be read.
         Raises: ValueError when the capacity is exceeded.
         """
         b, h, s, _ = key_states.shape
         used = self.longest + s
         if used > self.capacity:
-            raise ValueError(f"the key/value cache holds {self.capacity} entries a row, {used} are needed")
+            raise ValueError(
+                f"the key/value cache holds {self.capacity} entries a row, {used} are needed"
+            )
         while len(self.keys) <= layer_idx:
             self.keys.append(key_states.new_zeros(b, h, self.capacity, key_states.shape[-1]))
             self.values.append(value_states.new_zeros(b, h, self.capacity, value_states.shape[-1]))
@@ -79,26 +90,27 @@ class KVCache(Cache):
             values[rows, :, places] = value_states.transpose(1, 2)
         return keys[:, :, :used], values[:, :, :used]
 
-    def mask(self, among: Tensor) -> Tensor:
+    def mask(self, tree_mask: Tensor) -> Tensor:
         """Which of the entries in use may each new token read?
 
         Args:
-            among: (b|1 s t) bool, t >= s: which of each row's last t entries, the s new ones included, each new token
-                sees. Entries before them are all seen. With t > s, the entries lengths - (t - s) .. lengths are scratch
-                of earlier passes (committed for now, to be taken back by `set_lengths`).
+            among: (b|1 s t) bool, t >= s: which of each row's last t entries, the s new ones
+                included, each new token sees. Entries before them are all seen. With t > s, the
+                entries lengths - (t - s) .. lengths are scratch of earlier passes (committed for
+                now, to be taken back by `set_lengths`).
         Returns: (b 1 s longest+s) bool.
         """
-        s, t = among.shape[-2:]
+        s, t = tree_mask.shape[-2:]
         used = self.longest + s
         if self.longest == self.shortest:
-            mask = among.new_ones(self.rows, s, used)
-            mask[:, :, used - t :] = among
+            mask = tree_mask.new_ones(self.rows, s, used)
+            mask[:, :, used - t :] = tree_mask
             return mask[:, None]
-        places = torch.arange(used, device=among.device)
+        places = torch.arange(used, device=tree_mask.device)
         fresh = places[None] - (self.lengths[:, None] - (t - s))  # b used, index among the last t
         inside = (fresh >= 0) & (fresh < t)
         index = fresh.clamp(0, t - 1)[:, None].expand(-1, s, -1)  # b s used
-        mask = among.expand(self.rows, -1, -1).gather(2, index) & inside[:, None]
+        mask = tree_mask.expand(self.rows, -1, -1).gather(2, index) & inside[:, None]
         return (mask | (fresh < 0)[:, None])[:, None]
 
     def commit(self, counts: Tensor, kept: Tensor | None = None) -> None:
@@ -106,8 +118,9 @@ class KVCache(Cache):
 
         Args:
             counts: (b) how many new entries each row keeps.
-            kept: (b k) index among the new entries of the i-th kept one, in order; None keeps the first `counts`.
-                Places at or behind a row's count are not read (any value, -1 included).
+            kept: (b k) index among the new entries of the i-th kept one, in order; None keeps the
+                first `counts`. Places at or behind a row's count are not read (any value, -1
+                included).
         """
         if kept is not None and kept.shape[1]:
             k = kept.shape[1]
@@ -117,8 +130,12 @@ class KVCache(Cache):
                 rows = torch.arange(self.rows, device=kept.device)[:, None]
                 source = self.lengths[:, None] + torch.where(counted, kept, straight)
                 goal = self.lengths[:, None] + straight
-                # A row that keeps fewer than k entries copies scratch onto itself; clamp keeps that inside the cache.
-                source, goal = source.clamp(max=self.capacity - 1), goal.clamp(max=self.capacity - 1)
+                # A row that keeps fewer than k entries copies scratch onto itself; clamp keeps that
+                # inside the cache.
+                source, goal = (
+                    source.clamp(max=self.capacity - 1),
+                    goal.clamp(max=self.capacity - 1),
+                )
                 for tensor in (*self.keys, *self.values):
                     tensor[rows, :, goal] = tensor[rows, :, source]
         self.set_lengths(self.lengths + counts)
@@ -146,14 +163,17 @@ class KVCache(Cache):
         self.set_lengths(self.lengths[rows])
 
     def assign(self, rows: Tensor, other: KVCache) -> None:
-        """Replace some rows by those of another cache, in order; their old entries are forgotten."""
+        """Replace some rows by those of another cache, in order; their old entries are
+        forgotten."""
         used = other.longest
         while len(self.keys) < len(other.keys):
             like = other.keys[len(self.keys)]
             shape = (self.rows, like.shape[1], self.capacity, like.shape[3])
             self.keys.append(like.new_zeros(shape))
             self.values.append(other.values[len(self.values)].new_zeros(shape))
-        for mine, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
+        for mine, theirs in zip(
+            (*self.keys, *self.values), (*other.keys, *other.values), strict=True
+        ):
             mine[rows, :, :used] = theirs[:, :, :used]
         lengths = self.lengths.clone()
         lengths[rows] = other.lengths

@@ -1,4 +1,5 @@
-"""A decoder-only `transformers` causal LM driven through a `KVCache`: any mask among new tokens, at any positions.
+"""A decoder-only `transformers` causal LM driven through a `KVCache`: any mask among new tokens, at
+any positions.
 
 The frozen target is one; a drafter that is a language model itself is another.
 """
@@ -21,18 +22,24 @@ from drafttrain.nn.cache import KVCache
 
 
 class CausalLM:
-    """The parts of a model, and what its family adds to them: sliding windows, scaled and capped logits, the cache's name.
+    """The parts of a model, and what its family adds to them: sliding windows, scaled and capped
+    logits, the cache's name.
 
     Args:
         model: a causal LM of `transformers`; it is not copied.
         called: its name in messages, such as "target smollm2".
-    Raises: InputError for a model without a causal head, or one in which drafts cannot be rolled back.
+    Raises: InputError for a model without a causal head, or one in which drafts cannot be rolled
+    back.
     """
 
     def __init__(self, model: Any, called: str) -> None:
         self.model: Any = model
         self.called = called
-        self.config: Any = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+        self.config: Any = (
+            model.config.get_text_config()
+            if hasattr(model.config, "get_text_config")
+            else model.config
+        )
         self.base: Any = getattr(model, model.base_model_prefix, model)
         self.embedding: Any = model.get_input_embeddings()
         self.output: Any = model.get_output_embeddings()
@@ -49,12 +56,14 @@ class CausalLM:
         self.isolates_by = isolation.DENSE
         """How joined rows are kept apart: "dense" or "flex", see `choose_isolation`."""
         self._cache_word = (
-            "cache" if "cache" in inspect.signature(type(self.base).forward).parameters else "past_key_values"
+            "cache"
+            if "cache" in inspect.signature(type(self.base).forward).parameters
+            else "past_key_values"
         )
         self._softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self._scale = self._logit_scale()
 
-    # Facts ------------------------------------------------------------------------------------------------------
+    # Facts ----------------------------------------------------------------------------------------
     @property
     def device(self) -> torch.device:
         """Where it reads ids."""
@@ -79,22 +88,25 @@ class CausalLM:
         """Positions the model was built for."""
         return int(getattr(self.config, "max_position_embeddings", None) or 1 << 20)
 
-    # Parts ------------------------------------------------------------------------------------------------------
+    # Parts ----------------------------------------------------------------------------------------
     def head(self, hidden: Tensor) -> Tensor:
-        """(... d) last hidden state -> (... v) logits, with the model's own scaling and soft cap."""
+        """(... d) last hidden state -> (... v) logits, with the model's own scaling and soft
+        cap."""
         return self.finish_logits(self.output(hidden))
 
     def finish_logits(self, logits: Tensor) -> Tensor:
-        """The part of the head behind the matrix product; elementwise, so it serves chosen vocabulary rows too."""
+        """The part of the head behind the matrix product; elementwise, so it serves chosen
+        vocabulary rows too."""
         if self._scale != 1.0:
             logits = logits * self._scale
         if self._softcap:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
 
-    # Passes -----------------------------------------------------------------------------------------------------
-    def whole(self, ids: Tensor, packing: Packing | None = None) -> Tensor:
-        """(b s) rows padded on the right -> (b s d) last hidden states after the final norm, without a cache.
+    # Passes ---------------------------------------------------------------------------------------
+    def full_pass(self, ids: Tensor, packing: Packing | None = None) -> Tensor:
+        """(b s) rows padded on the right -> (b s d) last hidden states after the final norm,
+        without a cache.
 
         Padding stands behind the text, so causal attention never reads it.
 
@@ -102,53 +114,73 @@ class CausalLM:
             packing: where rows lie that were joined into sequences; each gives what it gives alone.
         """
         if packing is not None:
-            with self.told(packing) as words:
-                joined: Tensor = self.base(input_ids=ids, use_cache=False, **words).last_hidden_state
+            with self.packing_inputs(packing) as words:
+                joined: Tensor = self.base(
+                    input_ids=ids, use_cache=False, **words
+                ).last_hidden_state
                 return joined
         places: dict[str, Tensor] = {}
         if ids.shape[1] > self.context:
-            places["position_ids"] = torch.arange(ids.shape[1], device=ids.device).clamp_max(self.context - 1)[None]
+            places["position_ids"] = torch.arange(ids.shape[1], device=ids.device).clamp_max(
+                self.context - 1
+            )[None]
         out: Tensor = self.base(input_ids=ids, use_cache=False, **places).last_hidden_state
         return out
 
     @contextlib.contextmanager
-    def told(self, packing: Packing) -> Iterator[dict[str, Any]]:
-        """What a pass over joined rows is given: masks in its backend's form, and positions that begin anew in every row.
+    def packing_inputs(self, packing: Packing) -> Iterator[dict[str, Any]]:
+        """What a pass over joined rows is given: masks in its backend's form, and positions that
+        begin anew in every row.
 
-        `flex_attention` takes the backend's place where `isolates_by` says so and no gradient is asked for.
+        `flex_attention` takes the backend's place where `isolates_by` says so and no gradient is
+        asked for.
         """
         flex = self.isolates_by == isolation.FLEX and not torch.is_grad_enabled()
 
         def made(window: int | None) -> Any:
-            return isolation.blocks(packing, window) if flex else self.as_attention(isolation.dense(packing, window=window))
+            return (
+                isolation.blocks(packing, window)
+                if flex
+                else self.as_attention(isolation.dense(packing, window=window))
+            )
 
         kinds = {self.kind_of(layer): window for layer, window in enumerate(self.windows)}
         masks = {kind: made(window) for kind, window in kinds.items()}
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
         with computed_by(self.model, "flex_attention") if flex else contextlib.nullcontext():
-            yield {"attention_mask": mask, "position_ids": packing.position_ids.clamp_max(self.context - 1)}
+            yield {
+                "attention_mask": mask,
+                "position_ids": packing.position_ids.clamp_max(self.context - 1),
+            }
 
     @torch.no_grad()
     def choose_isolation(self) -> str:
-        """Find out, by trying, how to keep joined rows apart, and do so from now on. Returns "dense" or "flex".
+        """Find out, by trying, how to keep joined rows apart, and do so from now on. Returns
+        "dense" or "flex".
 
-        `flex_attention` is taken on an accelerator whose compiler can build it, with PyTorch's attention.
+        `flex_attention` is taken on an accelerator whose compiler can build it, with PyTorch's
+        attention.
 
-        Raises: InputError where joined rows do not give what they give alone: a model that counts positions by itself, for
-            instance, or one whose layers carry something on from token to token.
+        Raises: InputError where joined rows do not give what they give alone: a model that counts
+            positions by itself, for instance, or one whose layers carry something on from token to
+            token.
         """
-        ids = torch.arange(1, 13, device=self.device) * max(1, self.vocab_size // 13) % self.vocab_size
+        ids = (
+            torch.arange(1, 13, device=self.device)
+            * max(1, self.vocab_size // 13)
+            % self.vocab_size
+        )
         documents = torch.tensor([[0] * 5 + [1] * 7 + [-1]], device=self.device)
         positions = torch.tensor([[*range(5), *range(7), 0]], device=self.device)
         packing, joined = Packing(documents, positions), torch.cat((ids, ids[:1]))[None]
-        alone = torch.cat([self.whole(row[None])[0] for row in (ids[:5], ids[5:])]).float()
+        alone = torch.cat([self.full_pass(row[None])[0] for row in (ids[:5], ids[5:])]).float()
         loose = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
         why = ""
         accelerated = self.device.type not in ("cpu", "mps") and self.attention == "sdpa"
         for way in (isolation.FLEX, isolation.DENSE) if accelerated else (isolation.DENSE,):
             self.isolates_by = way
             try:
-                found = self.whole(joined, packing)[0, :12].float()
+                found = self.full_pass(joined, packing)[0, :12].float()
                 gap = float((found - alone).abs().max() / (alone.abs().max() + 1e-9))
                 if gap <= loose:
                     return way
@@ -157,44 +189,63 @@ class CausalLM:
                 why = first_line(error)
         self.isolates_by = isolation.DENSE
         raise InputError(
-            f"trainer.pack: {self.called} ({self.config.model_type}) cannot keep rows apart in one sequence ({why}): set "
+            f"trainer.pack: {self.called} ({self.config.model_type}) cannot keep rows apart in one "
+            f"sequence ({why}): set "
             "trainer.pack=null"
         )
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         return KVCache(rows, capacity, self.device)
 
-    def read(self, ids: Tensor, cache: KVCache, *, among: Tensor | None = None, depths: Tensor | None = None) -> Tensor:
-        """(b s d) last hidden states of s new tokens behind the committed ones; nothing is committed.
+    def read(
+        self,
+        ids: Tensor,
+        cache: KVCache,
+        *,
+        tree_mask: Tensor | None = None,
+        depths: Tensor | None = None,
+    ) -> Tensor:
+        """(b s d) last hidden states of s new tokens behind the committed ones; nothing is
+        committed.
 
         Args:
             ids: (b s) int64.
-            among: (b|1 s t) bool, which of the row's last t entries, the s new ones included, each new token sees; None is
-                causal order among the new ones alone. With t > s the others are scratch, see `KVCache.mask`.
-            depths: (b|1 t) int64, the position of each of these t relative to the entries before them; None means 0, 1, 2...
-                Positions beyond the model's context are taken for its last one.
+            among: (b|1 s t) bool, which of the row's last t entries, the s new ones included, each
+                new token sees; None is causal order among the new ones alone. With t > s the others
+                are scratch, see `KVCache.mask`.
+            depths: (b|1 t) int64, the position of each of these t relative to the entries before
+                them; None means 0, 1, 2... Positions beyond the model's context are taken for its
+                last one.
         """
-        masks, positions = self.where(ids.shape[1], cache, among, depths)
+        masks, positions = self.where(ids.shape[1], cache, tree_mask, depths)
         out = self.base(
-            input_ids=ids, attention_mask=masks, position_ids=positions, use_cache=True, **{self._cache_word: cache}
+            input_ids=ids,
+            attention_mask=masks,
+            position_ids=positions,
+            use_cache=True,
+            **{self._cache_word: cache},
         )
         hidden: Tensor = out.last_hidden_state
         return hidden
 
-    def where(self, s: int, cache: KVCache, among: Tensor | None, depths: Tensor | None) -> tuple[Any, Tensor]:
+    def where(
+        self, s: int, cache: KVCache, tree_mask: Tensor | None, depths: Tensor | None
+    ) -> tuple[Any, Tensor]:
         """What layers are told of s new tokens behind the committed ones; arguments as in `read`.
 
-        Returns: a mask in the form that the attention backend wants, or one for each kind of layer ("full_attention",
-            "sliding_attention"); (b s) positions.
+        Returns: a mask in the form that the attention backend wants, or one for each kind of layer
+            ("full_attention", "sliding_attention"); (b s) positions.
         """
         device = cache.lengths.device
-        if among is None:
-            among = torch.ones(1, s, s, dtype=torch.bool, device=device).tril()
-        t = among.shape[-1]
+        if tree_mask is None:
+            tree_mask = torch.ones(1, s, s, dtype=torch.bool, device=device).tril()
+        t = tree_mask.shape[-1]
         if depths is None:
             depths = torch.arange(t, device=device)[None]
         positions = (cache.lengths - (t - s))[:, None] + depths  # b t
-        return self._masks(cache, among, positions), positions[:, t - s :].clamp_max(self.context - 1)
+        return self._masks(cache, tree_mask, positions), positions[:, t - s :].clamp_max(
+            self.context - 1
+        )
 
     def kind_of(self, layer: int) -> str:
         """Of a layer's attention, as masks are named."""
@@ -202,48 +253,64 @@ class CausalLM:
 
     @property
     def norm_name(self) -> str | None:
-        """Name of the norm behind the last layer, among the children of `base`; None where it cannot be told from others."""
+        """Name of the norm behind the last layer, among the children of `base`; None where it
+        cannot be told from others."""
         names = [
             name
             for name, module in self.base.named_children()
-            if module is not self.embedding and getattr(getattr(module, "weight", None), "shape", None) == (self.width,)
+            if module is not self.embedding
+            and getattr(getattr(module, "weight", None), "shape", None) == (self.width,)
         ]
         return names[0] if len(names) == 1 else None
 
     def probe(self) -> None:
-        """The wrapper must compute the model's own logits, plain and through the cache. Raises: InputError if it does not."""
-        # From all over the vocabulary: the first ids are often control tokens, whose huge activations magnify rounding.
-        ids = torch.arange(1, 7, device=self.device)[None] * max(1, self.vocab_size // 7) % self.vocab_size
+        """The wrapper must compute the model's own logits, plain and through the cache. Raises:
+        InputError if it does not."""
+        # From all over the vocabulary: the first ids are often control tokens, whose huge
+        # activations magnify rounding.
+        ids = (
+            torch.arange(1, 7, device=self.device)[None]
+            * max(1, self.vocab_size // 7)
+            % self.vocab_size
+        )
         with torch.inference_mode():
             reference = self.model(input_ids=ids, use_cache=False).logits.float()
-            plain = self.head(self.whole(ids)).float()
+            plain = self.head(self.full_pass(ids)).float()
             cache = self.new_cache(1, 16)
             first = self.read(ids[:, :3], cache)
             cache.commit(torch.tensor([3], device=self.device))
             # The rest twice, as two branches of a tree: positions and mask must keep them apart.
-            among = torch.zeros(6, 6, dtype=torch.bool, device=self.device)
-            among[:3, :3] = among[3:, 3:] = torch.ones(3, 3, dtype=torch.bool, device=self.device).tril()
+            tree_mask = torch.zeros(6, 6, dtype=torch.bool, device=self.device)
+            tree_mask[:3, :3] = tree_mask[3:, 3:] = torch.ones(
+                3, 3, dtype=torch.bool, device=self.device
+            ).tril()
             depths = torch.arange(3, device=self.device).repeat(2)[None]
-            rest = self.read(ids[:, 3:].repeat(1, 2), cache, among=among[None], depths=depths)
+            rest = self.read(
+                ids[:, 3:].repeat(1, 2), cache, tree_mask=tree_mask[None], depths=depths
+            )
             cached = self.head(torch.cat((first, rest[:, 3:]), 1)).float()
         size = float(reference.abs().max()) + 1e-6
         loose = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.15
-        for what, logits in (("hidden states through the head", plain), ("the cached tree pass", cached)):
+        for what, logits in (
+            ("hidden states through the head", plain),
+            ("the cached tree pass", cached),
+        ):
             gap = float((logits - reference).abs().max()) / size
             if not gap <= loose:
                 raise InputError(
-                    f"{self.called} ({type(self.model).__name__}): {what} differ from the model's own logits by "
+                    f"{self.called} ({type(self.model).__name__}): {what} differ from the model's "
+                    f"own logits by "
                     f"{gap:.2g} of their size; this architecture or attention backend "
                     f"({self.attention}) cannot be represented, try attention=eager"
                 )
 
-    # Inside -----------------------------------------------------------------------------------------------------
-    def _masks(self, cache: KVCache, among: Tensor, positions: Tensor) -> Any:
-        full = cache.mask(among)  # b 1 s used
+    # Inside ---------------------------------------------------------------------------------------
+    def _masks(self, cache: KVCache, tree_mask: Tensor, positions: Tensor) -> Any:
+        full = cache.mask(tree_mask)  # b 1 s used
         kinds = set(self.windows)
         if kinds == {None}:
             return self.as_attention(full)
-        (s, t), used = among.shape[-2:], full.shape[-1]
+        (s, t), used = tree_mask.shape[-2:], full.shape[-1]
         places = torch.arange(used, device=full.device)[None].expand(cache.rows, -1)  # b used
         late = places - (cache.lengths - (t - s))[:, None]  # place among the last t entries
         own = positions.expand(cache.rows, -1).gather(1, late.clamp(0, t - 1))
@@ -264,7 +331,9 @@ class CausalLM:
         for module in self.base.modules():
             if isinstance(module, nn.ModuleList) and len(module) == count:
                 return module
-        raise InputError(f"{self.called}: no list of {count} decoder layers found in {type(self.base).__name__}")
+        raise InputError(
+            f"{self.called}: no list of {count} decoder layers found in {type(self.base).__name__}"
+        )
 
     def _attention_windows(self) -> tuple[int | None, ...]:
         """Sliding window of each layer, None for full attention."""
@@ -275,7 +344,8 @@ class CausalLM:
             odd = sorted({k for k in kinds if k not in ("full_attention", "sliding_attention")})
             if odd:
                 raise InputError(
-                    f"{self.called} has layers of type {', '.join(odd)}: only attention with a full or sliding "
+                    f"{self.called} has layers of type {', '.join(odd)}: only attention with a "
+                    f"full or sliding "
                     "window can be verified as a tree"
                 )
             return tuple(window if kind == "sliding_attention" else None for kind in kinds)

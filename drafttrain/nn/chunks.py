@@ -1,4 +1,5 @@
-"""Work over a vocabulary in chunks of positions: peak memory holds one chunk's logits, never those of a whole batch.
+"""Work over a vocabulary in chunks of positions: peak memory holds one chunk's logits, never those
+of a whole batch.
 
 A chunk's gradient is made while its logits exist, so that none are kept for the backward pass.
 """
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 Goal = Callable[[slice], Tensor | None]
-"""What some positions are judged by, such as the target's logits there; made once for all heads, without gradients."""
+"""What some positions are judged by, such as the target's logits there; made once for all heads,
+without gradients."""
 Judge = Callable[[int, slice, Tensor, Any], tuple[Tensor, Tensor, Tensor]]
-"""(head, positions, (c d) what it reads there, their goal) -> () the loss to learn from, (m) sums to report, (c) int64 what to
-note of each position."""
+"""(head, positions, (c d) what it reads there, their goal) -> () the loss to learn from, (m) sums
+to report, (c) int64 what to note of each position."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,13 @@ class Judged:
 
 
 def in_chunks(
-    hidden: Tensor, goal: Goal, judge: Judge, *, parts: int, chunk: int, trained: Sequence[Tensor] = ()
+    hidden: Tensor,
+    goal: Goal,
+    judge: Judge,
+    *,
+    parts: int,
+    chunk: int,
+    trained: Sequence[Tensor] = (),
 ) -> Judged:
     """Judge k heads at t positions. Where no gradient is asked for, none is computed.
 
@@ -50,7 +58,14 @@ def in_chunks(
 class _InChunks(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden: Tensor, goal: Goal, judge: Judge, parts: int, chunk: int, wanted: bool, *trained: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        goal: Goal,
+        judge: Judge,
+        parts: int,
+        chunk: int,
+        wanted: bool,
+        *trained: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         t, k, _ = hidden.shape
         total = hidden.new_zeros((), dtype=torch.float32)
@@ -67,7 +82,9 @@ class _InChunks(torch.autograd.Function):
                 total += loss.detach()
                 sums[head] += reported.detach()
                 if wanted:
-                    slopes[0][part, head], *more = torch.autograd.grad(loss, (read, *trained), allow_unused=True)
+                    slopes[0][part, head], *more = torch.autograd.grad(
+                        loss, (read, *trained), allow_unused=True
+                    )
                     for mine, slope in zip(slopes[1:], more, strict=True):
                         if slope is not None:
                             mine += slope
@@ -76,6 +93,8 @@ class _InChunks(torch.autograd.Function):
         return total, sums, noted
 
     @staticmethod
-    def backward(ctx: Any, by_total: Tensor, _sums: Tensor, _noted: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(
+        ctx: Any, by_total: Tensor, _sums: Tensor, _noted: Tensor
+    ) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         by_hidden, *by_trained = (slope * by_total.to(slope.dtype) for slope in ctx.saved_tensors)
         return by_hidden, None, None, None, None, None, *by_trained

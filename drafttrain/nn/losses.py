@@ -1,6 +1,7 @@
 """Losses over a vocabulary, and their sums over positions in chunks.
 
-All but `cross_entropy` compare the draft's law q with the target's law p at supervised positions, in float32.
+All but `cross_entropy` compare the draft's law q with the target's law p at supervised positions,
+in float32.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ Divergence = Callable[[Tensor, Tensor], Tensor]
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """Keeps its gradient q - p: half the passes over memory that automatic differentiation takes."""
+    """Keeps its gradient q - p: half the passes over memory that automatic differentiation
+    takes."""
 
     @staticmethod
     def forward(ctx: Any, draft: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
@@ -38,7 +40,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 
 def soft_cross_entropy(draft: Tensor, target: Tensor) -> Tensor:
-    """-sum p log q; its gradient is that of forward KL. EAGLE-1 (Li et al. 2024, arXiv:2401.15077), section 3.2."""
+    """-sum p log q; its gradient is that of forward KL. EAGLE-1 (Li et al. 2024, arXiv:2401.15077),
+    section 3.2."""
     loss: Tensor = _SoftCrossEntropy.apply(draft, target)
     return loss
 
@@ -58,7 +61,8 @@ def reverse_kl(draft: Tensor, target: Tensor) -> Tensor:
 def generalised_jsd(draft: Tensor, target: Tensor, beta: float) -> Tensor:
     """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, 0 < beta < 1.
 
-    DistillSpec (Zhou et al. 2024, arXiv:2310.08461), table 1; beta 1/2 is the Jensen-Shannon divergence.
+    DistillSpec (Zhou et al. 2024, arXiv:2310.08461), table 1; beta 1/2 is the Jensen-Shannon
+    divergence.
     """
     log_p, log_q = target.log_softmax(-1), draft.log_softmax(-1)
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
@@ -72,12 +76,14 @@ def jensen_shannon(draft: Tensor, target: Tensor) -> Tensor:
 
 
 def total_variation(draft: Tensor, target: Tensor) -> Tensor:
-    """1/2 sum |p - q|, one minus the acceptance probability of a sampled token (Leviathan et al. 2023, Theorem 3.5)."""
+    """1/2 sum |p - q|, one minus the acceptance probability of a sampled token (Leviathan et al.
+    2023, Theorem 3.5)."""
     return 0.5 * (target.softmax(-1) - draft.softmax(-1)).abs().sum(-1)
 
 
 def acceptance_log(draft: Tensor, target: Tensor) -> Tensor:
-    """-log sum min(p, q): total variation's gradient divided by the acceptance (LK losses, arXiv:2602.23881)."""
+    """-log sum min(p, q): total variation's gradient divided by the acceptance (LK losses,
+    arXiv:2602.23881)."""
     return -torch.minimum(target.softmax(-1), draft.softmax(-1)).sum(-1).clamp_min(1e-6).log()
 
 
@@ -94,7 +100,9 @@ DIVERGENCES: dict[str, Divergence] = {
 def divergence(name: str) -> Divergence:
     """The divergence of a name. Raises InputError for any other name."""
     if not isinstance(name, str) or name not in DIVERGENCES:
-        raise InputError(f"loss {str(name)[:80]} is not known: give one of {', '.join(DIVERGENCES)}")
+        raise InputError(
+            f"loss {str(name)[:80]} is not known: give one of {', '.join(DIVERGENCES)}"
+        )
     return DIVERGENCES[name]
 
 
@@ -109,23 +117,35 @@ def smooth_l1(prediction: Tensor, goal: Tensor) -> Tensor:
 
 
 def over_vocabulary(
-    hidden: Tensor, teacher: Tensor, head: Callable[[Tensor], Tensor], loss: Divergence, *, chunk: int = 1024
+    hidden: Tensor,
+    teacher: Tensor,
+    head: Callable[[Tensor], Tensor],
+    loss: Divergence,
+    *,
+    chunk: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """Sum of a divergence between head(hidden) and head(teacher) over positions, and the draft's argmaxes.
+    """Sum of a divergence between head(hidden) and head(teacher) over positions, and the draft's
+    argmaxes.
 
     Args:
-        hidden: (t d) with grad; teacher: (t d) the target's own, no grad. Where no gradient is asked for, none is computed.
-        head: (t d) -> (t w) logits, frozen: gradients flow through it into `hidden`, not into its weights.
+        hidden: (t d) with grad; teacher: (t d) the target's own, no grad. Where no gradient is
+            asked for, none is computed.
+        head: (t d) -> (t w) logits, frozen: gradients flow through it into `hidden`, not into its
+            weights.
         chunk: positions whose logits exist at one time.
     Returns: () float32 sum with grad, (t) int64 argmax of the draft's logits.
     """
 
-    def judge(_head: int, _part: slice, read: Tensor, goal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def judge(
+        _head: int, _part: slice, read: Tensor, goal: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logits = head(read).float()
         value = loss(logits, goal).sum()
         return value, value[None], logits.detach().argmax(-1)
 
-    made = in_chunks(hidden[:, None], lambda part: head(teacher[part]).float(), judge, parts=1, chunk=chunk)
+    made = in_chunks(
+        hidden[:, None], lambda part: head(teacher[part]).float(), judge, parts=1, chunk=chunk
+    )
     return made.total, made.noted[:, 0]
 
 
@@ -141,7 +161,8 @@ def heads_over_vocabulary(
     trained: Sequence[Tensor] = (),
     chunk: int = 256,
 ) -> Judged:
-    """Losses of k heads that are to guess the same tokens, so that a goal is computed once for all of them.
+    """Losses of k heads that are to guess the same tokens, so that a goal is computed once for all
+    of them.
 
     Args:
         hidden: (t k d) with grad, what each head reads for each position.
@@ -149,11 +170,12 @@ def heads_over_vocabulary(
         weights: of each head's loss in the total.
         labels: (t) int64 places of the text's tokens in the vocabulary, -1 for one outside of it.
         heads: (c d) -> (c w) logits each.
-        goal: (c w) the target's logits of some positions, or (c) int64 labels where the loss is `cross_entropy`.
+        goal: (c w) the target's logits of some positions, or (c) int64 labels where the loss is
+            `cross_entropy`.
         trained: parameters that the heads multiply with, where they are trained.
         chunk: positions whose logits exist at one time.
-    Returns: the weighted total; (k 1) each head's own sum; (t k) how many tokens a head finds likelier than the label, w where
-        the label is none that it knows.
+    Returns: the weighted total; (k 1) each head's own sum; (t k) how many tokens a head finds
+        likelier than the label, w where the label is none that it knows.
     """
 
     def judge(head: int, part: slice, read: Tensor, aim: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,5 @@
-"""A weighted sum of losses over a vocabulary, against the target's law and against the text, in chunks.
+"""A weighted sum of losses over a vocabulary, against the target's law and against the text, in
+chunks.
 
 Every loss of a position reads the same two rows of logits, which exist for one chunk at a time.
 """
@@ -34,15 +35,21 @@ class Mixture:
 
     def __post_init__(self) -> None:
         if not isinstance(self.weights, Mapping):
-            raise InputError(f"loss={self.weights}: needs weights by name, such as {{forward_kl: 1.0}}")
+            raise InputError(
+                f"loss={self.weights}: needs weights by name, such as {{forward_kl: 1.0}}"
+            )
         odd = [str(name) for name in self.weights if name not in KNOWN]
         if odd:
-            raise InputError(f"loss {odd[0]} is not known: give weights for some of {', '.join(KNOWN)}")
+            raise InputError(
+                f"loss {odd[0]} is not known: give weights for some of {', '.join(KNOWN)}"
+            )
         for name, weight in self.weights.items():
             if not _number(weight) or not 0 <= weight < 1e30:
                 raise InputError(f"loss.{name}={weight}: needs a number of at least 0")
         if not any(self.weights.values()):
-            raise InputError(f"all weights of the loss are 0: give one of {', '.join(KNOWN)} a weight above 0")
+            raise InputError(
+                f"all weights of the loss are 0: give one of {', '.join(KNOWN)} a weight above 0"
+            )
         if not _number(self.beta) or not 0 < self.beta < 1:
             raise InputError(f"beta={self.beta}: needs a number above 0 and below 1")
 
@@ -52,7 +59,7 @@ class Mixture:
         return tuple(name for name, weight in self.weights.items() if weight)
 
     @property
-    def reads_law(self) -> bool:
+    def reads_target_probs(self) -> bool:
         """Does any of them need the target's law?"""
         return any(name != TEXT for name in self.names)
 
@@ -98,7 +105,8 @@ def mixed(
 
     Args:
         hidden: (t d) with grad, what the draft's head reads.
-        labels: (t) int64 places of the text's tokens in the draft vocabulary; -1 where there is none to learn from.
+        labels: (t) int64 places of the text's tokens in the draft vocabulary; -1 where there is
+            none to learn from.
         head: (c d) -> (c w) draft logits.
         teacher: (t d') what the target's head reads there; needed where the mixture reads its law.
         teacher_head: (c d') -> (c w) the target's logits of the same vocabulary.
@@ -106,16 +114,20 @@ def mixed(
         trained: parameters that `head` multiplies with, where they are trained.
         chunk: positions whose logits exist at one time.
     """
-    if mixture.reads_law and (teacher is None or teacher_head is None):
-        raise ValueError("a loss against the target's law needs the target's hidden states and head")
+    if mixture.reads_target_probs and (teacher is None or teacher_head is None):
+        raise ValueError(
+            "a loss against the target's law needs the target's hidden states and head"
+        )
 
     def goal(part: slice) -> Tensor | None:
-        if not mixture.reads_law:
+        if not mixture.reads_target_probs:
             return None
         assert teacher is not None and teacher_head is not None
         return teacher_head(teacher[part]).float()
 
-    def judge(_head: int, part: slice, read: Tensor, aim: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def judge(
+        _head: int, part: slice, read: Tensor, aim: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logits = head(read).float()
         values = []
         for name in mixture.names:
@@ -131,5 +143,9 @@ def mixed(
         by_loss = sums.new_tensor([mixture.weights[name] for name in mixture.names])
         return (by_loss * counted).sum(), sums, logits.detach().argmax(-1)
 
-    made = in_chunks(hidden[:, None], goal, judge, parts=len(mixture.names), chunk=chunk, trained=trained)
-    return Mixed(made.total, dict(zip(mixture.names, made.sums[0].unbind(), strict=True)), made.noted[:, 0])
+    made = in_chunks(
+        hidden[:, None], goal, judge, parts=len(mixture.names), chunk=chunk, trained=trained
+    )
+    return Mixed(
+        made.total, dict(zip(mixture.names, made.sums[0].unbind(), strict=True)), made.noted[:, 0]
+    )

@@ -1,8 +1,10 @@
-"""Frozen products with their weights laid out for oneDNN, which on a CPU makes them cheaper, small ones above all.
+"""Frozen products with their weights laid out for oneDNN, which on a CPU makes them cheaper, small
+ones above all.
 
-A verification pass multiplies a handful of positions by every weight. The general routine that PyTorch calls on a CPU
-then costs up to twice a single position; with weights laid out beforehand, a dozen positions cost little more than one.
-The same numbers come out, up to the order of summation. `scripts/bench/decode.py` and `train_step.py` show the difference.
+A verification pass multiplies a handful of positions by every weight. The general routine that
+PyTorch calls on a CPU then costs up to twice a single position; with weights laid out beforehand, a
+dozen positions cost little more than one. The same numbers come out, up to the order of summation.
+`scripts/bench/decode.py` and `train_step.py` show the difference.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _POSITIONS = 12
 
 
 class PackedLinear(nn.Module):
-    """A frozen `nn.Linear` that keeps its weight (shared, so that it can be read) beside a packed copy."""
+    """A frozen `nn.Linear` that keeps its weight (shared, so that it can be read) beside a packed
+    copy."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -40,16 +43,21 @@ class PackedLinear(nn.Module):
 
 
 class FrozenProduct:
-    """x -> x W^T for a frozen W, differentiable in x. On a CPU in float32 W is laid out for oneDNN for the way there and the
-    way back, where there is room for both copies; elsewhere this is `linear`."""
+    """x -> x W^T for a frozen W, differentiable in x. On a CPU in float32 W is laid out for oneDNN
+    for the way there and the way back, where there is room for both copies; elsewhere this is
+    `linear`."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
         self._there: Tensor | None = None
         size = 2 * weight.numel() * weight.element_size()
         if weight.dtype == torch.float32 and weight.device.type == "cpu" and wanted("auto", size):
-            self._there = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous(), _POSITIONS)
-            self._back = torch.ops.mkldnn._reorder_linear_weight(self.weight.t().contiguous(), _POSITIONS)
+            self._there = torch.ops.mkldnn._reorder_linear_weight(
+                self.weight.contiguous(), _POSITIONS
+            )
+            self._back = torch.ops.mkldnn._reorder_linear_weight(
+                self.weight.t().contiguous(), _POSITIONS
+            )
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """(... i) -> (... o)."""
@@ -68,17 +76,28 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return torch.ops.mkldnn._linear_pointwise(slope.contiguous(), ctx.back, None, "none", [], ""), None, None
+        return (
+            torch.ops.mkldnn._linear_pointwise(slope.contiguous(), ctx.back, None, "none", [], ""),
+            None,
+            None,
+        )
 
 
 def pack(module: nn.Module) -> int:
-    """Replace every float32 `nn.Linear` on the CPU below a module; weights tied elsewhere stay tied. Returns how many."""
+    """Replace every float32 `nn.Linear` on the CPU below a module; weights tied elsewhere stay
+    tied. Returns how many."""
     count = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype == torch.float32 and child.weight.device.type == "cpu":
+            if (
+                type(child) is nn.Linear
+                and child.weight.dtype == torch.float32
+                and child.weight.device.type == "cpu"
+            ):
                 packed = PackedLinear(child.weight, child.bias)
-                packed.weight = cast(nn.Parameter, child.weight)  # the very parameter, where it is tied
+                packed.weight = cast(
+                    nn.Parameter, child.weight
+                )  # the very parameter, where it is tied
                 setattr(parent, name, packed.train(child.training))
                 count += 1
     return count
@@ -93,16 +112,22 @@ def check(setting: object) -> None:
 def wanted(setting: str | bool, size: int) -> bool:
     """Should layers of this many bytes be packed here?
 
-    The answer depends on the machine alone, not on how busy it is, so that a resumed run computes what it computed before.
+    The answer depends on the machine alone, not on how busy it is, so that a resumed run computes
+    what it computed before.
 
     Args:
-        setting: true, false, or auto: on an x86 processor whose memory is at least four times what the copies take.
+        setting: true, false, or auto: on an x86 processor whose memory is at least four times what
+            the copies take.
     Raises: InputError for another setting, or if packing is asked for and cannot be had.
     """
     check(setting)
-    there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    there = torch.backends.mkldnn.is_available() and hasattr(
+        torch.ops.mkldnn, "_reorder_linear_weight"
+    )
     if setting is True and not there:
-        raise InputError("pack=true needs a PyTorch built with oneDNN: give pack=auto or pack=false")
+        raise InputError(
+            "pack=true needs a PyTorch built with oneDNN: give pack=auto or pack=false"
+        )
     if setting != "auto" or not there:
         return setting is True
     return platform.machine().lower() in ("x86_64", "amd64") and size * 4 <= _memory()

@@ -1,7 +1,8 @@
-"""What a policy does to logits before temperature, in the order of transformers: bias, penalty, least length, processors.
+"""What a policy does to logits before temperature, in the order of transformers: bias, penalty,
+least length, processors.
 
-All but the bias read the text, so that a law is that of one text: the committed ids of a row and, in a tree of drafts,
-the tokens on the way to the node.
+All but the bias read the text, so that a law is that of one text: the committed ids of a row and,
+in a tree of drafts, the tokens on the way to the node.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ class Text:
 
     @classmethod
     def of(
-        cls, prompts: Sequence[list[int]], answers: Sequence[list[int]], stop_ids: Sequence[int], device: torch.device
+        cls,
+        prompts: Sequence[list[int]],
+        answers: Sequence[list[int]],
+        stop_ids: Sequence[int],
+        device: torch.device,
     ) -> Text:
         rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         longest = max(map(len, rows))
@@ -61,18 +66,24 @@ def biased(logits: Tensor, bias: Sequence[tuple[int, float]]) -> Tensor:
 
 
 def penalised(logits: Tensor, text: Text, drafted: Tensor, penalty: float) -> Tensor:
-    """(b m v) with the logits of tokens in the text, prompt included, divided by the penalty or, below 0, multiplied.
+    """(b m v) with the logits of tokens in the text, prompt included, divided by the penalty or,
+    below 0, multiplied.
 
-    Keskar et al. 2019 (arXiv:1909.05858), section 4.1, with the treatment of negative logits of transformers.
+    Keskar et al. 2019 (arXiv:1909.05858), section 4.1, with the treatment of negative logits of
+    transformers.
     """
     b, m, v = logits.shape
     real = torch.arange(text.ids.shape[1], device=logits.device) < text.lengths[:, None]
     # One place more than there are tokens, for padding and for ids without a logit.
     seen = torch.zeros(b, v + 1, dtype=torch.bool, device=logits.device)
-    seen = seen.scatter(1, torch.where(real, text.ids, v).clamp(max=v), True)[:, None].expand(b, m, v + 1)
+    seen = seen.scatter(1, torch.where(real, text.ids, v).clamp(max=v), True)[:, None].expand(
+        b, m, v + 1
+    )
     if drafted.shape[-1]:
         seen = seen.scatter(2, torch.where(drafted < 0, v, drafted).clamp(max=v), True)
-    return torch.where(seen[..., :v], torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+    return torch.where(
+        seen[..., :v], torch.where(logits < 0, logits * penalty, logits / penalty), logits
+    )
 
 
 def unfinished(logits: Tensor, text: Text, drafted: Tensor, least: int) -> Tensor:
@@ -87,8 +98,11 @@ def unfinished(logits: Tensor, text: Text, drafted: Tensor, least: int) -> Tenso
     return logits.masked_fill((written < least)[..., None] & stop, -math.inf)
 
 
-def processed(logits: Tensor, text: Text, drafted: Tensor, processors: Sequence[Processor]) -> Tensor:
-    """(b m v) as a caller's processors make them of each node's whole text. Texts of one length are given together."""
+def processed(
+    logits: Tensor, text: Text, drafted: Tensor, processors: Sequence[Processor]
+) -> Tensor:
+    """(b m v) as a caller's processors make them of each node's whole text. Texts of one length are
+    given together."""
     (b, m, v), k, t = logits.shape, drafted.shape[-1], text.ids.shape[1]
     lengths = (text.lengths[:, None] + (drafted >= 0).sum(-1)).flatten()  # (b m)
     texts = torch.nn.functional.pad(text.ids, (0, k + 1))[:, None].repeat(1, m, 1)  # b m t+k+1
@@ -103,7 +117,8 @@ def processed(logits: Tensor, text: Text, drafted: Tensor, processors: Sequence[
             if not isinstance(found, Tensor) or found.shape != scores.shape:
                 shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
                 raise InputError(
-                    f"processor {type(processor).__name__} gave {shape} for logits of shape {tuple(scores.shape)}: needs "
+                    f"processor {type(processor).__name__} gave {shape} for logits of shape "
+                    f"{tuple(scores.shape)}: needs "
                     "the same shape"
                 )
             scores = found.float()

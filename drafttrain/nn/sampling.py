@@ -1,7 +1,8 @@
 """Logits to probabilities, probabilities to tokens, and the only source of chance.
 
-The tensor that `Policy.probs` returns is the one to draw from *and* the one to hand to an acceptance rule: a rule is
-exact only for the law that the token really came from (Leviathan et al. 2023, arXiv:2211.17192, section 2.2).
+The tensor that `Policy.probs` returns is the one to draw from *and* the one to hand to an
+acceptance rule: a rule is exact only for the law that the token really came from (Leviathan et al.
+2023, arXiv:2211.17192, section 2.2).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +21,8 @@ from drafttrain.nn.processing import Processor, Text, biased, penalised, process
 
 _COLDEST = 1e-30
 _HEAD = 512
-"""Largest probabilities looked at first by top-p; a full sort follows only where they hold too little."""
+"""Largest probabilities looked at first by top-p; a full sort follows only where they hold too
+little."""
 
 
 def check_seed(seed: object) -> int:
@@ -31,8 +34,8 @@ def check_seed(seed: object) -> int:
 
 @dataclass(frozen=True)
 class Policy:
-    """How a law is made from logits, in the order of transformers: bias, penalty, least length, processors; then
-    temperature, top-k, top-p, min-p. The defaults mean greedy decoding.
+    """How a law is made from logits, in the order of transformers: bias, penalty, least length,
+    processors; then temperature, top-k, top-p, min-p. The defaults mean greedy decoding.
     """
 
     temperature: float = 0.0
@@ -42,37 +45,63 @@ class Policy:
     top_p: float = 1.0
     """Keep the fewest likeliest tokens whose probabilities reach this sum; 1 keeps all."""
     min_p: float = 0.0
-    """Keep tokens at least this many times as likely as the likeliest (arXiv:2407.01082); 0 keeps all."""
+    """Keep tokens at least this many times as likely as the likeliest (arXiv:2407.01082); 0 keeps
+    all."""
     repetition_penalty: float = 1.0
-    """Makes tokens that the text holds, prompt included, less likely (above 1) or likelier (below 1)."""
+    """Makes tokens that the text holds, prompt included, less likely (above 1) or likelier (below
+    1)."""
     min_new_tokens: int = 0
     """No stop token is chosen before an answer has so many tokens."""
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    """Added to the logits of these tokens; -inf rules one out. Kept as pairs (token, bias) by rising token."""
+    """Added to the logits of these tokens; -inf rules one out. Kept as pairs (token, bias) by
+    rising token."""
     processors: tuple[Processor, ...] = ()
-    """transformers' LogitsProcessors, or functions like them. Each is called with several texts of one length, unpadded,
-    of any rows and nodes, and must make of a text's logits what that text alone says: it may keep no state."""
+    """transformers' LogitsProcessors, or functions like them. Each is called with several texts of
+    one length, unpadded, of any rows and nodes, and must make of a text's logits what that text
+    alone says: it may keep no state."""
 
     def __post_init__(self) -> None:
         if not (_number(self.temperature) and 0 <= self.temperature < math.inf):
-            raise InputError(f"temperature is {self.temperature}, needs a finite number of at least 0 (0 is greedy)")
+            raise InputError(
+                f"temperature is {self.temperature}, needs a finite number of at least 0 (0 is "
+                f"greedy)"
+            )
         if 0 < self.temperature < _COLDEST:
-            raise InputError(f"temperature is {self.temperature}, less than float32 can divide by: give 0, which is greedy")
-        if not _number(self.top_k) or not 0 <= self.top_k < math.inf or self.top_k != int(self.top_k):
-            raise InputError(f"top_k is {self.top_k}, needs a whole number of at least 0 (0 keeps every token)")
+            raise InputError(
+                f"temperature is {self.temperature}, less than float32 can divide by: give 0, "
+                f"which is greedy"
+            )
+        if (
+            not _number(self.top_k)
+            or not 0 <= self.top_k < math.inf
+            or self.top_k != int(self.top_k)
+        ):
+            raise InputError(
+                f"top_k is {self.top_k}, needs a whole number of at least 0 (0 keeps every token)"
+            )
         if not (_number(self.top_p) and 0 < self.top_p <= 1):
-            raise InputError(f"top_p is {self.top_p}, needs a number above 0 and at most 1 (1 keeps every token)")
+            raise InputError(
+                f"top_p is {self.top_p}, needs a number above 0 and at most 1 (1 keeps every token)"
+            )
         if not (_number(self.min_p) and 0 <= self.min_p <= 1):
-            raise InputError(f"min_p is {self.min_p}, needs a number from 0 to 1 (0 keeps every token)")
+            raise InputError(
+                f"min_p is {self.min_p}, needs a number from 0 to 1 (0 keeps every token)"
+            )
         if not (_number(self.repetition_penalty) and 0 < self.repetition_penalty < math.inf):
             raise InputError(
-                f"repetition_penalty is {self.repetition_penalty}, needs a finite number above 0 (1 changes nothing)"
+                f"repetition_penalty is {self.repetition_penalty}, needs a finite number above 0 "
+                f"(1 changes nothing)"
             )
         if type(self.min_new_tokens) is not int or self.min_new_tokens < 0:
-            raise InputError(f"min_new_tokens is {self.min_new_tokens}, needs a whole number of at least 0")
+            raise InputError(
+                f"min_new_tokens is {self.min_new_tokens}, needs a whole number of at least 0"
+            )
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
         if not isinstance(self.processors, list | tuple) or not all(map(callable, self.processors)):
-            raise InputError(f"processors is {self.processors!r}, needs a tuple of transformers' LogitsProcessors")
+            raise InputError(
+                f"processors is {self.processors!r}, needs a tuple of transformers' "
+                f"LogitsProcessors"
+            )
         object.__setattr__(self, "processors", tuple(self.processors))
 
     @property
@@ -81,13 +110,20 @@ class Policy:
         return self.temperature == 0
 
     def simplest(self) -> Policy:
-        """The same choices, with what greedy decoding never reads at its default: equal choices are then equal policies."""
+        """The same choices, with what greedy decoding never reads at its default: equal choices are
+        then equal policies."""
         return replace(self, top_k=0, top_p=1.0, min_p=0.0) if self.greedy else self
 
     @property
     def processes(self) -> bool:
-        """Whether logits are to be `processed` before `probs` or an argmax; a text is needed for it."""
-        return bool(self.repetition_penalty != 1 or self.min_new_tokens or self.logit_bias or self.processors)
+        """Whether logits are to be `processed` before `probs` or an argmax; a text is needed for
+        it."""
+        return bool(
+            self.repetition_penalty != 1
+            or self.min_new_tokens
+            or self.logit_bias
+            or self.processors
+        )
 
     @property
     def only_cuts(self) -> bool:
@@ -99,9 +135,11 @@ class Policy:
 
         Args:
             logits: (b m v) behind m continuations of each row's text, any float type.
-            drafted: (b m k) int64 the tokens of these continuations, -1 behind their ends; k may be 0.
-        Returns: (b m v) float32; (b m) bool, where nothing is left to choose: no largest logit that is a finite number.
-            There the logits are given back unprocessed, since no text leads there but by a choice of probability 0.
+            drafted: (b m k) int64 the tokens of these continuations, -1 behind their ends; k may be
+                0.
+        Returns: (b m v) float32; (b m) bool, where nothing is left to choose: no largest logit that
+            is a finite number. There the logits are given back unprocessed, since no text leads
+            there but by a choice of probability 0.
         Raises: InputError for a bias of a token that is none, or a processor that changes shapes.
         """
         raw = logits.float()
@@ -118,8 +156,9 @@ class Policy:
     def probs(self, logits: Tensor) -> Tensor:
         """The law that this policy draws from.
 
-        Exactly top_k tokens stay, and top-p keeps the token that crosses the threshold; among equal values the lower
-        ids stay. Logits of -inf get probability 0 whatever the policy. What `processes` is done before, by `processed`.
+        Exactly top_k tokens stay, and top-p keeps the token that crosses the threshold; among equal
+        values the lower ids stay. Logits of -inf get probability 0 whatever the policy. What
+        `processes` is done before, by `processed`.
 
         Args:
             logits: (... v), any float type.
@@ -128,7 +167,8 @@ class Policy:
         """
         if self.greedy:
             raise InputError(
-                "a greedy policy (temperature 0) has no probabilities: compare argmaxes, or set temperature above 0"
+                "a greedy policy (temperature 0) has no probabilities: compare argmaxes, or set "
+                "temperature above 0"
             )
         logits = logits.float()
         # The largest logit goes first, so that a small temperature cannot overflow.
@@ -154,21 +194,30 @@ def _number(value: object) -> bool:
 def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
     """Raises: InputError for what is no mapping of token ids to numbers."""
     try:
-        pairs = list(bias.items()) if isinstance(bias, Mapping) else [(token, value) for token, value in bias]  # type: ignore[attr-defined]
+        given: Any = bias.items() if isinstance(bias, Mapping) else bias
+        pairs = [(token, value) for token, value in given]
     except (TypeError, ValueError):
-        raise InputError(f"logit_bias is {bias!r}, needs token ids with numbers, such as {{5: -2.0}}") from None
+        raise InputError(
+            f"logit_bias is {bias!r}, needs token ids with numbers, such as {{5: -2.0}}"
+        ) from None
     for token, value in pairs:
         if type(token) is not int or token < 0:
-            raise InputError(f"logit_bias names token {token!r}, needs ids: whole numbers of at least 0")
+            raise InputError(
+                f"logit_bias names token {token!r}, needs ids: whole numbers of at least 0"
+            )
         if not _number(value) or math.isnan(value) or value == math.inf:
-            raise InputError(f"logit_bias of token {token} is {value!r}, needs a finite number, or -inf to rule it out")
+            raise InputError(
+                f"logit_bias of token {token} is {value!r}, needs a finite number, or -inf to rule "
+                f"it out"
+            )
     if len(dict(pairs)) < len(pairs):
         raise InputError(f"logit_bias is {bias!r}, names a token twice")
     return tuple(sorted((token, float(value)) for token, value in pairs))
 
 
 def _largest(values: Tensor, last: Tensor, count: Tensor | int) -> Tensor:
-    """(... v) bool: the `count` largest values, of which the smallest equals `last` (... 1); the lower ids win ties."""
+    """(... v) bool: the `count` largest values, of which the smallest equals `last` (... 1); the
+    lower ids win ties."""
     kept = values >= last
     if bool((kept.sum(-1, keepdim=True) == count).all()):
         return kept
@@ -188,16 +237,18 @@ def _nucleus(probs: Tensor, top_p: float) -> Tensor:
 
 
 def _cut(falling: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """How many of the falling probabilities (r m) it takes to reach top_p, m + 1 if all fall short; and the last."""
+    """How many of the falling probabilities (r m) it takes to reach top_p, m + 1 if all fall short;
+    and the last."""
     count = 1 + (falling.double().cumsum(-1) < top_p).sum(-1, keepdim=True)
     return count, falling.gather(-1, count.clamp(max=falling.shape[-1]) - 1)
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """One index per row by the inverse of the cumulative weights: the first whose running sum exceeds u times all.
+    """One index per row by the inverse of the cumulative weights: the first whose running sum
+    exceeds u times all.
 
-    Never an index of weight 0, also at u = 0, at u just below 1, and where a parallel running sum is not quite
-    monotone.
+    Never an index of weight 0, also at u = 0, at u just below 1, and where a parallel running sum
+    is not quite monotone.
 
     Args:
         weights: (b v) non-negative and finite; they need not add up to 1.
@@ -208,7 +259,9 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
     sums = weights.double().cumsum(-1)  # b v
     total = sums[:, -1:]
     if not bool(((total > 0) & total.isfinite()).all()):
-        raise ValueError("draw needs weights that are finite, non-negative and not all 0 in every row")
+        raise ValueError(
+            "draw needs weights that are finite, non-negative and not all 0 in every row"
+        )
     v = weights.shape[-1]
     index = torch.arange(v, device=weights.device)
     positive = weights > 0
@@ -220,13 +273,14 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
 def untried(probs: Tensor, tried: Tensor) -> Tensor:
     """The law of the next draw without replacement: tried tokens at 0, the rest renormalised.
 
-    Where the tried tokens hold all the probability, the law is uniform over the tokens not tried, as in Sequoia (Chen
-    et al. 2024, arXiv:2402.12374, Algorithm 2). Drafting and verifying must agree on this, so both call this function.
+    Where the tried tokens hold all the probability, the law is uniform over the tokens not tried,
+    as in Sequoia (Chen et al. 2024, arXiv:2402.12374, Algorithm 2). Drafting and verifying must
+    agree on this, so both call this function.
 
     Args:
         probs: (b v), not changed.
-        tried: (b j) int64 tokens drawn before, -1 for none; j may be 0, then `probs` is returned as it stands, in
-            float64.
+        tried: (b j) int64 tokens drawn before, -1 for none; j may be 0, then `probs` is returned as
+            it stands, in float64.
     Returns: (b v) float64.
     """
     probs = probs.double()
@@ -237,15 +291,18 @@ def untried(probs: Tensor, tried: Tensor) -> Tensor:
     probs = probs.scatter_reduce(-1, place, left, "prod")
     empty = probs.sum(-1) <= 0
     if bool(empty.any()):
-        probs[empty] = torch.ones_like(probs[empty]).scatter_reduce(-1, place[empty], left[empty], "prod")
+        probs[empty] = torch.ones_like(probs[empty]).scatter_reduce(
+            -1, place[empty], left[empty], "prod"
+        )
     return probs / probs.sum(-1, keepdim=True)
 
 
 def draw_without_replacement(probs: Tensor, u: Tensor) -> Tensor:
-    """Draw k different tokens per row one after the other; their order is the order in which a rule must check them.
+    """Draw k different tokens per row one after the other; their order is the order in which a rule
+    must check them.
 
-    Each draw leaves earlier tokens out and renormalises; a row whose support is used up goes on with the uniform law
-    over the tokens not yet tried (Sequoia, arXiv:2402.12374, Algorithm 2).
+    Each draw leaves earlier tokens out and renormalises; a row whose support is used up goes on
+    with the uniform law over the tokens not yet tried (Sequoia, arXiv:2402.12374, Algorithm 2).
 
     Args:
         probs: (b v).
@@ -255,7 +312,10 @@ def draw_without_replacement(probs: Tensor, u: Tensor) -> Tensor:
     """
     k, v = u.shape[-1], probs.shape[-1]
     if k > v:
-        raise InputError(f"{k} draws without replacement asked of {v} tokens: ask for at most {v} children per node")
+        raise InputError(
+            f"{k} draws without replacement asked of {v} tokens: ask for at most {v} children per "
+            f"node"
+        )
     tokens = torch.empty((probs.shape[0], 0), dtype=torch.int64, device=probs.device)
     for j in range(k):
         token = draw(untried(probs, tokens), u[:, j])
@@ -264,10 +324,14 @@ def draw_without_replacement(probs: Tensor, u: Tensor) -> Tensor:
 
 
 class Chance:
-    """Uniform numbers for a batch. With a generator per row, a row's numbers do not depend on its neighbours."""
+    """Uniform numbers for a batch. With a generator per row, a row's numbers do not depend on its
+    neighbours."""
 
-    def __init__(self, generators: torch.Generator | Sequence[torch.Generator], rows: int | None = None) -> None:
-        """Take one generator per row, or one for all rows together with their number (`rows`, 1 unless given)."""
+    def __init__(
+        self, generators: torch.Generator | Sequence[torch.Generator], rows: int | None = None
+    ) -> None:
+        """Take one generator per row, or one for all rows together with their number (`rows`, 1
+        unless given)."""
         if isinstance(generators, torch.Generator):
             self._shared: torch.Generator | None = generators
             self._own: tuple[torch.Generator, ...] = ()
@@ -277,14 +341,18 @@ class Chance:
             self._rows = len(self._own)
             if rows is not None and rows != self._rows:
                 raise InputError(
-                    f"{self._rows} generators given for {rows} rows: needs one per row, or a single one for all"
+                    f"{self._rows} generators given for {rows} rows: needs one per row, or a "
+                    f"single one for all"
                 )
 
     @classmethod
     def seeded(cls, seed: int, rows: int | Sequence[int]) -> Chance:
-        """A generator per row, fixed by the seed and the row's number: `rows` is their count, or lists the numbers."""
+        """A generator per row, fixed by the seed and the row's number: `rows` is their count, or
+        lists the numbers."""
         numbers = range(rows) if isinstance(rows, int) else rows
-        return cls([torch.Generator().manual_seed(_mix(int(seed), int(number))) for number in numbers])
+        return cls(
+            [torch.Generator().manual_seed(_mix(int(seed), int(number))) for number in numbers]
+        )
 
     def __len__(self) -> int:
         return self._rows
@@ -294,20 +362,26 @@ class Chance:
 
         Args:
             k: numbers per row.
-            rows: (b) int64 row indices, or (rows) bool; None is every row. Rows left out draw nothing.
+            rows: (b) int64 row indices, or (rows) bool; None is every row. Rows left out draw
+                nothing.
         Returns: (b k) float64 in [0, 1), on the generators' device.
         """
         index = self._index(rows)
         if self._shared is not None:
             device = self._shared.device
-            return torch.rand((len(index), k), generator=self._shared, dtype=torch.float64, device=device)
+            return torch.rand(
+                (len(index), k), generator=self._shared, dtype=torch.float64, device=device
+            )
         if not index:
             return torch.empty((0, k), dtype=torch.float64)
         own = (self._own[row] for row in index)
-        return torch.stack([torch.rand(k, generator=g, dtype=torch.float64, device=g.device) for g in own])
+        return torch.stack(
+            [torch.rand(k, generator=g, dtype=torch.float64, device=g.device) for g in own]
+        )
 
     def select(self, rows: Tensor) -> Chance:
-        """The chance of these rows. It shares their generators: numbers drawn here are used up there."""
+        """The chance of these rows. It shares their generators: numbers drawn here are used up
+        there."""
         index = self._index(rows)
         if self._shared is not None:
             return Chance(self._shared, rows=len(index))
@@ -320,6 +394,7 @@ class Chance:
 
 
 def _mix(seed: int, row: int) -> int:
-    """A 63-bit seed: neighbouring seeds and rows give unrelated generators, and (1, 2) is not (2, 1)."""
+    """A 63-bit seed: neighbouring seeds and rows give unrelated generators, and (1, 2) is not (2,
+    1)."""
     digest = hashlib.blake2b(f"{seed} {row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

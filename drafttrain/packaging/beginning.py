@@ -1,4 +1,5 @@
-"""Begin with the weights of a package, checked like any package: the second stage of a training in two."""
+"""Begin with the weights of a package, checked like any package: the second stage of a training in
+two."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def check_beginning(folder: str) -> None:
         raise InputError(f"init_from={folder} cannot be used: {error}") from error
     if "adapter" in config:
         raise InputError(
-            f"init_from={folder} was trained jointly with its target, which would begin anew as the original: give a package of "
+            f"init_from={folder} was trained jointly with its target, which would begin anew as "
+            f"the original: give a package of "
             "heads alone, such as experiment=medusa1 makes, or continue that run with resume=last"
         )
 
@@ -34,22 +36,30 @@ def read_beginning(folder: str, target: Target, kind: type[Drafter], draft_vocab
     except InputError as error:
         raise InputError(f"init_from={folder} cannot be used: {error}") from error
     if type(given) is not kind:
-        raise InputError(f"init_from={folder} holds a {type(given).__name__}, the drafter is a {kind.__name__}")
+        raise InputError(
+            f"init_from={folder} holds a {type(given).__name__}, the drafter is a {kind.__name__}"
+        )
     if given.choices != (draft_vocab or target.vocab_size):
         own = 0 if given.choices == target.vocab_size else given.choices
         raise InputError(
-            f"init_from={folder} proposes from {given.choices} tokens, draft_vocab={draft_vocab}: set draft_vocab={own}"
+            f"init_from={folder} proposes from {given.choices} tokens, draft_vocab={draft_vocab}: "
+            f"set draft_vocab={own}"
         )
     return given
 
 
 def take_weights(drafter: Drafter, given: Drafter, folder: str) -> None:
     """Raises: InputError if the drafters have other settings, so that the weights do not fit."""
-    own, theirs = ({name: tuple(v.shape) for name, v in one.state_dict().items()} for one in (drafter, given))
+    own, theirs = (
+        {name: tuple(v.shape) for name, v in one.state_dict().items()} for one in (drafter, given)
+    )
     if own != theirs:
-        odd = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
+        odd = sorted(
+            name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name)
+        )
         raise InputError(
-            f"init_from={folder} has other weights than this drafter ({odd[0]} among {len(odd)}): give the settings that it was "
+            f"init_from={folder} has other weights than this drafter ({odd[0]} among {len(odd)}): "
+            f"give the settings that it was "
             "trained with, drafter.*"
         )
     drafter.load_state_dict(given.state_dict())

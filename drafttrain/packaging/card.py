@@ -110,7 +110,9 @@ def generate_file(*, tuned: bool) -> str:
     return _GENERATE.replace("{text}", _TUNED if tuned else _OWN)
 
 
-def card(config: dict[str, Any], metrics: dict[str, Any], plan: Plan, *, as_model: bool = False) -> str:
+def card(
+    config: dict[str, Any], metrics: dict[str, Any], plan: Plan, *, as_model: bool = False
+) -> str:
     """The README of a package, made from its config and metrics.
 
     Args:
@@ -130,7 +132,9 @@ def card(config: dict[str, Any], metrics: dict[str, Any], plan: Plan, *, as_mode
         guesser="A small model that guesses" if learned else "Settings of a drafter that guesses",
         tuned=_tuned(config.get("adapter"), metrics.get("target_change")),
         facts="\n".join(f"- {fact}" for fact in _facts(config, as_model)),
-        table=_table(rows) if rows else "Nothing has been measured yet: run `python -m drafttrain.evaluate`.",
+        table=_table(rows)
+        if rows
+        else "Nothing has been measured yet: run `python -m drafttrain.evaluate`.",
         settings=_settings(metrics.get("settings") or {}),
         guarantees=_guaranteed(rows),
         loading='load.smollm2(dtype="auto", device="auto", attention="sdpa")'
@@ -144,9 +148,14 @@ def card(config: dict[str, Any], metrics: dict[str, Any], plan: Plan, *, as_mode
 
 
 def _origin(config: dict[str, Any]) -> tuple[bool, str | None]:
-    """Whether anything was trained, and the name of the conversations that drafts are copied from."""
-    corpora = [node["corpus"] for node in (config["drafter"], *_members(config)) if node.get("corpus")]
-    return bool(config["shape"]["parameters"]), " and ".join(dict.fromkeys(map(str, corpora))) or None
+    """Whether anything was trained, and the name of the conversations that drafts are copied
+    from."""
+    corpora = [
+        node["corpus"] for node in (config["drafter"], *_members(config)) if node.get("corpus")
+    ]
+    return bool(config["shape"]["parameters"]), " and ".join(
+        dict.fromkeys(map(str, corpora))
+    ) or None
 
 
 def _members(config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -162,20 +171,26 @@ def _facts(config: dict[str, Any], as_model: bool) -> list[str]:
     if "skip_attention" in config["drafter"]:
         return [*_left_out(config["drafter"]), _vocabulary(shape)]
     kinds = [node["_target_"].rpartition(".")[2] for node in _members(config)]
-    together = [f"Drafters that draft side by side: {', '.join(kinds)}. Their trees are merged and checked in one pass."]
+    together = [
+        f"Drafters that draft side by side: {', '.join(kinds)}. Their trees are merged and checked "
+        f"in one pass."
+    ]
     if not learned:
         more = f", or in the conversations of {corpus} that lie in here" if corpus else ""
         return [
             *(together if kinds else []),
-            f"No weights: nothing was trained. Drafts are what followed earlier in the text at hand, prompt and answer{more}.",
+            f"No weights: nothing was trained. Drafts are what followed earlier in the text at "
+            f"hand, prompt and answer{more}.",
             "Where nothing like the end of the text stood before, nothing is drafted.",
             *_remembered(config),
         ]
     return [
         *(together if kinds else []),
-        f"{shape['parameters']:,} trained parameters, stored as {shape['dtype']}; {_IN_WHOLE if as_model else _BORROWED}",
+        f"{shape['parameters']:,} trained parameters, stored as {shape['dtype']}; "
+        f"{_IN_WHOLE if as_model else _BORROWED}",
         _vocabulary(shape),
-        f"Trained on rows of at most {length:,} tokens. Beyond that it still drafts and the text is still the target's; only "
+        f"Trained on rows of at most {length:,} tokens. Beyond that it still drafts and the text "
+        f"is still the target's; only "
         "fewer drafts may be kept."
         if length
         else "The length of the rows it was trained on was not recorded.",
@@ -190,8 +205,10 @@ def _remembered(config: dict[str, Any]) -> list[str]:
     if not tokens:
         return []
     return [
-        f"While a process lasts, drafts also come from what was decoded in it before: the latest {tokens:,} tokens of prompts and "
-        "answers. Requests that must not speed each other up need processes of their own. Each measurement began without any."
+        f"While a process lasts, drafts also come from what was decoded in it before: the latest "
+        f"{tokens:,} tokens of prompts and "
+        "answers. Requests that must not speed each other up need processes of their own. Each "
+        "measurement began without any."
     ]
 
 
@@ -204,10 +221,17 @@ def _vocabulary(shape: dict[str, Any]) -> str:
 def _left_out(drafter: dict[str, Any]) -> list[str]:
     """Of a drafter that is the target without some of its sub-layers."""
     named = {name: drafter[f"skip_{name}"] for name in ("attention", "mlp")}
-    told = [f"{name} of layers {', '.join(map(str, layers))}" for name, layers in named.items() if layers]
+    told = [
+        f"{name} of layers {', '.join(map(str, layers))}"
+        for name, layers in named.items()
+        if layers
+    ]
     return [
-        "No weights: nothing was trained. Drafts are the target's own, with some of its sub-layers left out.",
-        f"Left out, layers counted from 0: {'; '.join(told) or 'nothing'}.".replace("mlp of", "MLP of"),
+        "No weights: nothing was trained. Drafts are the target's own, with some of its sub-layers "
+        "left out.",
+        f"Left out, layers counted from 0: {'; '.join(told) or 'nothing'}.".replace(
+            "mlp of", "MLP of"
+        ),
     ]
 
 
@@ -229,7 +253,9 @@ def _tuned(adapter: dict[str, Any] | None, change: Any) -> str:
     except (LookupError, TypeError, ValueError, OverflowError):
         told = "How far it went from the original was not measured: `python -m drafttrain.evaluate` does."
     linears = ", ".join(f"`{name}`" for name in adapter["linears"])
-    return _CHANGED.format(rank=adapter["rank"], parameters=adapter["parameters"], linears=linears, change=told)
+    return _CHANGED.format(
+        rank=adapter["rank"], parameters=adapter["parameters"], linears=linears, change=told
+    )
 
 
 def _front(name: str, licence: str | None) -> str:
@@ -244,7 +270,9 @@ def _shape(tree: Growth) -> str:
     if not tree.size:
         return "no drafts"
     if isinstance(tree, Forest):
-        return "; ".join(f"{_shape(one)} by member {number}" for number, one in enumerate(tree.trees, start=1))
+        return "; ".join(
+            f"{_shape(one)} by member {number}" for number, one in enumerate(tree.trees, start=1)
+        )
     if isinstance(tree, Confident):
         return f"a chain of at most {tree.size}, ended where the drafter's likeliest token has less than {tree.stop_below:g}"
     if tree.is_chain:
@@ -258,9 +286,11 @@ def describe(plan: Plan) -> str:
     """A plan in words."""
     shape = _shape(plan.tree) if plan.tree.size else "no drafts (plain decoding)"
     policy = plan.policy
-    reading = (f", repetition_penalty {policy.repetition_penalty:g}" if policy.repetition_penalty != 1 else "") + (
-        f", min_new_tokens {policy.min_new_tokens}" if policy.min_new_tokens else ""
-    )
+    reading = (
+        f", repetition_penalty {policy.repetition_penalty:g}"
+        if policy.repetition_penalty != 1
+        else ""
+    ) + (f", min_new_tokens {policy.min_new_tokens}" if policy.min_new_tokens else "")
     reading += ", some logits biased" if policy.logit_bias else ""
     if policy.greedy:
         return f"{shape}, greedily{reading}"
@@ -273,13 +303,16 @@ def describe(plan: Plan) -> str:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| temperature | drafts | rule | tau | accept@1, 2, ... | speed | prompts | rounds | guarantee |",
+        "| temperature | drafts | rule | tau | accept@1, 2, ... | speed | prompts | rounds | "
+        "guarantee |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         cells = (
             _number(row.get("temperature"), "g"),
-            f"{row.get('growth', '?')} {row['nodes']}" if row.get("nodes") else str(row.get("growth", "?")),
+            f"{row.get('growth', '?')} {row['nodes']}"
+            if row.get("nodes")
+            else str(row.get("growth", "?")),
             str(row.get("rule", "?")),
             _ranged(row.get("tau"), row.get("tau_interval")),
             " ".join(_number(value) for value in _list(row.get("accept_at"))) or "-",
@@ -288,10 +321,15 @@ def _table(rows: list[dict[str, Any]]) -> str:
             str(row.get("rounds", "?")),
             str(row.get("guarantee", "?")),
         )
-        lines.append("| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |")
+        lines.append(
+            "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
+        )
     slower = [row for row in rows if _is_number(row.get("speedup")) and row["speedup"] < 1]
     if slower:
-        lines += ["", f"{len(slower)} of these decode **slower** than no drafts at all (speed below 1)."]
+        lines += [
+            "",
+            f"{len(slower)} of these decode **slower** than no drafts at all (speed below 1).",
+        ]
     return "\n".join(lines)
 
 
@@ -321,7 +359,11 @@ def _ranged(value: Any, interval: Any, unit: str = "") -> str:
 def _settings(settings: Any) -> str:
     if not isinstance(settings, dict):
         return ""
-    listed = [f"{name} {value}" for name, value in settings.items() if isinstance(value, str | int | float | bool)]
+    listed = [
+        f"{name} {value}"
+        for name, value in settings.items()
+        if isinstance(value, str | int | float | bool)
+    ]
     return f"Measured with: {', '.join(listed)}." if listed else ""
 
 
@@ -334,5 +376,7 @@ def _meaning(name: str) -> str:
 def _guaranteed(rows: list[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(str(row.get("guarantee")) for row in rows if row.get("guarantee")))
     return (
-        "Guarantee: " + "; ".join(f"*{name}* is {_meaning(name)}" for name in names) + "." if names else ""
+        "Guarantee: " + "; ".join(f"*{name}* is {_meaning(name)}" for name in names) + "."
+        if names
+        else ""
     )

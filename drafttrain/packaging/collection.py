@@ -1,4 +1,5 @@
-"""Several packages side by side: where they lie, what each says of itself, and whether what was measured may be compared."""
+"""Several packages side by side: where they lie, what each says of itself, and whether what was
+measured may be compared."""
 
 from __future__ import annotations
 
@@ -81,14 +82,15 @@ class Entry:
         return _place(Path(given)).name if isinstance(given, str) else None
 
 
-# --- finding and reading ---------------------------------------------------------------------------------------------------
+# --- finding and reading --------------------------------------------------------------------------
 
 
 def find_packages(runs: Iterable[str], say: Callable[[str], None]) -> list[Path]:
     """The packages in folders of runs.
 
     Args:
-        runs: folders of runs or packages, folders that hold several of them, or patterns such as `runs/fit-*`.
+        runs: folders of runs or packages, folders that hold several of them, or patterns such as
+            `runs/fit-*`.
         say: is told what holds no package, among those that were not named one by one.
     Raises: InputError for what does not exist, and where there is no package at all.
     """
@@ -105,7 +107,9 @@ def _packages_of(given: str, say: Callable[[str], None]) -> list[Path]:
     if own is not None:
         return [own]
     if path.is_dir():
-        folders = sorted(one for one in path.iterdir() if one.is_dir() and not one.name.startswith("."))
+        folders = sorted(
+            one for one in path.iterdir() if one.is_dir() and not one.name.startswith(".")
+        )
     elif glob.has_magic(given) and not path.exists():
         folders = sorted(one for one in map(Path, glob.glob(str(path))) if one.is_dir())
         if not folders:
@@ -117,7 +121,8 @@ def _packages_of(given: str, say: Callable[[str], None]) -> list[Path]:
     held = [package for package in inside.values() if package is not None]
     if not held:
         raise InputError(
-            f"runs={given} holds no package: python -m drafttrain.fit writes one at the end of a run, into <run>/{PACKAGE}"
+            f"runs={given} holds no package: python -m drafttrain.fit writes one at the end of a "
+            f"run, into <run>/{PACKAGE}"
         )
     without = [folder.name for folder, package in inside.items() if package is None]
     if without:
@@ -129,7 +134,9 @@ def _package_in(folder: Path) -> Path | None:
     """Where a run's package lies, or a package itself, whole or not."""
     if (folder / PACKAGE).is_dir():
         return folder / PACKAGE
-    return folder if any((folder / name).is_file() for name in (TENSORS, DECODING, METRICS)) else None
+    return (
+        folder if any((folder / name).is_file() for name in (TENSORS, DECODING, METRICS)) else None
+    )
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -138,7 +145,9 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     names: list[str] = []
     for parts in range(1, max((len(place.parts) for place in places), default=0) + 1):
         # What is no UTF-8 could be written into no report.
-        names = ["/".join(place.parts[-parts:]).encode(errors="replace").decode() for place in places]
+        names = [
+            "/".join(place.parts[-parts:]).encode(errors="replace").decode() for place in places
+        ]
         if len(set(names)) == len(names):
             break
     return names
@@ -154,7 +163,8 @@ def read_entries(folders: Sequence[Path], *, measured: bool) -> list[Entry]:
 
     Args:
         measured: read what was measured, too.
-    Raises: InputError naming every package that is damaged, and every one whose target is another than the first one's.
+    Raises: InputError naming every package that is damaged, and every one whose target is another
+    than the first one's.
     """
 
     def read(item: tuple[str, Path]) -> Entry:
@@ -179,7 +189,8 @@ def with_rows(entry: Entry) -> Entry:
 
 
 def for_all(items: Sequence[T], work: Callable[[T], R]) -> list[R]:
-    """The work done for each item. Raises one InputError for all that cannot be worked on, once all have been tried."""
+    """The work done for each item. Raises one InputError for all that cannot be worked on, once all
+    have been tried."""
     done, complaints = [], []
     for item in items:
         try:
@@ -187,7 +198,9 @@ def for_all(items: Sequence[T], work: Callable[[T], R]) -> list[R]:
         except InputError as error:
             complaints.append(str(error))
     if complaints:
-        raise InputError(f"{len(complaints)} of {len(items)} packages cannot be used: " + "; ".join(complaints))
+        raise InputError(
+            f"{len(complaints)} of {len(items)} packages cannot be used: " + "; ".join(complaints)
+        )
     return done
 
 
@@ -200,11 +213,12 @@ def _refuse_other_target(entry: Entry, first: Entry) -> None:
         raise InputError(f"{error}. The first of them, {first.folder}, is for {name}") from error
 
 
-# --- measured rows ---------------------------------------------------------------------------------------------------------
+# --- measured rows --------------------------------------------------------------------------------
 
 
 def _checked(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """A row of metrics with every key that a table reads, None where it is not there. Raises InputError for odd values."""
+    """A row of metrics with every key that a table reads, None where it is not there. Raises
+    InputError for odd values."""
     found = dict(row)
     for names, fits, wanted in _KINDS:
         for name in names:
@@ -213,18 +227,25 @@ def _checked(row: dict[str, Any], where: str) -> dict[str, Any]:
                 raise InputError(f"{where}: {name} of a row is {str(value)[:80]!r}, needs {wanted}")
     rates = found.get("accept_at") or []
     if not isinstance(rates, list) or not all(rate is None or _is_number(rate) for rate in rates):
-        raise InputError(f"{where}: accept_at of a row is {str(rates)[:80]!r}, needs a list of rates")
+        raise InputError(
+            f"{where}: accept_at of a row is {str(rates)[:80]!r}, needs a list of rates"
+        )
     counts = found.get("accept_counts") or [None] * len(rates)
     known = isinstance(counts, list) and len(counts) == len(rates)
     if not known or not all(pair is None or _is_pair(pair) for pair in counts):
-        raise InputError(f"{where}: accept_counts of a row is {str(counts)[:80]!r}, needs two counts for every rate")
+        raise InputError(
+            f"{where}: accept_counts of a row is {str(counts)[:80]!r}, needs two counts for every "
+            f"rate"
+        )
     for name, fits, wanted in _MORE:
         value = found.get(name)
         if value is not None and not fits(value):
             raise InputError(f"{where}: {name} of a row is {str(value)[:80]!r}, needs {wanted}")
     for name in ("accept_at_interval", "reach"):
         if found.get(name) is not None and len(found[name]) != len(rates):
-            raise InputError(f"{where}: {name} of a row has {len(found[name])} entries, accept_at {len(rates)}")
+            raise InputError(
+                f"{where}: {name} of a row has {len(found[name])} entries, accept_at {len(rates)}"
+            )
     return found | {"accept_at": rates, "accept_counts": counts}
 
 
@@ -250,14 +271,21 @@ def _is_list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _is_stages(value: Any) -> bool:
-    return isinstance(value, dict) and all(_is_number(seconds) and seconds >= 0 for seconds in value.values())
+    return isinstance(value, dict) and all(
+        _is_number(seconds) and seconds >= 0 for seconds in value.values()
+    )
 
 
 def _is_nodes(value: Any) -> bool:
     keys = {"parent", "kept", "offered"}
-    if not isinstance(value, list) or not all(isinstance(node, dict) and node.keys() >= keys for node in value):
+    if not isinstance(value, list) or not all(
+        isinstance(node, dict) and node.keys() >= keys for node in value
+    ):
         return False
-    if not all(type(node["parent"]) is int and all(_is_count(node[name]) for name in ("kept", "offered")) for node in value):
+    if not all(
+        type(node["parent"]) is int and all(_is_count(node[name]) for name in ("kept", "offered"))
+        for node in value
+    ):
         return False
     try:
         check_size(Tree(tuple(node["parent"] for node in value)).size)
@@ -301,18 +329,28 @@ _MORE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def fastest_row(entry: Entry, temperature: float) -> dict[str, Any]:
-    """Of the ways to draft that were measured at a temperature the fastest; without measured speeds that of the highest tau.
+    """Of the ways to draft that were measured at a temperature the fastest; without measured speeds
+    that of the highest tau.
 
     Raises: InputError if nothing was.
     """
     rows = [row for row in entry.rows if row["nodes"] and row["temperature"] == temperature]
     if not rows:
-        others = sorted({row["temperature"] for row in entry.rows if row["nodes"] and row["temperature"] is not None})
+        others = sorted(
+            {
+                row["temperature"]
+                for row in entry.rows
+                if row["nodes"] and row["temperature"] is not None
+            }
+        )
         there = f", only at {', '.join(f'{value:g}' for value in others)}" if others else ""
         raise InputError(
-            f"{entry.folder / METRICS} has nothing measured at temperature {temperature:g}{there}: measure=true measures it"
+            f"{entry.folder / METRICS} has nothing measured at temperature {temperature:g}{there}: "
+            f"measure=true measures it"
         )
-    return max(rows, key=lambda row: (row["speedup"] is not None, row["speedup"] or 0.0, row["tau"] or 0.0))
+    return max(
+        rows, key=lambda row: (row["speedup"] is not None, row["speedup"] or 0.0, row["tau"] or 0.0)
+    )
 
 
 def measured_alike(entries: Sequence[Entry], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -326,13 +364,15 @@ def measured_alike(entries: Sequence[Entry], rows: Sequence[dict[str, Any]]) -> 
     complaints = []
     for entry, found in zip(entries[1:], others, strict=True):
         odd = [
-            f"{name} ({_said(theirs)}, there {_said(ours)})" for name, (ours, theirs) in differences(first, found).items()
+            f"{name} ({_said(theirs)}, there {_said(ours)})"
+            for name, (ours, theirs) in differences(first, found).items()
         ]
         if odd:
             complaints.append(f"{entry.name} differs from {entries[0].name} in {', '.join(odd)}")
     if complaints:
         raise InputError(
-            f"not measured alike: {'; '.join(complaints)}. In one table they would look equal: give measure=true, which "
+            f"not measured alike: {'; '.join(complaints)}. In one table they would look equal: "
+            f"give measure=true, which "
             "measures all of them again on the same prompts, or leave some out of runs="
         )
     return first
@@ -352,7 +392,9 @@ def _conditions(entry: Entry, row: dict[str, Any]) -> dict[str, Any]:
     source = f"not recorded, of {Path(path).name}" if isinstance(path, str) else None
     return found | {
         "prompts_digest": settings.get("prompts_digest", source),
-        "target_dtype": settings.get("target_dtype", entry.config["target"]["fingerprint"].get("dtype")),
+        "target_dtype": settings.get(
+            "target_dtype", entry.config["target"]["fingerprint"].get("dtype")
+        ),
         "temperature": row["temperature"],
         "top_k": row["top_k"],
         "top_p": row["top_p"],

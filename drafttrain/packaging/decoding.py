@@ -1,4 +1,5 @@
-"""How a package decodes unless told otherwise: `decoding.yaml` to and from a Plan, and trees by name."""
+"""How a package decodes unless told otherwise: `decoding.yaml` to and from a Plan, and trees by
+name."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ _KEYS = ("tree", "budget", "policy", "sampled", "rule")
 _BUDGET = ("nodes", "depth")
 _POLICY = ("temperature", "top_k", "top_p")
 _MORE_POLICY = ("min_p", "repetition_penalty", "min_new_tokens", "logit_bias")
-"""Written only where they differ from their defaults, so that packages without them stay as they were."""
+"""Written only where they differ from their defaults, so that packages without them stay as they
+were."""
 _GROWTHS: dict[str, type[Dynamic] | type[Confident]] = {"dynamic": Dynamic, "chain": Confident}
 """Growths that are no fixed shape, as `Growth.spec` names them."""
 
@@ -60,14 +62,19 @@ def write_plan(plan: Plan) -> str:
     Raises: InputError for a policy with processors, which no file can hold.
     """
     if plan.policy.processors:
-        raise InputError("a package cannot hold the policy's processors: give them at generation, and a policy without them here")
+        raise InputError(
+            "a package cannot hold the policy's processors: give them at generation, and a policy "
+            "without them here"
+        )
     found = plan.tree.spec()
     if isinstance(found, dict):
         tree = " {" + ", ".join(f"{name}: {value}" for name, value in found.items()) + "}"
     else:
         assert isinstance(found, list)
         tree = "".join(f"\n  - {path}" for path in found) or " []"
-        if plan.tree.is_chain and len(found) > _LONG_CHAIN:  # Its paths grow with the square of its length.
+        if (
+            plan.tree.is_chain and len(found) > _LONG_CHAIN
+        ):  # Its paths grow with the square of its length.
             tree = f" {len(found)}"
     return _TEXT.format(
         tree=tree,
@@ -83,7 +90,11 @@ def write_plan(plan: Plan) -> str:
 
 
 def _more(policy: Policy) -> str:
-    changed = {name: getattr(policy, name) for name in _MORE_POLICY if getattr(policy, name) != getattr(Policy(), name)}
+    changed = {
+        name: getattr(policy, name)
+        for name in _MORE_POLICY
+        if getattr(policy, name) != getattr(Policy(), name)
+    }
     if "logit_bias" in changed:
         changed["logit_bias"] = dict(changed["logit_bias"])
     text = yaml.safe_dump(changed, default_flow_style=True, sort_keys=False, width=math.inf).strip()
@@ -94,7 +105,8 @@ def read_plan(path: Path, drafter: Drafter | None = None) -> Plan:
     """Read and check `decoding.yaml`.
 
     Args:
-        drafter: its depth caps the tree, with a message; its vocabulary bounds the children of a node.
+        drafter: its depth caps the tree, with a message; its vocabulary bounds the children of a
+            node.
     Raises: InputError naming the file and what is wrong in it.
     """
     try:
@@ -121,24 +133,32 @@ def _plan(found: Any) -> Plan:
     tree = tree_of(found["tree"])
     for name, own in (("nodes", tree.size), ("depth", tree.max_depth)):
         if not _whole(found["budget"][name]) or found["budget"][name] < own:
-            raise InputError(f"budget.{name} is {found['budget'][name]!r}, the tree has {own}: they must fit together")
+            raise InputError(
+                f"budget.{name} is {found['budget'][name]!r}, the tree has {own}: they must fit "
+                f"together"
+            )
     sampled, rule = found["sampled"], found["rule"]
     if sampled != _AUTO and not isinstance(sampled, bool):
         raise InputError(f"sampled is {sampled!r}: give auto, true or false")
-    plan = Plan(tree, Policy(**found["policy"]), None if sampled == _AUTO else sampled, rule_of(rule))
+    plan = Plan(
+        tree, Policy(**found["policy"]), None if sampled == _AUTO else sampled, rule_of(rule)
+    )
     _ = plan.rule_name  # refuses what contradicts itself
     return plan
 
 
 def rule_of(value: Any) -> str | None:
-    """A rule as settings name it: `auto` is None, the exact one that fits the drafts; see `decoding.rules` for the others.
+    """A rule as settings name it: `auto` is None, the exact one that fits the drafts; see
+    `decoding.rules` for the others.
 
     Raises: InputError for anything else.
     """
     if value == _AUTO:
         return None
     if not isinstance(value, str):
-        raise InputError(f"rule {str(value)[:80]!r} is not known: give auto or one of {', '.join(rules.RULES)}")
+        raise InputError(
+            f"rule {str(value)[:80]!r} is not known: give auto or one of {', '.join(rules.RULES)}"
+        )
     rules.named(value)
     return value
 
@@ -146,10 +166,11 @@ def rule_of(value: Any) -> str | None:
 def tree_of(value: Any) -> Growth:
     """A tree as settings name it.
 
-    `static` or `eagle1_static` (the 25 nodes of EAGLE-1), `medusa` (the 63 of Medusa), `plain` or 0 (no drafts), a chain's
-    length or `chain:<length>`, `expand:4x2x1` (that many children per node, depth by depth), `dynamic:5x8x24` (EAGLE-2:
-    depth, top_k, total), a list of paths of ranks, also as text, or a mapping as `Growth.spec` gives it. For an ensemble, a tree
-    for each member with `+` between them: `4+expand:2x1`.
+    `static` or `eagle1_static` (the 25 nodes of EAGLE-1), `medusa` (the 63 of Medusa), `plain` or 0
+    (no drafts), a chain's length or `chain:<length>`, `expand:4x2x1` (that many children per node,
+    depth by depth), `dynamic:5x8x24` (EAGLE-2: depth, top_k, total), a list of paths of ranks, also
+    as text, or a mapping as `Growth.spec` gives it. For an ensemble, a tree for each member with
+    `+` between them: `4+expand:2x1`.
 
     Raises: InputError for anything else, and for a malformed tree.
     """
@@ -191,37 +212,52 @@ def tree_of(value: Any) -> Growth:
     elif isinstance(value, dict) and value.get("growth") == "forest":
         check_keys(value, ("growth", "trees"), "tree")
         if not isinstance(value["trees"], list):
-            raise InputError(f"tree.trees is {str(value['trees'])[:80]}, needs a list with one tree for each member")
+            raise InputError(
+                f"tree.trees is {str(value['trees'])[:80]}, needs a list with one tree for each "
+                f"member"
+            )
         return _checked(Forest(tuple(tree_of(one) for one in value["trees"])))
     elif isinstance(value, dict) and str(value.get("growth")) in _GROWTHS:
         kind = _GROWTHS[str(value["growth"])]
         check_keys(value, ("growth", *(field.name for field in fields(kind))), "tree")
-        return _checked(kind(**{name: setting for name, setting in value.items() if name != "growth"}))
+        return _checked(
+            kind(**{name: setting for name, setting in value.items() if name != "growth"})
+        )
     elif isinstance(value, Iterable) and not isinstance(value, dict):
         paths = list(value)
         check_size(len(paths))
         for path in paths:
-            if not isinstance(path, list | tuple) or len(path) > MOST_NODES or not all(map(_whole, path)):
+            if (
+                not isinstance(path, list | tuple)
+                or len(path) > MOST_NODES
+                or not all(map(_whole, path))
+            ):
                 raise InputError(
-                    f"tree: {str(path)[:80]} is not a path, such as [0, 1] for the second child of the first"
+                    f"tree: {str(path)[:80]} is not a path, such as [0, 1] for the second child of "
+                    f"the first"
                 )
         return Tree.from_paths(paths) if paths else Tree.chain(0)
     raise InputError(
-        f"tree {str(value)[:80]!r} is not known: give static, medusa, plain, a chain's length such as 4, expand:4x2x1, "
-        "dynamic:5x8x24, a list of paths such as [[0],[1],[0,0]], or for an ensemble one for each member, such as 4+3"
+        f"tree {str(value)[:80]!r} is not known: give static, medusa, plain, a chain's length such "
+        f"as 4, expand:4x2x1, "
+        "dynamic:5x8x24, a list of paths such as [[0],[1],[0,0]], or for an ensemble one for each "
+        "member, such as 4+3"
     )
 
 
 def fit(plan: Plan, drafter: Drafter, where: str = "the plan") -> Plan:
     """The plan as this drafter can fill it: what is deeper is cut off, with a message.
 
-    Raises: InputError if it cannot fill such a tree, a node has more children than there are tokens to propose, or drafts are
-        to be drawn by a drafter that copies them.
+    Raises: InputError if it cannot fill such a tree, a node has more children than there are tokens
+        to propose, or drafts are to be drawn by a drafter that copies them.
     """
     deepest = drafter.max_depth
     if deepest is not None and plan.tree.max_depth > deepest:
         log.warning(
-            "%s: the tree is %d deep, this drafter fills %d: the rest is cut off", where, plan.tree.max_depth, deepest
+            "%s: the tree is %d deep, this drafter fills %d: the rest is cut off",
+            where,
+            plan.tree.max_depth,
+            deepest,
         )
         plan = replace(plan, tree=plan.tree.capped(deepest))
     drafter.check(plan.tree, where)
@@ -229,8 +265,11 @@ def fit(plan: Plan, drafter: Drafter, where: str = "the plan") -> Plan:
 
 
 def as_filled(trees: Iterable[Growth], drafter: Drafter) -> list[Growth]:
-    """Trees as this drafter can fill them, each once; what drafts nothing is left out. Raises InputError as `fit` does."""
-    return list(dict.fromkeys(fit(Plan(tree), drafter, tree.title).tree for tree in trees if tree.size))
+    """Trees as this drafter can fill them, each once; what drafts nothing is left out. Raises
+    InputError as `fit` does."""
+    return list(
+        dict.fromkeys(fit(Plan(tree), drafter, tree.title).tree for tree in trees if tree.size)
+    )
 
 
 def _whole(value: Any) -> bool:

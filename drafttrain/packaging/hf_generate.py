@@ -1,7 +1,9 @@
-"""A package as transformers runs it: `model.generate(..., custom_generate=<package>, trust_remote_code=True)`.
+"""A package as transformers runs it: `model.generate(..., custom_generate=<package>,
+trust_remote_code=True)`.
 
-transformers prepares everything as for its own decoding (settings, padding mask, lengths, processors, stopping criteria)
-and hands it over; here it is either honoured or refused. Nothing that would change the text is ignored.
+transformers prepares everything as for its own decoding (settings, padding mask, lengths,
+processors, stopping criteria) and hands it over; here it is either honoured or refused. Nothing
+that would change the text is ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.reading import load
 from drafttrain.target.model import Target
 
-_READ = {"attention_mask", "position_ids", "use_cache", "cache", "past_key_values", "logits_to_keep"}
+_READ = {
+    "attention_mask",
+    "position_ids",
+    "use_cache",
+    "cache",
+    "past_key_values",
+    "logits_to_keep",
+}
 """What transformers prepares for a model's forward pass and this runtime replaces by its own."""
 _SAMPLING = (
     "SequenceBiasLogitsProcessor",
@@ -49,7 +58,8 @@ def generate(model: Any, *, package: str | os.PathLike[str] | None = None, **arg
 
     Args:
         package: the package's folder; None is the one given as `custom_generate`.
-    Returns: as `model.generate`: ids with the prompts, or an output object if `return_dict_in_generate`.
+    Returns: as `model.generate`: ids with the prompts, or an output object if
+    `return_dict_in_generate`.
     Raises: InputError for settings that cannot be honoured.
     """
     folder = Path(package if package is not None else _asked_for()).expanduser()
@@ -62,9 +72,13 @@ def generate(model: Any, *, package: str | os.PathLike[str] | None = None, **arg
     )
     for name in unwanted:
         if arguments.get(name) is not None and arguments[name] is not False:
-            raise InputError(f"{name} cannot be honoured while decoding with a drafttrain package: leave it out")
+            raise InputError(
+                f"{name} cannot be honoured while decoding with a drafttrain package: leave it out"
+            )
     if arguments.get("assistant_tokenizer") is not None:
-        raise InputError("assistant_tokenizer has no use while decoding with a drafttrain package: leave it out")
+        raise InputError(
+            "assistant_tokenizer has no use while decoding with a drafttrain package: leave it out"
+        )
     streamer = arguments.get("streamer")
 
     def decode(
@@ -77,15 +91,21 @@ def generate(model: Any, *, package: str | os.PathLike[str] | None = None, **arg
     ) -> Any:
         limit = _limit(stopping_criteria, input_ids)
         prompts = _prompts(input_ids, prepared)
-        policy = _policy(generation_config, logits_processor, input_ids.shape[1], list(map(len, prompts)))
+        policy = _policy(
+            generation_config, logits_processor, input_ids.shape[1], list(map(len, prompts))
+        )
         if streamer is not None and len(prompts) > 1:
-            raise InputError(f"a streamer shows one text, {len(prompts)} are decoded: give one prompt, or no streamer")
+            raise InputError(
+                f"a streamer shows one text, {len(prompts)} are decoded: give one prompt, or no "
+                f"streamer"
+            )
         with _as_it_was(model):
             speculator = _speculator(folder, model)
             context = speculator.target.context
             if max(map(len, prompts)) + limit > context:
                 raise InputError(
-                    f"a prompt of {max(map(len, prompts))} tokens and {limit} new ones exceed the target's context of "
+                    f"a prompt of {max(map(len, prompts))} tokens and {limit} new ones exceed the "
+                    f"target's context of "
                     f"{context}: lower max_new_tokens"
                 )
             end = generation_config._eos_token_tensor
@@ -107,14 +127,20 @@ def generate(model: Any, *, package: str | os.PathLike[str] | None = None, **arg
 
 
 def _asked_for() -> str:
-    """The value of `custom_generate` in the call of `generate` that led here: transformers does not pass it on."""
+    """The value of `custom_generate` in the call of `generate` that led here: transformers does not
+    pass it on."""
     frame = sys._getframe()
     while frame is not None:
-        asked = frame.f_locals.get("custom_generate") if frame.f_code.co_name == "generate" else None
-        if isinstance(asked, str) and frame.f_globals.get("__name__", "").startswith("transformers."):
+        asked = (
+            frame.f_locals.get("custom_generate") if frame.f_code.co_name == "generate" else None
+        )
+        if isinstance(asked, str) and frame.f_globals.get("__name__", "").startswith(
+            "transformers."
+        ):
             if not Path(asked).expanduser().is_dir():
                 raise InputError(
-                    f"custom_generate={asked} is not a folder here: download the package and give its folder, or name a "
+                    f"custom_generate={asked} is not a folder here: download the package and give "
+                    f"its folder, or name a "
                     "local copy by package=<folder>"
                 )
             return asked
@@ -123,19 +149,26 @@ def _asked_for() -> str:
 
 
 def _speculator(folder: Path, model: nn.Module) -> Speculator:
-    """One for each package and model, kept with the model as long as the package's files do not change. That of a package with an
-    adapter decodes with a tuned copy of the model."""
+    """One for each package and model, kept with the model as long as the package's files do not
+    change. That of a package with an adapter decodes with a tuned copy of the model."""
     kept: dict[Path, tuple[Any, Speculator]] = model.__dict__.setdefault(_MEMORY, {})
     place = folder.resolve()
     stamp: tuple[Any, ...] = tuple(
-        (path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(place.glob("*.*"))
+        (path.name, path.stat().st_mtime_ns, path.stat().st_size)
+        for path in sorted(place.glob("*.*"))
     )
     first = next(model.parameters())
-    stamp = (*stamp, first.dtype, first.device)  # weights of a tuned copy do not move with the model's
+    stamp = (
+        *stamp,
+        first.dtype,
+        first.device,
+    )  # weights of a tuned copy do not move with the model's
     known = kept.get(place)
     moved = known is not None and known[1].drafter.device != known[1].target.device
     if known is None or known[0] != stamp or moved:
-        target = Target(model, None, getattr(model.config, "_name_or_path", "") or type(model).__name__)
+        target = Target(
+            model, None, getattr(model.config, "_name_or_path", "") or type(model).__name__
+        )
         known = kept[place] = (stamp, load(folder, target))
     return known[1]
 
@@ -156,8 +189,9 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def _ends(criteria: Any, input_ids: Tensor) -> Ends | None:
-    """Further criteria, asked behind every token of a row as if it were alone: a row's text does not depend on its neighbours. They
-    get the ids alone, no scores, which a token that was drafted has none of."""
+    """Further criteria, asked behind every token of a row as if it were alone: a row's text does
+    not depend on its neighbours. They get the ids alone, no scores, which a token that was drafted
+    has none of."""
     asked = [one for one in criteria if type(one).__name__ not in _STOPPING]
     if not asked:
         return None
@@ -170,7 +204,9 @@ def _ends(criteria: Any, input_ids: Tensor) -> Ends | None:
 
 
 def _limit(criteria: Any, input_ids: Tensor) -> int:
-    return min(one.max_length for one in criteria if hasattr(one, "max_length")) - input_ids.shape[1]
+    return (
+        min(one.max_length for one in criteria if hasattr(one, "max_length")) - input_ids.shape[1]
+    )
 
 
 def _policy(settings: Any, processors: Any, width: int, lengths: list[int]) -> Policy:
@@ -182,25 +218,33 @@ def _policy(settings: Any, processors: Any, width: int, lengths: list[int]) -> P
     mode = str(getattr(settings.get_generation_mode(), "value", ""))
     if mode not in ("greedy_search", "sample"):
         raise InputError(
-            f"{mode.replace('_', ' ')} cannot be honoured while decoding with a drafttrain package: greedy decoding and "
+            f"{mode.replace('_', ' ')} cannot be honoured while decoding with a drafttrain "
+            f"package: greedy decoding and "
             "sampling can (num_beams=1)"
         )
     names = [type(one).__name__ for one in processors]
     odd = sorted(set(names) - set(_SAMPLING))
     if odd:
         raise InputError(
-            f"{', '.join(odd)} would change the text and cannot be honoured while decoding with a drafttrain package: "
-            "temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, min_length and sequence_bias of single tokens "
+            f"{', '.join(odd)} would change the text and cannot be honoured while decoding with a "
+            f"drafttrain package: "
+            "temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, min_length and "
+            "sequence_bias of single tokens "
             "can; leave the rest out (it may come from model.generation_config)"
         )
     if names != sorted(set(names), key=_SAMPLING.index):
         raise InputError(
-            f"logits processors {', '.join(names)}: can be honoured once each and in the order {', '.join(_SAMPLING)} only"
+            f"logits processors {', '.join(names)}: can be honoured once each and in the order "
+            f"{', '.join(_SAMPLING)} only"
         )
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(settings, name, None):
-            raise InputError(f"{name} cannot be given while decoding with a drafttrain package: leave it out")
-    if getattr(settings, "cache_implementation", None) == "quantized" or getattr(settings, "token_healing", None):
+            raise InputError(
+                f"{name} cannot be given while decoding with a drafttrain package: leave it out"
+            )
+    if getattr(settings, "cache_implementation", None) == "quantized" or getattr(
+        settings, "token_healing", None
+    ):
         raise InputError("a quantized cache or token healing changes the text: leave it out")
     found: dict[str, Any] = {}
     for name, one in zip(names, processors, strict=True):
@@ -224,32 +268,43 @@ def _policy(settings: Any, processors: Any, width: int, lengths: list[int]) -> P
 def _single_tokens(bias: dict[tuple[int, ...], float]) -> dict[int, float]:
     for ids in bias:
         if len(ids) > 1:
-            raise InputError(f"sequence_bias of {ids} cannot be honoured: give single tokens, such as [[[5], 2.0]]")
+            raise InputError(
+                f"sequence_bias of {ids} cannot be honoured: give single tokens, such as [[[5], "
+                f"2.0]]"
+            )
     return {int(ids[0]): float(value) for ids, value in bias.items()}
 
 
 def _penalty(one: Any, width: int, lengths: list[int]) -> float:
-    """The penalty on the whole text without its padding; one that leaves a prompt out is refused."""
+    """The penalty on the whole text without its padding; one that leaves a prompt out is
+    refused."""
     left_out = 0 if one.prompt_ignore_length is None else one.prompt_ignore_length
     padding = [width - length for length in lengths]
     told = [left_out] * len(padding) if isinstance(left_out, int) else left_out.tolist()
     if told != padding:
         raise InputError(
-            f"RepetitionPenaltyLogitsProcessor with prompt_ignore_length {told} cannot be honoured, the prompts' padding is "
+            f"RepetitionPenaltyLogitsProcessor with prompt_ignore_length {told} cannot be "
+            f"honoured, the prompts' padding is "
             f"{padding}: give repetition_penalty=... instead"
         )
     return float(one.penalty)
 
 
 def _least(one: Any, width: int, end: Any) -> int:
-    """New tokens that a least length comes to; a length of the whole text counts padding, as transformers does."""
+    """New tokens that a least length comes to; a length of the whole text counts padding, as
+    transformers does."""
     same = end is not None and sorted(one.eos_token_id.tolist()) == sorted(end.tolist())
     if getattr(one, "prompt_length_to_skip", width) != width or not same:
         raise InputError(
-            f"{type(one).__name__} with another prompt length or other stop tokens than this call's cannot be honoured: "
+            f"{type(one).__name__} with another prompt length or other stop tokens than this "
+            f"call's cannot be honoured: "
             "give min_new_tokens=... instead"
         )
-    return int(one.min_new_tokens) if hasattr(one, "min_new_tokens") else max(0, one.min_length - width)
+    return (
+        int(one.min_new_tokens)
+        if hasattr(one, "min_new_tokens")
+        else max(0, one.min_length - width)
+    )
 
 
 def _plan(own: Plan, policy: Policy) -> Plan:
@@ -262,28 +317,44 @@ def _plan(own: Plan, policy: Policy) -> Plan:
 def _prompts(input_ids: Tensor, prepared: dict[str, Any]) -> list[list[int]]:
     """Every row without its padding on the left."""
     if not input_ids.numel():
-        raise InputError(f"input_ids has the shape {tuple(input_ids.shape)}, needs a token at least to go on from in every row")
-    odd = sorted(name for name, value in prepared.items() if name not in _READ and value is not None)
+        raise InputError(
+            f"input_ids has the shape {tuple(input_ids.shape)}, needs a token at least to go on "
+            f"from in every row"
+        )
+    odd = sorted(
+        name for name, value in prepared.items() if name not in _READ and value is not None
+    )
     if odd:
-        raise InputError(f"{', '.join(odd)} cannot be honoured while decoding with a drafttrain package: leave it out")
+        raise InputError(
+            f"{', '.join(odd)} cannot be honoured while decoding with a drafttrain package: leave "
+            f"it out"
+        )
     for name in ("cache", "past_key_values"):
         cache = prepared.get(name)
         if cache is not None and cache.get_seq_length() > 0:
             raise InputError(
-                f"{name} holds tokens already; here decoding starts from the whole prompt: give input_ids alone"
+                f"{name} holds tokens already; here decoding starts from the whole prompt: give "
+                f"input_ids alone"
             )
     mask = prepared.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
     if mask.shape != input_ids.shape:
-        raise InputError(f"attention_mask has the shape {tuple(mask.shape)}, needs {tuple(input_ids.shape)}")
+        raise InputError(
+            f"attention_mask has the shape {tuple(mask.shape)}, needs {tuple(input_ids.shape)}"
+        )
     kept = mask != 0
     if not bool(kept[:, -1].all()) or bool((kept[:, :-1] & ~kept[:, 1:]).any()):
         raise InputError(
-            "attention_mask hides tokens behind visible ones: pad on the left (tokenizer.padding_side='left'); other "
+            "attention_mask hides tokens behind visible ones: pad on the left "
+            "(tokenizer.padding_side='left'); other "
             "masks cannot be honoured"
         )
     places = prepared.get("position_ids")
-    if places is not None and places.shape == input_ids.shape and not bool((places == kept.cumsum(-1) - 1)[kept].all()):
+    if (
+        places is not None
+        and places.shape == input_ids.shape
+        and not bool((places == kept.cumsum(-1) - 1)[kept].all())
+    ):
         raise InputError("position_ids other than 0, 1, 2, ... cannot be honoured: leave them out")
     return [ids[row].tolist() for ids, row in zip(input_ids, kept, strict=True)]
 
@@ -298,7 +369,9 @@ def _answer(input_ids: Tensor, written: list[list[int]], settings: Any) -> Any:
     pad = settings._pad_token_tensor
     filler = 0 if pad is None else int(pad.flatten()[0])
     rows = [row + [filler] * (longest - len(row)) for row in written]
-    sequences = torch.cat((input_ids, torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device)), 1)
+    sequences = torch.cat(
+        (input_ids, torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device)), 1
+    )
     if not settings.return_dict_in_generate:
         return sequences
     from transformers.generation import GenerateDecoderOnlyOutput

@@ -1,11 +1,13 @@
 """A package: a folder that decodes by itself, and is trusted with nothing when it is read.
 
-config.json             format, the drafter's class and settings, needs, shape, target fingerprint, how it was trained
-drafter.safetensors     trained tensors, and ids of a reduced draft vocabulary or of a corpus; none of a drafter without them;
-                        never the target's embedding or head
-adapter.safetensors     what joint training added to the target's weights, where it did; config.json then says so
-ssm/                    a drafter that is a language model, as a directory of transformers: its tensors, where it borrows
-                        nothing of the target, are kept here alone; otherwise a whole copy, if one was asked for
+config.json             format, the drafter's class and settings, needs, shape, target fingerprint,
+how it was trained drafter.safetensors     trained tensors, and ids of a reduced draft vocabulary or
+                        of a corpus; none of a drafter without them; never the target's embedding or
+                        head
+adapter.safetensors     what joint training added to the target's weights, where it did; config.json
+then says so ssm/                    a drafter that is a language model, as a directory of
+                        transformers: its tensors, where it borrows nothing of the target, are kept
+                            here alone; otherwise a whole copy, if one was asked for
 decoding.yaml           tree, policy and rule
 metrics.json            measured acceptance and speed
 README.md               model card
@@ -47,15 +49,26 @@ CUSTOM = "custom_generate"
 EXPORTED = "drafttrain.json"
 """In a directory for an engine that was made of a package, and in no package."""
 ADAPTER = "adapter.safetensors"
-FILES = (CONFIG, TENSORS, DECODING, METRICS, CARD, f"{CUSTOM}/generate.py", f"{CUSTOM}/requirements.txt")
+FILES = (
+    CONFIG,
+    TENSORS,
+    DECODING,
+    METRICS,
+    CARD,
+    f"{CUSTOM}/generate.py",
+    f"{CUSTOM}/requirements.txt",
+)
 PACKAGE = "package"
 """The folder of a run that holds its package."""
-WHOLE = "ssm"
-WHOLE_CONFIG, WHOLE_TENSORS = f"{WHOLE}/config.json", f"{WHOLE}/model.safetensors"
-WHOLE_FILES = (WHOLE_CONFIG, WHOLE_TENSORS)
+STANDALONE = "ssm"
+STANDALONE_CONFIG, STANDALONE_TENSORS = (
+    f"{STANDALONE}/config.json",
+    f"{STANDALONE}/model.safetensors",
+)
+STANDALONE_FILES = (STANDALONE_CONFIG, STANDALONE_TENSORS)
 """Of a drafter that is a language model."""
-FOLDERS = (CUSTOM, WHOLE)
-ALL_FILES = (*FILES, ADAPTER, *WHOLE_FILES)
+FOLDERS = (CUSTOM, STANDALONE)
+ALL_FILES = (*FILES, ADAPTER, *STANDALONE_FILES)
 """Of any package; FILES are those of every one."""
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 """Dtypes of stored weights, and their names in a safetensors header."""
@@ -63,7 +76,8 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 STORED = ("draft_ids", "corpus_ids")
 """Settings that are long lists of ids: they are stored as tensors, not in the config."""
 MEMBERS = "members"
-"""The setting of a drafter that holds others: each with its class, draft vocabulary and settings, its tensors under its number."""
+"""The setting of a drafter that holds others: each with its class, draft vocabulary and settings,
+its tensors under its number."""
 
 _KEYS = ("format", "made_with", "drafter", "needs", "shape", "trained_length", "target", "training")
 _NEEDS = ("last_hidden", "layers", "logits")
@@ -78,20 +92,26 @@ _CLASS = re.compile(r"(drafttrain\.drafter\.[a-z_][a-z0-9_]*)\.([A-Z]\w*)")
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """`config.json` of a package, checked as far as that goes without its target. Needs no target and little time.
+    """`config.json` of a package, checked as far as that goes without its target. Needs no target
+    and little time.
 
-    Raises: InputError if the folder is no package, holds pickled files, or its config is not exactly of this format.
+    Raises: InputError if the folder is no package, holds pickled files, or its config is not
+    exactly of this format.
     """
     folder = path_of("package", folder)
     if not folder.is_dir():
         raise InputError(
-            f"package={folder} {'is a file' if folder.exists() else 'does not exist'}: give a package's folder"
+            f"package={folder} {'is a file' if folder.exists() else 'does not exist'}: give a "
+            f"package's folder"
         )
-    inside = (folder / WHOLE).iterdir() if (folder / WHOLE).is_dir() else ()
-    pickled = sorted(path.name for path in (*folder.iterdir(), *inside) if path.suffix.lower() in PICKLED)
+    inside = (folder / STANDALONE).iterdir() if (folder / STANDALONE).is_dir() else ()
+    pickled = sorted(
+        path.name for path in (*folder.iterdir(), *inside) if path.suffix.lower() in PICKLED
+    )
     if pickled:
         raise InputError(
-            f"{folder} holds {some(pickled)}: such files can run code when read; only safetensors is accepted"
+            f"{folder} holds {some(pickled)}: such files can run code when read; only safetensors "
+            f"is accepted"
         )
     lacking = [name for name in (CONFIG, TENSORS, DECODING) if not (folder / name).is_file()]
     if lacking:
@@ -100,7 +120,8 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
             hint = "this looks like a target, which is given as target=hf target.path=<folder>"
         if (folder / EXPORTED).is_file():
             hint = (
-                "it is an export for an engine; give the package it was made from, or make one of it: python -m drafttrain.adopt "
+                "it is an export for an engine; give the package it was made from, or make one of "
+                "it: python -m drafttrain.adopt "
                 f"head={shlex.quote(str(folder))} out=<new folder>"
             )
         raise InputError(f"{folder} is not a package, it lacks {', '.join(lacking)}: {hint}")
@@ -121,20 +142,31 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(marks, dict) or not all(isinstance(value, str) for value in marks.values()):
         raise InputError(f"{path}: target.fingerprint is not a mapping of digests")
     length = config["trained_length"]
-    if not (length is None or (isinstance(length, int) and not isinstance(length, bool) and length > 0)):
-        raise InputError(f"{path}: trained_length is {str(length)[:40]}, needs a count of tokens or null")
+    if not (
+        length is None or (isinstance(length, int) and not isinstance(length, bool) and length > 0)
+    ):
+        raise InputError(
+            f"{path}: trained_length is {str(length)[:40]}, needs a count of tokens or null"
+        )
     for name in ("drafter", "training"):
         if not isinstance(config[name], dict):
             raise InputError(f"{path}: {name} is not a mapping")
     for name in ("width", "vocab_size", "draft_vocab", "parameters"):
         if type(config["shape"][name]) is not int or config["shape"][name] < 0:
-            raise InputError(f"{path}: shape.{name} is {str(config['shape'][name])[:40]}, needs a whole number")
+            raise InputError(
+                f"{path}: shape.{name} is {str(config['shape'][name])[:40]}, needs a whole number"
+            )
     for name in ("name", "model_type", "licence"):
-        if not isinstance(config["target"][name], str) and not (name == "licence" and config["target"][name] is None):
-            raise InputError(f"{path}: target.{name} is {str(config['target'][name])[:40]}, needs text")
+        if not isinstance(config["target"][name], str) and not (
+            name == "licence" and config["target"][name] is None
+        ):
+            raise InputError(
+                f"{path}: target.{name} is {str(config['target'][name])[:40]}, needs text"
+            )
     if not isinstance(config["shape"]["dtype"], str) or config["shape"]["dtype"] not in DTYPES:
         raise InputError(
-            f"{path}: shape.dtype is {str(config['shape']['dtype'])[:40]}: one of {', '.join(DTYPES)} is read"
+            f"{path}: shape.dtype is {str(config['shape']['dtype'])[:40]}: one of "
+            f"{', '.join(DTYPES)} is read"
         )
     if not isinstance(config["drafter"].get("_target_"), str):
         raise InputError(f"{path}: drafter lacks _target_, the name of its class")
@@ -142,25 +174,41 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _check_adapter(config: dict[str, Any], folder: Path) -> None:
-    """Raise InputError unless config.json and the files agree on whether the target was trained too, and how."""
+    """Raise InputError unless config.json and the files agree on whether the target was trained
+    too, and how."""
     there = (folder / ADAPTER).is_file()
     if "adapter" not in config:
         if there:
-            raise InputError(f"{folder} holds {ADAPTER}, of which {CONFIG} says nothing: get the package again")
+            raise InputError(
+                f"{folder} holds {ADAPTER}, of which {CONFIG} says nothing: get the package again"
+            )
         return
     path, found = folder / CONFIG, config["adapter"]
     if not there:
-        raise InputError(f"{folder} lacks {ADAPTER}, what was trained of its target: get the package again")
+        raise InputError(
+            f"{folder} lacks {ADAPTER}, what was trained of its target: get the package again"
+        )
     check_keys(found, _ADAPTER, f"{path}: adapter")
     rank, alpha, linears = found["rank"], found["alpha"], found["linears"]
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= LARGEST_RANK:
-        raise InputError(f"{path}: adapter.rank is {str(rank)[:40]}, needs a whole number from 1 to {LARGEST_RANK}")
+        raise InputError(
+            f"{path}: adapter.rank is {str(rank)[:40]}, needs a whole number from 1 to "
+            f"{LARGEST_RANK}"
+        )
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < 1e30:
         raise InputError(f"{path}: adapter.alpha is {str(alpha)[:40]}, needs a number above 0")
-    if not isinstance(linears, list) or not linears or not all(isinstance(name, str) for name in linears):
-        raise InputError(f"{path}: adapter.linears is {str(linears)[:80]}, needs names such as q_proj")
+    if (
+        not isinstance(linears, list)
+        or not linears
+        or not all(isinstance(name, str) for name in linears)
+    ):
+        raise InputError(
+            f"{path}: adapter.linears is {str(linears)[:80]}, needs names such as q_proj"
+        )
     if not isinstance(found["digest"], str) or type(found["parameters"]) is not int:
-        raise InputError(f"{path}: adapter.digest is not a digest, or adapter.parameters no whole number")
+        raise InputError(
+            f"{path}: adapter.digest is not a digest, or adapter.parameters no whole number"
+        )
 
 
 def read_metrics(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -172,22 +220,32 @@ def read_metrics(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def checked_metrics(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """`metrics.json` of a package: a mapping with `settings`, a mapping too, and `rows`, a list of mappings.
+    """`metrics.json` of a package: a mapping with `settings`, a mapping too, and `rows`, a list of
+    mappings.
 
     Raises: InputError if it is missing, cannot be read, or is of another form.
     """
     path = Path(folder).expanduser() / METRICS
     if not path.is_file():
         raise InputError(f"{path} is missing: the package is not whole")
-    found = check_characters(read_json(path, _LARGEST_CONFIG, "what was measured of a package"), path)
-    rows, settings = (found.get("rows"), found.get("settings", {})) if isinstance(found, dict) else (None, None)
-    if not isinstance(settings, dict) or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    found = check_characters(
+        read_json(path, _LARGEST_CONFIG, "what was measured of a package"), path
+    )
+    rows, settings = (
+        (found.get("rows"), found.get("settings", {})) if isinstance(found, dict) else (None, None)
+    )
+    if (
+        not isinstance(settings, dict)
+        or not isinstance(rows, list)
+        or not all(isinstance(row, dict) for row in rows)
+    ):
         raise InputError(f'{path} is not of the form {{"settings": {{...}}, "rows": [{{...}}]}}')
     return {**found, "settings": settings}
 
 
 def parameters_of(config: dict[str, Any]) -> int | None:
-    """Parameters that a package adds to its target, an adapter's included; None where that is not told."""
+    """Parameters that a package adds to its target, an adapter's included; None where that is not
+    told."""
     told = [config["shape"]["parameters"]]
     if "adapter" in config:
         told.append(config["adapter"]["parameters"])
@@ -195,22 +253,34 @@ def parameters_of(config: dict[str, Any]) -> int | None:
 
 
 def training_of(config: dict[str, Any]) -> tuple[float | None, int | None]:
-    """Seconds that training took, without the decoding of held-out prompts in between; supervised tokens that were read, those
-    of every epoch counted. Of several fits the sum, those that only marked rows counted. Both are 0 where nothing was learned, None
-    where they were not recorded."""
-    if not class_of(config["drafter"]["_target_"], CONFIG).learns and not config["shape"]["parameters"]:
+    """Seconds that training took, without the decoding of held-out prompts in between; supervised
+    tokens that were read, those of every epoch counted. Of several fits the sum, those that only
+    marked rows counted. Both are 0 where nothing was learned, None where they were not recorded."""
+    if (
+        not class_of(config["drafter"]["_target_"], CONFIG).learns
+        and not config["shape"]["parameters"]
+    ):
         return 0.0, 0
     told = config["training"].get("training")
     told = told if isinstance(told, dict) else {}
     members, marking = told.get("members"), told.get("marking", [])
-    fits = [*members, *marking] if isinstance(members, list) and isinstance(marking, list) else [told]
+    fits = (
+        [*members, *marking] if isinstance(members, list) and isinstance(marking, list) else [told]
+    )
     each = [_cost_of(fit if isinstance(fit, dict) else {}) for fit in fits]
-    seconds, tokens = [one for one, _ in each if one is not None], [one for _, one in each if one is not None]
-    return sum(seconds) if 0 < len(seconds) == len(each) else None, sum(tokens) if 0 < len(tokens) == len(each) else None
+    seconds, tokens = (
+        [one for one, _ in each if one is not None],
+        [one for _, one in each if one is not None],
+    )
+    return sum(seconds) if 0 < len(seconds) == len(each) else None, sum(tokens) if 0 < len(
+        tokens
+    ) == len(each) else None
 
 
 def _cost_of(told: dict[str, Any]) -> tuple[float | None, int | None]:
-    seconds, tokens, aside = (told.get(name) for name in ("seconds", "supervised_tokens_seen", "evaluation_seconds"))
+    seconds, tokens, aside = (
+        told.get(name) for name in ("seconds", "supervised_tokens_seen", "evaluation_seconds")
+    )
     if _amount(seconds) and _amount(aside):
         seconds = max(0.0, seconds - aside)
     return float(seconds) if _amount(seconds) else None, tokens if _count(tokens) else None
@@ -224,8 +294,11 @@ def _amount(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MOST
 
 
-def check_target(config: dict[str, Any], target: Target, folder: str | os.PathLike[str] = "the package") -> None:
-    """Raise InputError unless a package's config names this very target, or what the package made of it by joint training.
+def check_target(
+    config: dict[str, Any], target: Target, folder: str | os.PathLike[str] = "the package"
+) -> None:
+    """Raise InputError unless a package's config names this very target, or what the package made
+    of it by joint training.
 
     A target without its tokenizer is known by its config and weights: drafts are ids.
     """
@@ -234,15 +307,21 @@ def check_target(config: dict[str, Any], target: Target, folder: str | os.PathLi
     if target.adapter is not None and "adapter" in config:
         stored[fingerprint.ADAPTER] = config["adapter"]["digest"]
     if target.tokenizer is None:
-        here.update({part: stored[part] for part in ("tokenizer", "chat_template") if part in stored})
+        here.update(
+            {part: stored[part] for part in ("tokenizer", "chat_template") if part in stored}
+        )
     name = str(config["target"]["name"])[:80]
     try:
         fingerprint.refuse_other(stored, here, str(folder))
     except InputError as error:
-        raise InputError(f"{error}. The package was trained for {name}, this is {target.name}") from error
+        raise InputError(
+            f"{error}. The package was trained for {name}, this is {target.name}"
+        ) from error
     for fact, own in (("width", target.width), ("vocab_size", target.vocab_size)):
         if config["shape"][fact] != own:
-            raise InputError(f"{folder}: shape.{fact} is {str(config['shape'][fact])[:40]}, the target has {own}")
+            raise InputError(
+                f"{folder}: shape.{fact} is {str(config['shape'][fact])[:40]}, the target has {own}"
+            )
 
 
 def is_package(folder: Path) -> bool:
@@ -262,10 +341,17 @@ def class_of(name: str, where: str) -> type[Drafter]:
     found = None
     if match and importlib.util.find_spec(match.group(1)) is not None:
         found = getattr(importlib.import_module(match.group(1)), match.group(2), None)
-        if not (isinstance(found, type) and issubclass(found, Drafter) and found.__module__ == match.group(1)):
+        if not (
+            isinstance(found, type)
+            and issubclass(found, Drafter)
+            and found.__module__ == match.group(1)
+        ):
             found = None
     if found is None or inspect.isabstract(found):
-        raise InputError(f"{where}: {name[:120]!r} is not a drafter of drafttrain (drafttrain.drafter.<file>.<Class>)")
+        raise InputError(
+            f"{where}: {name[:120]!r} is not a drafter of drafttrain "
+            f"(drafttrain.drafter.<file>.<Class>)"
+        )
     return found
 
 
@@ -273,7 +359,7 @@ def place_of(name: str, drafter: Drafter) -> tuple[str, str]:
     """The file that holds a tensor of this drafter, and its name there."""
     prefix = "model."
     if drafter.owns_all and name.startswith(prefix):
-        return WHOLE_TENSORS, name.removeprefix(prefix)
+        return STANDALONE_TENSORS, name.removeprefix(prefix)
     return TENSORS, name
 
 

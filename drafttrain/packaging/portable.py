@@ -11,7 +11,8 @@ from drafttrain.packaging.manifest import PACKAGE
 
 _ROOT = r"(?:~[^\s/\\]*|[A-Za-z]:)?[/\\]"
 _WHOLE = re.compile(rf"(?:file://)?{_ROOT}[^\n]*")
-# Not behind what makes it a part of something else: a relative path, a hub id, an address, a fraction, markup.
+# Not behind what makes it a part of something else: a relative path, a hub id, an address, a
+# fraction, markup.
 _INSIDE = re.compile(rf"(?:file://|(?<![\w:/\\.~<-])){_ROOT}[^\s,'\"()\[\]{{}}=;|<>]+")
 
 _HOMES = ("home", "Users")
@@ -19,12 +20,17 @@ _HOMES = ("home", "Users")
 
 
 def portable(value: Any) -> Any:
-    """A plain JSON value in which every absolute path is its last name alone; relative paths, hub ids and addresses stay.
+    """A plain JSON value in which every absolute path is its last name alone; relative paths, hub
+    ids and addresses stay.
 
-    A text under the key `command` is taken for a command line: its words are looked at one by one, so a path with spaces is one.
+    A text under the key `command` is taken for a command line: its words are looked at one by one,
+    so a path with spaces is one.
     """
     if isinstance(value, dict):
-        return {key: _command(held) if key == "command" else portable(held) for key, held in value.items()}
+        return {
+            key: _command(held) if key == "command" else portable(held)
+            for key, held in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [portable(held) for held in value]
     return _text(value) if isinstance(value, str) else value
@@ -49,11 +55,23 @@ def _command(line: Any) -> Any:
 def _word(word: str) -> str:
     """Of `key=<path>` the path alone is changed; it may hold an `=` of its own."""
     key, sign, held = word.partition("=")
-    return f"{key}={_text(held)}" if sign and re.fullmatch(r"[\w.@/+~-]+", key) and not _WHOLE.fullmatch(word) else _text(word)
+    return (
+        f"{key}={_text(held)}"
+        if sign and re.fullmatch(r"[\w.@/+~-]+", key) and not _WHOLE.fullmatch(word)
+        else _text(word)
+    )
 
 
 def _name(path: str) -> str:
-    """The last name; of a run's package the run's too, since all have one name. A home folder, which has a person's, is ~."""
+    """The last name; of a run's package the run's too, since all have one name. A home folder,
+    which has a person's, is ~."""
     names = ["", *re.split(r"[/\\]", path.rstrip("/\\"))]
-    named = ["~" if above in _HOMES or name.startswith("~") else name for above, name in itertools.pairwise(names)]
-    return "/".join(named[-2:]) if named[-1] == PACKAGE and named[-2:-1] not in ([], [""], ["~"]) else named[-1]
+    named = [
+        "~" if above in _HOMES or name.startswith("~") else name
+        for above, name in itertools.pairwise(names)
+    ]
+    return (
+        "/".join(named[-2:])
+        if named[-1] == PACKAGE and named[-2:-1] not in ([], [""], ["~"])
+        else named[-1]
+    )

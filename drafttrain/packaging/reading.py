@@ -26,9 +26,9 @@ from drafttrain.packaging.manifest import (
     DECODING,
     DTYPES,
     MEMBERS,
+    STANDALONE_TENSORS,
     STORED,
     TENSORS,
-    WHOLE_TENSORS,
     check_target,
     class_of,
     needs_of,
@@ -39,22 +39,32 @@ from drafttrain.packaging.manifest import (
 from drafttrain.target.adapter import Adapter, shapes_of, tuned
 from drafttrain.target.model import Target
 
-_HEADER_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}
+_HEADER_DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+}
 
 
-def load(folder: str | os.PathLike[str], target: Target | nn.Module, *, dtype: str = "auto") -> Speculator:
+def load(
+    folder: str | os.PathLike[str], target: Target | nn.Module, *, dtype: str = "auto"
+) -> Speculator:
     """A package and the target it was trained for, ready to `generate` and `stream`.
 
     Args:
-        target: a `Target`, or a transformers causal LM, which is then frozen. A package that was trained jointly with its target
-            decodes with the tuned one, see `target_for`; the target given keeps its weights.
+        target: a `Target`, or a transformers causal LM, which is then frozen. A package that was
+            trained jointly with its target decodes with the tuned one, see `target_for`; the target
+            given keeps its weights.
         dtype: the drafter's while decoding, see `Speculator`.
     Does not move the random state.
 
     Raises: InputError naming what is missing, unknown, damaged, or meant for another target.
     """
     if isinstance(target, nn.Module):
-        target = Target(target, None, getattr(target.config, "_name_or_path", "") or type(target).__name__)
+        target = Target(
+            target, None, getattr(target.config, "_name_or_path", "") or type(target).__name__
+        )
     folder = path_of("package", folder)
     target = target_for(folder, target)
     drafter = load_drafter(folder, target)
@@ -64,11 +74,12 @@ def load(folder: str | os.PathLike[str], target: Target | nn.Module, *, dtype: s
 
 
 def target_for(folder: str | os.PathLike[str], target: Target) -> Target:
-    """The target that a package decodes with: the one given, or, where the package was trained jointly with it, a second one with
-    the adapter added to its weights.
+    """The target that a package decodes with: the one given, or, where the package was trained
+    jointly with it, a second one with the adapter added to its weights.
 
-    The one given is never altered, whoever else uses it. The second shares its other tensors, and costs as much memory as the
-    linears that the adapter changes. Its fingerprint has a part more, so that packages of the one are refused by the other.
+    The one given is never altered, whoever else uses it. The second shares its other tensors, and
+    costs as much memory as the linears that the adapter changes. Its fingerprint has a part more,
+    so that packages of the one are refused by the other.
 
     Raises: InputError for another target, and for an adapter that is damaged or does not fit.
     """
@@ -102,15 +113,19 @@ def read_adapter(folder: str | os.PathLike[str], target: Target) -> Adapter:
     _refuse_odd(tensors, path)
     adapter = Adapter(told["rank"], told["alpha"], tuple(told["linears"]), tensors)
     if adapter.digest != told["digest"]:
-        raise InputError(f"{path} is not the adapter of this package (its digest is another): get the package again")
+        raise InputError(
+            f"{path} is not the adapter of this package (its digest is another): get the package "
+            f"again"
+        )
     return adapter
 
 
 def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
     """The drafter of a package as it was trained, in evaluation mode.
 
-    Only safetensors is read, and only after everything about it fits: a class of drafttrain.drafter, exact settings,
-    this target, names, shapes and dtypes of all tensors. Does not move the random state.
+    Only safetensors is read, and only after everything about it fits: a class of
+    drafttrain.drafter, exact settings, this target, names, shapes and dtypes of all tensors. Does
+    not move the random state.
 
     Args:
         target: as `target_for` gives it.
@@ -121,22 +136,35 @@ def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
     told = _described(config["drafter"], config["shape"]["draft_vocab"], folder)
     check_target(config, target, folder)
     if "adapter" in config and target.adapter is None:
-        raise InputError(f"{folder} drafts for a tuned target, this is the original: open it with drafttrain.load")
+        raise InputError(
+            f"{folder} drafts for a tuned target, this is the original: open it with "
+            f"drafttrain.load"
+        )
     path = folder / TENSORS
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: _facts(file, name) for name in file.keys()}  # noqa: SIM118 - not a dict
             drafter = _built(told, file, found, target, folder)
             if (needs := needs_of(drafter)) != config["needs"]:
-                raise InputError(f"{folder / CONFIG}: needs are {config['needs']}, this drafter has {needs}")
-            expected = {name: (tuple(t.shape), _stored(t, config)) for name, t in owned(drafter).items()}
-            here, whole = ({n: e for n, e in expected.items() if place_of(n, drafter)[0] == at} for at in (TENSORS, WHOLE_TENSORS))
+                raise InputError(
+                    f"{folder / CONFIG}: needs are {config['needs']}, this drafter has {needs}"
+                )
+            expected = {
+                name: (tuple(t.shape), _stored(t, config)) for name, t in owned(drafter).items()
+            }
+            here, whole = (
+                {n: e for n, e in expected.items() if place_of(n, drafter)[0] == at}
+                for at in (TENSORS, STANDALONE_TENSORS)
+            )
             _compare(found, here, path)
             tensors = {name: file.get_tensor(name) for name in here}
         if whole:
-            path = folder / WHOLE_TENSORS
+            path = folder / STANDALONE_TENSORS
             if not path.is_file():
-                raise InputError(f"{folder} lacks {WHOLE_TENSORS}, the drafter's tensors: get the package again")
+                raise InputError(
+                    f"{folder} lacks {STANDALONE_TENSORS}, the drafter's tensors: get the package "
+                    f"again"
+                )
             with safe_open(path, framework="pt") as file:
                 names = {place_of(name, drafter)[1]: name for name in whole}
                 found = {names.get(name, name): _facts(file, name) for name in file.keys()}  # noqa: SIM118 - not a dict
@@ -145,7 +173,9 @@ def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     _refuse_odd(tensors, path)
-    drafter.load_state_dict(tensors, strict=False)  # Of tied names one is there, and no more can be missing.
+    drafter.load_state_dict(
+        tensors, strict=False
+    )  # Of tied names one is there, and no more can be missing.
     return drafter.eval()
 
 
@@ -180,7 +210,9 @@ def _described(node: dict[str, Any], draft_vocab: Any, folder: Path) -> _Describ
         if MEMBERS in _parameters(own):
             raise InputError(f"{here} is {own.__name__}: a member has no members of its own")
         told = checked_settings(inner, own, here, also=("draft_vocab",))
-        members.append(_Described(own, told, told.pop("draft_vocab"), prefix=f"{MEMBERS}.{number}."))
+        members.append(
+            _Described(own, told, told.pop("draft_vocab"), prefix=f"{MEMBERS}.{number}.")
+        )
     return _Described(kind, settings, draft_vocab, tuple(members))
 
 
@@ -192,7 +224,8 @@ def _parameters(kind: type[Drafter]) -> dict[str, inspect.Parameter]:
 def checked_settings(
     node: dict[str, Any], kind: type[Drafter], where: str, also: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Exactly the settings that the class takes, each of its default's type, apart from those that are stored as tensors.
+    """Exactly the settings that the class takes, each of its default's type, apart from those that
+    are stored as tensors.
 
     Args:
         also: what else is told there.
@@ -211,22 +244,31 @@ def checked_settings(
         if isinstance(default, tuple):
             fits = (list,)
         if not isinstance(value, fits) or isinstance(value, bool) != isinstance(default, bool):
-            raise InputError(f"{where}.{name} is {str(value)[:80]!r}, needs {' or '.join(k.__name__ for k in fits)}")
+            raise InputError(
+                f"{where}.{name} is {str(value)[:80]!r}, needs "
+                f"{' or '.join(k.__name__ for k in fits)}"
+            )
     return settings
 
 
 def _chance_kept(target: Target) -> AbstractContextManager[None]:
-    """New modules draw their first weights; what a package loads replaces them, so the random state stays as it was."""
+    """New modules draw their first weights; what a package loads replaces them, so the random state
+    stays as it was."""
     devices = [target.device] if target.device.type == "cuda" else []
     return torch.random.fork_rng(devices=devices)
 
 
 def _refuse_larger(
-    kind: type[Drafter], target: Target, settings: dict[str, Any], found: dict[str, Any], folder: Path
+    kind: type[Drafter],
+    target: Target,
+    settings: dict[str, Any],
+    found: dict[str, Any],
+    folder: Path,
 ) -> None:
-    """Raise InputError if the settings ask for more than the files hold; so far only their headers are read."""
+    """Raise InputError if the settings ask for more than the files hold; so far only their headers
+    are read."""
     held = [shape for shape, _ in found.values()]
-    whole = folder / WHOLE_TENSORS
+    whole = folder / STANDALONE_TENSORS
     if whole.is_file():
         try:
             with safe_open(whole, framework="pt") as file:
@@ -240,7 +282,9 @@ def _refuse_larger(
         raise InputError(f"{folder / CONFIG}: drafter: {error}") from error
 
 
-def _built(told: _Described, file: Any, found: dict[str, Any], target: Target, folder: Path) -> Drafter:
+def _built(
+    told: _Described, file: Any, found: dict[str, Any], target: Target, folder: Path
+) -> Drafter:
     """The drafter with its first weights. What it is sized by is read and checked before.
 
     Args:
@@ -259,7 +303,9 @@ def _built(told: _Described, file: Any, found: dict[str, Any], target: Target, f
         with _chance_kept(target):
             return kind(target=target, **settings)
     except (TypeError, ValueError, InputError) as error:
-        raise InputError(f"{folder / CONFIG}: {kind.__name__} cannot be built from its settings: {error}") from error
+        raise InputError(
+            f"{folder / CONFIG}: {kind.__name__} cannot be built from its settings: {error}"
+        ) from error
 
 
 def _facts(file: Any, name: str) -> tuple[tuple[int, ...], str]:
@@ -269,57 +315,83 @@ def _facts(file: Any, name: str) -> tuple[tuple[int, ...], str]:
 
 
 def _stored(tensor: Tensor, config: dict[str, Any]) -> str:
-    return DTYPES[config["shape"]["dtype"]] if tensor.is_floating_point() else _HEADER_DTYPES.get(tensor.dtype, "?")
+    return (
+        DTYPES[config["shape"]["dtype"]]
+        if tensor.is_floating_point()
+        else _HEADER_DTYPES.get(tensor.dtype, "?")
+    )
 
 
-def _draft_ids(file: Any, found: dict[str, Any], told: _Described, target: Target, path: Path) -> list[int] | None:
+def _draft_ids(
+    file: Any, found: dict[str, Any], told: _Described, target: Target, path: Path
+) -> list[int] | None:
     """The reduced draft vocabulary, read and checked before anything is sized by it."""
     name, size = f"{told.prefix}draft_ids", told.draft_vocab
     if name not in found:
         if size != target.vocab_size:
-            raise InputError(f"{path} lacks {name}, the ids of its {str(size)[:40]} draft tokens: the package is damaged")
+            raise InputError(
+                f"{path} lacks {name}, the ids of its {str(size)[:40]} draft tokens: the package "
+                f"is damaged"
+            )
         return None
     (shape, dtype), v = found[name], target.vocab_size
     if dtype != "I64" or len(shape) != 1 or not 2 <= shape[0] <= v or shape[0] != size:
         raise InputError(
-            f"{path}: {name} is {dtype} of shape {list(shape)}, needs I64 of {size} ids, at most the target's {v}"
+            f"{path}: {name} is {dtype} of shape {list(shape)}, needs I64 of {size} ids, at most "
+            f"the target's {v}"
         )
     ids = file.get_tensor(name)
     if int(ids.min()) < 0 or int(ids.max()) >= v or not bool((ids[1:] > ids[:-1]).all()):
-        raise InputError(f"{path}: {name} must ascend within the target's vocabulary 0..{v - 1}, each id once")
+        raise InputError(
+            f"{path}: {name} must ascend within the target's vocabulary 0..{v - 1}, each id once"
+        )
     return ids.tolist()
 
 
 def _corpus_ids(file: Any, found: dict[str, Any], told: _Described, path: Path) -> Tensor | None:
-    """The text that a drafter copies from. What a package names as its corpus is never read from elsewhere."""
+    """The text that a drafter copies from. What a package names as its corpus is never read from
+    elsewhere."""
     name, corpus = f"{told.prefix}corpus_ids", told.settings["corpus"]
     if corpus is None:
         return None
     if found.get(name, ((), ""))[1] != "I64":
-        raise InputError(f"{path} lacks {name}, the text of its corpus {str(corpus)[:80]}: the package is damaged")
+        raise InputError(
+            f"{path} lacks {name}, the text of its corpus {str(corpus)[:80]}: the package is "
+            f"damaged"
+        )
     ids: Tensor = file.get_tensor(name)
     return ids
 
 
 def _refuse_odd(tensors: dict[str, Tensor], path: Path) -> None:
-    bad = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not bool(tensor.isfinite().all())]
+    bad = [
+        name
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
+    ]
     if bad:
-        raise InputError(f"{path}: NaN or infinite values in {some(bad)}: the package is damaged, get it again")
+        raise InputError(
+            f"{path}: NaN or infinite values in {some(bad)}: the package is damaged, get it again"
+        )
 
 
 def _compare(found: dict[str, Any], expected: dict[str, Any], path: Path) -> None:
-    """Raise InputError listing every tensor that is missing, unknown, or of another shape or dtype."""
+    """Raise InputError listing every tensor that is missing, unknown, or of another shape or
+    dtype."""
     complaints = []
     if missing := sorted(expected.keys() - found.keys()):
         complaints.append(f"missing {some(missing)}")
     if extra := sorted(found.keys() - expected.keys()):
         complaints.append(f"unexpected {some(extra)}")
     odd = [
-        f"{name} is {found[name][1]} {list(found[name][0])}, needs {expected[name][1]} {list(expected[name][0])}"
+        f"{name} is {found[name][1]} {list(found[name][0])}, needs {expected[name][1]} "
+        f"{list(expected[name][0])}"
         for name in sorted(expected.keys() & found.keys())
         if found[name] != expected[name]
     ]
     if odd:
         complaints.append(f"wrong shape or dtype: {some(odd)}")
     if complaints:
-        raise InputError(f"{path}: {'; '.join(complaints)}. Nothing is loaded in part: get the package again")
+        raise InputError(
+            f"{path}: {'; '.join(complaints)}. Nothing is loaded in part: get the package again"
+        )

@@ -33,10 +33,10 @@ from drafttrain.packaging.manifest import (
     FORMAT,
     MEMBERS,
     METRICS,
+    STANDALONE_CONFIG,
+    STANDALONE_TENSORS,
     STORED,
     TENSORS,
-    WHOLE_CONFIG,
-    WHOLE_TENSORS,
     class_of,
     is_package,
     needs_of,
@@ -71,20 +71,25 @@ def save_package(
     """Write a package beside its place, then put it there whole; an earlier package is replaced.
 
     Args:
-        folder: a new or empty folder, or an earlier package. A folder with other files is refused, a link too.
+        folder: a new or empty folder, or an earlier package. A folder with other files is refused,
+            a link too.
         target: the one that the drafter drafts for; of a tuned one the adapter is packaged too.
         plan: how it decodes unless told otherwise.
-        metrics: `{"settings": {...}, "rows": [...]}`, rows as `Measurement.row` gives them; may have no rows.
-        provenance: how it was trained, plain JSON values. Of absolute paths, here and in metrics, the last name alone is kept.
-        trained_length: most tokens of a row in training; None takes provenance["trained_length"], if it is there.
+        metrics: `{"settings": {...}, "rows": [...]}`, rows as `Measurement.row` gives them; may
+            have no rows.
+        provenance: how it was trained, plain JSON values. Of absolute paths, here and in metrics,
+            the last name alone is kept.
+        trained_length: most tokens of a row in training; None takes provenance["trained_length"],
+            if it is there.
         dtype: of the stored weights: float32 (bit for bit) or bfloat16 (half the size).
         licence: the target's; None looks it up by the target's name.
-        export_assistant: write a drafter that is a language model as a whole directory of transformers too, with copies of what
-            it borrows of the target. One that borrows nothing is always written so.
+        export_assistant: write a drafter that is a language model as a whole directory of
+            transformers too, with copies of what it borrows of the target. One that borrows nothing
+            is always written so.
         say: is told the size.
     Returns: the folder.
-    Raises: InputError if the place cannot be used or the weights are not finite; OSError if the disk is full. What lay
-        there before is then still whole.
+    Raises: InputError if the place cannot be used or the weights are not finite; OSError if the
+        disk is full. What lay there before is then still whole.
     """
     folder = Path(os.path.abspath(Path(folder).expanduser()))
     check_place(folder)
@@ -98,7 +103,7 @@ def save_package(
     tensors = _tensors_of(drafter, target, kept)
     files: dict[str, dict[str, Tensor]] = {TENSORS: {}, **_by_file(tensors, drafter)}
     if drafter.owns_all or export_assistant:
-        whole_config, files[WHOLE_TENSORS] = _whole(drafter, kept)
+        standalone_config, files[STANDALONE_TENSORS] = _whole(drafter, kept)
     adapter, original = target.adapter, target.original or target
     if adapter is not None:
         _refuse_odd(adapter.tensors, "adapter")
@@ -108,7 +113,10 @@ def save_package(
     config: dict[str, Any] = {
         "format": FORMAT,
         "made_with": f"drafttrain {version()}",
-        "drafter": {"_target_": f"{type(drafter).__module__}.{type(drafter).__qualname__}", **_settings_of(drafter)},
+        "drafter": {
+            "_target_": f"{type(drafter).__module__}.{type(drafter).__qualname__}",
+            **_settings_of(drafter),
+        },
         "needs": needs_of(drafter),
         "shape": {
             "width": target.width,
@@ -141,12 +149,12 @@ def save_package(
         CONFIG: _json(config),
         DECODING: write_plan(plan),
         METRICS: _json(metrics),
-        CARD: card(config, metrics, plan, as_model=WHOLE_TENSORS in files),
+        CARD: card(config, metrics, plan, as_model=STANDALONE_TENSORS in files),
         f"{CUSTOM}/generate.py": generate_file(tuned=adapter is not None),
         f"{CUSTOM}/requirements.txt": REQUIREMENTS,
     }
-    if WHOLE_TENSORS in files:
-        texts[WHOLE_CONFIG] = whole_config
+    if STANDALONE_TENSORS in files:
+        texts[STANDALONE_CONFIG] = standalone_config
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -172,16 +180,19 @@ def save_package(
 
 
 def change_plan(folder: str | os.PathLike[str], plan: Plan) -> None:
-    """Put another plan into a package: `decoding.yaml`, and the card that describes it. Each file is replaced whole.
+    """Put another plan into a package: `decoding.yaml`, and the card that describes it. Each file
+    is replaced whole.
 
-    Raises: InputError if it is not a package or cannot be written to; what lay there is then still whole.
+    Raises: InputError if it is not a package or cannot be written to; what lay there is then still
+    whole.
     """
     folder = Path(folder).expanduser()
     for name, text in _texts_of_plan(folder, plan).items():
         scratch = folder / f".{name}.new"
         try:
             scratch.unlink(missing_ok=True)
-            # A new file, never one that lies there: what came with the package may be a link to elsewhere.
+            # A new file, never one that lies there: what came with the package may be a link to
+            # elsewhere.
             with scratch.open("x", encoding="utf-8") as file:
                 file.write(text)
             scratch.chmod(0o644)
@@ -194,37 +205,50 @@ def change_plan(folder: str | os.PathLike[str], plan: Plan) -> None:
 
 
 def check_change(folder: str | os.PathLike[str]) -> None:
-    """Raise InputError if another plan could not be put into a package. Worth calling before long work, and before the package is
-    read: whether it is one, reading tells."""
+    """Raise InputError if another plan could not be put into a package. Worth calling before long
+    work, and before the package is read: whether it is one, reading tells."""
     folder = Path(folder).expanduser()
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"{folder} cannot be written to: make it writable, or leave it as it is with write=false")
+        raise InputError(
+            f"{folder} cannot be written to: make it writable, or leave it as it is with "
+            f"write=false"
+        )
 
 
 def _texts_of_plan(folder: Path, plan: Plan) -> dict[str, str]:
     """The files that say how a package decodes."""
-    as_model = (folder / WHOLE_TENSORS).is_file()
-    return {DECODING: write_plan(plan), CARD: card(read_config(folder), read_metrics(folder), plan, as_model=as_model)}
+    as_model = (folder / STANDALONE_TENSORS).is_file()
+    return {
+        DECODING: write_plan(plan),
+        CARD: card(read_config(folder), read_metrics(folder), plan, as_model=as_model),
+    }
 
 
 def check_place(folder: str | os.PathLike[str]) -> None:
-    """Raise InputError unless a package can be written there without touching anything that is not a package's.
+    """Raise InputError unless a package can be written there without touching anything that is not
+    a package's.
 
     Worth calling before long work.
     """
     folder = Path(os.path.abspath(Path(folder).expanduser()))
     if folder.is_symlink():
-        raise InputError(f"{folder} is a link: give the folder itself, what a link leads to is never replaced")
+        raise InputError(
+            f"{folder} is a link: give the folder itself, what a link leads to is never replaced"
+        )
     if not folder.exists():
         above = next(parent for parent in folder.parents if parent.exists())
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-            raise InputError(f"{folder} cannot be made: {above} is not a folder that can be written to")
+            raise InputError(
+                f"{folder} cannot be made: {above} is not a folder that can be written to"
+            )
         return
     if not folder.is_dir():
         raise InputError(f"{folder} is a file: give a folder")
     here = Path.cwd().resolve()
     if here == folder.resolve() or folder.resolve() in here.parents:
-        raise InputError(f"{folder} holds the folder this program runs in: give a folder of its own")
+        raise InputError(
+            f"{folder} holds the folder this program runs in: give a folder of its own"
+        )
     if not os.access(folder.parent, os.W_OK | os.X_OK):
         raise InputError(f"{folder} cannot be replaced: {folder.parent} cannot be written to")
     held = _held(folder)
@@ -234,12 +258,18 @@ def check_place(folder: str | os.PathLike[str]) -> None:
         what = f"other files ({some(foreign)})" if foreign else f"links ({some(links)})"
         raise InputError(f"{folder} holds {what}, which would be lost: give a folder of its own")
     if held and not is_package(folder):
-        raise InputError(f"{folder} holds {some(held)} but is not a drafttrain package: give a folder of its own")
+        raise InputError(
+            f"{folder} holds {some(held)} but is not a drafttrain package: give a folder of its own"
+        )
 
 
 def size_of(folder: str | os.PathLike[str]) -> int:
     """Bytes of a package."""
-    return sum((Path(folder) / name).stat().st_size for name in ALL_FILES if (Path(folder) / name).is_file())
+    return sum(
+        (Path(folder) / name).stat().st_size
+        for name in ALL_FILES
+        if (Path(folder) / name).is_file()
+    )
 
 
 def _held(folder: Path) -> list[str]:
@@ -253,7 +283,8 @@ def _held(folder: Path) -> list[str]:
 
 
 def _put(scratch: Path, folder: Path) -> None:
-    """The new package in the place of nothing, an empty folder, or an earlier one, which is kept until the new one is there."""
+    """The new package in the place of nothing, an empty folder, or an earlier one, which is kept
+    until the new one is there."""
     old = None
     if folder.exists():
         old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
@@ -290,23 +321,41 @@ def _tensors_of(drafter: Drafter, target: Target, dtype: torch.dtype) -> dict[st
     for name, tensor in owned(drafter).items():
         if name in drafter.trained_vocabulary:
             continue
-        for borrowed in (target.embedding.weight, target.output.weight if target.output is not None else None):
-            if borrowed is not None and tensor.shape == borrowed.shape and torch.equal(tensor.to(borrowed), borrowed):
-                raise ValueError(f"{name} is the target's own embedding or head: it is borrowed, not packaged")
+        for borrowed in (
+            target.embedding.weight,
+            target.output.weight if target.output is not None else None,
+        ):
+            if (
+                borrowed is not None
+                and tensor.shape == borrowed.shape
+                and torch.equal(tensor.to(borrowed), borrowed)
+            ):
+                raise ValueError(
+                    f"{name} is the target's own embedding or head: it is borrowed, not packaged"
+                )
     return tensors
 
 
 def _refuse_odd(tensors: Mapping[str, Tensor], what: str) -> None:
-    bad = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not bool(tensor.isfinite().all())]
+    bad = [
+        name
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
+    ]
     if bad:
-        raise InputError(f"the {what} holds NaN or infinite weights in {some(bad)}: it is not packaged; train it again")
+        raise InputError(
+            f"the {what} holds NaN or infinite weights in {some(bad)}: it is not packaged; train "
+            f"it again"
+        )
 
 
 def check_export(drafter: Drafter, export_assistant: bool) -> None:
-    """Raise InputError if a drafter is to be written as a language model and is none. Worth calling before long work."""
-    if export_assistant and drafter.whole() is None:
+    """Raise InputError if a drafter is to be written as a language model and is none. Worth calling
+    before long work."""
+    if export_assistant and drafter.standalone() is None:
         raise InputError(
-            f"export_assistant=true: {type(drafter).__name__} is no language model that could stand alone; set it to false"
+            f"export_assistant=true: {type(drafter).__name__} is no language model that could "
+            f"stand alone; set it to false"
         )
 
 
@@ -320,7 +369,7 @@ def _by_file(tensors: dict[str, Tensor], drafter: Drafter) -> dict[str, dict[str
 
 def _whole(drafter: Drafter, dtype: torch.dtype) -> tuple[str, dict[str, Tensor]]:
     """The config's text and the tensors of a drafter as a directory of transformers."""
-    found = drafter.whole()
+    found = drafter.standalone()
     assert found is not None
     config, tensors = copy.deepcopy(found[0]), found[1]
     config.dtype = dtype

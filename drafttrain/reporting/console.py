@@ -1,4 +1,5 @@
-"""What a person sees while something runs: rate, time left and the last numbers; plain lines where there is no terminal."""
+"""What a person sees while something runs: rate, time left and the last numbers; plain lines where
+there is no terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _WINDOW_SECONDS = 30.0
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Rich's console; without a terminal it is wide and plain, so that tables in a log file stay whole."""
+    """Rich's console; without a terminal it is wide and plain, so that tables in a log file stay
+    whole."""
     found = Console(stderr=stderr)
     return found if found.is_terminal else Console(stderr=stderr, width=_PLAIN_WIDTH, no_color=True)
 
@@ -60,7 +62,8 @@ class Rate:
         return (after - before) / (last - first) if last > first else None
 
     def left(self, remaining: float) -> float | None:
-        """Seconds for what remains, at the pace of the whole so far (pauses for evaluation included)."""
+        """Seconds for what remains, at the pace of the whole so far (pauses for evaluation
+        included)."""
         elapsed = self._now() - self._began
         return remaining * elapsed / self.count if self.count > 0 else None
 
@@ -91,7 +94,8 @@ def track(
     interval: float = 10.0,
     out: Console | None = None,
 ) -> Iterator[T]:
-    """Yield the items of `iterable` and show count, rate and time left, on rank 0 alone and on stderr.
+    """Yield the items of `iterable` and show count, rate and time left, on rank 0 alone and on
+    stderr.
 
     A live line in a terminal; else a line every `interval` seconds and one at the end.
 
@@ -111,7 +115,11 @@ def track(
 
     def line() -> str:
         done = int(rate.count)
-        words = [description, f"{done}/{total:.0f}" if total else str(done), f"{amount(rate.recent)} {unit}/s"]
+        words = [
+            description,
+            f"{done}/{total:.0f}" if total else str(done),
+            f"{amount(rate.recent)} {unit}/s",
+        ]
         if total:
             words.append(f"left {clock(rate.left(max(0, total - done)))}")
         return "  ".join(word for word in words if word)
@@ -140,7 +148,8 @@ def track(
 
 
 def cell(value: Any) -> str:
-    """A value in a table: None is -, floats have three decimals, a pair is low..high, a list is its cells."""
+    """A value in a table: None is -, floats have three decimals, a pair is low..high, a list is its
+    cells."""
     if value is None:
         return "-"
     if isinstance(value, bool | str | int):
@@ -157,7 +166,8 @@ def cell(value: Any) -> str:
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, out: Console | None = None
 ) -> None:
-    """Print a table on rank 0; numbers stand on the right. Control characters in it do not reach the terminal."""
+    """Print a table on rank 0; numbers stand on the right. Control characters in it do not reach
+    the terminal."""
     if rank() != 0:
         return
     listed = [list(row) for row in rows]

@@ -1,4 +1,5 @@
-"""Pictures of measured acceptance. Drawn with matplotlib's objects and the Agg canvas: no display, no global state."""
+"""Pictures of measured acceptance. Drawn with matplotlib's objects and the Agg canvas: no display,
+no global state."""
 
 from __future__ import annotations
 
@@ -38,13 +39,17 @@ def row_label(row: Mapping[str, Any]) -> str:
     return " ".join(words) or "measured"
 
 
-def acceptance_curve(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], *, title: str | None = None) -> Path:
+def acceptance_curve(
+    rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], *, title: str | None = None
+) -> Path:
     """accept@k by depth for every row, and tau as bars, as one PNG.
 
     Args:
-        rows: as in a package's `metrics.json`: `accept_at` (k = 1..), `tau`, and where measured `accept_at_interval` (a list of
-            [low, high]) and `tau_interval`. What is None is left out.
-        path: where to write; its folder is made, and an earlier picture is replaced only by a whole one.
+        rows: as in a package's `metrics.json`: `accept_at` (k = 1..), `tau`, and where measured
+            `accept_at_interval` (a list of [low, high]) and `tau_interval`. What is None is left
+            out.
+        path: where to write; its folder is made, and an earlier picture is replaced only by a whole
+            one.
     Returns: path.
     """
     path = Path(path)
@@ -58,12 +63,16 @@ def acceptance_curve(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[
     return path
 
 
-def comparison(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], *, title: str | None = None) -> Path:
-    """Speed, tau and accept@k of several drafters side by side, in the order of the rows, as one PNG.
+def comparison(
+    rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], *, title: str | None = None
+) -> Path:
+    """Speed, tau and accept@k of several drafters side by side, in the order of the rows, as one
+    PNG.
 
     Args:
         rows: as in `acceptance_curve`, with `speedup` and where measured `speedup_interval`.
-        path: where to write; its folder is made, and an earlier picture is replaced only by a whole one.
+        path: where to write; its folder is made, and an earlier picture is replaced only by a whole
+            one.
     Returns: path.
     """
     path = Path(path)
@@ -95,7 +104,13 @@ def head_accuracies(metrics: Mapping[str, float | None], path: str | os.PathLike
     axes = figure.subplots()
     for place, (top, points) in enumerate(sorted(curves.items())):
         heads, values = zip(*sorted(points), strict=True)
-        axes.plot(heads, values, label=f"top {top}", color=_COLOURS[place % len(_COLOURS)], marker=_MARKERS[place % len(_MARKERS)])
+        axes.plot(
+            heads,
+            values,
+            label=f"top {top}",
+            color=_COLOURS[place % len(_COLOURS)],
+            marker=_MARKERS[place % len(_MARKERS)],
+        )
     axes.set_xlabel("head k, which guesses the token k + 1 places ahead")
     axes.set_ylabel("share of held-out tokens, teacher-forced")
     axes.set_ylim(0, 1)
@@ -111,19 +126,27 @@ def _write(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # A box stands in its place.
-        FigureCanvasAgg(figure).print_figure(str(temporary), format="png", dpi=120, metadata={"Software": None})
+        warnings.filterwarnings(
+            "ignore", "Glyph .* missing from font"
+        )  # A box stands in its place.
+        FigureCanvasAgg(figure).print_figure(
+            str(temporary), format="png", dpi=120, metadata={"Software": None}
+        )
     os.replace(temporary, path)
 
 
 def _literal(text: str) -> str:
-    """A name as matplotlib shows it letter by letter: between two dollars it would read a formula."""
+    """A name as matplotlib shows it letter by letter: between two dollars it would read a
+    formula."""
     return text.replace("$", r"\$")
 
 
 def _draw_curves(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     """accept@k by depth for every row."""
-    found = [_draw_curve(axes, row, place, 0.05 * (place - (len(rows) - 1) / 2)) for place, row in enumerate(rows)]
+    found = [
+        _draw_curve(axes, row, place, 0.05 * (place - (len(rows) - 1) / 2))
+        for place, row in enumerate(rows)
+    ]
     drawn = [one for one in found if one is not None]
     axes.set_xlabel("position k in the draft")
     axes.set_ylabel("accept@k (given positions 1..k-1 accepted)")
@@ -137,8 +160,11 @@ def _draw_curves(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
         _say_nothing(axes)
 
 
-def _draw_curve(axes: Axes, row: Mapping[str, Any], place: int, shift: float) -> ErrorbarContainer | None:
-    """One row's points, a little beside the others' so that intervals do not hide each other; None without any."""
+def _draw_curve(
+    axes: Axes, row: Mapping[str, Any], place: int, shift: float
+) -> ErrorbarContainer | None:
+    """One row's points, a little beside the others' so that intervals do not hide each other; None
+    without any."""
     values = row.get("accept_at") or []
     depths = [k for k, value in enumerate(values, 1) if value is not None]
     if not depths:
@@ -160,7 +186,8 @@ def _draw_curve(axes: Axes, row: Mapping[str, Any], place: int, shift: float) ->
 
 
 def _draw_bars(axes: Axes, rows: Sequence[Mapping[str, Any]], name: str, words: str) -> None:
-    """One number of every row that has it, with its interval; 1 is what decoding without drafts has."""
+    """One number of every row that has it, with its interval; 1 is what decoding without drafts
+    has."""
     measured = [(place, row) for place, row in enumerate(rows) if row.get(name) is not None]
     axes.set_xlabel(words)
     if not measured:
@@ -176,22 +203,42 @@ def _draw_bars(axes: Axes, rows: Sequence[Mapping[str, Any]], name: str, words: 
         capsize=3,
     )
     for place, height in enumerate(heights):
-        axes.annotate(f"{height:.2f}", (0, place), xytext=(4, 0), textcoords="offset points", va="center", color="white")
+        axes.annotate(
+            f"{height:.2f}",
+            (0, place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            color="white",
+        )
     axes.set_yticks(range(len(measured)), [_literal(row_label(row)) for _, row in measured])
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=1, linestyle=":")
 
 
 def _interval(pair: Any) -> tuple[float, float] | None:
-    return None if pair is None or pair[0] is None or pair[1] is None else (float(pair[0]), float(pair[1]))
+    return (
+        None
+        if pair is None or pair[0] is None or pair[1] is None
+        else (float(pair[0]), float(pair[1]))
+    )
 
 
-def _bars(heights: Sequence[float], ranges: Sequence[tuple[float, float] | None]) -> list[list[float]] | None:
-    """Lengths below and above each value, as matplotlib wants them; zero where there is no interval."""
+def _bars(
+    heights: Sequence[float], ranges: Sequence[tuple[float, float] | None]
+) -> list[list[float]] | None:
+    """Lengths below and above each value, as matplotlib wants them; zero where there is no
+    interval."""
     if not any(ranges):
         return None
-    below = [max(0.0, height - pair[0]) if pair else 0.0 for height, pair in zip(heights, ranges, strict=True)]
-    above = [max(0.0, pair[1] - height) if pair else 0.0 for height, pair in zip(heights, ranges, strict=True)]
+    below = [
+        max(0.0, height - pair[0]) if pair else 0.0
+        for height, pair in zip(heights, ranges, strict=True)
+    ]
+    above = [
+        max(0.0, pair[1] - height) if pair else 0.0
+        for height, pair in zip(heights, ranges, strict=True)
+    ]
     return [below, above]
 
 

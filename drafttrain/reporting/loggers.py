@@ -1,7 +1,8 @@
 """Loggers for a run, as Lightning takes them: `Trainer(logger=build(cfg.logger, run_dir=folder))`.
 
-Every choice but `none` keeps `metrics.csv` in the run's folder, which is what reports read; wandb and tensorboard come beside it.
-A missing package or account is found when the loggers are built, before long work.
+Every choice but `none` keeps `metrics.csv` in the run's folder, which is what reports read; wandb
+and tensorboard come beside it. A missing package or account is found when the loggers are built,
+before long work.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ PathLike = str | os.PathLike[str]
 
 
 class CsvLogger(Logger):
-    """`metrics.csv`: one row per step, a column per metric, written at once so that a killed run keeps its rows.
+    """`metrics.csv`: one row per step, a column per metric, written at once so that a killed run
+    keeps its rows.
 
-    A folder that already has the file is continued: rows behind the first step logged now are dropped (a resumed run computes them
-    again), earlier ones stay, and that step's own is added to.
+    A folder that already has the file is continued: rows behind the first step logged now are
+    dropped (a resumed run computes them again), earlier ones stay, and that step's own is added to.
 
     Raises: InputError for a file that no run wrote: it would be written over.
     """
@@ -47,7 +49,8 @@ class CsvLogger(Logger):
             _rows(self.path)
         except InputError as error:
             raise InputError(
-                f"{error}: it would be written over. Move it elsewhere and a new one is begun, or go on without one (logger=none)"
+                f"{error}: it would be written over. Move it elsewhere and a new one is begun, or "
+                f"go on without one (logger=none)"
             ) from error
 
     @property
@@ -63,7 +66,9 @@ class CsvLogger(Logger):
         return str(self.path.parent)
 
     @rank_zero_only
-    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(
+        self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any
+    ) -> None:
         """Nothing: the run's folder holds its configuration already."""
 
     @rank_zero_only
@@ -98,7 +103,10 @@ class CsvLogger(Logger):
         self._place = self.path.stat().st_size
         for row in rows:
             if int(row["step"] or 0) == step:
-                self._row = {**{name: value for name, value in row.items() if value != ""}, "step": step}
+                self._row = {
+                    **{name: value for name, value in row.items() if value != ""},
+                    "step": step,
+                }
         return self._columns
 
     def _write(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -136,7 +144,11 @@ def _rows(path: Path) -> list[dict[str, str]]:
         for values in reader:
             row = dict(zip(header, values, strict=False))
             if values and not (len(values) == len(header) and _is_row(row)):
-                raise _foreign(path, f"line {reader.line_num} has not one number, or nothing, for each of {len(header)} columns")
+                raise _foreign(
+                    path,
+                    f"line {reader.line_num} has not one number, or nothing, for each of "
+                    f"{len(header)} columns",
+                )
             rows += [row] if values else []
     except csv.Error as error:
         raise _foreign(path, f"line {reader.line_num}: {error}") from error
@@ -163,8 +175,12 @@ def _foreign(path: Path, why: str) -> InputError:
 
 
 def read_metrics(path: PathLike) -> list[dict[str, float]]:
-    """The rows of a `metrics.csv`, each with the metrics it has. Raises InputError for a file that no run wrote."""
-    return [{name: float(value) for name, value in row.items() if value != ""} for row in _rows(Path(path))]
+    """The rows of a `metrics.csv`, each with the metrics it has. Raises InputError for a file that
+    no run wrote."""
+    return [
+        {name: float(value) for name, value in row.items() if value != ""}
+        for row in _rows(Path(path))
+    ]
 
 
 def csv_loggers(run_dir: PathLike) -> list[Logger]:
@@ -178,9 +194,12 @@ def no_loggers(run_dir: PathLike) -> list[Logger]:
 def tensorboard_loggers(run_dir: PathLike) -> list[Logger]:
     if importlib.util.find_spec("tensorboard") is None:
         raise InputError(
-            "logger=tensorboard needs the package tensorboard: pip install 'drafttrain[tensorboard]', or logger=csv"
+            "logger=tensorboard needs the package tensorboard: pip install "
+            "'drafttrain[tensorboard]', or logger=csv"
         )
-    board = TensorBoardLogger(save_dir=str(run_dir), name="tensorboard", version="", default_hp_metric=False)
+    board = TensorBoardLogger(
+        save_dir=str(run_dir), name="tensorboard", version="", default_hp_metric=False
+    )
     return [CsvLogger(run_dir), board]
 
 
@@ -194,12 +213,14 @@ def wandb_loggers(
     group: str | None = None,
     tags: Sequence[str] = (),
 ) -> list[Logger]:
-    """A run of Weights & Biases beside the CSV. It is opened here (rank 0), so that a missing account shows at once.
+    """A run of Weights & Biases beside the CSV. It is opened here (rank 0), so that a missing
+    account shows at once.
 
     Its id is kept in `<run_dir>/wandb_id.txt`: a resumed run goes on in the same place.
 
     Args:
-        mode: `online`, `offline` (no account or network; `wandb sync` sends it later) or `disabled`.
+        mode: `online`, `offline` (no account or network; `wandb sync` sends it later) or
+            `disabled`.
     Raises: InputError: package missing, unknown mode, no account, or no connection.
     """
     modes = ("online", "offline", "disabled")
@@ -212,13 +233,24 @@ def wandb_loggers(
     if not isinstance(tags, list | tuple) or not all(isinstance(tag, str) for tag in tags):
         raise InputError(f"logger.tags={shown(tags)}: needs a list of words, [] for none")
     if importlib.util.find_spec("wandb") is None:
-        raise InputError("logger=wandb needs the package wandb: pip install 'drafttrain[wandb]', or logger=csv")
+        raise InputError(
+            "logger=wandb needs the package wandb: pip install 'drafttrain[wandb]', or logger=csv"
+        )
     folder = Path(run_dir)
-    return [CsvLogger(folder), _open_wandb(folder, project, mode, name or folder.name, entity, group, list(tags))]
+    return [
+        CsvLogger(folder),
+        _open_wandb(folder, project, mode, name or folder.name, entity, group, list(tags)),
+    ]
 
 
 def _open_wandb(
-    folder: Path, project: str, mode: str, name: str, entity: str | None, group: str | None, tags: list[str]
+    folder: Path,
+    project: str,
+    mode: str,
+    name: str,
+    entity: str | None,
+    group: str | None,
+    tags: list[str],
 ) -> WandbLogger:
     import wandb
 
@@ -242,7 +274,8 @@ def _open_wandb(
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"wandb could not open a run ({first}): log in with `wandb login`, or use logger.mode=offline, or logger=csv"
+            f"wandb could not open a run ({first}): log in with `wandb login`, or use "
+            f"logger.mode=offline, or logger=csv"
         ) from error
     return logger
 
@@ -255,7 +288,9 @@ def log_config(loggers: Sequence[Logger], config: Mapping[str, Any]) -> None:
 
 
 @rank_zero_only
-def log_picture(loggers: Sequence[Logger], key: str, path: PathLike, step: int | None = None) -> None:
+def log_picture(
+    loggers: Sequence[Logger], key: str, path: PathLike, step: int | None = None
+) -> None:
     """Show a PNG (the acceptance curve) in the loggers that can."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
@@ -263,19 +298,31 @@ def log_picture(loggers: Sequence[Logger], key: str, path: PathLike, step: int |
         elif isinstance(logger, TensorBoardLogger):
             from matplotlib.image import imread
 
-            logger.experiment.add_image(key, imread(str(path))[..., :3], global_step=step or 0, dataformats="HWC")
+            logger.experiment.add_image(
+                key, imread(str(path))[..., :3], global_step=step or 0, dataformats="HWC"
+            )
 
 
 @rank_zero_only
-def log_rows(loggers: Sequence[Logger], rows: Sequence[Mapping[str, Any]], prefix: str, step: int | None = None) -> None:
-    """Log the numbers of measured rows as `<prefix>/<label>/<name>`; what was not measured (None) is left out."""
+def log_rows(
+    loggers: Sequence[Logger],
+    rows: Sequence[Mapping[str, Any]],
+    prefix: str,
+    step: int | None = None,
+) -> None:
+    """Log the numbers of measured rows as `<prefix>/<label>/<name>`; what was not measured (None)
+    is left out."""
     from drafttrain.reporting.figures import row_label
 
     numbers: dict[str, float] = {}
     for row in rows:
         label = row_label(row).replace(" ", "_")
         for name, value in row.items():
-            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            if (
+                isinstance(value, int | float)
+                and not isinstance(value, bool)
+                and math.isfinite(value)
+            ):
                 numbers[f"{prefix}/{label}/{name}"] = float(value)
     for logger in loggers:
         logger.log_metrics(numbers, step)

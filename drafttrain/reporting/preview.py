@@ -12,12 +12,23 @@ from drafttrain.reporting.console import console
 
 
 def show_row(title: str, ids: Sequence[int], mask: Sequence[bool], tokenizer: Any) -> None:
-    """Print one row, a line a token: place, id, text as the tokenizer shows it, and whether the loss counts it."""
+    """Print one row, a line a token: place, id, text as the tokenizer shows it, and whether the
+    loss counts it."""
     drawn = Table(title=Text(title), title_justify="left")
-    for name, side in (("place", "right"), ("id", "right"), ("token", "left"), ("supervised", "left")):
+    for name, side in (
+        ("place", "right"),
+        ("id", "right"),
+        ("token", "left"),
+        ("supervised", "left"),
+    ):
         drawn.add_column(name, justify=side)  # type: ignore[arg-type]
     for place, (token, counts) in enumerate(zip(ids, mask, strict=True)):
         style = "green" if counts else "dim"
         shown = repr(tokenizer.decode([token]))[1:-1]
-        drawn.add_row(str(place), str(token), Text(shown, style=style), Text("yes" if counts else "no", style=style))
+        drawn.add_row(
+            str(place),
+            str(token),
+            Text(shown, style=style),
+            Text("yes" if counts else "no", style=style),
+        )
     console().print(drawn)

@@ -1,4 +1,5 @@
-"""The progress line of a training run. Apart from `console.py`, because Lightning takes seconds to import."""
+"""The progress line of a training run. Apart from `console.py`, because Lightning takes seconds to
+import."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ from drafttrain.reporting.console import Rate, amount, clock, console
 
 
 class ConsoleProgress(ProgressBar):
-    """Progress of training: steps and supervised tokens a second, time left, loss, and the last decoded measurements.
+    """Progress of training: steps and supervised tokens a second, time left, loss, and the last
+    decoded measurements.
 
-    Shown by rank 0 alone: a live line in a terminal, else a line every `interval` seconds. Tokens are counted from the batches'
-    `loss_mask`; with several processes the rate is this process's times their number.
+    Shown by rank 0 alone: a live line in a terminal, else a line every `interval` seconds. Tokens
+    are counted from the batches' `loss_mask`; with several processes the rate is this process's
+    times their number.
 
     Args:
         interval: seconds between lines where there is no terminal.
@@ -28,7 +31,10 @@ class ConsoleProgress(ProgressBar):
     """
 
     def __init__(
-        self, interval: float = 10.0, watch: Sequence[str] = ("train/loss", "val/tau"), out: Console | None = None
+        self,
+        interval: float = 10.0,
+        watch: Sequence[str] = ("train/loss", "val/tau"),
+        out: Console | None = None,
     ) -> None:
         super().__init__()
         self._interval = interval
@@ -65,9 +71,14 @@ class ConsoleProgress(ProgressBar):
         self._said = time.monotonic()
         if self._enabled and self._out.is_terminal:
             self._live = Progress(
-                TextColumn("training"), BarColumn(bar_width=24), TextColumn("{task.fields[line]}"), console=self._out
+                TextColumn("training"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[line]}"),
+                console=self._out,
             )
-            self._task = self._live.add_task("training", total=self._total, completed=self._step, line="")
+            self._task = self._live.add_task(
+                "training", total=self._total, completed=self._step, line=""
+            )
             self._live.start()
 
     def on_train_batch_end(
@@ -96,7 +107,9 @@ class ConsoleProgress(ProgressBar):
             self._show(trainer)
         self._stop()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         self._stop()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -120,7 +133,10 @@ class ConsoleProgress(ProgressBar):
             self.print(line)
 
     def _line(self) -> str:
-        words = [f"step {self._step}" + (f"/{self._total} {100 * self._step // self._total}%" if self._total else "")]
+        words = [
+            f"step {self._step}"
+            + (f"/{self._total} {100 * self._step // self._total}%" if self._total else "")
+        ]
         words.append(f"{amount(self._steps.recent)} steps/s")
         if self._tokens.count:
             words.append(f"{amount(self._tokens.recent)} tokens/s")

@@ -1,4 +1,5 @@
-"""What a run's folder says of the run, beside its package: how it learned, samples of its answers, where its time went."""
+"""What a run's folder says of the run, beside its package: how it learned, samples of its answers,
+where its time went."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Pass:
     drafts: tuple[str, ...]
     """Accepted drafts, token by token."""
     own: str
-    """What the target chose behind them; "" for a token that is no text, and where a stop token or the limit cut it off."""
+    """What the target chose behind them; "" for a token that is no text, and where a stop token or
+    the limit cut it off."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class Record:
     entry: Entry
     """The package and what was measured with it."""
     curves: dict[str, list[dict[str, float]]] = field(default_factory=dict)
-    """Rows of metrics.csv; of the run itself under "", of each of several models that it fitted under the model's name."""
+    """Rows of metrics.csv; of the run itself under "", of each of several models that it fitted
+    under the model's name."""
     samples: Samples | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall seconds by stage of the run's last part; empty where they were not noted."""
@@ -93,7 +96,8 @@ class Record:
 
     @property
     def again(self) -> tuple[str, str | None]:
-        """How what an earlier version did not note is had, by measuring again, which trains nothing: words, and a command."""
+        """How what an earlier version did not note is had, by measuring again, which trains
+        nothing: words, and a command."""
         command = self.command
         if command is None or not command.startswith("python -m drafttrain.fit"):
             return "fit notes it at the end of a run.", None
@@ -101,9 +105,14 @@ class Record:
             return "with a new run_dir= the same command measures again and notes it:", command
         more = "" if "resume=" in command else " resume=last"
         folder = self.entry.run_folder
-        if "run_dir=" not in command and folder is not None:  # Without it the newest run of this experiment is meant.
+        if (
+            "run_dir=" not in command and folder is not None
+        ):  # Without it the newest run of this experiment is meant.
             more += " " + shlex.quote(f"run_dir=runs/{folder.name}")
-        return "continued behind its end, the run trains nothing, measures again and notes it:", command + more
+        return (
+            "continued behind its end, the run trains nothing, measures again and notes it:",
+            command + more,
+        )
 
 
 class Laps:
@@ -131,11 +140,15 @@ def write_noted(
         command: with which the run's last part was started.
     """
     rounded = {stage: round(value, 3) for stage, value in seconds.items()}
-    write_json(folder / NOTED, {"format": FORMAT, "command": command, "seconds": rounded, "samples": samples})
+    write_json(
+        folder / NOTED,
+        {"format": FORMAT, "command": command, "seconds": rounded, "samples": samples},
+    )
 
 
 def read_record(entry: Entry) -> Record:
-    """Everything that lies in the run's folder; what is damaged there is told, and hides nothing else."""
+    """Everything that lies in the run's folder; what is damaged there is told, and hides nothing
+    else."""
     unread: list[str] = []
     if not entry.rows:
         try:
@@ -149,7 +162,9 @@ def read_record(entry: Entry) -> Record:
     told = entry.config["training"].get("command")
     command = told if isinstance(told, str) else None
     if folder is None:
-        return Record(entry, command=command, change=_change(entry), texts=texts, unread=tuple(unread))
+        return Record(
+            entry, command=command, change=_change(entry), texts=texts, unread=tuple(unread)
+        )
     curves: dict[str, list[dict[str, float]]] = {}
     members = sorted(folder.glob(f"{MEMBERS}/*/{METRICS}"))
     for name, path in (("", folder / METRICS), *((path.parent.name, path) for path in members)):
@@ -157,7 +172,9 @@ def read_record(entry: Entry) -> Record:
     noted: list[tuple[Samples | None, dict[str, float], str | None]] = []
     _try(unread, folder / NOTED, lambda path: noted.append(_noted(path)))
     samples, seconds, own = noted[0] if noted else (None, {}, None)
-    return Record(entry, curves, samples, seconds, own or command, _change(entry), texts, tuple(unread))
+    return Record(
+        entry, curves, samples, seconds, own or command, _change(entry), texts, tuple(unread)
+    )
 
 
 def _change(entry: Entry) -> str | None:
@@ -189,7 +206,10 @@ def _rows(path: Path) -> list[dict[str, float]]:
     if path.stat().st_size > _LARGEST_TABLE:
         raise InputError(f"{path} has {path.stat().st_size} bytes: too many to read")
     # No NaN is below anything either.
-    rows = [{name: value for name, value in row.items() if abs(value) < _MOST} for row in read_metrics(path)]
+    rows = [
+        {name: value for name, value in row.items() if abs(value) < _MOST}
+        for row in read_metrics(path)
+    ]
     return [row for row in rows if "step" in row]
 
 
@@ -201,10 +221,15 @@ def _noted(path: Path) -> tuple[Samples | None, dict[str, float], str | None]:
         if not all(0 <= value < _MOST for value in seconds.values()):
             raise ValueError("seconds that are none")
         given, command = found["samples"], found.get("command")
-        return (None if given is None else _samples(given)), seconds, None if command is None else _word(command)
+        return (
+            (None if given is None else _samples(given)),
+            seconds,
+            None if command is None else _word(command),
+        )
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise InputError(
-            f"{path} is not of the form that fit writes, so nothing of it is shown: put back the file that fit wrote"
+            f"{path} is not of the form that fit writes, so nothing of it is shown: put back the "
+            f"file that fit wrote"
         ) from error
 
 
@@ -223,7 +248,9 @@ def _samples(given: Any) -> Samples:
     temperature = float(given["temperature"])
     if not math.isfinite(temperature):
         raise ValueError("a temperature that is none")
-    tree, rule, guarantee, written_in = (_word(given[name]) for name in ("tree", "rule", "guarantee", "written_in"))
+    tree, rule, guarantee, written_in = (
+        _word(given[name]) for name in ("tree", "rule", "guarantee", "written_in")
+    )
     return Samples(tree, temperature, rule, guarantee, written_in, answers)
 
 

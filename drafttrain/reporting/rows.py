@@ -16,7 +16,8 @@ def pair(interval: Sequence[float] | None) -> tuple[float, float] | None:
 
 
 def accepted_cells(row: Mapping[str, Any]) -> list[str]:
-    """accept@k for k = 1, 2, ..., each with the rounds that kept the k-th draft of those that offered it, where known."""
+    """accept@k for k = 1, 2, ..., each with the rounds that kept the k-th draft of those that
+    offered it, where known."""
     return [
         "-" if value is None else f"{value:.3f}" + (f" ({counts[0]}/{counts[1]})" if counts else "")
         for value, counts in zip(row["accept_at"], row["accept_counts"], strict=True)
@@ -24,8 +25,9 @@ def accepted_cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def position_intervals(row: Mapping[str, Any]) -> tuple[list[tuple[float, float] | None], bool]:
-    """95 % intervals of accept@k, k = 1, 2, ..., and whether they are over prompts: where a row of an earlier version has none,
-    Wilson's interval of its counts, which takes rounds as independent of each other."""
+    """95 % intervals of accept@k, k = 1, 2, ..., and whether they are over prompts: where a row of
+    an earlier version has none, Wilson's interval of its counts, which takes rounds as independent
+    of each other."""
     given = row.get("accept_at_interval")
     if given is not None:
         return [pair(interval) for interval in given], True
@@ -37,38 +39,48 @@ def wilson(kept: float, offered: float) -> tuple[float, float] | None:
     if not 0 <= kept <= offered or not offered:
         return None
     share, room = kept / offered, _Z**2 / offered
-    centre, half = share + room / 2, _Z * math.sqrt(share * (1 - share) / offered + room / offered / 4)
+    centre, half = (
+        share + room / 2,
+        _Z * math.sqrt(share * (1 - share) / offered + room / offered / 4),
+    )
     return (centre - half) / (1 + room), (centre + half) / (1 + room)
 
 
 def same_text_cell(row: Mapping[str, Any]) -> str:
-    """Prompts whose text was plain decoding's, of those that were timed; - where that was not looked at."""
+    """Prompts whose text was plain decoding's, of those that were timed; - where that was not
+    looked at."""
     same, timed = row["same_as_plain"], timed_prompts(row)
     return "-" if same is None else f"{same}/{'?' if timed is None else timed}"
 
 
 def timed_prompts(row: Mapping[str, Any]) -> int | None:
-    """Prompts that were decoded plainly, too: all of the row's, unless it says otherwise; None where that is not known."""
+    """Prompts that were decoded plainly, too: all of the row's, unless it says otherwise; None
+    where that is not known."""
     found: int | None = row.get("speed_prompts", row.get("prompts"))
     return found
 
 
 def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """In plain words: what is fastest at each temperature, and what is slower than no drafts at all."""
+    """In plain words: what is fastest at each temperature, and what is slower than no drafts at
+    all."""
     lines = []
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
         drafting = [row for row in rows if row["temperature"] == temperature and row["nodes"]]
         timed = [row for row in drafting if row["speedup"] is not None]
         lines += gaps(drafting)
         if not any(row["tau"] is not None for row in drafting):
-            lines.append(f"temperature {temperature:g}: acceptance is not available, no prompt had a round of drafts")
+            lines.append(
+                f"temperature {temperature:g}: acceptance is not available, no prompt had a round "
+                f"of drafts"
+            )
         if not timed:
             continue
         best = max(timed, key=lambda row: row["speedup"])
         slower = [f"{row['label']} ({row['speedup']:.2f}x)" for row in timed if row["speedup"] < 1]
         if best["speedup"] < 1:
             lines.append(
-                f"drafting is SLOWER than plain decoding here at temperature {temperature:g}, whatever was tried; at best "
+                f"drafting is SLOWER than plain decoding here at temperature {temperature:g}, "
+                f"whatever was tried; at best "
                 f"{best['label']}, {best['speedup']:.2f}x: decode plainly on this machine"
             )
             continue
@@ -83,11 +95,14 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     unlike = [
         f"{row['label']} ({same_text_cell(row)})"
         for row in rows
-        if row["same_as_plain"] is not None and row["nodes"] and row["same_as_plain"] < (timed_prompts(row) or 0)
+        if row["same_as_plain"] is not None
+        and row["nodes"]
+        and row["same_as_plain"] < (timed_prompts(row) or 0)
     ]
     if unlike:
         lines.append(
-            f"greedy text was not the plain one for every prompt (near-ties in low precision): {', '.join(unlike)}"
+            f"greedy text was not the plain one for every prompt (near-ties in low precision): "
+            f"{', '.join(unlike)}"
         )
     return lines + memories(rows)
 
@@ -97,24 +112,41 @@ def memories(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     found: dict[tuple[int, int], list[str]] = {}
     for row in rows:
         if row.get("remember"):
-            found.setdefault((row["remember"], row.get("repeated_prompts") or 0), []).append(str(row["label"]))
+            found.setdefault((row["remember"], row.get("repeated_prompts") or 0), []).append(
+                str(row["label"])
+            )
     lines = []
     for (tokens, again), labels in found.items():
         repeated = f"; {again} of the prompts had been decoded before" if again else ""
         lines.append(
-            f"drafts came from the texts decoded before in the same measurement, too (up to {tokens} tokens), so that the prompts' "
+            f"drafts came from the texts decoded before in the same measurement, too (up to "
+            f"{tokens} tokens), so that the prompts' "
             f"order and likeness count{repeated}: {', '.join(labels)}"
         )
     return lines
 
 
 def gaps(drafting: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is behind the best tau, and whether the prompts are enough to tell; nothing where that was not looked at."""
+    """What is behind the best tau, and whether the prompts are enough to tell; nothing where that
+    was not looked at."""
     found = []
     for row in drafting:
         gap, interval = row.get("tau_behind_best"), row.get("tau_behind_best_interval")
         if gap is not None and interval is not None:
             unsure = "" if interval[0] > 0 else ", too few prompts to tell"
-            found.append(f"{row['label']} by {gap:.3f} ({interval[0]:.3f}..{interval[1]:.3f}{unsure})")
-    best = (row["label"] for row in drafting if row["tau"] is not None and row.get("tau_behind_best") is None)
-    return [f"tau is highest with {next(best, '')}; behind it, on the same prompts: {', '.join(found)}"] if found else []
+            found.append(
+                f"{row['label']} by {gap:.3f} ({interval[0]:.3f}..{interval[1]:.3f}{unsure})"
+            )
+    best = (
+        row["label"]
+        for row in drafting
+        if row["tau"] is not None and row.get("tau_behind_best") is None
+    )
+    return (
+        [
+            f"tau is highest with {next(best, '')}; behind it, on the same prompts: "
+            f"{', '.join(found)}"
+        ]
+        if found
+        else []
+    )

@@ -1,4 +1,5 @@
-"""Drafters side by side: a line for each, for the console and as Markdown, so that both show the same."""
+"""Drafters side by side: a line for each, for the console and as Markdown, so that both show the
+same."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def line(row: Mapping[str, Any]) -> list[Any]:
     """The cells of a drafter's row.
 
     Args:
-        row: a measured row with what its drafter costs: `run`, `drafter`, `parameters`, `bytes`, `training_seconds`,
-            `supervised_tokens`, `begun_from`.
+        row: a measured row with what its drafter costs: `run`, `drafter`, `parameters`, `bytes`,
+            `training_seconds`, `supervised_tokens`, `begun_from`.
     """
     return [
         row["run"],
@@ -68,7 +69,13 @@ def tree_title(row: Mapping[str, Any]) -> str:
 def fastest_first(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those without a measured speed last."""
     return sorted(
-        rows, key=lambda row: (row["speedup"] is None, -(row["speedup"] or 0.0), -(row["tau"] or 0.0), row["label"])
+        rows,
+        key=lambda row: (
+            row["speedup"] is None,
+            -(row["speedup"] or 0.0),
+            -(row["tau"] or 0.0),
+            row["label"],
+        ),
     )
 
 

@@ -1,8 +1,9 @@
-"""A low-rank adapter of the target (LoRA, Hu et al. 2021, arXiv:2106.09685): what joint training changes of it.
+"""A low-rank adapter of the target (LoRA, Hu et al. 2021, arXiv:2106.09685): what joint training
+changes of it.
 
-While it is trained it stands beside the frozen weights (`Trained`, through peft), so that the original is one switch away. What
-decodes afterwards is a second target with the adapter added to its weights (`tuned`): as fast as the original, which is left as it
-was for whoever else uses it.
+While it is trained it stands beside the frozen weights (`Trained`, through peft), so that the
+original is one switch away. What decodes afterwards is a second target with the adapter added to
+its weights (`tuned`): as fast as the original, which is left as it was for whoever else uses it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Adapter:
     linears: tuple[str, ...]
     """Last parts of the linears' names, such as q_proj."""
     tensors: Mapping[str, Tensor]
-    """{"<module>.A": (r i), "<module>.B": (o r)}, float32 on the CPU, for every such linear of every layer."""
+    """{"<module>.A": (r i), "<module>.B": (o r)}, float32 on the CPU, for every such linear of
+    every layer."""
 
     @property
     def digest(self) -> str:
@@ -69,7 +71,8 @@ def linears_of(target: Target, linears: str | Sequence[str]) -> dict[str, nn.Mod
     }
     if not found:
         raise InputError(
-            f"target {target.name} has no plain linears in its layers (quantised ones, or another library's): an adapter "
+            f"target {target.name} has no plain linears in its layers (quantised ones, or another "
+            f"library's): an adapter "
             "needs an unquantised target"
         )
     if linears == ALL:
@@ -77,7 +80,10 @@ def linears_of(target: Target, linears: str | Sequence[str]) -> dict[str, nn.Mod
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in found))
     odd = [str(name) for name in linears if name not in known]
     if odd:
-        raise InputError(f"linears: {odd[0]} is none of target {target.name}'s layers; they have {', '.join(known)}")
+        raise InputError(
+            f"linears: {odd[0]} is none of target {target.name}'s layers; they have "
+            f"{', '.join(known)}"
+        )
     return {name: module for name, module in found.items() if name.rpartition(".")[2] in linears}
 
 
@@ -94,12 +100,14 @@ def shapes_of(target: Target, rank: int, linears: Sequence[str]) -> dict[str, tu
 def need_peft() -> None:
     """Raise InputError if the library that trains adapters is not there."""
     if importlib.util.find_spec("peft") is None:
-        raise InputError(f"training the target with adapters needs peft, which is not installed: {EXTRA}")
+        raise InputError(
+            f"training the target with adapters needs peft, which is not installed: {EXTRA}"
+        )
 
 
 class Trained(nn.Module):
-    """An adapter in training: part of the target's passes unless it is `off`. Its weights are this module's children, those of the
-    target are not.
+    """An adapter in training: part of the target's passes unless it is `off`. Its weights are this
+    module's children, those of the target are not.
 
     A starts as peft draws it and B as zero, so that the target starts as the original.
 
@@ -110,7 +118,14 @@ class Trained(nn.Module):
     """
 
     def __init__(
-        self, target: Target, *, rank: int, alpha: float, dropout: float, linears: str | Sequence[str], seed: int
+        self,
+        target: Target,
+        *,
+        rank: int,
+        alpha: float,
+        dropout: float,
+        linears: str | Sequence[str],
+        seed: int,
     ) -> None:
         super().__init__()
         need_peft()
@@ -118,7 +133,10 @@ class Trained(nn.Module):
             raise InputError(f"target {target.name} is tuned already: give the original")
         wanted = linears_of(target, linears)
         if any(isinstance(module, PackedLinear) for module in wanted.values()):
-            raise InputError("the target's weights are packed, and packed weights cannot be trained: set target.pack=false")
+            raise InputError(
+                "the target's weights are packed, and packed weights cannot be trained: set "
+                "target.pack=false"
+            )
         from peft import LoraConfig, inject_adapter_in_model
 
         assert target.fingerprint  # of the original, once and for all
@@ -126,17 +144,24 @@ class Trained(nn.Module):
         self.rank, self.alpha = rank, alpha
         self.linears = tuple(dict.fromkeys(name.rpartition(".")[2] for name in wanted))
         config = LoraConfig(
-            r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(wanted), bias="none"  # type: ignore[arg-type]
+            r=rank,
+            lora_alpha=alpha,
+            lora_dropout=dropout,
+            target_modules=list(wanted),
+            bias="none",  # type: ignore[arg-type]
         )
         with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
             torch.manual_seed(seed)
             inject_adapter_in_model(config, target.model, _NAME)
-        # In a plain dict: the wrapped layers hold the frozen weights, which are nobody's children here.
+        # In a plain dict: the wrapped layers hold the frozen weights, which are nobody's children
+        # here.
         self._layers: dict[str, Any] = {name: target.model.get_submodule(name) for name in wanted}
         self.weights = nn.ParameterDict()
         for name, layer in self._layers.items():
             for part, inner in (("A", layer.lora_A[_NAME]), ("B", layer.lora_B[_NAME])):
-                inner.float().requires_grad_(True)  # in float32, where small updates are not rounded away
+                inner.float().requires_grad_(
+                    True
+                )  # in float32, where small updates are not rounded away
                 self.weights[f"{name}.{part}".replace(".", "/")] = inner.weight
         self._dropouts = [layer.lora_dropout[_NAME] for layer in self._layers.values()]
         self._drop(False)
@@ -184,14 +209,17 @@ class Trained(nn.Module):
     def describe(self) -> str:
         """One line."""
         return (
-            f"target: trained jointly by an adapter of rank {self.rank} on {len(self._layers)} linears "
-            f"({', '.join(self.linears)}), {sum(weight.numel() for weight in self.weights.values()):,} parameters"
+            f"target: trained jointly by an adapter of rank {self.rank} on {len(self._layers)} "
+            f"linears "
+            f"({', '.join(self.linears)}), "
+            f"{sum(weight.numel() for weight in self.weights.values()):,} parameters"
         )
 
 
 def tuned(target: Target, adapter: Adapter) -> Target:
-    """A second target with the adapter added to its weights. `target` stays as it was; the two share every tensor that the adapter
-    does not change, so the second costs as much memory as the linears that it does change (packed copies included).
+    """A second target with the adapter added to its weights. `target` stays as it was; the two
+    share every tensor that the adapter does not change, so the second costs as much memory as the
+    linears that it does change (packed copies included).
 
     In a precision below float32 the sums are rounded to it.
 
@@ -205,7 +233,9 @@ def tuned(target: Target, adapter: Adapter) -> Target:
         linear: Any = module
         weight: Tensor = linear.weight.detach()
         wide = torch.promote_types(weight.dtype, torch.float32)
-        grown = weight.to(wide) + (adapter.alpha / adapter.rank) * (b.to(weight.device, wide) @ a.to(weight.device, wide))
+        grown = weight.to(wide) + (adapter.alpha / adapter.rank) * (
+            b.to(weight.device, wide) @ a.to(weight.device, wide)
+        )
         grown = grown.to(weight.dtype)
         parent, _, leaf = name.rpartition(".")
         if isinstance(module, PackedLinear):
@@ -219,12 +249,14 @@ def tuned(target: Target, adapter: Adapter) -> Target:
 
 
 def _twin(module: nn.Module, made: dict[int, nn.Module], name: str) -> nn.Module:
-    """The same tree of modules over the same tensors: replacing a module or a weight in one leaves the other alone."""
+    """The same tree of modules over the same tensors: replacing a module or a weight in one leaves
+    the other alone."""
     if id(module) in made:
         return made[id(module)]
     if "forward" in module.__dict__:
         raise InputError(
-            f"target {name}: its modules were changed by another library (device_map, hooks), so no second target can be made "
+            f"target {name}: its modules were changed by another library (device_map, hooks), so "
+            f"no second target can be made "
             "beside it: load it on one device, without device_map"
         )
     twin = module.__class__.__new__(module.__class__)

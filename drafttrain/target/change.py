@@ -1,4 +1,5 @@
-"""What joint training did to a target: how well both explain held-out text, and how far apart their laws are."""
+"""What joint training did to a target: how well both explain held-out text, and how far apart their
+laws are."""
 
 from __future__ import annotations
 
@@ -13,13 +14,16 @@ from drafttrain.target.model import Target
 
 
 @torch.inference_mode()
-def change(original: Target, tuned: Target, batches: Iterable[Batch], *, chunk: int = 256) -> dict[str, Any] | None:
+def change(
+    original: Target, tuned: Target, batches: Iterable[Batch], *, chunk: int = 256
+) -> dict[str, Any] | None:
     """Compare two targets at the supervised tokens of some rows, given the true text before each.
 
     Args:
         chunk: positions whose logits exist at one time.
-    Returns: rows and tokens compared; the perplexity of both on these tokens; kl, the mean of KL(p_original || p_tuned) in nats;
-        agreement, the share of tokens at which both have the same greedy choice. None where no token was compared.
+    Returns: rows and tokens compared; the perplexity of both on these tokens; kl, the mean of
+        KL(p_original || p_tuned) in nats; agreement, the share of tokens at which both have the
+        same greedy choice. None where no token was compared.
     """
     rows = tokens = same = 0
     original_nats = tuned_nats = kl = 0.0
@@ -29,11 +33,15 @@ def change(original: Target, tuned: Target, batches: Iterable[Batch], *, chunk: 
         labels = batch.input_ids.to(original.device)[row, place]
         hidden = []
         for one in (original, tuned):
-            found = one.features(batch.input_ids, batch.lengths, Needs(last_hidden=True)).last_hidden
+            found = one.features(
+                batch.input_ids, batch.lengths, Needs(last_hidden=True)
+            ).last_hidden
             assert found is not None
             hidden.append(found[row, place - 1])
         rows, tokens = rows + len(batch.lengths), tokens + len(labels)
-        for label, first, second in zip(labels.split(chunk), hidden[0].split(chunk), hidden[1].split(chunk), strict=True):
+        for label, first, second in zip(
+            labels.split(chunk), hidden[0].split(chunk), hidden[1].split(chunk), strict=True
+        ):
             log_p = original.head(first).float().log_softmax(-1)
             log_q = tuned.head(second).float().log_softmax(-1)
             original_nats -= float(log_p.gather(1, label[:, None]).sum())
@@ -55,7 +63,9 @@ def change(original: Target, tuned: Target, batches: Iterable[Batch], *, chunk: 
 def words(found: dict[str, Any]) -> str:
     """A line for people."""
     return (
-        f"what joint training did to the target, on {found['rows']} held-out rows ({found['tokens']:,} tokens): perplexity "
-        f"{found['perplexity_original']:.3f} before, {found['perplexity_tuned']:.3f} now; KL to the original {found['kl']:.4f} "
+        f"what joint training did to the target, on {found['rows']} held-out rows "
+        f"({found['tokens']:,} tokens): perplexity "
+        f"{found['perplexity_original']:.3f} before, {found['perplexity_tuned']:.3f} now; KL to "
+        f"the original {found['kl']:.4f} "
         f"nats a token; the same greedy choice at {found['agreement']:.1%}"
     )

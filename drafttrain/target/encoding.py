@@ -1,7 +1,7 @@
 """How features are written down: exactly, in two bytes, or in one byte and a scale for every token.
 
-Scales: a vector of d values is divided by its own largest size over the code's largest, so that nothing overflows and a token with
-small features loses nothing to one with large ones.
+Scales: a vector of d values is divided by its own largest size over the code's largest, so that
+nothing overflows and a token with small features loses nothing to one with large ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Encoding:
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
         """(n d) -> codes (n d), and scales (n) where there are any.
 
-        int8: no value moves by more than half its vector's scale. fp8: none by more than 1/16 of itself or 2^-10 scales, whichever
+        int8: no value moves by more than half its vector's scale. fp8: none by more than 1/16 of
+            itself or 2^-10 scales, whichever
         is more. Values must be finite.
         """
         if self.largest is None:

@@ -1,7 +1,9 @@
-"""Features computed by the target while training: once per row, then kept in memory or in a file, or computed every epoch.
+"""Features computed by the target while training: once per row, then kept in memory or in a file,
+or computed every epoch.
 
-What a row's features are never depends on when they are asked for: the first epoch's batches are what the target reads, and a row
-that is missing later (a resumed run) is read again in the company of its first epoch's batch. So a resumed run sees the same bits.
+What a row's features are never depends on when they are asked for: the first epoch's batches are
+what the target reads, and a row that is missing later (a resumed run) is read again in the company
+of its first epoch's batch. So a resumed run sees the same bits.
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ def check_layers(layers: Sequence[int], target: Target) -> None:
     """Raise InputError for a layer that the target does not have."""
     beyond = [layer for layer in layers if not 0 <= layer < len(target.decoder_layers)]
     if beyond:
-        raise InputError(f"layer {beyond[0]} asked for; target {target.name} has layers 0..{len(target.decoder_layers) - 1}")
+        raise InputError(
+            f"layer {beyond[0]} asked for; target {target.name} has layers "
+            f"0..{len(target.decoder_layers) - 1}"
+        )
 
 
 def computed(target: Target, batch: Batch, needs: Needs) -> dict[str | int, Tensor]:
@@ -77,7 +82,8 @@ def computed(target: Target, batch: Batch, needs: Needs) -> dict[str | int, Tens
             if bool(bad.any()):
                 rows = batch.rows_with(bad.to(batch.input_ids.device))
                 raise InputError(
-                    f"the target's features ({name}) of rows {', '.join(map(str, rows))} are not finite: run the target in "
+                    f"the target's features ({name}) of rows {', '.join(map(str, rows))} are not "
+                    f"finite: run the target in "
                     "float32 (target.dtype=float32), or leave these rows out of the set"
                 )
     return values
@@ -89,7 +95,8 @@ def has_room(folder: Path, size: float) -> bool:
 
 
 def take_room(path: Path, size: int) -> None:
-    """Make a file so large, its room on the disk taken now: a full disk would kill the process later.
+    """Make a file so large, its room on the disk taken now: a full disk would kill the process
+    later.
 
     Raises: OSError if there is no room; the file is then gone.
     """
@@ -107,7 +114,8 @@ def take_room(path: Path, size: int) -> None:
 
 
 class LiveFeatures:
-    """The features of a target that changes while it is trained: of every batch anew, in its own precision; nothing is kept."""
+    """The features of a target that changes while it is trained: of every batch anew, in its own
+    precision; nothing is kept."""
 
     def __init__(self, target: Target, needs: Needs) -> None:
         self.target, self.needs = target, needs
@@ -141,16 +149,19 @@ class OnlineFeatures:
         target: the frozen model.
         needs: what to keep; nothing else is computed or stored.
         data: the rows; a batch's `row_ids` are numbers of rows in its set.
-        groups: batches of row places, as the first epoch has them, over all processes. A row that is asked for and not there is
-            computed together with the rows of its group. None: together with the rows of the batch asked for.
+        groups: batches of row places, as the first epoch has them, over all processes. A row that
+            is asked for and not there is computed together with the rows of its group. None:
+            together with the rows of the batch asked for.
         budget_gb: keep features in memory if all rows' features take at most this.
-        disk_gb: otherwise keep them in a file in `spill_dir` if they take at most this and the disk has room.
-        keep_dtype: how features are kept. bfloat16 has the precision of most targets' own pass and half the size of float32; its
-            rounding (relative 2^-9) is far below the noise that training adds. The setting holds also where nothing is kept, so
-            that keeping or not keeping does not change results.
+        disk_gb: otherwise keep them in a file in `spill_dir` if they take at most this and the disk
+            has room.
+        keep_dtype: how features are kept. bfloat16 has the precision of most targets' own pass and
+            half the size of float32; its rounding (relative 2^-9) is far below the noise that
+            training adds. The setting holds also where nothing is kept, so that keeping or not
+            keeping does not change results.
         spill_dir: a folder of the run for the file; None forbids one.
-        shared: several processes on one machine share what they compute, through a file in `spill_dir` that need not be empty
-            of their work but must not hold another run's.
+        shared: several processes on one machine share what they compute, through a file in
+            `spill_dir` that need not be empty of their work but must not hold another run's.
     """
 
     def __init__(
@@ -182,7 +193,9 @@ class OnlineFeatures:
         for length in data.lengths:
             starts.append(starts[-1] + length)
         self._starts = starts
-        self._groups = None if groups is None else [[p if p >= 0 else ~p for p in group] for group in groups]
+        self._groups = (
+            None if groups is None else [[p if p >= 0 else ~p for p in group] for group in groups]
+        )
         self._group_of: dict[int, int] = {}
         for number, group in enumerate(self._groups or ()):
             for place in group:
@@ -202,7 +215,10 @@ class OnlineFeatures:
             if self.mode == "recompute":
                 found = self._read(batch)
                 padding = ~batch.padding.to(self.target.device)[:, :, None]
-                values = {name: value.to(self.dtype).masked_fill(padding, 0) for name, value in found.items()}
+                values = {
+                    name: value.to(self.dtype).masked_fill(padding, 0)
+                    for name, value in found.items()
+                }
             else:
                 self._fill(batch, places)
                 values = {name: self._serve(name, places, batch) for name in self._names}
@@ -216,7 +232,8 @@ class OnlineFeatures:
         return {
             "memory": f"features: {size}, computed once and kept in memory",
             "file": f"features: {size}, computed once and kept in {self._file}",
-            "recompute": f"features: {size} would exceed memory and disk budgets, computed again every epoch",
+            "recompute": f"features: {size} would exceed memory and disk budgets, computed again "
+            f"every epoch",
         }[self.mode]
 
     def facts(self) -> dict[str, Any]:
@@ -232,20 +249,27 @@ class OnlineFeatures:
             except OSError:
                 pass
 
-    # Inside -----------------------------------------------------------------------------------------------------
-    def _choose(self, memory: float, disk: float, spill_dir: Path | str | None, shared: bool) -> str:
+    # Inside ---------------------------------------------------------------------------------------
+    def _choose(
+        self, memory: float, disk: float, spill_dir: Path | str | None, shared: bool
+    ) -> str:
         tokens, d = self._starts[-1], self.target.width
         if self.bytes <= memory and not shared:
             self._stores = {name: torch.empty(tokens, d, dtype=self.dtype) for name in self._names}
             self._done = torch.zeros(len(self.data), dtype=torch.uint8)
             return "memory"
-        if spill_dir is None or self.bytes > max(disk, memory if shared else 0) or not self._open(Path(spill_dir)):
+        if (
+            spill_dir is None
+            or self.bytes > max(disk, memory if shared else 0)
+            or not self._open(Path(spill_dir))
+        ):
             self._stores = {}
             return "recompute"
         return "file"
 
     def _open(self, folder: Path) -> bool:
-        """Map the file; its room is taken now, since a full disk would kill the process later. False if there is none."""
+        """Map the file; its room is taken now, since a full disk would kill the process later.
+        False if there is none."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "features.bin"
         flags = -(-len(self.data) // 4096) * 4096
@@ -261,7 +285,9 @@ class OnlineFeatures:
         self._file = path
         raw = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
         self._done = raw[: len(self.data)]
-        values = raw[flags:].view(self.dtype).view(len(self._names), self._starts[-1], self.target.width)
+        values = (
+            raw[flags:].view(self.dtype).view(len(self._names), self._starts[-1], self.target.width)
+        )
         self._stores = dict(zip(self._names, values, strict=True))
         return True
 

@@ -1,13 +1,16 @@
-"""Fill a store of features: batch by batch, by several processes, and on from where a kill stopped it.
+"""Fill a store of features: batch by batch, by several processes, and on from where a kill stopped
+it.
 
-settings.json                    while the store is made: target, set, contents, batches; work of other settings is never mixed in
-journal-0000.jsonl, ...          finished batches and shards, one file a process
-shard-00000.safetensors.part     a shard that is being filled, its room on the disk already taken
-shard-00000.safetensors, ...     whole shards
-manifest.json                    written once every shard is whole; settings and journals are then removed
+settings.json                    while the store is made: target, set, contents, batches; work of
+other settings is never mixed in journal-0000.jsonl, ...          finished batches and shards, one
+file a process shard-00000.safetensors.part     a shard that is being filled, its room on the disk
+already taken shard-00000.safetensors, ...     whole shards
+manifest.json                    written once every shard is whole; settings and journals are then
+removed
 
-Which row lies where is known before the first one is read. So every batch goes to its place at once and is then named in the
-journal: what a journal names is not read again, whoever goes on. A shard belongs to one process, that of its number % processes.
+Which row lies where is known before the first one is read. So every batch goes to its place at once
+and is then named in the journal: what a journal names is not read again, whoever goes on. A shard
+belongs to one process, that of its number % processes.
 """
 
 from __future__ import annotations
@@ -39,8 +42,8 @@ from drafttrain.target.store import (
     Shard,
     Store,
     digest_of,
+    is_complete,
     is_sha256,
-    is_whole,
     layout_of,
     set_facts,
     tensor_name,
@@ -48,8 +51,8 @@ from drafttrain.target.store import (
 
 PART = ".part"
 SMALLEST, LARGEST, WANTED = 16 << 20, 1 << 30, 64
-"""Where no size of shards is asked for: bytes that one has at least and at most, and how many are wanted, so that several processes
-have equal shares."""
+"""Where no size of shards is asked for: bytes that one has at least and at most, and how many are
+wanted, so that several processes have equal shares."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,9 @@ class Batches:
         if type(self.seed) is not int or self.seed < 0:
             raise InputError(f"seed={self.seed}: needs a whole number of at least 0")
         size = self.shard_mb
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < 1 << 30):
+        if size is not None and (
+            isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < 1 << 30
+        ):
             raise InputError(f"shard_mb={size}: needs a number above 0, or null")
 
 
@@ -99,17 +104,25 @@ def settings_of(
     target: Mapping[str, Any], data: ConversationData, contents: Contents, batches: Batches
 ) -> dict[str, Any]:
     """What settings.json holds: plain JSON values. `target`: name and fingerprint."""
-    return {"target": dict(target), "set": set_facts(data), "contents": contents.plain(), "batches": asdict(batches)}
+    return {
+        "target": dict(target),
+        "set": set_facts(data),
+        "contents": contents.plain(),
+        "batches": asdict(batches),
+    }
 
 
 def planned(data: ConversationData, contents: Contents, batches: Batches, stamp: str) -> Plan:
-    """Rows are read in the batches of a training run's first epoch. With that run's rows, limits of a micro-batch and seed,
-    features in float32 are the very bits that it would compute.
+    """Rows are read in the batches of a training run's first epoch. With that run's rows, limits of
+    a micro-batch and seed, features in float32 are the very bits that it would compute.
 
     Raises: InputError as `EpochSampler` does.
     """
     sampler = EpochSampler(
-        data.lengths, batch_tokens=batches.batch_tokens, batch_rows=batches.batch_rows, seed=batches.seed
+        data.lengths,
+        batch_tokens=batches.batch_tokens,
+        batch_rows=batches.batch_rows,
+        seed=batches.seed,
     )
     limit: float = min(max(data.tokens * contents.token_bytes // WANTED, SMALLEST), LARGEST)
     if batches.shard_mb is not None:
@@ -124,7 +137,10 @@ def planned(data: ConversationData, contents: Contents, batches: Batches, stamp:
         if size < limit and number < len(groups):
             continue
         places = [i for batch in gathered for i in batch]
-        rows, lengths = tuple(data.indices[i] for i in places), tuple(data.lengths[i] for i in places)
+        rows, lengths = (
+            tuple(data.indices[i] for i in places),
+            tuple(data.lengths[i] for i in places),
+        )
         plan.shards.append(Shard(len(plan.shards), rows, lengths))
         plan.batches.append(gathered)
         plan.first.append(number - len(gathered))
@@ -138,12 +154,16 @@ class StoreFolder(GrowingFolder):
     parts = PARTS
 
     def belongs(self, name: str) -> bool:
-        return re.fullmatch(r"shard-\d{5,}\.safetensors(\.part)?", name) is not None or super().belongs(name)
+        return re.fullmatch(
+            r"shard-\d{5,}\.safetensors(\.part)?", name
+        ) is not None or super().belongs(name)
 
     def check(self, *, resume: bool) -> list[str]:
         names = super().check(resume=resume)
         if names and SETTINGS not in names and MANIFEST not in names:
-            raise InputError(f"out={self.path} holds {names[0]} without {SETTINGS}: give another folder")
+            raise InputError(
+                f"out={self.path} holds {names[0]} without {SETTINGS}: give another folder"
+            )
         return names
 
     @property
@@ -152,9 +172,12 @@ class StoreFolder(GrowingFolder):
         return (self.path / MANIFEST).is_file()
 
     def progress(self) -> tuple[dict[int, int], dict[int, str]]:
-        """{batch: checksum of its bytes} and {shard: sha256 of its file}, as journals and the manifest name them."""
+        """{batch: checksum of its bytes} and {shard: sha256 of its file}, as journals and the
+        manifest name them."""
         batches: dict[int, int] = {}
-        shards: dict[int, str] = dict(enumerate(Store(self.path).checksums)) if self.finished else {}
+        shards: dict[int, str] = (
+            dict(enumerate(Store(self.path).checksums)) if self.finished else {}
+        )
         for kind, number, value in records(self.path, _parsed, "its batch or shard done again"):
             if kind == "batch":
                 batches[number] = value
@@ -165,10 +188,15 @@ class StoreFolder(GrowingFolder):
     def missing(self, plan: Plan) -> list[Shard]:
         """Shards that are not whole."""
         _, sums = self.progress()
-        return [shard for shard in plan.shards if shard.number not in sums or not (self.path / shard.name).is_file()]
+        return [
+            shard
+            for shard in plan.shards
+            if shard.number not in sums or not (self.path / shard.name).is_file()
+        ]
 
     def discard_damaged(self, plan: Plan) -> list[Shard]:
-        """Remove shards of a finished store whose bytes are no longer those of its manifest. Returns them."""
+        """Remove shards of a finished store whose bytes are no longer those of its manifest.
+        Returns them."""
         _, sums = self.progress()
         found = []
         for shard in plan.shards:
@@ -184,15 +212,19 @@ class StoreFolder(GrowingFolder):
         for shard in shards:
             if not (self.path / shard.name).is_file():
                 part = self.path / (shard.name + PART)
-                total += max(0, plan.layout(shard).size - (part.stat().st_size if part.is_file() else 0))
+                total += max(
+                    0, plan.layout(shard).size - (part.stat().st_size if part.is_file() else 0)
+                )
         return total
 
     def refuse_full_disk(self, needed: int, said: str) -> None:
         """Raise InputError unless the disk has room for so many bytes more."""
         if needed and not has_room(self.path, needed):
             raise InputError(
-                f"out={self.path}: the disk has no room for {said} more. Free some space, give out=<folder on another disk>, keep "
-                "less (encoding=bf16, int8 or fp8; fewer layers; data.limit_rows=...), or train without a store (features=online)"
+                f"out={self.path}: the disk has no room for {said} more. Free some space, give "
+                f"out=<folder on another disk>, keep "
+                "less (encoding=bf16, int8 or fp8; fewer layers; data.limit_rows=...), or train "
+                "without a store (features=online)"
             )
 
     def unread(self, plan: Plan, shards: Iterable[Shard]) -> int:
@@ -203,7 +235,9 @@ class StoreFolder(GrowingFolder):
             if (self.path / shard.name).is_file():
                 continue
             lengths = iter(shard.lengths)
-            for number, group in enumerate(plan.batches[shard.number], start=plan.first[shard.number]):
+            for number, group in enumerate(
+                plan.batches[shard.number], start=plan.first[shard.number]
+            ):
                 tokens = sum(next(lengths) for _ in group)
                 total += 0 if number in done else tokens
         return total
@@ -216,7 +250,8 @@ class StoreFolder(GrowingFolder):
         journal: Lines,
         read: Callable[[Batch], Mapping[str | int, Tensor]],
     ) -> Iterator[int]:
-        """Fill shards that are missing, and seal those that were filled. Yields the tokens of every batch that is read.
+        """Fill shards that are missing, and seal those that were filled. Yields the tokens of every
+        batch that is read.
 
         Args:
             data: the rows that the plan was made of.
@@ -224,23 +259,29 @@ class StoreFolder(GrowingFolder):
         """
         done, sums = self.progress()
         for shard in shards:
-            whole, part, layout = self.path / shard.name, self.path / (shard.name + PART), plan.layout(shard)
+            whole, part, layout = (
+                self.path / shard.name,
+                self.path / (shard.name + PART),
+                plan.layout(shard),
+            )
             if whole.is_file() and not _has_layout(whole, layout):
                 whole.unlink()
             if not whole.is_file():
-                begun = _has_layout(part, layout)
-                if not begun:
+                partial_pass = _has_layout(part, layout)
+                if not partial_pass:
                     part.unlink(missing_ok=True)
                     take_room(part, layout.size)
                 with part.open("r+b") as file:
-                    if not begun:
+                    if not partial_pass:
                         file.write(layout.head)
                     at = 0
-                    for number, group in enumerate(plan.batches[shard.number], start=plan.first[shard.number]):
+                    for number, group in enumerate(
+                        plan.batches[shard.number], start=plan.first[shard.number]
+                    ):
                         tokens = sum(data.lengths[i] for i in group)
                         place = _Place(file, layout, at, tokens)
                         at += tokens
-                        if begun and number in done and place.checksum() == done[number]:
+                        if partial_pass and number in done and place.checksum() == done[number]:
                             continue
                         batch = data.batch(group)
                         crc = place.write(plan.contents, batch.lengths.tolist(), read(batch))
@@ -262,16 +303,28 @@ class StoreFolder(GrowingFolder):
         _, sums = self.progress()
         manifest: dict[str, Any] = {"format": FORMAT, **{part: settings[part] for part in PARTS}}
         manifest["shards"] = [
-            {"file": shard.name, "sha256": sums[shard.number], "rows": list(shard.rows), "lengths": list(shard.lengths)}
+            {
+                "file": shard.name,
+                "sha256": sums[shard.number],
+                "rows": list(shard.rows),
+                "lengths": list(shard.lengths),
+            }
             for shard in plan.shards
         ]
         manifest |= {"digest": digest_of(manifest), "made": dict(made)}
         text = _readable(manifest)
-        write_atomic(self.path / MANIFEST, lambda scratch: scratch.write_text(text, encoding="utf-8"))
+        write_atomic(
+            self.path / MANIFEST, lambda scratch: scratch.write_text(text, encoding="utf-8")
+        )
 
     def clear(self) -> None:
-        """Remove what a finished store no longer needs: settings, journals, and what a kill left."""
-        left = (path for pattern in (f".{SETTINGS}-*", f".{MANIFEST}-*", f"*{PART}") for path in self.path.glob(pattern))
+        """Remove what a finished store no longer needs: settings, journals, and what a kill
+        left."""
+        left = (
+            path
+            for pattern in (f".{SETTINGS}-*", f".{MANIFEST}-*", f"*{PART}")
+            for path in self.path.glob(pattern)
+        )
         for path in (*journals(self.path), self.path / SETTINGS, *left):
             path.unlink(missing_ok=True)
 
@@ -286,8 +339,11 @@ class _Place:
     """Tokens of the shard before it."""
     tokens: int
 
-    def write(self, contents: Contents, lengths: list[int], values: Mapping[str | int, Tensor]) -> int:
-        """Encode a batch's features, (b s d) of each name, and put them there. Returns the checksum."""
+    def write(
+        self, contents: Contents, lengths: list[int], values: Mapping[str | int, Tensor]
+    ) -> int:
+        """Encode a batch's features, (b s d) of each name, and put them there. Returns the
+        checksum."""
         parts: dict[str, Tensor] = {}
         for name in contents.names:
             rows = torch.cat([value[:n] for value, n in zip(values[name], lengths, strict=True)])
@@ -299,7 +355,9 @@ class _Place:
         for name, piece in self.layout.pieces.items():
             content = parts[name].cpu().contiguous().view(torch.uint8).numpy().tobytes()
             if len(content) != self.tokens * piece.width:
-                raise ValueError(f"{name}: {len(content)} bytes for {self.tokens} tokens of {piece.width}")
+                raise ValueError(
+                    f"{name}: {len(content)} bytes for {self.tokens} tokens of {piece.width}"
+                )
             self.file.seek(piece.start + self.at * piece.width)
             self.file.write(content)
             crc = zlib.crc32(content, crc)
@@ -324,8 +382,13 @@ def _has_layout(path: Path, layout: Layout) -> bool:
 
 def _parsed(record: Any) -> tuple[str, int, Any]:
     """Check a journal's record. Raises ValueError saying what is wrong with it."""
-    for kind, name, check in (("batch", "crc", is_whole), ("shard", "sha256", is_sha256)):
-        if isinstance(record, dict) and set(record) == {kind, name} and is_whole(record[kind]) and check(record[name]):
+    for kind, name, check in (("batch", "crc", is_complete), ("shard", "sha256", is_sha256)):
+        if (
+            isinstance(record, dict)
+            and set(record) == {kind, name}
+            and is_complete(record[kind])
+            and check(record[name])
+        ):
             return kind, record[kind], record[name]
     raise ValueError("neither a batch nor a shard with its checksum")
 

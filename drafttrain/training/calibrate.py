@@ -1,4 +1,5 @@
-"""How often each head's j-th choice is right, on rows set aside, and the tree of the likeliest paths made from it."""
+"""How often each head's j-th choice is right, on rows set aside, and the tree of the likeliest
+paths made from it."""
 
 from __future__ import annotations
 
@@ -18,22 +19,28 @@ RANKS = 10
 
 
 def check_calibrated(nodes: int, drafter: Drafter, where: str) -> None:
-    """Raise InputError if a drafter's heads cannot fill a tree of so many nodes. Worth calling before long work."""
+    """Raise InputError if a drafter's heads cannot fill a tree of so many nodes. Worth calling
+    before long work."""
     check_size(nodes, where)
     ranks, room = min(RANKS, drafter.choices), 0
     for depth in range(1, (drafter.max_depth or 0) + 1):
         room += ranks**depth
         if room >= nodes:
             return
-    raise InputError(f"{where}={nodes}: the {ranks} best choices of {drafter.max_depth} heads fill {room} nodes at most")
+    raise InputError(
+        f"{where}={nodes}: the {ranks} best choices of {drafter.max_depth} heads fill {room} nodes "
+        f"at most"
+    )
 
 
 @torch.no_grad()
-def head_accuracy(drafter: Drafter, data: ConversationData, source: Source, ranks: int = RANKS) -> list[list[float]]:
+def head_accuracy(
+    drafter: Drafter, data: ConversationData, source: Source, ranks: int = RANKS
+) -> list[list[float]]:
     """Share of the text's tokens that are head k's j-th choice, teacher-forced, by head and rank.
 
-    Every head's hits are divided by the comparisons made for it: the public code divides by the first head's count, and so
-    underrates the deeper ones.
+    Every head's hits are divided by the comparisons made for it: the public code divides by the
+    first head's count, and so underrates the deeper ones.
     """
     ranks = min(ranks, drafter.choices)
     hits = torch.zeros(0)
@@ -46,6 +53,6 @@ def head_accuracy(drafter: Drafter, data: ConversationData, source: Source, rank
 
 
 def calibrated(accuracies: Sequence[Sequence[float]], nodes: int) -> Tree:
-    """The tree of so many drafts whose paths are the likeliest. Ranks of a head are taken by falling accuracy: few counts may
-    leave a later one ahead by chance."""
+    """The tree of so many drafts whose paths are the likeliest. Ranks of a head are taken by
+    falling accuracy: few counts may leave a later one ahead by chance."""
     return sparse([sorted(row, reverse=True) for row in accuracies], nodes)

@@ -1,8 +1,9 @@
-"""Checkpoints: the weights that are trained, the optimiser's state and the place in the run. Tensors and plain values only.
+"""Checkpoints: the weights that are trained, the optimiser's state and the place in the run.
+Tensors and plain values only.
 
-`last.ckpt` is the newest state and, once a run has ended, its true last step; `best.ckpt` is the one with the highest decoded
-val/tau. Files are replaced whole, so a kill or a full disk leaves the old ones. They are read with `weights_only`, which runs no
-code of the file's.
+`last.ckpt` is the newest state and, once a run has ended, its true last step; `best.ckpt` is the
+one with the highest decoded val/tau. Files are replaced whole, so a kill or a full disk leaves the
+old ones. They are read with `weights_only`, which runs no code of the file's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
-from drafttrain.checks import whole
+from drafttrain.checks import integer
 from drafttrain.data.conversations import write_atomic
 from drafttrain.errors import InputError, writing
 from drafttrain.processes import rank
@@ -56,11 +57,12 @@ class CheckpointConfig:
     every: int | None
     """Updates between them; None writes one at each evaluation, and at the end."""
     keep: int
-    """Numbered ones to keep beside last and best, the newest; a link costs no room while it is the newest."""
+    """Numbered ones to keep beside last and best, the newest; a link costs no room while it is the
+    newest."""
 
     def __post_init__(self) -> None:
-        whole("checkpoint.every", self.every, 1, null="one at each evaluation")
-        whole("checkpoint.keep", self.keep)
+        integer("checkpoint.every", self.every, 1, null="one at each evaluation")
+        integer("checkpoint.keep", self.keep)
 
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
@@ -78,8 +80,8 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
 
 
 class _Noted:
-    """A file for `torch.save`. What the system refuses is noted, and nothing further is written: through torch's own writer it
-    would come out as another error, which does not say why."""
+    """A file for `torch.save`. What the system refuses is noted, and nothing further is written:
+    through torch's own writer it would come out as another error, which does not say why."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -101,7 +103,8 @@ class _Noted:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint on the CPU. Raises InputError for a file that is missing, damaged or of another format."""
+    """Read a checkpoint on the CPU. Raises InputError for a file that is missing, damaged or of
+    another format."""
     try:
         _check_archive(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -109,10 +112,17 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise InputError(f"there is no checkpoint {path}") from error
     except PermissionError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
-    except Exception as error:  # What lies there may be anything, and is read by a library's own rules.
-        raise InputError(f"{path} cannot be read as a checkpoint: it is damaged or not one of this program's") from error
+    except (
+        Exception
+    ) as error:  # What lies there may be anything, and is read by a library's own rules.
+        raise InputError(
+            f"{path} cannot be read as a checkpoint: it is damaged or not one of this program's"
+        ) from error
     if not _is_plain(state, tensors=True):
-        raise InputError(f"{path} cannot be read as a checkpoint: it holds other things than tensors and plain values")
+        raise InputError(
+            f"{path} cannot be read as a checkpoint: it holds other things than tensors and plain "
+            f"values"
+        )
     form = state.get("format") if isinstance(state, dict) else None
     if type(form) is not int or form != FORMAT:
         raise InputError(f"{path}: checkpoint format {str(form)[:40]}, this version reads {FORMAT}")
@@ -120,13 +130,16 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _check_archive(path: Path) -> None:
-    """Raise ValueError unless what a file unfolds to is no larger than the file, since torch.save packs nothing, and its bytes are
-    those that were written."""
+    """Raise ValueError unless what a file unfolds to is no larger than the file, since torch.save
+    packs nothing, and its bytes are those that were written."""
     if path.exists() and not path.is_file():
         raise ValueError("not a file")
     with zipfile.ZipFile(path) as archive:
         parts = archive.infolist()
-        packed = any(part.compress_type != zipfile.ZIP_STORED or part.file_size != part.compress_size for part in parts)
+        packed = any(
+            part.compress_type != zipfile.ZIP_STORED or part.file_size != part.compress_size
+            for part in parts
+        )
         if packed or sum(part.file_size for part in parts) > path.stat().st_size:
             raise ValueError("packed")
         if archive.testzip() is not None:
@@ -134,8 +147,8 @@ def _check_archive(path: Path) -> None:
 
 
 def _is_plain(value: Any, *, tensors: bool) -> bool:
-    """Is it made of plain values, of moderate number and depth? A few bytes can refer to one another so often that looking at all
-    of it would take for ever.
+    """Is it made of plain values, of moderate number and depth? A few bytes can refer to one
+    another so often that looking at all of it would take for ever.
 
     Args:
         tensors: may there be tensors too?
@@ -151,7 +164,11 @@ def _is_plain(value: Any, *, tensors: bool) -> bool:
         elif isinstance(one, int):
             if one.bit_length() > 64:
                 return False
-        elif not (one is None or isinstance(one, str | float | bytes) or (tensors and isinstance(one, torch.Tensor))):
+        elif not (
+            one is None
+            or isinstance(one, str | float | bytes)
+            or (tensors and isinstance(one, torch.Tensor))
+        ):
             return False
         left -= len(inner)
         if left < 0 or depth > _DEEPEST:
@@ -165,24 +182,37 @@ def check_facts(state: Mapping[str, Any], path: Path) -> None:
     _check_parts(state, path, ("facts", "settings"))
 
 
-def check_whole(state: Mapping[str, Any], path: Path) -> None:
+def check_complete(state: Mapping[str, Any], path: Path) -> None:
     """Raise InputError unless a checkpoint holds all that a run goes on from."""
     _check_parts(state, path, _PARTS)
     progress, keeper, decode = state["progress"], state["keeper"], state["decode"]
     at = [_is_count(progress[name]) for name in ("position", "updates", "empty_windows")]
     took = [_is_amount(progress[name]) for name in ("supervised", "seconds")]
     if not all((*at, *took)) or not progress["updates"] <= progress["position"] < _MOST_BATCHES:
-        raise InputError(f"{path} says that its run was at {str(progress)[:120]}: it is damaged, give another one")
+        raise InputError(
+            f"{path} says that its run was at {str(progress)[:120]}: it is damaged, give another "
+            f"one"
+        )
     best, at_update = keeper["best"], keeper["best_update"]
-    found = (best is None and at_update is None) or (_is_amount(best) and _is_count(at_update) and at_update <= progress["updates"])
+    found = (best is None and at_update is None) or (
+        _is_amount(best) and _is_count(at_update) and at_update <= progress["updates"]
+    )
     if not (found and _is_count(keeper["without_progress"])):
-        raise InputError(f"{path} says that its best was {str(keeper)[:120]}: it is damaged, give another one")
+        raise InputError(
+            f"{path} says that its best was {str(keeper)[:120]}: it is damaged, give another one"
+        )
     if decode is None:
         return
     never = decode["measured_at"] is None
     counted = _is_count(decode["evaluations"]) and (never or _is_count(decode["measured_at"]))
-    if not (counted and _is_amount(decode["seconds"]) and (decode["tau"] is None or _is_amount(decode["tau"]))):
-        raise InputError(f"{path} says that it had measured {str(decode)[:120]}: it is damaged, give another one")
+    if not (
+        counted
+        and _is_amount(decode["seconds"])
+        and (decode["tau"] is None or _is_amount(decode["tau"]))
+    ):
+        raise InputError(
+            f"{path} says that it had measured {str(decode)[:120]}: it is damaged, give another one"
+        )
 
 
 def _is_count(value: object) -> bool:
@@ -199,29 +229,43 @@ def _check_parts(state: Mapping[str, Any], path: Path, parts: Iterable[str]) -> 
         if part == "decode" and part in state and found is None:
             continue
         lacking = [name for name in names if not isinstance(found, dict) or name not in found]
-        if isinstance(found, dict) and part not in ("weights", "optimiser") and not _is_plain(found, tensors=False):
-            raise InputError(f"{path} holds {part} that are no plain values: it is damaged, give another one")
+        if (
+            isinstance(found, dict)
+            and part not in ("weights", "optimiser")
+            and not _is_plain(found, tensors=False)
+        ):
+            raise InputError(
+                f"{path} holds {part} that are no plain values: it is damaged, give another one"
+            )
         if lacking or not isinstance(found, dict):
-            raise InputError(f"{path} lacks {part}{': ' if lacking else ''}{', '.join(lacking)}: it is damaged, give another one")
+            raise InputError(
+                f"{path} lacks {part}{': ' if lacking else ''}{', '.join(lacking)}: it is damaged, "
+                f"give another one"
+            )
 
 
 def refuse_full_disk(folder: Path, module: nn.Module) -> None:
-    """Raise InputError unless there is room for weights and two moments, in last, best and one being written, and the package."""
+    """Raise InputError unless there is room for weights and two moments, in last, best and one
+    being written, and the package."""
     trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     needed, free = trained * (3 * 3 + 1), shutil.disk_usage(folder).free
     if rank() == 0 and free < needed:
         raise InputError(
-            f"{folder} has {free / 1e6:.0f} MB free, checkpoints and package need {needed / 1e6:.0f} MB: "
+            f"{folder} has {free / 1e6:.0f} MB free, checkpoints and package need "
+            f"{needed / 1e6:.0f} MB: "
             "free some space, or give run_dir=<folder on another disk>"
         )
 
 
 class Keeper(Callback):
-    """Writes checkpoints, remembers the best, ends a run without progress, and stops it cleanly on a signal.
+    """Writes checkpoints, remembers the best, ends a run without progress, and stops it cleanly on
+    a signal.
 
-    Best is by `decode.tau`, if it could be measured; ties keep the earlier. SIGTERM and the first Ctrl-C write `last.ckpt` at once,
-    as of the last update, since an update or an evaluation may take longer than the sender waits; then they let the update that is
-    being made finish, write again and end the run. Where processes share the weights among them, nothing is written before that.
+    Best is by `decode.tau`, if it could be measured; ties keep the earlier. SIGTERM and the first
+    Ctrl-C write `last.ckpt` at once, as of the last update, since an update or an evaluation may
+    take longer than the sender waits; then they let the update that is being made finish, write
+    again and end the run. Where processes share the weights among them, nothing is written before
+    that.
 
     Args:
         folder: of the checkpoints.
@@ -252,7 +296,7 @@ class Keeper(Callback):
         """Is something being compared or written, which a signal must not come between?"""
         self._handlers: dict[int, Any] = {}
 
-    # When -------------------------------------------------------------------------------------------------------
+    # When -----------------------------------------------------------------------------------------
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, DraftModule)
         if self.decode is not None and self.decode.caught_up:
@@ -290,13 +334,20 @@ class Keeper(Callback):
             self._save(trainer, pl_module)
         self._restore_handlers()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         self._restore_handlers()
 
     def _look(self, trainer: Trainer, module: DraftModule) -> None:
-        """Take a new measurement into account: the best is written first, so that a kill cannot leave its score without it."""
+        """Take a new measurement into account: the best is written first, so that a kill cannot
+        leave its score without it."""
         decode = self.decode
-        if decode is None or decode.measured_at in (None, self._looked_at) or decode.measured_at != module.updates:
+        if (
+            decode is None
+            or decode.measured_at in (None, self._looked_at)
+            or decode.measured_at != module.updates
+        ):
             return
         self._looked_at = decode.measured_at
         if decode.tau is not None:
@@ -307,13 +358,17 @@ class Keeper(Callback):
                 self._number(module)
                 return
             self.without_progress += 1
-            if self.patience is not None and self.without_progress >= self.patience and module.stopped is None:
+            if (
+                self.patience is not None
+                and self.without_progress >= self.patience
+                and module.stopped is None
+            ):
                 module.stopped = "patience"
                 trainer.should_stop = True
         if self.config.every is None:
             self._save(trainer, module)
 
-    # How --------------------------------------------------------------------------------------------------------
+    # How ------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def _undivided(self) -> Iterator[None]:
         self._busy = True
@@ -323,16 +378,25 @@ class Keeper(Callback):
             self._busy = False
 
     def _save_now(self, trainer: Trainer, module: DraftModule) -> None:
-        """Write where the last closed window led to, wherever in the program a signal came; nothing where that is not settled.
+        """Write where the last closed window led to, wherever in the program a signal came; nothing
+        where that is not settled.
 
-        Processes are not at the same place then, so only one that has all of the state by itself writes.
+        Processes are not at the same place then, so only one that has all of the state by itself
+        writes.
         """
         decode = self.decode
-        behind = decode is not None and decode.measured_at == module.updates and self._looked_at != module.updates
-        settled = module.closed and not (self._busy or module.updating or module.stopped or module.finished or behind)
+        behind = (
+            decode is not None
+            and decode.measured_at == module.updates
+            and self._looked_at != module.updates
+        )
+        settled = module.closed and not (
+            self._busy or module.updating or module.stopped or module.finished or behind
+        )
         whole = rank() == 0 and isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
         if settled and whole and self._written != self._state_of(module):
-            # What cannot be written now is told behind the update, where the whole run can end on it.
+            # What cannot be written now is told behind the update, where the whole run can end on
+            # it.
             with self._undivided(), contextlib.suppress(OSError, RuntimeError):
                 self._write(trainer, module, LAST, together=False)
 
@@ -344,7 +408,9 @@ class Keeper(Callback):
     def _state_of(self, module: DraftModule) -> tuple[int, int | None]:
         return module.closed, None if self.decode is None else self.decode.measured_at
 
-    def _write(self, trainer: Trainer, module: DraftModule, name: str, *, together: bool = True) -> None:
+    def _write(
+        self, trainer: Trainer, module: DraftModule, name: str, *, together: bool = True
+    ) -> None:
         """Collect on every process, write on the first.
 
         Args:
@@ -398,7 +464,11 @@ class Keeper(Callback):
             signal.signal(number, handler)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "best_update": self.best_update, "without_progress": self.without_progress}
+        return {
+            "best": self.best,
+            "best_update": self.best_update,
+            "without_progress": self.without_progress,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best, self.best_update = state_dict["best"], state_dict["best_update"]

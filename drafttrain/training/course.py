@@ -1,11 +1,12 @@
-"""How rows become batches, batches become updates, and when a run ends. Everything is a function of one count of micro-batches."""
+"""How rows become batches, batches become updates, and when a run ends. Everything is a function of
+one count of micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from drafttrain.checks import number, shown, whole
+from drafttrain.checks import integer, number, shown
 from drafttrain.data.datamodule import ConversationData, EpochSampler
 from drafttrain.data.sequences import PackedSampler
 from drafttrain.errors import InputError
@@ -24,62 +25,86 @@ class TrainerConfig:
     accelerator: str
     """Where the drafter trains: auto (where the target is), cpu, gpu, mps."""
     precision: str
-    """32-true, or bf16-mixed: products in bfloat16. Weights and their updates are float32 either way, since a bfloat16 weight
-    rounds small updates away."""
+    """32-true, or bf16-mixed: products in bfloat16. Weights and their updates are float32 either
+    way, since a bfloat16 weight rounds small updates away."""
     batch_tokens: int | None
-    """Tokens of an update, padding counted, over all processes and accumulated micro-batches: how a batch is split does not
-    change the recipe, as long as each micro-batch's share holds the longest row. A smaller share is raised to that."""
+    """Tokens of an update, padding counted, over all processes and accumulated micro-batches: how a
+    batch is split does not change the recipe, as long as each micro-batch's share holds the longest
+    row. A smaller share is raised to that."""
     batch_rows: int | None
     """Rows of an update, likewise. At least one of the two limits is needed."""
     pack: int | None
-    """Tokens of a sequence that rows are joined into, each kept apart from the others in it; None joins none. A micro-batch then
-    has whole sequences, as many as its share of batch_tokens holds, at least one."""
+    """Tokens of a sequence that rows are joined into, each kept apart from the others in it; None
+    joins none. A micro-batch then has whole sequences, as many as its share of batch_tokens holds,
+    at least one."""
     accumulate: int
     """Micro-batches of an update on each process: raise it where memory ends."""
     max_epochs: int | None
     max_steps: int | None
     """Updates; the first limit reached ends the run."""
     max_minutes: float | None
-    """Wall clock of training, evaluation included, earlier parts of a resumed run included. The rate's schedule counts updates
-    and does not know the clock: a run that the clock ends has not reached the schedule's end."""
+    """Wall clock of training, evaluation included, earlier parts of a resumed run included. The
+    rate's schedule counts updates and does not know the clock: a run that the clock ends has not
+    reached the schedule's end."""
     log_every: int
     """Updates of a logged window; what is logged is the mean over its supervised tokens."""
     strategy: str
-    """How several processes share the work: ddp, each has all weights; fsdp, each keeps its share of the drafter's weights,
-    gradients and moments, and has all of the target."""
+    """How several processes share the work: ddp, each has all weights; fsdp, each keeps its share
+    of the drafter's weights, gradients and moments, and has all of the target."""
 
     def __post_init__(self) -> None:
         if self.strategy not in (DDP, FSDP):
             raise InputError(f"trainer.strategy={shown(self.strategy)}: give {DDP} or {FSDP}")
         if self.precision not in PRECISIONS:
-            raise InputError(f"trainer.precision={self.precision}: give one of {', '.join(PRECISIONS)}")
+            raise InputError(
+                f"trainer.precision={self.precision}: give one of {', '.join(PRECISIONS)}"
+            )
         if self.max_epochs is None and self.max_steps is None and self.max_minutes is None:
-            raise InputError("nothing ends the run: give trainer.max_epochs, trainer.max_steps or trainer.max_minutes")
-        for name in ("batch_tokens", "batch_rows", "max_epochs", "max_steps", "accumulate", "log_every"):
+            raise InputError(
+                "nothing ends the run: give trainer.max_epochs, trainer.max_steps or "
+                "trainer.max_minutes"
+            )
+        for name in (
+            "batch_tokens",
+            "batch_rows",
+            "max_epochs",
+            "max_steps",
+            "accumulate",
+            "log_every",
+        ):
             null = "" if name in ("accumulate", "log_every") else "no limit"
-            whole(f"trainer.{name}", getattr(self, name), 1, null=null)
-        whole("trainer.pack", self.pack, 2, _LONGEST, null="rows that are not joined")
+            integer(f"trainer.{name}", getattr(self, name), 1, null=null)
+        integer("trainer.pack", self.pack, 2, _LONGEST, null="rows that are not joined")
         if self.pack is not None and (self.batch_tokens is None or self.batch_rows is not None):
             raise InputError(
-                f"trainer.pack={self.pack}: updates of joined rows are counted in tokens, give trainer.batch_tokens and set "
+                f"trainer.pack={self.pack}: updates of joined rows are counted in tokens, give "
+                f"trainer.batch_tokens and set "
                 "trainer.batch_rows=null"
             )
         number("trainer.max_minutes", self.max_minutes, above=0, null="no limit")
 
     def sampler(self, data: ConversationData, *, seed: int, rank: int, world: int) -> EpochSampler:
-        """This process's micro-batches. Raises InputError if an update would not hold the longest row."""
+        """This process's micro-batches. Raises InputError if an update would not hold the longest
+        row."""
         parts = self.accumulate * world
         if self.batch_rows is not None and self.batch_rows % parts:
             raise InputError(
-                f"trainer.batch_rows={self.batch_rows} does not divide by accumulate x processes = {self.accumulate} x {world}"
+                f"trainer.batch_rows={self.batch_rows} does not divide by accumulate x processes = "
+                f"{self.accumulate} x {world}"
             )
         longest = max(data.lengths)
         if self.batch_tokens is not None and self.batch_tokens < longest:
             raise InputError(
-                f"trainer.batch_tokens={self.batch_tokens} is less than the longest row, which has {longest} tokens: raise it, or "
+                f"trainer.batch_tokens={self.batch_tokens} is less than the longest row, which has "
+                f"{longest} tokens: raise it, or "
                 "lower data.max_length"
             )
-        common: dict[str, int] = {"seed": seed, "rank": rank, "world": world, "accumulate": self.accumulate}
+        common: dict[str, int] = {
+            "seed": seed,
+            "rank": rank,
+            "world": world,
+            "accumulate": self.accumulate,
+        }
         if self.pack is not None:
             assert self.batch_tokens is not None
             lengths = data.joined(self.pack).lengths
@@ -102,7 +127,8 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class Course:
-    """Where a run stands after so many micro-batches. Windows of accumulation do not cross epochs: an epoch's last is shorter."""
+    """Where a run stands after so many micro-batches. Windows of accumulation do not cross epochs:
+    an epoch's last is shorter."""
 
     batches: int
     """Micro-batches of one process in one epoch."""
@@ -157,7 +183,9 @@ class Stream:
     def __iter__(self) -> Iterator[Batch]:
         epoch, first = divmod(self.position, self.course.batches)
         end = self.course.length
-        for place, (_, _, rows) in enumerate(self.sampler.from_step(epoch, first), start=self.position):
+        for place, (_, _, rows) in enumerate(
+            self.sampler.from_step(epoch, first), start=self.position
+        ):
             if end is not None and place >= end:
                 return
             yield self.data.batch(rows)

@@ -1,7 +1,9 @@
-"""Decode held-out prompts with the live weights while training, through the runtime object that packages use.
+"""Decode held-out prompts with the live weights while training, through the runtime object that
+packages use.
 
-`val/*` is measured by decoding; `sim/*` is teacher-forced on held-out text, and named apart because it is not the same thing.
-Nothing here touches training: modes and every source of chance are put back as they were.
+`val/*` is measured by decoding; `sim/*` is teacher-forced on held-out text, and named apart because
+it is not the same thing. Nothing here touches training: modes and every source of chance are put
+back as they were.
 """
 
 from __future__ import annotations
@@ -44,21 +46,30 @@ class EvalConfig:
     sim_rows: int
     """Held-out rows for the teacher-forced estimates."""
     speed_prompts: int
-    """Prompts decoded alone, plainly and with drafts in turn, for `val/speedup`; 0 leaves it out."""
+    """Prompts decoded alone, plainly and with drafts in turn, for `val/speedup`; 0 leaves it
+    out."""
     speed_every: int | None
     """Measure speed at every n-th evaluation and at the end; None is at the end alone."""
     patience: int | None
     """Evaluations without a better val/tau after which the run ends; None never ends it."""
 
     def __post_init__(self) -> None:
-        for name, least in (("prompts", 0), ("max_new_tokens", 1), ("batch", 1), ("sim_rows", 0), ("speed_prompts", 0)):
+        for name, least in (
+            ("prompts", 0),
+            ("max_new_tokens", 1),
+            ("batch", 1),
+            ("sim_rows", 0),
+            ("speed_prompts", 0),
+        ):
             value = getattr(self, name)
             if not (type(value) is int and value >= least):
                 raise InputError(f"eval.{name}={value}: needs a whole number of at least {least}")
         for name in ("every", "speed_every", "patience"):
             value = getattr(self, name)
             if value is not None and not (type(value) is int and value >= 1):
-                raise InputError(f"eval.{name}={value}: needs a whole number of at least 1, or null")
+                raise InputError(
+                    f"eval.{name}={value}: needs a whole number of at least 1, or null"
+                )
 
 
 def _show_nothing(metrics: Mapping[str, float | None], updates: int) -> None:
@@ -68,13 +79,16 @@ def _show_nothing(metrics: Mapping[str, float | None], updates: int) -> None:
 class DecodeCallback(Callback):
     """Measures every `config.every` updates and at the end.
 
-    Logs for the first plan `val/tau`, `val/accepted_per_round`, `val/accept@k` and its count `val/accept@k_count` (rounds in which
-    position k was drafted behind accepted ones), `val/rounds`, `val/seconds_<stage>`, and where measured `val/speedup`; for every
-    further plan the same under `val/<name>/`. Beside them, from teacher-forced passes: `sim/loss`, `sim/tau`, and `sim/<part>` for
-    every part of the drafter's loss, `sim/accuracy` among them. What could not be measured is left out: never NaN, never 0.
+    Logs for the first plan `val/tau`, `val/accepted_per_round`, `val/accept@k` and its count
+    `val/accept@k_count` (rounds in which position k was drafted behind accepted ones),
+    `val/rounds`, `val/seconds_<stage>`, and where measured `val/speedup`; for every further plan
+    the same under `val/<name>/`. Beside them, from teacher-forced passes: `sim/loss`, `sim/tau`,
+    and `sim/<part>` for every part of the drafter's loss, `sim/accuracy` among them. What could not
+    be measured is left out: never NaN, never 0.
 
-    `sim/tau`: 1 + the mean number of consecutive right guesses, up to the depth of the first plan's tree, starting at each
-    supervised token of held-out text. Every guess reads the target's true features, which a drafter deep in a draft does not have.
+    `sim/tau`: 1 + the mean number of consecutive right guesses, up to the depth of the first plan's
+    tree, starting at each supervised token of held-out text. Every guess reads the target's true
+    features, which a drafter deep in a draft does not have.
 
     Args:
         speculator: the runtime; its decoding copy is refreshed from the live weights.
@@ -98,15 +112,30 @@ class DecodeCallback(Callback):
     ) -> None:
         if not plans:
             raise InputError("eval needs a tree to decode with")
-        self.speculator, self.plans, self.config, self.seed, self.show = speculator, dict(plans), config, seed, show
+        self.speculator, self.plans, self.config, self.seed, self.show = (
+            speculator,
+            dict(plans),
+            config,
+            seed,
+            show,
+        )
         self.prompts = [list(prompt) for prompt in prompts[: config.prompts]]
-        rows = min(config.sim_rows, len(held_out)) if held_out is not None and source is not None else 0
-        self.sim = _SimRows(held_out, source, rows) if held_out is not None and source is not None and rows else None
+        rows = (
+            min(config.sim_rows, len(held_out))
+            if held_out is not None and source is not None
+            else 0
+        )
+        self.sim = (
+            _SimRows(held_out, source, rows)
+            if held_out is not None and source is not None and rows
+            else None
+        )
         self.measured_at: int | None = None
         """Updates at the last evaluation."""
         self.evaluations = 0
         self.caught_up = False
-        """Was an evaluation made at the start, since the run had been stopped before it was done?"""
+        """Was an evaluation made at the start, since the run had been stopped before it was
+        done?"""
         self.tau: float | None = None
         """Of the last evaluation, by the first plan; None if it could not be measured."""
         self.seconds = 0.0
@@ -114,7 +143,9 @@ class DecodeCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, DraftModule)
-        self.caught_up = pl_module.updates > 0 and self._due(pl_module) and self.measured_at != pl_module.updates
+        self.caught_up = (
+            pl_module.updates > 0 and self._due(pl_module) and self.measured_at != pl_module.updates
+        )
         if self.caught_up:
             self.measure(pl_module)
 
@@ -131,7 +162,11 @@ class DecodeCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, DraftModule)
-        if pl_module.stopped != "signal" and pl_module.updates and self.measured_at != pl_module.updates:
+        if (
+            pl_module.stopped != "signal"
+            and pl_module.updates
+            and self.measured_at != pl_module.updates
+        ):
             self.measure(pl_module, last=True)
 
     def measure(self, module: DraftModule, *, last: bool = False) -> dict[str, float | None]:
@@ -139,9 +174,15 @@ class DecodeCallback(Callback):
         began = time.monotonic()
         config = self.config
         number = self.evaluations + 1
-        fast = config.speed_prompts and (last or (config.speed_every and number % config.speed_every == 0))
+        fast = config.speed_prompts and (
+            last or (config.speed_every and number % config.speed_every == 0)
+        )
         metrics: dict[str, float | None] = {}
-        with module.whole(), undisturbed(module.drafter), torch.autocast(module.device.type, enabled=False):
+        with (
+            module.gathered(),
+            undisturbed(module.drafter),
+            torch.autocast(module.device.type, enabled=False),
+        ):
             self.speculator.refresh(module.drafter)
             for place, (name, plan) in enumerate(self.plans.items()):
                 prefix = "val/" if place == 0 else f"val/{name}/"
@@ -175,13 +216,21 @@ class DecodeCallback(Callback):
     def _speed(self, plan: Plan) -> float | None:
         config = self.config
         (found,) = self.speculator.measure_speed(
-            self.prompts[: config.speed_prompts], [plan], max_new_tokens=config.max_new_tokens, seed=self.seed
+            self.prompts[: config.speed_prompts],
+            [plan],
+            max_new_tokens=config.max_new_tokens,
+            seed=self.seed,
         )
         return found.speedup
 
     # For checkpoints: an undisturbed run and a resumed one log alike.
     def state_dict(self) -> dict[str, Any]:
-        return {"measured_at": self.measured_at, "evaluations": self.evaluations, "tau": self.tau, "seconds": self.seconds}
+        return {
+            "measured_at": self.measured_at,
+            "evaluations": self.evaluations,
+            "tau": self.tau,
+            "seconds": self.seconds,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.measured_at, self.evaluations = state_dict["measured_at"], state_dict["evaluations"]
@@ -191,7 +240,9 @@ class DecodeCallback(Callback):
 class _SimRows:
     """Held-out rows, teacher-forced."""
 
-    def __init__(self, data: ConversationData, source: Source, rows: int, width: int = 4096) -> None:
+    def __init__(
+        self, data: ConversationData, source: Source, rows: int, width: int = 4096
+    ) -> None:
         self.data, self.source = data, source
         order = sorted(range(rows)[rank() :: world_size()], key=lambda i: data.lengths[i])
         self.groups: list[list[int]] = []
@@ -202,7 +253,9 @@ class _SimRows:
             else:
                 self.groups.append([i])
 
-    def measure(self, drafter: Drafter, depth: int, device: torch.device) -> dict[str, float | None]:
+    def measure(
+        self, drafter: Drafter, depth: int, device: torch.device
+    ) -> dict[str, float | None]:
         drafter.eval()
         names = drafter.loss_parts
         sums = torch.zeros(2 + len(names), 2, dtype=torch.float64)
@@ -212,8 +265,14 @@ class _SimRows:
                 features = self.source.features(batch)
                 batch = batch.to(device)
                 loss = drafter.loss(batch, features)
-                pairs = [_runs(drafter, batch, features, depth), (loss.total, loss.count), *(loss.parts[name] for name in names)]
-                sums += torch.stack([torch.stack([value.double().cpu() for value in pair]) for pair in pairs])
+                pairs = [
+                    _runs(drafter, batch, features, depth),
+                    (loss.total, loss.count),
+                    *(loss.parts[name] for name in names),
+                ]
+                sums += torch.stack(
+                    [torch.stack([value.double().cpu() for value in pair]) for pair in pairs]
+                )
         (runs, starts), *pairs = over_processes(sums.to(device)).tolist()
         found = {"sim/tau": 1 + runs / starts if starts else None}
         for name, (total, count) in zip(("loss", *names), pairs, strict=True):
@@ -222,7 +281,8 @@ class _SimRows:
 
 
 def _runs(drafter: Drafter, batch: Batch, features: Any, depth: int) -> tuple[Tensor, Tensor]:
-    """Sum over supervised starts of the consecutive right guesses from there, at most `depth`; and the number of starts."""
+    """Sum over supervised starts of the consecutive right guesses from there, at most `depth`; and
+    the number of starts."""
     guesses = drafter.guesses(batch, features)
     none = torch.zeros((), device=batch.input_ids.device)
     if guesses is None:
@@ -241,9 +301,15 @@ def _runs(drafter: Drafter, batch: Batch, features: Any, depth: int) -> tuple[Te
 def undisturbed(module: nn.Module) -> Iterator[None]:
     """Put back every module's mode and every random state afterwards, bit for bit."""
     modes = {part: part.training for part in module.modules()}
-    devices = list(range(torch.accelerator.device_count())) if torch.accelerator.is_available() else []
+    devices = (
+        list(range(torch.accelerator.device_count())) if torch.accelerator.is_available() else []
+    )
     kind = torch.accelerator.current_accelerator() if devices else None
-    device_states = torch.get_device_module(kind).get_rng_state_all() if kind is not None and kind.type == "cuda" else None
+    device_states = (
+        torch.get_device_module(kind).get_rng_state_all()
+        if kind is not None and kind.type == "cuda"
+        else None
+    )
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
@@ -266,7 +332,9 @@ def _numbers(tally: Tally) -> dict[str, float | None]:
     for k, value in enumerate(tally.accept_at, start=1):
         numbers[f"accept@{k}"] = value
         numbers[f"accept@{k}_count"] = tally.offered[k - 1] or None
-    numbers |= {f"seconds_{stage}": tally.seconds.get(stage) if tally.rounds else None for stage in STAGES}
+    numbers |= {
+        f"seconds_{stage}": tally.seconds.get(stage) if tally.rounds else None for stage in STAGES
+    }
     return numbers
 
 
@@ -276,7 +344,9 @@ def _packed(tally: Tally, depth: int) -> Tensor:
 
     head = [tally.rounds, tally.drafted, tally.accepted, tally.emitted]
     tail = [tally.seconds.get(stage, 0.0) for stage in STAGES]
-    return torch.tensor([*head, *filled(tally.offered), *filled(tally.kept), *tail], dtype=torch.float64)
+    return torch.tensor(
+        [*head, *filled(tally.offered), *filled(tally.kept), *tail], dtype=torch.float64
+    )
 
 
 def _unpacked(values: Tensor) -> Tally:

@@ -1,4 +1,5 @@
-"""What a trained drafter is worth: acceptance on held-out prompts, speed against plain decoding, and the plan to package."""
+"""What a trained drafter is worth: acceptance on held-out prompts, speed against plain decoding,
+and the plan to package."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from drafttrain.checks import shown, whole
+from drafttrain.checks import integer, shown
 from drafttrain.decoding.conditions import conditions, dtype_name
 from drafttrain.decoding.measure import Measurement, Watch, unwatched
 from drafttrain.decoding.plan import Plan
@@ -25,7 +26,8 @@ class FinalConfig:
     prompts: int
     """Held-out prompts for acceptance."""
     samples: int
-    """How many of their answers are kept as samples; they are held-out text, so they stay in the run's folder."""
+    """How many of their answers are kept as samples; they are held-out text, so they stay in the
+    run's folder."""
     max_new_tokens: int
     batch: int
     acceptance: Mapping[str, Growth | None]
@@ -35,28 +37,44 @@ class FinalConfig:
     speed_new_tokens: int
     speed: Mapping[str, Growth | None]
     calibrated: Sequence[int] = ()
-    """Nodes of further trees for acceptance: the likeliest paths, by the accuracy of the drafter's heads on rows set aside."""
+    """Nodes of further trees for acceptance: the likeliest paths, by the accuracy of the drafter's
+    heads on rows set aside."""
     calibrated_speed: Sequence[int] = ()
     """The same, for speed."""
     change_rows: int = 32
-    """Held-out rows on which a target that was trained jointly is compared with the original; 0 compares none."""
+    """Held-out rows on which a target that was trained jointly is compared with the original; 0
+    compares none."""
 
     def __post_init__(self) -> None:
-        least = {"prompts": 0, "samples": 0, "max_new_tokens": 1, "batch": 1, "speed_prompts": 0, "speed_new_tokens": 1}
+        least = {
+            "prompts": 0,
+            "samples": 0,
+            "max_new_tokens": 1,
+            "batch": 1,
+            "speed_prompts": 0,
+            "speed_new_tokens": 1,
+        }
         for name, low in {**least, "change_rows": 0}.items():
-            whole(f"final.{name}", getattr(self, name), low)
+            integer(f"final.{name}", getattr(self, name), low)
         for name in ("acceptance", "speed"):
             trees = getattr(self, name)
             if not isinstance(trees, Mapping):
                 raise InputError(f"final.{name}={trees}: needs trees by name, {{}} for none")
             for label, tree in trees.items():
                 if not (tree is None or (isinstance(tree, Growth) and tree.size)):
-                    raise InputError(f"final.{name}.{label}={tree}: needs a tree that drafts something, or null to leave it out")
+                    raise InputError(
+                        f"final.{name}.{label}={tree}: needs a tree that drafts something, or null "
+                        f"to leave it out"
+                    )
 
         for name in ("calibrated", "calibrated_speed"):
             sizes = getattr(self, name)
-            if not isinstance(sizes, list | tuple) or not all(type(size) is int and size >= 1 for size in sizes):
-                raise InputError(f"final.{name}={shown(sizes)}: needs a list of numbers of nodes, [] for none")
+            if not isinstance(sizes, list | tuple) or not all(
+                type(size) is int and size >= 1 for size in sizes
+            ):
+                raise InputError(
+                    f"final.{name}={shown(sizes)}: needs a list of numbers of nodes, [] for none"
+                )
 
     @property
     def calibrates(self) -> bool:
@@ -66,8 +84,10 @@ class FinalConfig:
         """Refuse before training what could not be measured after it."""
         if self.calibrates and not drafter.has_heads:
             raise InputError(
-                f"final.calibrated: {type(drafter).__name__} has no heads whose accuracy could make a tree; set final.calibrated "
-                "and final.calibrated_speed to [], python -m drafttrain.tune makes trees for any drafter"
+                f"final.calibrated: {type(drafter).__name__} has no heads whose accuracy could "
+                f"make a tree; set final.calibrated "
+                "and final.calibrated_speed to [], python -m drafttrain.tune makes trees for any "
+                "drafter"
             )
         for name in ("calibrated", "calibrated_speed"):
             for size in getattr(self, name):
@@ -83,13 +103,15 @@ class Worth:
     """Measured rows and what they led to."""
 
     plan: Plan
-    """The fastest measured; where no speed was measured, the one with the highest tau; else the one given."""
+    """The fastest measured; where no speed was measured, the one with the highest tau; else the one
+    given."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     change: dict[str, Any] | None = None
     """What joint training did to the target."""
     samples: dict[str, Any] | None = None
-    """Some answers as that plan decoded them, see `drafttrain.decoding.samples`; None where none was measured."""
+    """Some answers as that plan decoded them, see `drafttrain.decoding.samples`; None where none
+    was measured."""
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -107,7 +129,8 @@ def measure(
     seed: int = 0,
     watch: Watch = unwatched,
 ) -> Worth:
-    """Decode with every tree of the configuration, and with the speculator's own where that is none of them.
+    """Decode with every tree of the configuration, and with the speculator's own where that is none
+    of them.
 
     Args:
         calibrate: makes the calibrated tree of so many nodes, where some are wanted.
@@ -116,7 +139,8 @@ def measure(
     """
     shaped = speculator.drafter.shaped
     trees, fast = (
-        {name: tree and shaped(tree) for name, tree in table.items()} for table in (config.acceptance, config.speed)
+        {name: tree and shaped(tree) for name, tree in table.items()}
+        for table in (config.acceptance, config.speed)
     )
     if calibrate is not None:
         trees |= {f"calibrated_{size}": calibrate(size) for size in config.calibrated}
@@ -137,7 +161,13 @@ def measure(
             seed=seed,
             watch=lambda items, what, name=name: watch(items, f"{name}: {what}"),
         )
-        row = {"label": name, "measured": "acceptance", **found.row(), "speedup": None, "speedup_interval": None}
+        row = {
+            "label": name,
+            "measured": "acceptance",
+            **found.row(),
+            "speedup": None,
+            "speedup_interval": None,
+        }
         rows.append(row)
         if row["tau"] is not None and (best is None or row["tau"] > best[0]):
             best = (row["tau"], found.plan, found)
@@ -145,7 +175,11 @@ def measure(
     racing = list(prompts[: config.speed_prompts])
     if named and racing:
         raced = speculator.measure_speed(
-            racing, [plan for _, plan in named], max_new_tokens=config.speed_new_tokens, seed=seed, watch=watch
+            racing,
+            [plan for _, plan in named],
+            max_new_tokens=config.speed_new_tokens,
+            seed=seed,
+            watch=watch,
         )
         fastest: tuple[float, Plan, Measurement] | None = None
         for (name, plan), found in zip(named, raced, strict=True):
@@ -167,4 +201,6 @@ def measure(
     if best is None:
         return Worth(speculator.plan, rows, settings)
     _, plan, chosen = best
-    return Worth(plan, rows, settings, samples=samples_of(speculator.target, prompts, chosen, config.samples))
+    return Worth(
+        plan, rows, settings, samples=samples_of(speculator.target, prompts, chosen, config.samples)
+    )

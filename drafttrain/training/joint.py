@@ -1,10 +1,13 @@
-"""Medusa-2 (Cai et al. 2024, arXiv:2401.10774, sections 2.2.2 and 2.3.2): heads and target are trained together.
+"""Medusa-2 (Cai et al. 2024, arXiv:2401.10774, sections 2.2.2 and 2.3.2): heads and target are
+trained together.
 
-The target learns through an adapter alone. Its loss is self-distillation: KL(p_original || p_current) over the supervised tokens;
-the original is the same weights with the adapter off, so there is no second model. To that comes lambda_0 times the loss of the
-heads, whose gradient reaches the target through the hidden states that they read. Both sums are divided by the supervised tokens.
+The target learns through an adapter alone. Its loss is self-distillation: KL(p_original ||
+p_current) over the supervised tokens; the original is the same weights with the adapter off, so
+there is no second model. To that comes lambda_0 times the loss of the heads, whose gradient reaches
+the target through the hidden states that they read. Both sums are divided by the supervised tokens.
 
-The target changes with every update, so its features cannot be kept: both passes are made anew for every batch.
+The target changes with every update, so its features cannot be kept: both passes are made anew for
+every batch.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.checks import number, shown, whole
+from drafttrain.checks import integer, number, shown
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Loss
@@ -44,29 +47,37 @@ class Joint:
     dropout: float
     """On what the adapter reads, while it learns."""
     linears: str | Sequence[str]
-    """Last parts of the names of the decoder layers' linears that get an adapter; `all` for all of them. The paper adapts the LM
-    head too, which is borrowed frozen here."""
+    """Last parts of the names of the decoder layers' linears that get an adapter; `all` for all of
+    them. The paper adapts the LM head too, which is borrowed frozen here."""
     lambda_0: float
     """Weight of the heads' loss."""
     ramp: str
     """constant, or sine: the weight of update u of n, from 0, is lambda_0 sin(pi / 2 * u / n)."""
     head_lr_factor: float
-    """The rate of every head parameter over the target's. The public code multiplies that of weights and forgets biases."""
+    """The rate of every head parameter over the target's. The public code multiplies that of
+    weights and forgets biases."""
     chunk: int
     """Positions whose logits exist at one time in the loss of the target."""
 
     def __post_init__(self) -> None:
-        whole("joint.rank", self.rank, 0, LARGEST_RANK)
-        whole("joint.chunk", self.chunk, 1)
+        integer("joint.rank", self.rank, 0, LARGEST_RANK)
+        integer("joint.chunk", self.chunk, 1)
         for name in ("alpha", "lambda_0", "head_lr_factor", "dropout"):
             number(f"joint.{name}", getattr(self, name))
         if not (self.alpha > 0 and self.head_lr_factor > 0 and self.dropout < 1):
             raise InputError("joint needs alpha and head_lr_factor above 0, and dropout below 1")
         if self.ramp not in RAMPS:
             raise InputError(f"joint.ramp={self.ramp}: give one of {', '.join(RAMPS)}")
-        names = isinstance(self.linears, list | tuple) and self.linears and all(isinstance(one, str) for one in self.linears)
+        names = (
+            isinstance(self.linears, list | tuple)
+            and self.linears
+            and all(isinstance(one, str) for one in self.linears)
+        )
         if self.linears != ALL and not names:
-            raise InputError(f"joint.linears={shown(self.linears)}: give all, or a list of names such as [q_proj, v_proj]")
+            raise InputError(
+                f"joint.linears={shown(self.linears)}: give all, or a list of names such as "
+                f"[q_proj, v_proj]"
+            )
         if self.rank:
             need_peft()
 
@@ -81,7 +92,8 @@ class Joint:
         """Raise InputError if such a drafter cannot be trained jointly."""
         if not drafter.has_heads:
             raise InputError(
-                f"joint training teaches the target through heads on its last hidden state; {type(drafter).__name__} has "
+                f"joint training teaches the target through heads on its last hidden state; "
+                f"{type(drafter).__name__} has "
                 "none: give drafter=medusa or drafter=hydra_heads, or joint=null"
             )
 
@@ -89,7 +101,8 @@ class Joint:
         """Raise InputError if the ramp needs the number of updates and there is none."""
         if self.ramp == "sine" and updates is None:
             raise InputError(
-                "joint.ramp=sine counts updates, and trainer.max_minutes alone does not say how many there will be: give "
+                "joint.ramp=sine counts updates, and trainer.max_minutes alone does not say how "
+                "many there will be: give "
                 "trainer.max_epochs or trainer.max_steps too, or joint.ramp=constant"
             )
 
@@ -98,7 +111,12 @@ class Joint:
         if not self.rank:
             return None
         return Trained(
-            target, rank=self.rank, alpha=self.alpha, dropout=self.dropout, linears=self.linears, seed=seed
+            target,
+            rank=self.rank,
+            alpha=self.alpha,
+            dropout=self.dropout,
+            linears=self.linears,
+            seed=seed,
         )
 
 
@@ -110,19 +128,23 @@ def self_distillation(
     Departs from the public code, which divides by all positions.
 
     Args:
-        hidden: (b s d) the current last hidden states, with grad; original: (b s d) those of the original.
+        hidden: (b s d) the current last hidden states, with grad; original: (b s d) those of the
+            original.
         chunk: positions whose logits exist at one time.
     Returns: () float32 sum with grad, () float32 count.
     """
     row, place = batch.loss_mask.to(hidden.device).nonzero(as_tuple=True)  # t
     row, place = row[place >= 1], place[place >= 1]
     before = (row, place - 1)
-    total, _ = losses.over_vocabulary(hidden[before], original[before], target.head, losses.forward_kl, chunk=chunk)
+    total, _ = losses.over_vocabulary(
+        hidden[before], original[before], target.head, losses.forward_kl, chunk=chunk
+    )
     return total, total.new_tensor(float(len(row)))
 
 
 class JointModule(DraftModule):
-    """Trains heads and, through an adapter, the target. Only the adapter is a child, not the target.
+    """Trains heads and, through an adapter, the target. Only the adapter is a child, not the
+    target.
 
     Args:
         adapter: None leaves the target frozen.
@@ -149,7 +171,9 @@ class JointModule(DraftModule):
 
     def judge(self, batch: Batch) -> tuple[Loss, float]:
         weight = self.joint.weight(self.updates, self.course.updates)
-        with torch.autocast(self.target.device.type, enabled=False):  # both passes in the target's own precision
+        with torch.autocast(
+            self.target.device.type, enabled=False
+        ):  # both passes in the target's own precision
             hidden, kl, count = self._distilled(batch)
         ready = time.perf_counter()
         heads = self.drafter.loss(batch, Features(last_hidden=hidden), generator=self._generator())
@@ -164,18 +188,24 @@ class JointModule(DraftModule):
 
     def _distilled(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """(b s d) the current hidden states, their loss and the supervised tokens."""
-        with torch.no_grad(), contextlib.nullcontext() if self.adapter is None else self.adapter.off():
+        with (
+            torch.no_grad(),
+            contextlib.nullcontext() if self.adapter is None else self.adapter.off(),
+        ):
             original = self.target.hidden(batch.input_ids)
         if self.adapter is None:
             count = (batch.loss_mask[:, 1:]).sum().float().to(original.device)
             return original, torch.zeros((), device=original.device), count
         with self._chance(), self.adapter.learning():
             hidden = self.target.hidden(batch.input_ids)
-        return hidden, *self_distillation(self.target, hidden, original, batch, chunk=self.joint.chunk)
+        return hidden, *self_distillation(
+            self.target, hidden, original, batch, chunk=self.joint.chunk
+        )
 
     @contextlib.contextmanager
     def _chance(self) -> Iterator[None]:
-        """Dropout draws from the global source: here its numbers depend on what `_generator`'s depend on, too."""
+        """Dropout draws from the global source: here its numbers depend on what `_generator`'s
+        depend on, too."""
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self._noise_seed())
             yield
@@ -183,4 +213,8 @@ class JointModule(DraftModule):
     def groups(self) -> list[dict[str, Any]]:
         (heads,) = super().groups()
         heads["factor"] = float(self.joint.head_lr_factor)
-        return [heads] if self.adapter is None else [{"params": list(self.adapter.parameters())}, heads]
+        return (
+            [heads]
+            if self.adapter is None
+            else [{"params": list(self.adapter.parameters())}, heads]
+        )

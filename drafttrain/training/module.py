@@ -1,8 +1,10 @@
-"""One LightningModule for every drafter: ask the source for features, call `drafter.loss`, sum, divide last, update.
+"""One LightningModule for every drafter: ask the source for features, call `drafter.loss`, sum,
+divide last, update.
 
-Losses come as sums. Gradients of sums are added up over a window of accumulated micro-batches and over all processes; then they
-are divided once, by the supervised tokens of the whole window. So neither accumulation nor processes nor padding nor the
-distribution of supervised tokens over them changes an update, and a window without supervised tokens makes none.
+Losses come as sums. Gradients of sums are added up over a window of accumulated micro-batches and
+over all processes; then they are divided once, by the supervised tokens of the whole window. So
+neither accumulation nor processes nor padding nor the distribution of supervised tokens over them
+changes an update, and a window without supervised tokens makes none.
 """
 
 from __future__ import annotations
@@ -43,20 +45,43 @@ class DraftModule(LightningModule):
         source: supplies the features that the drafter needs.
         optim: the optimiser's settings.
         course: how micro-batches become updates, and when the run ends.
-        seed: of the training noise. Noise depends on (seed, number of the micro-batch, process) alone.
+        seed: of the training noise. Noise depends on (seed, number of the micro-batch, process)
+            alone.
         log_every: updates of a logged window.
     """
 
     def __init__(
-        self, drafter: Drafter, source: Source, optim: AdamW, course: Course, *, seed: int = 0, log_every: int = 10
+        self,
+        drafter: Drafter,
+        source: Source,
+        optim: AdamW,
+        course: Course,
+        *,
+        seed: int = 0,
+        log_every: int = 10,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        odd = sorted({str(p.dtype) for p in drafter.parameters() if p.requires_grad and p.dtype != torch.float32})
+        odd = sorted(
+            {
+                str(p.dtype)
+                for p in drafter.parameters()
+                if p.requires_grad and p.dtype != torch.float32
+            }
+        )
         if odd:
-            raise InputError(f"trainable weights are {', '.join(odd)}: train in float32, where small updates are not rounded away")
+            raise InputError(
+                f"trainable weights are {', '.join(odd)}: train in float32, where small updates "
+                f"are not rounded away"
+            )
         self.drafter = drafter
-        self.source, self.optim, self.course, self.seed, self.log_every = source, optim, course, seed, log_every
+        self.source, self.optim, self.course, self.seed, self.log_every = (
+            source,
+            optim,
+            course,
+            seed,
+            log_every,
+        )
         self.rate = optim.resolve(course.updates)
         # Where the run stands; all of it travels in checkpoints.
         self.position = 0
@@ -80,13 +105,14 @@ class DraftModule(LightningModule):
         self.just_updated = False
         """Did the last micro-batch close a window with an update?"""
         self.sharding: Sharding | None = None
-        """How processes share the drafter among them, while they train it; None: each has all of it."""
+        """How processes share the drafter among them, while they train it; None: each has all of
+        it."""
         self._optimiser_state: dict[str, Any] | None = None
         self._began: float | None = None
         self._window = Sums()
         self._logged = Sums()
 
-    # One micro-batch ----------------------------------------------------------------------------------------------
+    # One micro-batch ------------------------------------------------------------------------------
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         began = time.perf_counter()
         closes = self.course.closes(self.position)
@@ -117,11 +143,12 @@ class DraftModule(LightningModule):
         return self.drafter.loss(batch, features, generator=self._generator()), ready
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """While it lasts, `drafter` has all its weights on this process; every process must come here."""
+    def gathered(self) -> Iterator[None]:
+        """While it lasts, `drafter` has all its weights on this process; every process must come
+        here."""
         shared = self.drafter
         if self.sharding is not None:
-            self.drafter = self.sharding.whole()
+            self.drafter = self.sharding.gathered()
         try:
             yield
         finally:
@@ -143,14 +170,22 @@ class DraftModule(LightningModule):
         """Every process comes here behind the same micro-batch, whatever it had to learn from."""
         total, count = self._window.values["loss"]
         late = self.course.seconds is not None and self.seconds >= self.course.seconds
-        words = torch.stack([count.double(), total.double(), total.new_tensor(self.stop_requested), total.new_tensor(late)])
+        words = torch.stack(
+            [
+                count.double(),
+                total.double(),
+                total.new_tensor(self.stop_requested),
+                total.new_tensor(late),
+            ]
+        )
         words = over_processes(words)
         tokens, loss, signals, clocks = words.tolist()
         optimiser = cast(torch.optim.Optimizer, self.optimizers())
         parameters = [p for p in self.parameters() if p.grad is not None]
         if not math.isfinite(loss):
             raise InputError(
-                f"the loss of update {self.updates} is {loss} (rows of this process: {self._window.rows}): lower optim.lr, clip "
+                f"the loss of update {self.updates} is {loss} (rows of this process: "
+                f"{self._window.rows}): lower optim.lr, clip "
                 "with optim.clip_norm, or look at these rows; the last checkpoint is from before"
             )
         if tokens > 0:
@@ -168,14 +203,17 @@ class DraftModule(LightningModule):
             self.empty_windows += 1
         optimiser.zero_grad()
         self._window = Sums()
-        stop = signals and not self.finished  # What has reached its end is measured there, and has nothing to go on with.
+        stop = (
+            signals and not self.finished
+        )  # What has reached its end is measured there, and has nothing to go on with.
         if stop or clocks:
             self.stopped = "signal" if stop else "time"
             self.trainer.should_stop = True
 
-    # The log --------------------------------------------------------------------------------------------------------
+    # The log --------------------------------------------------------------------------------------
     def _log_window(self) -> None:
-        """Log the means over the window's supervised tokens, over all processes; evaluation never touches these sums."""
+        """Log the means over the window's supervised tokens, over all processes; evaluation never
+        touches these sums."""
         logged, self._logged = self._logged, Sums()
         names = sorted(logged.values)
         words = [value.double() for name in names for value in logged.values[name]]
@@ -188,12 +226,15 @@ class DraftModule(LightningModule):
         metrics["train/lr"] = self.optim.lr * self.rate(self.updates - 1)
         metrics["train/epoch"] = self.course.epoch(self.position)
         metrics["train/tokens_per_second"] = sums[-2] / logged.seconds if logged.seconds else None
-        metrics["train/feature_share"] = logged.feature_seconds / logged.seconds if logged.seconds else None
+        metrics["train/feature_share"] = (
+            logged.feature_seconds / logged.seconds if logged.seconds else None
+        )
         metrics["train/batches_without_labels"] = sums[-1]
         self.report(metrics)
 
     def report(self, metrics: Mapping[str, float | None]) -> None:
-        """Give numbers to the loggers, under the number of updates, and to the progress line; None is left out."""
+        """Give numbers to the loggers, under the number of updates, and to the progress line; None
+        is left out."""
         found = {name: float(value) for name, value in metrics.items() if value is not None}
         if rank() == 0 and found:
             for logger in self.trainer.loggers:
@@ -203,7 +244,7 @@ class DraftModule(LightningModule):
                 shown = ("train/loss", "val/tau")
                 note({name: value for name, value in found.items() if name in shown})
 
-    # Lightning ------------------------------------------------------------------------------------------------------
+    # Lightning ------------------------------------------------------------------------------------
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optim.optimiser(self.groups())
 
@@ -216,26 +257,39 @@ class DraftModule(LightningModule):
             self._take_optimiser_state(self._optimiser_state)
             self._optimiser_state = None
         # Lightning counts updates too, for its limit and for the progress line.
-        self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed = self.updates
+        self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed = (
+            self.updates
+        )
 
     def _take_optimiser_state(self, state: dict[str, Any]) -> None:
-        """Moments and counts; how they are used, such as the decay, is what this run's settings say.
+        """Moments and counts; how they are used, such as the decay, is what this run's settings
+        say.
 
         Raises: InputError if it is not of these weights.
         """
         groups = self.trainer.optimizers[0].param_groups
-        own = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        own = [
+            {name: value for name, value in group.items() if name != "params"} for group in groups
+        ]
         try:
             self.trainer.strategy.load_optimizer_state_dict({"optimizer_states": [state]})
         except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-            raise InputError(f"the checkpoint's optimiser does not fit ({first_line(error)}): give another checkpoint") from error
+            raise InputError(
+                f"the checkpoint's optimiser does not fit ({first_line(error)}): give another "
+                f"checkpoint"
+            ) from error
         for group, mine in zip(self.trainer.optimizers[0].param_groups, own, strict=True):
             group.update(mine)
         for weight, moments in self.trainer.optimizers[0].state.items():
-            odd = [m for m in moments.values() if isinstance(m, Tensor) and m.dim() and m.shape != weight.shape]
+            odd = [
+                m
+                for m in moments.values()
+                if isinstance(m, Tensor) and m.dim() and m.shape != weight.shape
+            ]
             if odd:
                 raise InputError(
-                    f"the checkpoint's optimiser does not fit (moments of {tuple(odd[0].shape)} for weights of "
+                    f"the checkpoint's optimiser does not fit (moments of {tuple(odd[0].shape)} "
+                    f"for weights of "
                     f"{tuple(weight.shape)}): give another checkpoint"
                 )
 
@@ -256,12 +310,15 @@ class DraftModule(LightningModule):
     @property
     def seconds(self) -> float:
         """Wall seconds of training so far, earlier parts of a resumed run included."""
-        return self.seconds_before + (0.0 if self._began is None else time.monotonic() - self._began)
+        return self.seconds_before + (
+            0.0 if self._began is None else time.monotonic() - self._began
+        )
 
-    # Checkpoints ------------------------------------------------------------------------------------------------------
+    # Checkpoints ----------------------------------------------------------------------------------
     def progress(self) -> dict[str, Any]:
-        """Where the run stands behind its last closed window; an open one is begun again, nothing of it is in the weights. Its
-        position is that of all processes together, so that a run may go on in another number of them."""
+        """Where the run stands behind its last closed window; an open one is begun again, nothing
+        of it is in the weights. Its position is that of all processes together, so that a run may
+        go on in another number of them."""
         return {
             "position": self.closed * world_size(),
             "updates": self.updates,
@@ -271,7 +328,8 @@ class DraftModule(LightningModule):
         }
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
-        """Take over a checkpoint's weights and place; the optimiser's state follows when there is an optimiser."""
+        """Take over a checkpoint's weights and place; the optimiser's state follows when there is
+        an optimiser."""
         self.load_state_dict(state["weights"])
         progress = state["progress"]
         self.position = self.closed = progress["position"] // world_size()
@@ -297,7 +355,9 @@ class Sums:
         for name, (total, count) in sums.items():
             before = self.values.get(name)
             total, count = total.double(), count.double()
-            self.values[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
+            self.values[name] = (
+                (total, count) if before is None else (before[0] + total, before[1] + count)
+            )
         self.rows += batch.row_ids.tolist()
         labels = float(batch.loss_mask.sum())
         self.tokens += labels

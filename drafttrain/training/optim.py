@@ -1,4 +1,5 @@
-"""The optimiser and its rate. The rate is a function of the number of updates alone, so a resumed run goes on where it was."""
+"""The optimiser and its rate. The rate is a function of the number of updates alone, so a resumed
+run goes on where it was."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drafttrain.checks import number, shown, whole
+from drafttrain.checks import integer, number, shown
 from drafttrain.errors import InputError
 
 SCHEDULES = ("cosine", "linear", "constant")
@@ -18,7 +19,8 @@ SCHEDULES = ("cosine", "linear", "constant")
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """AdamW with linear warm-up, then a schedule to `end_factor` of the rate; EAGLE-1's settings are those of `eagle1_paper`."""
+    """AdamW with linear warm-up, then a schedule to `end_factor` of the rate; EAGLE-1's settings
+    are those of `eagle1_paper`."""
 
     lr: float
     """The rate after warm-up."""
@@ -44,7 +46,9 @@ class AdamW:
         number("optim.lr", self.lr, above=0)
         pair = isinstance(self.betas, list | tuple) and len(self.betas) == 2
         if not pair or not all(type(beta) in (int, float) and 0 <= beta < 1 for beta in self.betas):
-            raise InputError(f"optim.betas={shown(self.betas)}: needs two numbers from 0 to below 1")
+            raise InputError(
+                f"optim.betas={shown(self.betas)}: needs two numbers from 0 to below 1"
+            )
         number("optim.weight_decay", self.weight_decay)
         number("optim.eps", self.eps, above=0)
         number("optim.end_factor", self.end_factor)
@@ -52,21 +56,27 @@ class AdamW:
             raise InputError(f"optim.end_factor={self.end_factor}: needs a share of lr from 0 to 1")
         number("optim.warmup", self.warmup)
         if self.warmup >= 1 and self.warmup != int(self.warmup):
-            raise InputError(f"optim.warmup={self.warmup}: needs a whole number of updates, or a share of the run below 1")
-        whole("optim.horizon", self.horizon, 1, null="the run's last update")
+            raise InputError(
+                f"optim.warmup={self.warmup}: needs a whole number of updates, or a share of the "
+                f"run below 1"
+            )
+        integer("optim.horizon", self.horizon, 1, null="the run's last update")
         for name in ("clip_norm", "clip_value"):
             number(f"optim.{name}", getattr(self, name), above=0, null="no clipping")
 
     def resolve(self, updates: int | None) -> Rate:
         """The schedule of a run of so many updates; None is a run that only a clock ends.
 
-        Raises: InputError if the schedule or its warm-up needs the number of updates and there is none.
+        Raises: InputError if the schedule or its warm-up needs the number of updates and there is
+        none.
         """
         end = self.horizon or updates
         if end is None and (self.schedule != "constant" or 0 < self.warmup < 1):
             raise InputError(
-                f"optim.schedule={self.schedule}, warmup={self.warmup} count updates, and trainer.max_minutes alone does not say "
-                "how many there will be: give trainer.max_epochs, trainer.max_steps or optim.horizon too, or a constant schedule "
+                f"optim.schedule={self.schedule}, warmup={self.warmup} count updates, and "
+                f"trainer.max_minutes alone does not say "
+                "how many there will be: give trainer.max_epochs, trainer.max_steps or "
+                "optim.horizon too, or a constant schedule "
                 "with warmup in updates"
             )
         warmup = round(self.warmup * (end or 0)) if self.warmup < 1 else int(self.warmup)
@@ -79,7 +89,12 @@ class AdamW:
         fused = all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
         betas = (self.betas[0], self.betas[1])
         return torch.optim.AdamW(
-            list(groups), lr=self.lr, betas=betas, eps=self.eps, weight_decay=self.weight_decay, fused=fused
+            list(groups),
+            lr=self.lr,
+            betas=betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            fused=fused,
         )
 
     def clip(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -100,7 +115,8 @@ class Rate:
     end_factor: float
 
     def __call__(self, update: int) -> float:
-        """Factor of the update with this number, from 0; 1 on the last of the warm-up, `end_factor` on the last of all."""
+        """Factor of the update with this number, from 0; 1 on the last of the warm-up, `end_factor`
+        on the last of all."""
         if update < self.warmup:
             return (update + 1) / self.warmup
         if self.end is None:
@@ -110,4 +126,9 @@ class Rate:
         return self.end_factor + (1 - self.end_factor) * left
 
     def facts(self) -> dict[str, Any]:
-        return {"schedule": self.schedule, "warmup": self.warmup, "end": self.end, "end_factor": self.end_factor}
+        return {
+            "schedule": self.schedule,
+            "warmup": self.warmup,
+            "end": self.end,
+            "end_factor": self.end_factor,
+        }

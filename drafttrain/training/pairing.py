@@ -1,5 +1,5 @@
-"""What puts a target and a drafter together for a run: set and device must fit, and a draft vocabulary is chosen; at the end a
-target that was trained too is laid out for decoding."""
+"""What puts a target and a drafter together for a run: set and device must fit, and a draft
+vocabulary is chosen; at the end a target that was trained too is laid out for decoding."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
 
 
-def check_set(target: Target, data: ConversationData, held_out: ConversationData | None, path: str) -> None:
-    """Raise InputError unless this very target wrote the set, and its rows fit into the target's context."""
+def check_set(
+    target: Target, data: ConversationData, held_out: ConversationData | None, path: str
+) -> None:
+    """Raise InputError unless this very target wrote the set, and its rows fit into the target's
+    context."""
     fingerprint.refuse_other(data.fingerprint, target.fingerprint, f"data.path={path}")
     data.check_vocabulary(target.vocab_size)
     longest = max(*data.lengths, *([] if held_out is None else held_out.lengths), 0)
     if longest > target.context:
         raise InputError(
-            f"data.path={path} has rows of up to {longest} tokens, the target's context holds {target.context}: set "
+            f"data.path={path} has rows of up to {longest} tokens, the target's context holds "
+            f"{target.context}: set "
             f"data.max_length={target.context}"
         )
 
@@ -28,9 +32,12 @@ def check_set(target: Target, data: ConversationData, held_out: ConversationData
 def check_device(target: Target, accelerator: str) -> None:
     """Raise InputError if the target is elsewhere than where training was asked for."""
     wanted = {"auto": target.device.type, "gpu": "cuda"}.get(accelerator, accelerator)
-    if wanted != target.device.type and not (wanted == "cuda" and target.device.type not in ("cpu", "mps")):
+    if wanted != target.device.type and not (
+        wanted == "cuda" and target.device.type not in ("cpu", "mps")
+    ):
         raise InputError(
-            f"trainer.accelerator={accelerator}, and the target is on {target.device}: the drafter trains where the target is, so "
+            f"trainer.accelerator={accelerator}, and the target is on {target.device}: the drafter "
+            f"trains where the target is, so "
             "give target.device or trainer.accelerator alone"
         )
 
@@ -48,7 +55,9 @@ def draft_vocabulary(
     ids = most_frequent(counts, size, always_proposable(target, data))
     said = f"draft vocabulary: {len(ids)} of {target.vocab_size} ids, {coverage(counts, ids):.1%} of training labels"
     if held_out is not None:
-        said += f", {coverage(held_out.label_counts(target.vocab_size), ids):.1%} of held-out labels"
+        said += (
+            f", {coverage(held_out.label_counts(target.vocab_size), ids):.1%} of held-out labels"
+        )
     return ids, said + "; the rest count as misses"
 
 

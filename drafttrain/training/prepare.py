@@ -1,4 +1,5 @@
-"""Put the parts of a run together: batches, features, module, evaluation, checkpoints; and take over what is resumed.
+"""Put the parts of a run together: batches, features, module, evaluation, checkpoints; and take
+over what is resumed.
 
 A drafter that learns nothing needs the first step alone: what is measured, and on which prompts.
 """
@@ -57,7 +58,9 @@ class Settings:
     @property
     def unmeasured(self) -> Settings:
         """The same fit, of which nothing is decoded before it is done."""
-        quiet = replace(self.eval, every=None, prompts=0, sim_rows=0, speed_prompts=0, patience=None)
+        quiet = replace(
+            self.eval, every=None, prompts=0, sim_rows=0, speed_prompts=0, patience=None
+        )
         return replace(self, eval=quiet)
 
 
@@ -132,8 +135,8 @@ class Training(Ready):
         }
 
     def settle(self, pack: Callable[[Target], None]) -> None:
-        """Take the adapter off the target, which is the original again, and go on with a tuned one, as the package will: what is
-        measured from here on is what a reader of the package gets.
+        """Take the adapter off the target, which is the original again, and go on with a tuned one,
+        as the package will: what is measured from here on is what a reader of the package gets.
 
         Args:
             pack: lays a target's weights out for decoding.
@@ -199,7 +202,9 @@ def prepare(
         show: draws what an evaluation found.
         make_source: builds the source of features from what only the run knows.
     """
-    ready = prepare_untrained(config, settings, run, target, drafter, data, calibration=calibration, say=say)
+    ready = prepare_untrained(
+        config, settings, run, target, drafter, data, calibration=calibration, say=say
+    )
     world, seed = world_size(), config["seed"]
     sampler = settings.trainer.sampler(data, seed=seed, rank=rank(), world=world)
     course = settings.trainer.course(sampler)
@@ -208,12 +213,16 @@ def prepare(
     if settings.trainer.batch_tokens is not None and settings.trainer.batch_tokens // parts < least:
         what = "a sequence" if settings.trainer.pack else "the longest row"
         say(
-            f"{parts} micro-batches share trainer.batch_tokens={settings.trainer.batch_tokens}, each less than {what} of {least} "
+            f"{parts} micro-batches share trainer.batch_tokens={settings.trainer.batch_tokens}, "
+            f"each less than {what} of {least} "
             "tokens: updates are larger than that"
         )
     if isinstance(sampler, PackedSampler):
         data = joined(data, sampler, target, drafter, say)
-    first = [settings.trainer.sampler(data, seed=seed, rank=r, world=world).batches(0) for r in range(world)]
+    first = [
+        settings.trainer.sampler(data, seed=seed, rank=r, world=world).batches(0)
+        for r in range(world)
+    ]
     groups = [group for batches in first for group in batches if group[0] >= 0]
     shared = world > 1 and int(os.environ.get("LOCAL_WORLD_SIZE", world)) == world
     joint = settings.joint
@@ -224,7 +233,14 @@ def prepare(
     if joint is not None:
         source = sim = LiveFeatures(target, drafter.needs)
         module = JointModule(
-            drafter, source, settings.optim, course, target=target, adapter=adapter, joint=joint, **common
+            drafter,
+            source,
+            settings.optim,
+            course,
+            target=target,
+            adapter=adapter,
+            joint=joint,
+            **common,
         )
     else:
         source = make_source(
@@ -235,7 +251,11 @@ def prepare(
             spill_dir=run.scratch if shared or world == 1 else run.scratch / str(rank()),
             shared=shared,
         )
-        sim = None if held_out is None else kept_in_memory(target, drafter, held_out, config["features"])
+        sim = (
+            None
+            if held_out is None
+            else kept_in_memory(target, drafter, held_out, config["features"])
+        )
         module = DraftModule(drafter, source, settings.optim, course, **common)
     say(source.describe())
     decode = DecodeCallback(
@@ -250,7 +270,12 @@ def prepare(
     )
     facts = facts_of(config, target, data, module, world, source.facts())
     keeper = Keeper(
-        run.checkpoints, settings.checkpoint, decode, patience=settings.eval.patience, facts=facts, settings=config
+        run.checkpoints,
+        settings.checkpoint,
+        decode,
+        patience=settings.eval.patience,
+        facts=facts,
+        settings=config,
     )
     stream = Stream(data, sampler, course)
     refuse_full_disk(run.folder, module)
@@ -259,26 +284,41 @@ def prepare(
         try:
             module.continue_from(run.resumed)
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-            raise InputError(f"the checkpoint's weights do not fit ({first_line(error)}): give another checkpoint") from error
+            raise InputError(
+                f"the checkpoint's weights do not fit ({first_line(error)}): give another "
+                f"checkpoint"
+            ) from error
         keeper.load_state_dict(run.resumed["keeper"])
         if run.resumed["decode"] is not None:
             decode.load_state_dict(run.resumed["decode"])
         stream.position = module.position
         say(f"goes on behind update {module.updates}, {course.epoch(module.position):.2f} epochs")
     return Training(
-        **vars(ready), module=module, stream=stream, source=source, decode=decode, keeper=keeper, adapter=adapter
+        **vars(ready),
+        module=module,
+        stream=stream,
+        source=source,
+        decode=decode,
+        keeper=keeper,
+        adapter=adapter,
     )
 
 
 def joined(
-    data: ConversationData, sampler: PackedSampler, target: Target, drafter: Drafter, say: Callable[[str], None]
+    data: ConversationData,
+    sampler: PackedSampler,
+    target: Target,
+    drafter: Drafter,
+    say: Callable[[str], None],
 ) -> ConversationData:
-    """Rows that are joined into sequences. Raises InputError if target or drafter would not keep them apart."""
+    """Rows that are joined into sequences. Raises InputError if target or drafter would not keep
+    them apart."""
     drafter.check_packing()
     by = target.choose_isolation()
     how = "a dense mask" if by == isolation.DENSE else "flex_attention"
     say(
-        f"rows are joined into sequences of {sampler.sequence} tokens, {sampler.filled:.0%} filled; the target keeps them apart "
+        f"rows are joined into sequences of {sampler.sequence} tokens, {sampler.filled:.0%} "
+        f"filled; the target keeps them apart "
         f"by {how}"
     )
     return data.joined(sampler.sequence)
@@ -296,14 +336,24 @@ def usable_prompts(
     target: Target, data: ConversationData, settings: Settings, say: Callable[[str], None]
 ) -> list[list[int]]:
     """Held-out prompts that leave room in the target's context."""
-    room = max(settings.eval.max_new_tokens, settings.final.max_new_tokens, settings.final.speed_new_tokens)
+    room = max(
+        settings.eval.max_new_tokens, settings.final.max_new_tokens, settings.final.speed_new_tokens
+    )
     prompts = [prompt for prompt in data.set.prompts() if prompt]
     usable = [prompt for prompt in prompts if len(prompt) + room <= target.context]
-    if prompts and not usable and (settings.eval.prompts or settings.final.prompts or settings.final.speed_prompts):
+    if (
+        prompts
+        and not usable
+        and (settings.eval.prompts or settings.final.prompts or settings.final.speed_prompts)
+    ):
         raise InputError(
-            f"none of the {len(prompts)} held-out prompts leaves {room} of the target's {target.context} tokens of context: "
+            f"none of the {len(prompts)} held-out prompts leaves {room} of the target's "
+            f"{target.context} tokens of context: "
             "lower eval.max_new_tokens, final.max_new_tokens and final.speed_new_tokens"
         )
     if len(usable) < len(prompts):
-        say(f"{len(prompts) - len(usable)} held-out prompts leave less than {room} tokens of the context and are not decoded")
+        say(
+            f"{len(prompts) - len(usable)} held-out prompts leave less than {room} tokens of the "
+            f"context and are not decoded"
+        )
     return usable

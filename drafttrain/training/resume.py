@@ -1,4 +1,5 @@
-"""Is this the same run? What decides which update comes next, and what may differ between the parts of one run."""
+"""Is this the same run? What decides which update comes next, and what may differ between the parts
+of one run."""
 
 from __future__ import annotations
 
@@ -20,19 +21,26 @@ def facts_of(
     world: int,
     features: dict[str, Any],
 ) -> dict[str, Any]:
-    """What decides which update comes next, the facts of the source of features among it. A run is only resumed where all of it is
-    the same."""
+    """What decides which update comes next, the facts of the source of features among it. A run is
+    only resumed where all of it is the same."""
     in_rate = ("warmup", "schedule", "end_factor", "horizon")
     return {
         "target": target.fingerprint,
         "data": data.set.digest,
-        "rows": {name: value for name, value in config["data"].items() if name not in ("_target_", "path")},
+        "rows": {
+            name: value
+            for name, value in config["data"].items()
+            if name not in ("_target_", "path")
+        },
         "drafter": config["drafter"],
         "draft_vocab": config["draft_vocab"],
         "joint": config.get("joint"),
         "optim": {name: value for name, value in config["optim"].items() if name not in in_rate},
         "rate": module.rate.facts(),
-        "batches": {name: config["trainer"][name] for name in ("batch_tokens", "batch_rows", "pack", "precision")},
+        "batches": {
+            name: config["trainer"][name]
+            for name in ("batch_tokens", "batch_rows", "pack", "precision")
+        },
         "accumulate x processes": config["trainer"]["accumulate"] * world,
         "features": features,
         "seed": config["seed"],
@@ -41,7 +49,10 @@ def facts_of(
 
 
 def refuse_other_run(
-    resumed: dict[str, Any], facts: dict[str, Any], config: dict[str, Any], say: Callable[[str], None]
+    resumed: dict[str, Any],
+    facts: dict[str, Any],
+    config: dict[str, Any],
+    say: Callable[[str], None],
 ) -> None:
     """List what differs from the earlier part of the run; refuse what would make it another run."""
     important = differences(resumed["facts"], facts)
@@ -52,5 +63,10 @@ def refuse_other_run(
         listed = "; ".join(f"{key} was {before}, is {now}" for key, (before, now) in other.items())
         say(f"settings differ from the earlier part of this run: {listed}")
     if important:
-        listed = "; ".join(f"{key} was {before}, is {now}" for key, (before, now) in important.items())
-        raise InputError(f"this would not be the same run ({listed}): start a new one with another run_dir, or set these back")
+        listed = "; ".join(
+            f"{key} was {before}, is {now}" for key, (before, now) in important.items()
+        )
+        raise InputError(
+            f"this would not be the same run ({listed}): start a new one with another run_dir, or "
+            f"set these back"
+        )

@@ -1,12 +1,15 @@
-"""Fully sharded training (PyTorch's `fully_shard`, after ZeRO, Rajbhandari et al. 2019, arXiv:1910.02054): every process keeps its
-share of the drafter's weights, gradients and moments, and gathers whole weights for the loss of a micro-batch.
+"""Fully sharded training (PyTorch's `fully_shard`, after ZeRO, Rajbhandari et al. 2019,
+arXiv:1910.02054): every process keeps its share of the drafter's weights, gradients and moments,
+and gathers whole weights for the loss of a micro-batch.
 
-What is trained is one unit, gathered once a micro-batch and dropped behind its backward pass. The target is no part of it: each
-process has all of it. Gradients are the mean over processes, as under DDP, so that an update is the same.
+What is trained is one unit, gathered once a micro-batch and dropped behind its backward pass. The
+target is no part of it: each process has all of it. Gradients are the mean over processes, as under
+DDP, so that an update is the same.
 
-Checkpoints hold whole tensors under the names that they have without sharding: nothing in them tells of the strategy or of how
-many processes there were. Evaluation decodes with a whole copy, for which weights are gathered; every process does so at the same
-place, and none gathers anything where another does not.
+Checkpoints hold whole tensors under the names that they have without sharding: nothing in them
+tells of the strategy or of how many processes there were. Evaluation decodes with a whole copy, for
+which weights are gathered; every process does so at the same place, and none gathers anything where
+another does not.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from drafttrain.flow import Batch, Features, Loss
 
 
 class _Judge(nn.Module):
-    """The unit that is sharded: its forward pass is the drafter's loss, during which whole weights are there."""
+    """The unit that is sharded: its forward pass is the drafter's loss, during which whole weights
+    are there."""
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()
@@ -46,7 +50,8 @@ class Sharding:
     """A drafter of which this process keeps a share.
 
     Args:
-        drafter: with the same weights on every process, rank 0's where they are not; it stays whole.
+        drafter: with the same weights on every process, rank 0's where they are not; it stays
+            whole.
     """
 
     def __init__(self, drafter: Drafter, device: torch.device) -> None:
@@ -77,14 +82,17 @@ class Sharding:
             self._judge.set_requires_gradient_sync(True)
 
     @torch.no_grad()
-    def whole(self) -> Drafter:
+    def gathered(self) -> Drafter:
         """The drafter with its present weights, whole; every process must come here."""
-        self.plain.load_state_dict({name: gathered(value) for name, value in self.drafter.state_dict().items()})
+        self.plain.load_state_dict(
+            {name: gathered(value) for name, value in self.drafter.state_dict().items()}
+        )
         return self.plain
 
 
 def gathered(value: Any) -> Any:
-    """A whole tensor of one that processes share; anything else as it is. Every process must come here."""
+    """A whole tensor of one that processes share; anything else as it is. Every process must come
+    here."""
     return value.full_tensor().detach() if isinstance(value, DTensor) else value
 
 
@@ -101,7 +109,9 @@ def shared_out(state: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict[s
             raise ValueError(f"there is a state of weight {number}, and {len(parameters)} weights")
         parameter = parameters[number]
         found[number] = {
-            name: _share(value, parameter) if isinstance(value, Tensor) and value.shape == parameter.shape else value
+            name: _share(value, parameter)
+            if isinstance(value, Tensor) and value.shape == parameter.shape
+            else value
             for name, value in values.items()
         }
     return {**state, "state": found}
@@ -111,7 +121,9 @@ def _share(value: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return value
     # Every process has read the whole, so nothing is sent.
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(
+        value.to(like.device), like.device_mesh, like.placements, src_data_rank=None
+    )
 
 
 class Sharded(ModelParallelStrategy):
@@ -119,7 +131,10 @@ class Sharded(ModelParallelStrategy):
 
     def __init__(self, world: int, *, backend: str | None) -> None:
         super().__init__(
-            data_parallel_size=world, tensor_parallel_size=1, save_distributed_checkpoint=False, process_group_backend=backend
+            data_parallel_size=world,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=False,
+            process_group_backend=backend,
         )
         self._sharding: Sharding | None = None
 
@@ -142,7 +157,8 @@ class Sharded(ModelParallelStrategy):
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors on the first process, nothing on the others; every process must come here."""
+        """Whole tensors on the first process, nothing on the others; every process must come
+        here."""
         assert self.lightning_module is not None
         found = {}
         for name, value in self.lightning_module.state_dict().items():
@@ -153,7 +169,9 @@ class Sharded(ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """As `lightning_module_state_dict`, in the form that the optimiser has without sharding."""
-        state = (optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
+        state = (
+            optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        ).state_dict()
         found: dict[int, dict[str, Any]] = {}
         for number, values in state["state"].items():
             own = {}
@@ -165,12 +183,14 @@ class Sharded(ModelParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            parameters = [cast(Tensor, p) for group in optimizer.param_groups for p in group["params"]]
+            parameters = [
+                cast(Tensor, p) for group in optimizer.param_groups for p in group["params"]
+            ]
             optimizer.load_state_dict(shared_out(state, parameters))
 
     def on_train_end(self) -> None:
         if self._sharding is not None:
-            self._sharding.whole()
+            self._sharding.gathered()
 
     def teardown(self) -> None:
         """Nothing is gathered here: other processes may be gone."""

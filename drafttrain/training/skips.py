@@ -1,13 +1,17 @@
-"""Which sub-layers `selfspec` leaves out, searched by decoding (Zhang et al. 2024, arXiv:2309.08168, section 3.3).
+"""Which sub-layers `selfspec` leaves out, searched by decoding (Zhang et al. 2024,
+arXiv:2309.08168, section 3.3).
 
-The source maximises tokens a second on some prompts by Bayesian optimisation: a Gaussian process over [0, 1]^2L, cut at one half.
-Departs from it:
+The source maximises tokens a second on some prompts by Bayesian optimisation: a Gaussian process
+over [0, 1]^2L, cut at one half. Departs from it:
 
-- The optimiser is optuna's tree-structured Parzen estimator over 2L choices: no thresholds, and the same for the same seed.
-- It begins with guesses. On a little text, every sub-layer is left out alone, and the target's law compared with what is then left
-  of it; the first trials leave out the sub-layers that harm least, ever more of them.
-- Tokens are divided by what decoding them costs, a pass of the target being one and a draft the share of its weights that it reads:
-  what time comes to where weights bound it, and the same on every machine. `objective: speed` counts seconds, as the source does.
+- The optimiser is optuna's tree-structured Parzen estimator over 2L choices: no thresholds, and the
+  same for the same seed.
+- It begins with guesses. On a little text, every sub-layer is left out alone, and the target's law
+  compared with what is then left of it; the first trials leave out the sub-layers that harm least,
+  ever more of them.
+- Tokens are divided by what decoding them costs, a pass of the target being one and a draft the
+  share of its weights that it reads: what time comes to where weights bound it, and the same on
+  every machine. `objective: speed` counts seconds, as the source does.
 """
 
 from __future__ import annotations
@@ -54,7 +58,12 @@ class Trial:
 
     def row(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"skip_attention": list(self.choice[0]), "skip_mlp": list(self.choice[1]), "value": self.value, "tau": self.tau}
+        return {
+            "skip_attention": list(self.choice[0]),
+            "skip_mlp": list(self.choice[1]),
+            "value": self.value,
+            "tau": self.tau,
+        }
 
 
 @dataclass(frozen=True)
@@ -69,12 +78,17 @@ class Found:
     def row(self, search: SkipSearch) -> dict[str, Any]:
         """As a package's metrics have it: what was searched, and the best."""
         names = ("objective", "prompts", "max_new_tokens", "first_tokens")
-        return {"trials": len(self.trials), **{name: getattr(search, name) for name in names}, "best": self.best.row()}
+        return {
+            "trials": len(self.trials),
+            **{name: getattr(search, name) for name in names},
+            "best": self.best.row(),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkipSearch:
-    """How to search. Greedy decoding of training prompts, which are none of those that the result is measured on."""
+    """How to search. Greedy decoding of training prompts, which are none of those that the result
+    is measured on."""
 
     trials: int
     """Choices that are tried, first guesses among them."""
@@ -85,24 +99,42 @@ class SkipSearch:
     objective: str
     """cost or speed."""
     first_tokens: int
-    """Tokens of text on which sub-layers are left out one by one for first guesses; 0 makes none."""
+    """Tokens of text on which sub-layers are left out one by one for first guesses; 0 makes
+    none."""
 
     def __post_init__(self) -> None:
-        for name, least in (("trials", 1), ("prompts", 1), ("max_new_tokens", 2), ("batch", 1), ("first_tokens", 0)):
+        for name, least in (
+            ("trials", 1),
+            ("prompts", 1),
+            ("max_new_tokens", 2),
+            ("batch", 1),
+            ("first_tokens", 0),
+        ):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise InputError(f"search.{name}={value}: needs a whole number of at least {least}")
         if self.objective not in OBJECTIVES:
-            raise InputError(f"search.objective={self.objective}: give one of {', '.join(OBJECTIVES)}")
+            raise InputError(
+                f"search.objective={self.objective}: give one of {', '.join(OBJECTIVES)}"
+            )
         need_optuna()
 
     def check(self, kind: type[Drafter]) -> None:
         """Raise InputError for a drafter that leaves nothing out."""
         if not issubclass(kind, SelfSpec):
-            raise InputError(f"search chooses what drafter=selfspec leaves out, the drafter is {kind.__name__}: set search=null")
+            raise InputError(
+                f"search chooses what drafter=selfspec leaves out, the drafter is {kind.__name__}: "
+                f"set search=null"
+            )
 
     def run(
-        self, drafter: SelfSpec, tree: Growth, data: ConversationData, *, seed: int = 0, watch: Watch = unwatched
+        self,
+        drafter: SelfSpec,
+        tree: Growth,
+        data: ConversationData,
+        *,
+        seed: int = 0,
+        watch: Watch = unwatched,
     ) -> Found:
         """Try choices one after another.
 
@@ -123,21 +155,34 @@ class SkipSearch:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=max(10, len(guesses)))
+            sampler = optuna.samplers.TPESampler(
+                seed=seed, multivariate=True, n_startup_trials=max(10, len(guesses))
+            )
         study = optuna.create_study(direction="maximize", sampler=sampler)
         for guess in guesses:
             named = zip(PARTS, guess, strict=True)
             study.enqueue_trial(
-                {f"{part}_{layer}": layer in layers for part, layers in named for layer in range(count)}, skip_if_exists=True
+                {
+                    f"{part}_{layer}": layer in layers
+                    for part, layers in named
+                    for layer in range(count)
+                },
+                skip_if_exists=True,
             )
         if self.objective == "speed":
-            self._tried(drafter, guesses[0], tree, prompts[:1], seed)  # what is done first takes longer
+            self._tried(
+                drafter, guesses[0], tree, prompts[:1], seed
+            )  # what is done first takes longer
         known: dict[Choice, Trial] = {}
         trials: list[Trial] = []
         for _ in watch(range(self.trials), "choices decoded"):
             asked = study.ask()
             attention, mlp = (
-                tuple(layer for layer in range(count) if asked.suggest_categorical(f"{part}_{layer}", [False, True]))
+                tuple(
+                    layer
+                    for layer in range(count)
+                    if asked.suggest_categorical(f"{part}_{layer}", [False, True])
+                )
                 for part in PARTS
             )
             choice = (attention, mlp)
@@ -148,18 +193,33 @@ class SkipSearch:
         best = max(trials, key=lambda trial: trial.value)
         return Found(_changed(drafter, best.choice), best, trials)
 
-    def _tried(self, drafter: SelfSpec, choice: Choice, tree: Growth, prompts: list[list[int]], seed: int) -> Trial:
+    def _tried(
+        self, drafter: SelfSpec, choice: Choice, tree: Growth, prompts: list[list[int]], seed: int
+    ) -> Trial:
         if len(choice[0]) == len(choice[1]) == len(drafter.target.decoder_layers):
             return Trial(choice, 0.0, None)  # nothing is left to draft with
         changed, plan = _changed(drafter, choice), Plan(tree)
         if self.objective == "cost":
             found = measure_acceptance(
-                drafter.target, changed, prompts, plan, max_new_tokens=self.max_new_tokens, batch=self.batch, seed=seed
+                drafter.target,
+                changed,
+                prompts,
+                plan,
+                max_new_tokens=self.max_new_tokens,
+                batch=self.batch,
+                seed=seed,
             )
             return Trial(choice, tokens_per_cost(found.tally, tree, changed.share), found.tally.tau)
         tokens, tally, began = 0, Tally(), time.perf_counter()
         for prompt in prompts:
-            (output,), more = decode(drafter.target, changed, [prompt], plan, max_new_tokens=self.max_new_tokens, seed=seed)
+            (output,), more = decode(
+                drafter.target,
+                changed,
+                [prompt],
+                plan,
+                max_new_tokens=self.max_new_tokens,
+                seed=seed,
+            )
             tokens += len(output.ids)
             tally += more
         return Trial(choice, tokens / (time.perf_counter() - began), tally.tau)
@@ -169,7 +229,8 @@ def need_optuna() -> None:
     """Raise InputError if the library that chooses what to try next is not there."""
     if importlib.util.find_spec("optuna") is None:
         raise InputError(
-            f"searching what to leave out needs optuna, which is not installed: {EXTRA}; or set search=null and give "
+            f"searching what to leave out needs optuna, which is not installed: {EXTRA}; or set "
+            f"search=null and give "
             "drafter.skip_attention and drafter.skip_mlp yourself"
         )
 
@@ -178,11 +239,14 @@ def tokens_per_cost(tally: Tally, tree: Growth, share: float) -> float:
     """Tokens written for each pass of the target that decoding costs; plain decoding comes to 1.
 
     Args:
-        share: what a pass of the draft costs, a pass of the target over any number of drafts being 1.
+        share: what a pass of the draft costs, a pass of the target over any number of drafts being
+            1.
     """
     passes = tally.rounds * tree.max_depth
     if isinstance(tree, Confident):
-        passes = min(passes, tally.drafted + tally.rounds)  # one more than it drafts, unless it drafts all
+        passes = min(
+            passes, tally.drafted + tally.rounds
+        )  # one more than it drafts, unless it drafts all
     cost = tally.rounds + passes * share
     return tally.emitted / cost if cost else 0.0
 
@@ -198,7 +262,10 @@ def prompts_of(data: ConversationData, count: int, room: int) -> list[list[int]]
         if len(found) == count:
             break
     if not found:
-        raise InputError(f"no training prompt leaves room in the target's context, {room} tokens: lower search.max_new_tokens")
+        raise InputError(
+            f"no training prompt leaves room in the target's context, {room} tokens: lower "
+            f"search.max_new_tokens"
+        )
     return found
 
 
@@ -215,16 +282,18 @@ def texts_of(data: ConversationData, tokens: int) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def harm(target: Target, texts: Sequence[Tensor], watch: Watch = unwatched) -> dict[tuple[str, int], float]:
-    """{(part, layer): KL of the target's law and its law without that sub-layer, summed over texts}. All reading is teacher-forced,
-    over keys and values of its own."""
+def harm(
+    target: Target, texts: Sequence[Tensor], watch: Watch = unwatched
+) -> dict[tuple[str, int], float]:
+    """{(part, layer): KL of the target's law and its law without that sub-layer, summed over
+    texts}. All reading is teacher-forced, over keys and values of its own."""
     stack, found = target.stack, dict[tuple[str, int], float]()
     for number in watch(range(len(texts)), "texts read without each sub-layer"):
         ids = texts[number].to(target.device)
         cache = target.new_cache(1, ids.shape[1])
         before = [stack.embed(ids)]
         spot = stack.spot(before[0], cache)
-        for step in stack.whole:
+        for step in stack.steps:
             before.append(stack.run(before[-1], spot, [step]))
         whole = target.head(stack.norm(before[-1])).float()
         for layer in range(len(stack)):
@@ -243,11 +312,15 @@ def first_guesses(harms: dict[tuple[str, int], float], count: int) -> list[Choic
     guesses: list[Choice] = []
     for share in FIRST:
         least = order[: round(2 * count * share)]
-        attention, mlp = (tuple(sorted(layer for name, layer in least if name == part)) for part in PARTS)
+        attention, mlp = (
+            tuple(sorted(layer for name, layer in least if name == part)) for part in PARTS
+        )
         if least and (attention, mlp) not in guesses:
             guesses.append((attention, mlp))
     return guesses
 
 
 def _changed(drafter: SelfSpec, choice: Choice) -> SelfSpec:
-    return SelfSpec(drafter.target, skip_attention=choice[0], skip_mlp=choice[1], draft_ids=drafter.draft_ids).eval()
+    return SelfSpec(
+        drafter.target, skip_attention=choice[0], skip_mlp=choice[1], draft_ids=drafter.draft_ids
+    ).eval()

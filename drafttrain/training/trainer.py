@@ -1,4 +1,5 @@
-"""Lightning's trainer as a run uses it: where it computes, over which processes, and that it stays quiet."""
+"""Lightning's trainer as a run uses it: where it computes, over which processes, and that it stays
+quiet."""
 
 from __future__ import annotations
 
@@ -32,34 +33,45 @@ def check_trainer(settings: TrainerConfig, *, joint: bool, boost: bool) -> None:
         joint, boost: is the target trained too; are several drafters fitted?
     """
     for name, option in OTHER_SHARDING.items():
-        if os.environ.get(name, "").lower() in ("true", "1") and not (name == "ACCELERATE_USE_FSDP" and settings.strategy == FSDP):
+        if os.environ.get(name, "").lower() in ("true", "1") and not (
+            name == "ACCELERATE_USE_FSDP" and settings.strategy == FSDP
+        ):
             raise InputError(
-                f"accelerate launch {option}: its sharding settings are not read here; leave that option out (accelerate launch "
-                "--multi_gpu --num_processes N) and set trainer.strategy=fsdp to share the drafter out"
+                f"accelerate launch {option}: its sharding settings are not read here; leave that "
+                f"option out (accelerate launch "
+                "--multi_gpu --num_processes N) and set trainer.strategy=fsdp to share the drafter "
+                "out"
             )
     for wanted, what in ((joint, "joint=lora"), (boost, "boost=collective")):
         if wanted and settings.pack is not None:
-            raise InputError(f"trainer.pack={settings.pack}: {what} reads its rows one by one, set trainer.pack=null")
+            raise InputError(
+                f"trainer.pack={settings.pack}: {what} reads its rows one by one, set "
+                f"trainer.pack=null"
+            )
     if settings.strategy != FSDP:
         return
     if boost:
         raise InputError(
-            "trainer.strategy=fsdp shares one drafter out over processes; with boost=collective one process fits several drafters: "
+            "trainer.strategy=fsdp shares one drafter out over processes; with boost=collective "
+            "one process fits several drafters: "
             "set trainer.strategy=ddp"
         )
     if joint:
         raise InputError(
-            "trainer.strategy=fsdp shares out what is a module of its own; with joint=lora the adapter's weights lie among the "
+            "trainer.strategy=fsdp shares out what is a module of its own; with joint=lora the "
+            "adapter's weights lie among the "
             "target's, which every process has: set trainer.strategy=ddp"
         )
     if world_size() == 1:
         raise InputError(
-            "trainer.strategy=fsdp shares the drafter out over processes, and there is one: start several (accelerate launch "
+            "trainer.strategy=fsdp shares the drafter out over processes, and there is one: start "
+            "several (accelerate launch "
             "--multi_gpu --num_processes N -m drafttrain.fit ...), or set trainer.strategy=ddp"
         )
     if settings.accelerator == "mps":
         raise InputError(
-            "trainer.strategy=fsdp needs CPUs or GPUs, and trainer.accelerator=mps has one device: set trainer.strategy=ddp"
+            "trainer.strategy=fsdp needs CPUs or GPUs, and trainer.accelerator=mps has one device: "
+            "set trainer.strategy=ddp"
         )
 
 
@@ -72,7 +84,9 @@ def place(settings: TrainerConfig, target: Target) -> dict[str, Any]:
         kind = {"cpu": "cpu", "mps": "mps"}.get(target.device.type, "gpu")
     world = world_size()
     if world == 1:
-        device: Any = 1 if kind in ("cpu", "mps") or target.device.index is None else [target.device.index]
+        device: Any = (
+            1 if kind in ("cpu", "mps") or target.device.index is None else [target.device.index]
+        )
         return {"accelerator": kind, "devices": device}
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     backend = "gloo" if kind == "cpu" else None
@@ -82,7 +96,12 @@ def place(settings: TrainerConfig, target: Target) -> dict[str, Any]:
         from drafttrain.training.sharding import Sharded
 
         strategy = Sharded(world, backend=backend)
-    return {"accelerator": kind, "devices": local, "num_nodes": max(1, world // local), "strategy": strategy}
+    return {
+        "accelerator": kind,
+        "devices": local,
+        "num_nodes": max(1, world // local),
+        "strategy": strategy,
+    }
 
 
 def quiet_lightning() -> None:
@@ -101,7 +120,8 @@ def trainer_of(
     callbacks: list[Callback],
     folder: Path,
 ) -> Trainer:
-    """The trainer of one pass over a run's stream; checkpoints, limits and samplers are the run's own."""
+    """The trainer of one pass over a run's stream; checkpoints, limits and samplers are the run's
+    own."""
     return Trainer(
         **place(settings, target),
         precision=cast(Any, settings.precision),

@@ -1,4 +1,5 @@
-"""Trees worth trying, made from how often a child of each rank was the accepted one at each depth."""
+"""Trees worth trying, made from how often a child of each rank was the accepted one at each
+depth."""
 
 from __future__ import annotations
 
@@ -20,13 +21,24 @@ CALIBRATION = Tree.from_counts(
     }
 )  # fmt: skip
 """42 nodes, wide at the top and seven deep: rates are counted in it."""
-SHARING = Tree.from_counts({(): 4, (0,): 3, (1,): 1, (0, 0): 2, (0, 1): 1, (0, 0, 0): 2, **{(0,) * k: 1 for k in range(4, 8)}})
-"""17 nodes, eight deep: what each member of an ensemble adds is counted in it. Narrower, since every member grows one."""
+SHARING = Tree.from_counts(
+    {
+        (): 4,
+        (0,): 3,
+        (1,): 1,
+        (0, 0): 2,
+        (0, 1): 1,
+        (0, 0, 0): 2,
+        **{(0,) * k: 1 for k in range(4, 8)},
+    }
+)
+"""17 nodes, eight deep: what each member of an ensemble adds is counted in it. Narrower, since
+every member grows one."""
 
 
 def known(rates: Sequence[Sequence[float | None]]) -> list[list[float]]:
-    """The part of measured rates that a search can use: ranks before the first that no round offered, depths before the
-    first at which nothing was accepted."""
+    """The part of measured rates that a search can use: ranks before the first that no round
+    offered, depths before the first at which nothing was accepted."""
     found: list[list[float]] = []
     for row in rates:
         kept: list[float] = []
@@ -43,11 +55,15 @@ def known(rates: Sequence[Sequence[float | None]]) -> list[list[float]]:
 
 
 def candidates(rates: Sequence[Sequence[float]], sizes: Iterable[int]) -> list[Tree]:
-    """Chains as long as the rates reach, and for every size and depth the tree that emits most tokens a pass (Sequoia)."""
+    """Chains as long as the rates reach, and for every size and depth the tree that emits most
+    tokens a pass (Sequoia)."""
     found: dict[Tree, None] = {Tree.chain(k): None for k in range(1, len(rates) + 1)}
     for nodes in sizes:
         for depth in range(1, min(nodes, len(rates)) + 1):
             rows = [list(row) for row in rates[:depth]]
-            if sum(math.prod(len(row) for row in rows[: level + 1]) for level in range(depth)) >= nodes:
+            if (
+                sum(math.prod(len(row) for row in rows[: level + 1]) for level in range(depth))
+                >= nodes
+            ):
                 found[sequoia(rows, nodes, depth)] = None
     return list(found)

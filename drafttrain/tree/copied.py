@@ -1,13 +1,16 @@
 """Trees of drafts that are copied from text: which of the continuations at hand become which nodes.
 
-A source ranks the continuations of a place in the text. Nothing is drawn and nothing is made up: where it knows of no
-further continuation, a node stays out, with all that would stand behind it.
+A source ranks the continuations of a place in the text. Nothing is drawn and nothing is made up:
+where it knows of no further continuation, a node stays out, with all that would stand behind it.
 
-- A fixed shape: the node of rank r takes its parent's continuation of rank r. A chain thus takes the first one each time.
-- A chain that ends by confidence: the first continuation each time, before the first whose share is below the threshold.
-- Dynamic: the `total` nodes whose shares on the way to them have the largest product, at most `top_k` of a parent and
-  `depth` deep; among equals the shallower, then the one found earlier. Reading costs nothing here, so that, unlike with a
-  drafter that must be asked (`drafttrain.tree.dynamic`), no level is cut while growing.
+- A fixed shape: the node of rank r takes its parent's continuation of rank r. A chain thus takes
+  the first one each time.
+- A chain that ends by confidence: the first continuation each time, before the first whose share is
+  below the threshold.
+- Dynamic: the `total` nodes whose shares on the way to them have the largest product, at most
+  `top_k` of a parent and `depth` deep; among equals the shallower, then the one found earlier.
+  Reading costs nothing here, so that, unlike with a drafter that must be asked
+  (`drafttrain.tree.dynamic`), no level is cut while growing.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from drafttrain.flow import Law, Proposal
+from drafttrain.flow import Proposal, Sampling
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Growth, Tree
@@ -31,8 +34,8 @@ class Continuations(Protocol):
     """Text that knows what followed a place in it."""
 
     def children(self, node: Any, most: int) -> list[tuple[int, float, Any]]:
-        """At most so many different tokens that followed, the best first: (token, its share among all that followed, the
-        place behind it)."""
+        """At most so many different tokens that followed, the best first: (token, its share among
+        all that followed, the place behind it)."""
         ...
 
 
@@ -124,11 +127,20 @@ def proposal_of(rows: Sequence[Copied], device: torch.device) -> Proposal:
     counts = [len(row.tokens) for row in rows]
     n = max(counts, default=0)
     padded = [
-        [values + [filler] * (n - len(values)) for values, filler in ((row.tokens, 0), (row.parents, -1), (row.places, 0))]
+        [
+            values + [filler] * (n - len(values))
+            for values, filler in ((row.tokens, 0), (row.parents, -1), (row.places, 0))
+        ]
         for row in rows
     ]
-    packed: Tensor = torch.tensor(padded, dtype=torch.int64).reshape(len(rows), 3, n).to(device)  # b 3 n
+    packed: Tensor = (
+        torch.tensor(padded, dtype=torch.int64).reshape(len(rows), 3, n).to(device)
+    )  # b 3 n
     tokens, parents, places = packed.unbind(1)
     return Proposal(
-        tokens, parents, Law.ONE_HOT, counts=torch.tensor(counts, dtype=torch.int64, device=device), places=places
+        tokens,
+        parents,
+        Sampling.ONE_HOT,
+        counts=torch.tensor(counts, dtype=torch.int64, device=device),
+        places=places,
     )

@@ -1,4 +1,5 @@
-"""A tree for each of several drafters that draft side by side (Miao et al. 2023, SpecInfer, arXiv:2305.09781, section 3).
+"""A tree for each of several drafters that draft side by side (Miao et al. 2023, SpecInfer,
+arXiv:2305.09781, section 3).
 
 How the trees become one that the target checks: `drafttrain.tree.merge`.
 """
@@ -15,19 +16,29 @@ from drafttrain.tree.topology import Growth, Tree
 
 @dataclass(frozen=True)
 class Forest(Growth):
-    """One growth for each member of an ensemble, in their order; an empty tree leaves a member out."""
+    """One growth for each member of an ensemble, in their order; an empty tree leaves a member
+    out."""
 
     trees: tuple[Growth, ...]
 
     def __post_init__(self) -> None:
         trees = self.trees
-        if not isinstance(trees, list | tuple) or not trees or not all(isinstance(tree, Growth) for tree in trees):
-            raise InputError(f"trees are {str(trees)[:80]}, need a list with one tree for each member, such as [4, 3]")
+        if (
+            not isinstance(trees, list | tuple)
+            or not trees
+            or not all(isinstance(tree, Growth) for tree in trees)
+        ):
+            raise InputError(
+                f"trees are {str(trees)[:80]}, need a list with one tree for each member, such as "
+                f"[4, 3]"
+            )
         if any(isinstance(tree, Forest) for tree in trees):
             raise InputError("trees hold trees of several members: give one tree for each member")
         object.__setattr__(self, "trees", tuple(trees))
         # Where some are drawn and others are the likeliest, each keeps the law that it was made by.
-        object.__setattr__(self, "can_draw", any(tree.can_draw for tree in trees if tree.size) or not self.size)
+        object.__setattr__(
+            self, "can_draw", any(tree.can_draw for tree in trees if tree.size) or not self.size
+        )
 
     @property
     def size(self) -> int:
@@ -67,11 +78,14 @@ def forest(trees: Sequence[Any]) -> Forest:
     """A forest as settings name it.
 
     Args:
-        trees: for each member a number, which is a chain of so many drafts (0 leaves the member out); a list of paths of ranks
-            such as [[0], [1], [0, 0]]; or a growth.
+        trees: for each member a number, which is a chain of so many drafts (0 leaves the member
+            out); a list of paths of ranks such as [[0], [1], [0, 0]]; or a growth.
     """
     if not isinstance(trees, list | tuple):
-        raise InputError(f"tree.trees is {str(trees)[:80]}, needs a list with one tree for each member, such as [4, 3]")
+        raise InputError(
+            f"tree.trees is {str(trees)[:80]}, needs a list with one tree for each member, such as "
+            f"[4, 3]"
+        )
     return Forest(tuple(_tree(tree) for tree in trees))
 
 

@@ -1,7 +1,8 @@
-"""The shape of a token tree, apart from its tokens (Miao et al. 2023, SpecInfer, arXiv:2305.09781, section 3).
+"""The shape of a token tree, apart from its tokens (Miao et al. 2023, SpecInfer, arXiv:2305.09781,
+section 3).
 
-Nodes are numbered from 0 with parents before children; the anchor, already chosen, is -1 as a parent, and row 0 where
-it gets a row.
+Nodes are numbered from 0 with parents before children; the anchor, already chosen, is -1 as a
+parent, and row 0 where it gets a row.
 """
 
 from __future__ import annotations
@@ -23,25 +24,31 @@ MOST_NODES = 1024
 def check_size(nodes: int, where: str = "the tree") -> None:
     """Raise InputError if a tree has more nodes than one pass can check."""
     if nodes > MOST_NODES:
-        raise InputError(f"{where}: {nodes} nodes are asked for, at most {MOST_NODES} can be checked in one pass")
+        raise InputError(
+            f"{where}: {nodes} nodes are asked for, at most {MOST_NODES} can be checked in one pass"
+        )
 
 
 class Growth(abc.ABC):
-    """What a plan knows of its trees before a token is drafted: their budget, and whether their tokens may be drawn.
+    """What a plan knows of its trees before a token is drafted: their budget, and whether their
+    tokens may be drawn.
 
-    A `Tree` is the growth whose shape is always the same. Other growths look at the drafter's laws to decide which nodes
-    exist, so their trees differ by row and by round. What none of them may look at is a token that was *drawn*: which
-    children exist, in which order they are checked and which are cut must be settled before, or the text no longer
-    follows the target's law (what SpecInfer, section 4.3, takes for granted).
+    A `Tree` is the growth whose shape is always the same. Other growths look at the drafter's laws
+    to decide which nodes exist, so their trees differ by row and by round. What none of them may
+    look at is a token that was *drawn*: which children exist, in which order they are checked and
+    which are cut must be settled before, or the text no longer follows the target's law (what
+    SpecInfer, section 4.3, takes for granted).
     """
 
     can_draw: bool = True
-    """Whether tokens may be drawn from the draft's law. False: they are its likeliest, a function of the prefix alone."""
+    """Whether tokens may be drawn from the draft's law. False: they are its likeliest, a function
+    of the prefix alone."""
 
     @property
     @abc.abstractmethod
     def size(self) -> int:
-        """Most drafted nodes of a round, the anchor not counted: what the target checks in one pass."""
+        """Most drafted nodes of a round, the anchor not counted: what the target checks in one
+        pass."""
 
     @property
     @abc.abstractmethod
@@ -66,7 +73,7 @@ class Growth(abc.ABC):
     @property
     @abc.abstractmethod
     def kind(self) -> str:
-        """"plain" (no drafts), "chain", "static", "dynamic" or "forest"."""
+        """ "plain" (no drafts), "chain", "static", "dynamic" or "forest"."""
 
     @property
     def title(self) -> str:
@@ -80,8 +87,9 @@ class Growth(abc.ABC):
     def within(self, depth: int) -> Growth:
         """What to grow where no row of a batch can use a node deeper than `depth`.
 
-        A row's nodes down to its own depth must not depend on it, since `depth` is that of the row with the most room.
-        A growth that cannot stop early without becoming another one stays whole.
+        A row's nodes down to its own depth must not depend on it, since `depth` is that of the row
+        with the most room. A growth that cannot stop early without becoming another one stays
+        whole.
         """
         return self if depth > 0 else Tree(())
 
@@ -92,7 +100,8 @@ class Growth(abc.ABC):
 
 @dataclass(frozen=True)
 class Tree(Growth):
-    """A fixed tree shape, numbered breadth first: by depth, then parent, then rank among siblings."""
+    """A fixed tree shape, numbered breadth first: by depth, then parent, then rank among
+    siblings."""
 
     parents: tuple[int, ...]
     """Parent of each node, -1 = anchor. Breadth-first order means that this never falls."""
@@ -100,15 +109,19 @@ class Tree(Growth):
     def __post_init__(self) -> None:
         for node, parent in enumerate(self.parents):
             if not -1 <= parent < node:
-                raise InputError(f"node {node} has parent {parent}, needs -1 (anchor) or an earlier node")
+                raise InputError(
+                    f"node {node} has parent {parent}, needs -1 (anchor) or an earlier node"
+                )
             if node and parent < self.parents[node - 1]:
                 raise InputError(
-                    f"node {node} has parent {parent} behind parent {self.parents[node - 1]}: sort nodes breadth first"
+                    f"node {node} has parent {parent} behind parent {self.parents[node - 1]}: sort "
+                    f"nodes breadth first"
                 )
 
     @classmethod
     def chain(cls, k: int) -> Tree:
-        """k nodes, each the only child of the one before; k = 0 is the empty proposal of plain decoding."""
+        """k nodes, each the only child of the one before; k = 0 is the empty proposal of plain
+        decoding."""
         if type(k) is not int or k < 0:
             raise InputError(f"chain length is {str(k)[:40]}, needs a whole number of at least 0")
         check_size(k)
@@ -116,10 +129,18 @@ class Tree(Growth):
 
     @classmethod
     def expansion(cls, widths: Sequence[int]) -> Tree:
-        """Every node at depth i gets widths[i] children, the anchor at depth 0 (SpecInfer, section 3)."""
+        """Every node at depth i gets widths[i] children, the anchor at depth 0 (SpecInfer, section
+        3)."""
         listed = isinstance(widths, Sequence) and not isinstance(widths, str)
-        if not listed or not widths or not all(type(width) is int and width >= 1 for width in widths):
-            raise InputError(f"expansion widths are {str(widths)[:80]}, needs one width of at least 1 per depth, such as [2, 2, 1]")
+        if (
+            not listed
+            or not widths
+            or not all(type(width) is int and width >= 1 for width in widths)
+        ):
+            raise InputError(
+                f"expansion widths are {str(widths)[:80]}, needs one width of at least 1 per "
+                f"depth, such as [2, 2, 1]"
+            )
         parents: list[int] = []
         level = [-1]
         for width in widths:
@@ -135,7 +156,8 @@ class Tree(Growth):
 
         [[0], [1], [0, 0]] is two children of the anchor and one child of the first.
 
-        Raises: InputError naming the path, if one is empty, repeated, or lacks its parent or an earlier sibling.
+        Raises: InputError naming the path, if one is empty, repeated, or lacks its parent or an
+        earlier sibling.
         """
         given = [tuple(path) for path in paths]
         if not given:
@@ -153,32 +175,42 @@ class Tree(Growth):
             if len(path) > 1 and path[:-1] not in known:
                 raise InputError(f"path {list(path)} has no parent: add {list(path[:-1])}")
             if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in known:
-                raise InputError(f"path {list(path)} skips a rank: add {[*path[:-1], path[-1] - 1]}")
+                raise InputError(
+                    f"path {list(path)} skips a rank: add {[*path[:-1], path[-1] - 1]}"
+                )
         order = sorted(given, key=lambda path: (len(path), path))
         index = {path: node for node, path in enumerate(order)}
         return cls(tuple(index.get(path[:-1], -1) for path in order))
 
     @classmethod
     def from_counts(cls, counts: Mapping[tuple[int, ...], int]) -> Tree:
-        """Read a tree from the number of children of every node that has some: {path of ranks: children}."""
-        return cls.from_paths([(*path, rank) for path, count in counts.items() for rank in range(count)])
+        """Read a tree from the number of children of every node that has some: {path of ranks:
+        children}."""
+        return cls.from_paths(
+            [(*path, rank) for path, count in counts.items() for rank in range(count)]
+        )
 
     @classmethod
     def eagle1_static(cls) -> Tree:
         """The 25 nodes that EAGLE-1 drafts by default.
 
-        Li et al. 2024 (arXiv:2401.15077); child counts as in its public code, v1 branch, model/choices.py.
+        Li et al. 2024 (arXiv:2401.15077); child counts as in its public code, v1 branch,
+        model/choices.py.
         """
         return cls.from_counts(_EAGLE1)
 
     @classmethod
     def medusa(cls, name: str = "mc_sim_7b_63") -> Tree:
-        """The 63 nodes of a published Medusa tree; `mc_sim_7b_63` is the one it drafts unless told otherwise.
+        """The 63 nodes of a published Medusa tree; `mc_sim_7b_63` is the one it drafts unless told
+        otherwise.
 
-        Cai et al. 2024 (arXiv:2401.10774); child counts as in its public code, medusa/model/medusa_choices.py.
+        Cai et al. 2024 (arXiv:2401.10774); child counts as in its public code,
+        medusa/model/medusa_choices.py.
         """
         if not isinstance(name, str) or name not in _MEDUSA:
-            raise InputError(f"there is no Medusa tree {str(name)[:80]!r}: give one of {', '.join(_MEDUSA)}")
+            raise InputError(
+                f"there is no Medusa tree {str(name)[:80]!r}: give one of {', '.join(_MEDUSA)}"
+            )
         return cls.from_counts(_MEDUSA[name])
 
     @property
@@ -243,10 +275,17 @@ class Tree(Growth):
         return [tuple(level) for level in levels]
 
     def capped(self, depth: int) -> Tree:
-        """The tree without nodes deeper than `depth`; those that stay keep their numbers. Depth 0 leaves none."""
+        """The tree without nodes deeper than `depth`; those that stay keep their numbers. Depth 0
+        leaves none."""
         if depth < 0:
             raise InputError(f"depth cap is {depth}, needs at least 0")
-        return Tree(tuple(parent for parent, own in zip(self.parents, self.depths, strict=True) if own <= depth))
+        return Tree(
+            tuple(
+                parent
+                for parent, own in zip(self.parents, self.depths, strict=True)
+                if own <= depth
+            )
+        )
 
     def within(self, depth: int) -> Tree:
         return self if depth >= self.max_depth else self.capped(depth)
@@ -255,8 +294,11 @@ class Tree(Growth):
         return [list(path) for path in self.paths]
 
     def ancestor_mask(self) -> Tensor:
-        """(n+1 n+1) bool: row i+1, node i, sees the anchor (column 0), its ancestors and itself; row 0 sees itself."""
-        return ancestor_mask(torch.tensor([self.parents], dtype=torch.int64).reshape(1, self.size))[0]
+        """(n+1 n+1) bool: row i+1, node i, sees the anchor (column 0), its ancestors and itself;
+        row 0 sees itself."""
+        return ancestor_mask(torch.tensor([self.parents], dtype=torch.int64).reshape(1, self.size))[
+            0
+        ]
 
 
 def _with_anchor(parents: Tensor) -> Tensor:
@@ -284,7 +326,8 @@ def depths_of(parents: Tensor, deepest: int | None = None) -> Tensor:
 
 
 def ancestor_mask(parents: Tensor, deepest: int | None = None) -> Tensor:
-    """Who sees whom in each row's tree: a node sees the anchor, its ancestors and itself (SpecInfer, Definition 4.1).
+    """Who sees whom in each row's tree: a node sees the anchor, its ancestors and itself
+    (SpecInfer, Definition 4.1).
 
     Args:
         parents: (b n) int64, -1 = anchor, a parent's index below its children's.
@@ -309,7 +352,8 @@ def children_of(parents: Tensor) -> Tensor:
 
     Args:
         parents: (b n) int64, -1 = anchor.
-    Returns: (b n+1 k) int64, row i+1 for node i, row 0 for the anchor, k the most children of any node; padded with -1.
+    Returns: (b n+1 k) int64, row i+1 for node i, row 0 for the anchor, k the most children of any
+    node; padded with -1.
     """
     b, n = parents.shape
     ranks = (parents[:, :, None] == parents[:, None, :]).tril(-1).sum(-1)  # b n

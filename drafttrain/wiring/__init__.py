@@ -1,1 +1,2 @@
-"""Settings: composed, checked, built. Hydra is imported in this room and in the doors, nowhere deeper."""
+"""Settings: composed, checked, built. Hydra is imported in this room and in the doors, nowhere
+deeper."""

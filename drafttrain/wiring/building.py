@@ -16,11 +16,13 @@ from drafttrain.wiring.names import join, nearest
 
 
 def build(node: Any, /, **objects: Any) -> Any:
-    """Build what a node's `_target_` names; nested nodes are built first, lists and dicts become plain ones.
+    """Build what a node's `_target_` names; nested nodes are built first, lists and dicts become
+    plain ones.
 
-    `objects` are handed over as they are (Hydra would copy dataclass instances into configs) and win over the node's own keys.
-    A key the class does not take, or one it lacks, is an InputError; errors raised by the class itself come out unwrapped.
-    A node with `_partial_: true` gives a `functools.partial`. None gives None.
+    `objects` are handed over as they are (Hydra would copy dataclass instances into configs) and
+    win over the node's own keys. A key the class does not take, or one it lacks, is an InputError;
+    errors raised by the class itself come out unwrapped. A node with `_partial_: true` gives a
+    `functools.partial`. None gives None.
     """
     if node is None:
         return None
@@ -37,20 +39,29 @@ def build(node: Any, /, **objects: Any) -> Any:
     except InstantiationException as error:
         raise _unwrap(error) from None
     except OmegaConfBaseException as error:
-        raise InputError(f"{node._get_full_key(None) or 'configuration'}: {first_line(error)}") from error
+        raise InputError(
+            f"{node._get_full_key(None) or 'configuration'}: {first_line(error)}"
+        ) from error
     call = functools.partial(make.func, *make.args, **{**make.keywords, **objects})
     return call if wants_partial else call()
 
 
 def named_by(node: Any) -> Any:
-    """What a node's `_target_` names; nothing is built. Raises InputError for a node that names nothing there is."""
-    if not isinstance(node, DictConfig) or OmegaConf.is_missing(node, "_target_") or "_target_" not in node:
+    """What a node's `_target_` names; nothing is built. Raises InputError for a node that names
+    nothing there is."""
+    if (
+        not isinstance(node, DictConfig)
+        or OmegaConf.is_missing(node, "_target_")
+        or "_target_" not in node
+    ):
         raise InputError(f"cannot build {node!r}: the node names no _target_")
     where = node._get_full_key(None) or "node"
     try:
         return hydra.utils.get_object(node["_target_"])
     except Exception as error:
-        raise InputError(f"{where}._target_={node['_target_']} cannot be imported: {first_line(error)}") from error
+        raise InputError(
+            f"{where}._target_={node['_target_']} cannot be imported: {first_line(error)}"
+        ) from error
 
 
 def _unwrap(error: BaseException) -> BaseException:
@@ -71,7 +82,10 @@ def check_calls(node: DictConfig, extra: tuple[str, ...] = ()) -> None:
         return
     where, target = node._get_full_key(None) or "node", named_by(node)
     if not callable(target):
-        raise InputError(f"{where}._target_={node['_target_']} is {type(target).__name__}, nothing that can be built")
+        raise InputError(
+            f"{where}._target_={node['_target_']} is {type(target).__name__}, nothing that can be "
+            f"built"
+        )
     try:
         parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
@@ -83,9 +97,14 @@ def check_calls(node: DictConfig, extra: tuple[str, ...] = ()) -> None:
             if key not in named:
                 near = nearest(key, named, limit=1)
                 hint = f" Did you mean {where}.{near[0]}?" if near else ""
-                raise InputError(f"{where}.{key}: {target.__name__} has no setting {key}.{hint} It takes: {join(named)}")
+                raise InputError(
+                    f"{where}.{key}: {target.__name__} has no setting {key}.{hint} It takes: "
+                    f"{join(named)}"
+                )
     if node.get("_partial_", False) or "_args_" in node:
         return
-    lacking = [n for n, p in named.items() if p.default is p.empty and n not in given and n not in extra]
+    lacking = [
+        n for n, p in named.items() if p.default is p.empty and n not in given and n not in extra
+    ]
     if lacking:
         raise InputError(f"{where}: {target.__name__} also needs {join(lacking)}")

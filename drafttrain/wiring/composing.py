@@ -1,4 +1,5 @@
-"""Compose a configuration of a file, its choices and the command line, refusing every name that it does not have.
+"""Compose a configuration of a file, its choices and the command line, refusing every name that it
+does not have.
 
 A wrong setting gets one clear line: what was given, the nearest valid name, the choices.
 """
@@ -37,17 +38,22 @@ def compose(
     config_dir: str | os.PathLike[str] | None = None,
     check_missing: bool = True,
 ) -> DictConfig:
-    """Compose `conf/<config_name>.yaml` with overrides, refusing every name that the configuration does not have.
+    """Compose `conf/<config_name>.yaml` with overrides, refusing every name that the configuration
+    does not have.
 
     Args:
         config_name: the door's name.
         overrides: `key=value` words as on the command line.
-        text: keys whose value is taken literally, so that a sentence needs no quoting beyond the shell's.
-        config_dir: a further folder of configurations (one's own experiments), searched after the shipped one.
+        text: keys whose value is taken literally, so that a sentence needs no quoting beyond the
+            shell's.
+        config_dir: a further folder of configurations (one's own experiments), searched after the
+            shipped one.
         check_missing: refuse if a setting without a default (`???`) is still without a value.
     Raises: InputError.
     """
-    return invocation_of(config_name, overrides, text=text, config_dir=config_dir, check_missing=check_missing).config
+    return invocation_of(
+        config_name, overrides, text=text, config_dir=config_dir, check_missing=check_missing
+    ).config
 
 
 def invocation_of(
@@ -67,21 +73,29 @@ def invocation_of(
         choices = plain_choices
         # A key that is text and a choice too is a choice where its value names one.
         options = {key: options_of(key) for key in text if key in choices}
-        picked = [word for word in overrides if word.partition("=")[2] in options.get(word.partition("=")[0], ())]
+        picked = [
+            word
+            for word in overrides
+            if word.partition("=")[2] in options.get(word.partition("=")[0], ())
+        ]
         literal, parsed = _parse([word for word in overrides if word not in picked], text)
         parsed += _parse(picked, ())[1]
         groups = [o for o in parsed if _is_group(o, options_of, choices)]
         values = [o for o in parsed if o not in groups]
         for override in groups:
             _check_group(override, choices, base, door_name, options_of)
-        chosen, choices = _load(door_name, [*search, *(_line(o, group=True) for o in groups)], state)
+        chosen, choices = _load(
+            door_name, [*search, *(_line(o, group=True) for o in groups)], state
+        )
         _check_experiment(door_name, search, state, chosen, choices, plain_choices)
         settings = OmegaConf.to_container(chosen)
         for override in values:
             _check_key(override, chosen, settings, choices)
         config = _with_values(chosen, values, options_of)
         if config is None:
-            config, choices = _load(door_name, [*search, *(_line(o, group=o in groups) for o in parsed)], None)
+            config, choices = _load(
+                door_name, [*search, *(_line(o, group=o in groups) for o in parsed)], None
+            )
     settings = OmegaConf.to_container(config) if literal else {}
     for key, value in literal.items():
         if not has_key(settings, key):
@@ -91,8 +105,13 @@ def invocation_of(
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
             said = comments_of(door_name, choices)
-            wanted = ", ".join(f"{key}=..." + (f" ({said[key]})" if key in said else "") for key in missing)
-            raise InputError(f"needs {wanted}: python -m drafttrain.{door_name} {' '.join(f'{k}=...' for k in missing)}")
+            wanted = ", ".join(
+                f"{key}=..." + (f" ({said[key]})" if key in said else "") for key in missing
+            )
+            raise InputError(
+                f"needs {wanted}: python -m drafttrain.{door_name} "
+                f"{' '.join(f'{k}=...' for k in missing)}"
+            )
         try:
             OmegaConf.to_container(config, resolve=True)
         except OmegaConfBaseException as error:
@@ -101,7 +120,8 @@ def invocation_of(
 
 
 def search_path(config_dir: str | os.PathLike[str] | None) -> list[str]:
-    """Words by which Hydra finds a further folder of configurations; none without one. Raises InputError if it is no folder."""
+    """Words by which Hydra finds a further folder of configurations; none without one. Raises
+    InputError if it is no folder."""
     if config_dir is None:
         return []
     if not Path(config_dir).is_dir():
@@ -115,7 +135,10 @@ def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str
     for word in overrides:
         key, equals, value = word.partition("=")
         if not equals and not word.startswith("~"):
-            raise InputError(f"cannot read {word!r}: settings are written key=value, e.g. experiment=quickstart (see --help)")
+            raise InputError(
+                f"cannot read {word!r}: settings are written key=value, e.g. experiment=quickstart "
+                f"(see --help)"
+            )
         if key in text:
             literal[key] = value
         else:
@@ -131,16 +154,21 @@ def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str
         except (OverrideParseException, HydraException, ValueError) as error:
             key, _, value = word.partition("=")
             raise InputError(
-                f"cannot read {word!r}: {first_line(error)}. A value with spaces, brackets, commas, quotes or colons needs "
+                f"cannot read {word!r}: {first_line(error)}. A value with spaces, brackets, "
+                f"commas, quotes or colons needs "
                 f"quotes that reach this program: '{key}=\"{value}\"'"
             ) from error
         if override.is_sweep_override():
             raise InputError(
-                f"{word!r} names several values; one command makes one run. A list is written with brackets, "
+                f"{word!r} names several values; one command makes one run. A list is written with "
+                f"brackets, "
                 f"'{override.key_or_group}=[...]'; for a sweep, loop in the shell"
             )
         if override.key_or_group.split(".")[0] == "hydra":
-            raise InputError(f"{word!r}: Hydra's own settings are not used here; the run's folder is run_dir=<folder>")
+            raise InputError(
+                f"{word!r}: Hydra's own settings are not used here; the run's folder is "
+                f"run_dir=<folder>"
+            )
         parsed.append(override)
     return literal, parsed
 
@@ -150,16 +178,19 @@ _State = tuple[tuple[str, int, int], ...]
 
 
 def _state_of(folder: Path) -> _State:
-    """Name, time and size of every configuration in a folder: while they stay, so does what is composed of them."""
+    """Name, time and size of every configuration in a folder: while they stay, so does what is
+    composed of them."""
     files = [path for path in sorted(folder.rglob("*.yaml")) if path.is_file()]
     return tuple((str(path), (stat := path.stat()).st_mtime_ns, stat.st_size) for path in files)
 
 
-def _load(door_name: str, lines: Sequence[str], state: _State | None) -> tuple[DictConfig, dict[str, Any]]:
+def _load(
+    door_name: str, lines: Sequence[str], state: _State | None
+) -> tuple[DictConfig, dict[str, Any]]:
     """Hydra's own composition: the config without Hydra's node, and the choice made in each group.
 
-    It reads some thirty files, one character at a time. With the state of the files it is kept for the next time the same is asked
-    for, so nothing in it may be changed.
+    It reads some thirty files, one character at a time. With the state of the files it is kept for
+    the next time the same is asked for, so nothing in it may be changed.
     """
     if state is None:
         return _composed.__wrapped__(door_name, tuple(lines), None)
@@ -167,12 +198,16 @@ def _load(door_name: str, lines: Sequence[str], state: _State | None) -> tuple[D
 
 
 @functools.lru_cache(maxsize=64)
-def _composed(door_name: str, lines: tuple[str, ...], state: _State | None) -> tuple[DictConfig, dict[str, Any]]:
+def _composed(
+    door_name: str, lines: tuple[str, ...], state: _State | None
+) -> tuple[DictConfig, dict[str, Any]]:
     try:
         config = hydra_compose(door_name, overrides=list(lines), return_hydra_config=True)
     except MissingConfigException as error:
         if error.missing_cfg_file == door_name:
-            raise InputError(f"there is no {door_name}.yaml in {conf_dir()}; it has {join(_stems(conf_dir()))}") from error
+            raise InputError(
+                f"there is no {door_name}.yaml in {conf_dir()}; it has {join(_stems(conf_dir()))}"
+            ) from error
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         options = list(error.options or [])
         if options:
@@ -188,8 +223,11 @@ def _composed(door_name: str, lines: tuple[str, ...], state: _State | None) -> t
     return config, {str(k): v for k, v in choices.items() if not str(k).startswith("hydra/")}
 
 
-def _with_values(config: DictConfig, values: Sequence[Override], options_of: _Options) -> DictConfig | None:
-    """A copy with values set as Hydra sets them. None where Hydra must do it: it adds and deletes, and words its refusals."""
+def _with_values(
+    config: DictConfig, values: Sequence[Override], options_of: _Options
+) -> DictConfig | None:
+    """A copy with values set as Hydra sets them. None where Hydra must do it: it adds and deletes,
+    and words its refusals."""
     for override in values:
         key, value = override.key_or_group, override.value()
         is_group = "." not in key and not isinstance(value, dict) and bool(options_of(key))
@@ -205,7 +243,8 @@ def _with_values(config: DictConfig, values: Sequence[Override], options_of: _Op
 
 
 def _line(override: Override, *, group: bool = False) -> str:
-    """An override as Hydra reads it; no choice in a group (`group=null`) is what Hydra writes as a deletion."""
+    """An override as Hydra reads it; no choice in a group (`group=null`) is what Hydra writes as a
+    deletion."""
     assert override.input_line is not None
     if group and not override.is_delete() and override.value() is None:
         return f"~{override.get_key_element().lstrip('+')}"
@@ -213,10 +252,13 @@ def _line(override: Override, *, group: bool = False) -> str:
 
 
 def group_options(group: str, search: Sequence[str]) -> list[str]:
-    """The choices of a group, those of a further configuration folder included. Needs an initialised Hydra."""
+    """The choices of a group, those of a further configuration folder included. Needs an
+    initialised Hydra."""
     loader = GlobalHydra.instance().config_loader()
     name = group.partition("@")[0]
-    return sorted(loader.get_group_options(name, results_filter=ObjectType.CONFIG, overrides=list(search)))
+    return sorted(
+        loader.get_group_options(name, results_filter=ObjectType.CONFIG, overrides=list(search))
+    )
 
 
 def _is_group(override: Override, options_of: _Options, choices: Mapping[str, Any]) -> bool:
@@ -224,11 +266,17 @@ def _is_group(override: Override, options_of: _Options, choices: Mapping[str, An
     if group in choices and not override.is_delete() and isinstance(override.value(), int | float):
         return True
     exists = bool(options_of(group)) if "." not in group else False
-    return exists and (override.is_delete() or isinstance(override.value(), str | list) or override.value() is None)
+    return exists and (
+        override.is_delete() or isinstance(override.value(), str | list) or override.value() is None
+    )
 
 
 def _check_group(
-    override: Override, choices: dict[str, Any], base: DictConfig, door_name: str, options_of: _Options
+    override: Override,
+    choices: dict[str, Any],
+    base: DictConfig,
+    door_name: str,
+    options_of: _Options,
 ) -> None:
     group = override.key_or_group + (f"@{override.package}" if override.package else "")
     given = override.input_line
@@ -236,7 +284,10 @@ def _check_group(
         usable = sorted(choices)
         near = nearest(group, [*usable, *dotted_keys(base)])
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise InputError(f"{given}: {door_name} has no choice of {group}.{hint} Its choices are of: {join(usable)}")
+        raise InputError(
+            f"{given}: {door_name} has no choice of {group}.{hint} Its choices are of: "
+            f"{join(usable)}"
+        )
     value = None if override.is_delete() else override.value()
     options = options_of(group)
     if value is None and choices.get(group) is not None:
@@ -246,14 +297,21 @@ def _check_group(
             raise InputError(unknown_choice(str(given), group, str(name), options))
 
 
-def _check_key(override: Override, config: DictConfig, settings: Any, choices: dict[str, Any]) -> None:
+def _check_key(
+    override: Override, config: DictConfig, settings: Any, choices: dict[str, Any]
+) -> None:
     if override.is_add() or override.is_force_add():
-        # Whether a section takes it is for what the section builds to say; of sections there are no more.
+        # Whether a section takes it is for what the section builds to say; of sections there are no
+        # more.
         if re.split(r"[.\[]", override.key_or_group)[0] not in config:
-            raise InputError(unknown_key(str(override.input_line), override.key_or_group, config, choices))
+            raise InputError(
+                unknown_key(str(override.input_line), override.key_or_group, config, choices)
+            )
         return
     if not has_key(settings, override.key_or_group):
-        raise InputError(unknown_key(str(override.input_line), override.key_or_group, config, choices))
+        raise InputError(
+            unknown_key(str(override.input_line), override.key_or_group, config, choices)
+        )
     key = override.key_or_group
     if key not in config:
         return
@@ -263,7 +321,10 @@ def _check_key(override: Override, config: DictConfig, settings: Any, choices: d
         return
     if OmegaConf.is_dict(config[key]) and not isinstance(override.value(), dict):
         inside = join(str(name) for name in config[key] if not str(name).startswith("_"))
-        raise InputError(f"{override.input_line}: {key} holds several settings, give {key}.<setting>=... of {inside}")
+        raise InputError(
+            f"{override.input_line}: {key} holds several settings, give {key}.<setting>=... of "
+            f"{inside}"
+        )
 
 
 def _check_experiment(
@@ -274,12 +335,15 @@ def _check_experiment(
     choices: dict[str, Any],
     plain_choices: dict[str, Any],
 ) -> None:
-    """An experiment overrides settings; a key that only the experiment has is a misspelling, found here and not after the run."""
+    """An experiment overrides settings; a key that only the experiment has is a misspelling, found
+    here and not after the run."""
     name = choices.get("experiment")
     if not name:
         return
     lines = [
-        f"~{group}" if choice is None else f"{'' if group in plain_choices else '+'}{group}={_quote(choice)}"
+        f"~{group}"
+        if choice is None
+        else f"{'' if group in plain_choices else '+'}{group}={_quote(choice)}"
         for group, choice in {**choices, "experiment": None}.items()
         if choice != plain_choices.get(group)
     ]
@@ -290,8 +354,8 @@ def _check_experiment(
 
 
 def _added(config: dict[Any, Any], plain: dict[Any, Any], prefix: str = "") -> list[str]:
-    """Keys of config that plain lacks. An empty mapping in plain is open: anything may be put in it. So is a table of things to
-    build, by name, to another such thing."""
+    """Keys of config that plain lacks. An empty mapping in plain is open: anything may be put in
+    it. So is a table of things to build, by name, to another such thing."""
     if config.get("_target_") != plain.get("_target_") or (prefix and not plain):
         return []
     found: list[str] = []
@@ -317,7 +381,8 @@ def _quote(choice: Any) -> str:
 
 
 def _escape(value: str) -> str:
-    """Text as OmegaConf must hold it to give the same text back: interpolation marks are data here."""
+    """Text as OmegaConf must hold it to give the same text back: interpolation marks are data
+    here."""
     return re.sub(r"(\\*)\$\{", lambda match: match.group(1) * 2 + r"\${", value)
 
 

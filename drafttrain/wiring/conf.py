@@ -13,18 +13,22 @@ CONF_DIR_VARIABLE = "DRAFTTRAIN_CONF_DIR"
 
 
 def conf_dir() -> Path:
-    """The folder of configurations: `drafttrain/conf` in an installed package, `conf/` beside the package in a checkout."""
+    """The folder of configurations: `drafttrain/conf` in an installed package, `conf/` beside the
+    package in a checkout."""
     given = os.environ.get(CONF_DIR_VARIABLE)
     package = Path(__file__).resolve().parent.parent
     candidates = [Path(given).resolve()] if given else [package / "conf", package.parent / "conf"]
     for candidate in candidates:
         if candidate.is_dir():
             return candidate
-    raise InputError(f"no configuration folder at {' or '.join(map(str, candidates))}: reinstall drafttrain")
+    raise InputError(
+        f"no configuration folder at {' or '.join(map(str, candidates))}: reinstall drafttrain"
+    )
 
 
 def _comments(path: Path, prefix: str = "") -> dict[str, str]:
-    """{dotted key: the comment above it or beside it} of a configuration file: what a setting means is written once, there."""
+    """{dotted key: the comment above it or beside it} of a configuration file: what a setting means
+    is written once, there."""
     found: dict[str, str] = {}
     above: list[str] = []
     parents: list[tuple[int, str]] = []
@@ -39,7 +43,9 @@ def _comments(path: Path, prefix: str = "") -> dict[str, str]:
             parents = [(depth, name) for depth, name in parents if depth < indent]
             said = " ".join([*above, *([beside.strip()] if beside else [])])
             if said and key != "defaults":
-                found[".".join([*filter(None, [prefix]), *(name for _, name in parents), key])] = said
+                found[".".join([*filter(None, [prefix]), *(name for _, name in parents), key])] = (
+                    said
+                )
             parents.append((indent, key))
         above = []
     return found
@@ -51,5 +57,10 @@ def comments_of(door_name: str, choices: dict[str, Any]) -> dict[str, str]:
         folder, _, package = group.partition("@")
         for name in chosen if isinstance(chosen, list) else [chosen]:
             if name is not None and folder != "experiment":
-                found = {**_comments(conf_dir() / folder / f"{name}.yaml", package or folder.replace("/", ".")), **found}
+                found = {
+                    **_comments(
+                        conf_dir() / folder / f"{name}.yaml", package or folder.replace("/", ".")
+                    ),
+                    **found,
+                }
     return found

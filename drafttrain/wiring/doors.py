@@ -1,7 +1,7 @@
 """Open a door: the command line of a function, its errors as one line, its exit codes.
 
-The doors use Hydra's compose interface and not `@hydra.main`, so that nothing changes the working directory, makes folders or
-configures logging.
+The doors use Hydra's compose interface and not `@hydra.main`, so that nothing changes the working
+directory, makes folders or configures logging.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ STOPPED_BY_SIGNAL = companions.STOPPED_BY_SIGNAL
 def door(
     name: str, *, text: Sequence[str] = ("prompt",), together: bool = False
 ) -> Callable[[Callable[[DictConfig], Any]], Callable[..., Any]]:
-    """Make a command of a function: `conf/<name>.yaml` composed with the command line, errors as one line, exit codes.
+    """Make a command of a function: `conf/<name>.yaml` composed with the command line, errors as
+    one line, exit codes.
 
-    The command takes `key=value` words, `--help`, `--cfg job` (print the configuration; `--resolve` to resolve references) and
-    `--config-dir DIR` (one's own configurations). Exit codes: 0 done, 1 ended since another process of the run was lost, 2 wrong
-    input, or a file, disk or memory that cannot be had, 130 interrupted, 143 stopped by a TERM signal.
+    The command takes `key=value` words, `--help`, `--cfg job` (print the configuration; `--resolve`
+    to resolve references) and `--config-dir DIR` (one's own configurations). Exit codes: 0 done, 1
+    ended since another process of the run was lost, 2 wrong input, or a file, disk or memory that
+    cannot be had, 130 interrupted, 143 stopped by a TERM signal.
 
     Args:
         name: the primary configuration and the door's name.
@@ -51,7 +53,11 @@ def door(
                 print(help_text(name, main, overrides, text, options["config_dir"]))
                 return None
             invocation = invocation_of(
-                name, overrides, text=text, config_dir=options["config_dir"], check_missing=not options["cfg"]
+                name,
+                overrides,
+                text=text,
+                config_dir=options["config_dir"],
+                check_missing=not options["cfg"],
             )
             if options["cfg"]:
                 print(OmegaConf.to_yaml(invocation.config, resolve=options["resolve"]), end="")
@@ -80,10 +86,15 @@ def door(
                     _complain(name, str(error))
                     raise SystemExit(1) from None
                 except Exception as error:
-                    message = str(error) if isinstance(error, InputError) else refused_by_system(error)
+                    message = (
+                        str(error) if isinstance(error, InputError) else refused_by_system(error)
+                    )
                     if not message:
                         raise
-                    if os.environ.get(TRACEBACK_VARIABLE, "0") != "0" or os.environ.get("HYDRA_FULL_ERROR", "0") != "0":
+                    if (
+                        os.environ.get(TRACEBACK_VARIABLE, "0") != "0"
+                        or os.environ.get("HYDRA_FULL_ERROR", "0") != "0"
+                    ):
                         traceback.print_exc()
                     _complain(name, message)
                     raise SystemExit(2) from None
@@ -124,7 +135,8 @@ def _ended_by_term() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _any_character() -> Iterator[None]:
-    """What standard output's encoding lacks is written as an escape: a model may write any character."""
+    """What standard output's encoding lacks is written as an escape: a model may write any
+    character."""
     stream: Any = sys.stdout
     strict = getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure")
     if strict:
@@ -156,14 +168,19 @@ def _options_of(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         elif flag in ("--cfg", "-c"):
             kind = value if equals else (queue.pop(0) if queue else "")
             if kind != "job":
-                raise InputError(f"{flag} {kind}: only `--cfg job` is known; it prints the configuration")
+                raise InputError(
+                    f"{flag} {kind}: only `--cfg job` is known; it prints the configuration"
+                )
             options["cfg"] = True
         elif flag in ("--config-dir", "-cd"):
             options["config_dir"] = value if equals else (queue.pop(0) if queue else "")
         elif word in ("--multirun", "-m"):
             raise InputError(f"{word}: one command makes one run; for a sweep, loop in the shell")
         elif word.startswith("-"):
-            raise InputError(f"{word}: unknown option; settings are key=value, options are --help, --cfg job, --config-dir DIR")
+            raise InputError(
+                f"{word}: unknown option; settings are key=value, options are --help, --cfg job, "
+                f"--config-dir DIR"
+            )
         else:
             rest.append(word)
     return options, rest

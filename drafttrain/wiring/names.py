@@ -1,4 +1,5 @@
-"""Names of settings: whether one exists, the nearest that does, and the sentence for one that does not."""
+"""Names of settings: whether one exists, the nearest that does, and the sentence for one that does
+not."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ def has_key(settings: Any, key: str) -> bool:
             if part not in names:
                 return False
             node = names[part]
-        elif isinstance(node, list) and part.lstrip("-").isdigit() and -len(node) <= int(part) < len(node):
+        elif (
+            isinstance(node, list)
+            and part.lstrip("-").isdigit()
+            and -len(node) <= int(part) < len(node)
+        ):
             node = node[int(part)]
         else:
             return False
@@ -39,14 +44,18 @@ def has_key(settings: Any, key: str) -> bool:
 
 
 def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> list[str]:
-    """The valid names a person most likely meant: the same word in another section, or a likely misspelling; best first."""
+    """The valid names a person most likely meant: the same word in another section, or a likely
+    misspelling; best first."""
 
     def alike(a: str, b: str) -> float:
         return difflib.SequenceMatcher(None, a, b).ratio()
 
     found = []
     for candidate in sorted(set(candidates)):
-        tail, whole = alike(name.rpartition(".")[2], candidate.rpartition(".")[2]), alike(name, candidate)
+        tail, whole = (
+            alike(name.rpartition(".")[2], candidate.rpartition(".")[2]),
+            alike(name, candidate),
+        )
         if tail >= 0.7 or whole >= 0.85:
             found.append((-tail - whole, candidate))
     return [candidate for _, candidate in sorted(found)[:limit]]

@@ -18,19 +18,34 @@ from drafttrain.wiring.names import join
 
 
 def help_text(
-    name: str, main: Callable[..., Any], overrides: Sequence[str], text: Sequence[str], config_dir: str | None
+    name: str,
+    main: Callable[..., Any],
+    overrides: Sequence[str],
+    text: Sequence[str],
+    config_dir: str | None,
 ) -> str:
-    invocation = invocation_of(name, overrides, text=text, config_dir=config_dir, check_missing=False)
+    invocation = invocation_of(
+        name, overrides, text=text, config_dir=config_dir, check_missing=False
+    )
     search = search_path(config_dir)
     module = sys.modules.get(main.__module__)
     about = inspect.cleandoc((module.__doc__ if module else None) or main.__doc__ or name)
-    lines = [about, "", f"Usage: python -m drafttrain.{name} [key=value ...] [--cfg job [--resolve]] [--config-dir DIR]", ""]
+    lines = [
+        about,
+        "",
+        f"Usage: python -m drafttrain.{name} [key=value ...] [--cfg job [--resolve]] [--config-dir "
+        f"DIR]",
+        "",
+    ]
     with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name=name):
         if invocation.choices:
             lines.append("Choices (group=choice; * is chosen now)")
             for group, chosen in sorted(invocation.choices.items()):
                 picked = chosen if isinstance(chosen, list) else [chosen]
-                shown = join(("*" if option in picked else "") + option for option in group_options(group, search))
+                shown = join(
+                    ("*" if option in picked else "") + option
+                    for option in group_options(group, search)
+                )
                 lines.append(f"  {group}: {shown}")
             lines.append("")
     lines.append("Settings (section.key=value; ??? must be given)")

@@ -2,8 +2,9 @@
 
 Usage: python scripts/bench/batch.py --package DIR [--batch 8] [--new 48] [--repeats 3]
 
-Held-out prompts are decoded with the package's own tree, no end token, so that every row has its whole length. Each row must get
-the very tokens that it gets alone. The ratio is taken inside this run, and plain decoding's beside it.
+Held-out prompts are decoded with the package's own tree, no end token, so that every row has its
+whole length. Each row must get the very tokens that it gets alone. The ratio is taken inside this
+run, and plain decoding's beside it.
 """
 
 from __future__ import annotations
@@ -35,15 +36,24 @@ def main() -> None:
     for name, plan in {"drafts": speculator.plan, "plain": Plan(Tree.chain(0))}.items():
         texts: dict[str, list[list[int]]] = {}
 
-        def decode(groups: list[list[list[int]]], key: str, plan: Plan = plan, texts: dict = texts) -> None:
+        def decode(
+            groups: list[list[list[int]]], key: str, plan: Plan = plan, texts: dict = texts
+        ) -> None:
             texts[key] = []
-            speculator.drafter = speculator.drafter.afresh()  # Nothing of an earlier round is copied.
+            speculator.drafter = (
+                speculator.drafter.without_memory()
+            )  # Nothing of an earlier round is copied.
             for group in groups:
-                outputs, _ = speculator.generate(group, max_new_tokens=words.new, plan=plan, stop_ids=())
+                outputs, _ = speculator.generate(
+                    group, max_new_tokens=words.new, plan=plan, stop_ids=()
+                )
                 texts[key] += [output.ids for output in outputs]
 
         seconds = interleaved(
-            {"together": lambda: decode([prompts], "together"), "alone": lambda: decode([[p] for p in prompts], "alone")},
+            {
+                "together": lambda: decode([prompts], "together"),
+                "alone": lambda: decode([[p] for p in prompts], "alone"),
+            },
             rounds=words.repeats,
             warmup=1,
         )
@@ -51,7 +61,8 @@ def main() -> None:
         rate = len(prompts) * words.new / seconds["together"]
         ratio = seconds["alone"] / seconds["together"]
         print(
-            f"{name} ({plan.tree.title}): {rate:.0f} tokens/s together, {ratio:.2f} times those alone; "
+            f"{name} ({plan.tree.title}): {rate:.0f} tokens/s together, {ratio:.2f} times those "
+            f"alone; "
             f"{same} of {len(prompts)} rows have the same text"
         )
 

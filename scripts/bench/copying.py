@@ -2,9 +2,10 @@
 
 Usage: python scripts/bench/copying.py [--lengths 250 1000 4000] [--rounds 30] [--remember 100000]
 
-The text is that of the shipped conversations, one behind the other. A round takes in two tokens and drafts; every ratio is
-taken inside this run. The target's step stands behind 250 tokens: behind more it takes longer, and the ratio falls. A drafter that
-remembers texts holds other conversations, of which it was told twice as many tokens as it keeps.
+The text is that of the shipped conversations, one behind the other. A round takes in two tokens and
+drafts; every ratio is taken inside this run. The target's step stands behind 250 tokens: behind
+more it takes longer, and the ratio falls. A drafter that remembers texts holds other conversations,
+of which it was told twice as many tokens as it keeps.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from timing import interleaved
 
 from drafttrain.data.conversations import read_set
 from drafttrain.data.datamodule import set_folder
-from drafttrain.drafter.base import Fresh, Retrieval
+from drafttrain.drafter.base import Committed, Retrieval
 from drafttrain.drafter.ngram import NGram
 from drafttrain.drafter.suffix import Suffix
 from drafttrain.flow import Features
@@ -36,13 +37,15 @@ TREES: dict[str, Growth] = {
 }
 
 
-def fresh_of(ids: torch.Tensor, start: int, end: int) -> Fresh:
+def committed_of(ids: torch.Tensor, start: int, end: int) -> Committed:
     part = ids[None, start:end]
-    return Fresh(Features(), part, torch.tensor([part.shape[1]]))
+    return Committed(Features(), part, torch.tensor([part.shape[1]]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[250, 1000, 4000])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--remember", type=int, default=100_000)
@@ -66,7 +69,11 @@ def main() -> None:
         told += len(rows[-1])
     for line in filled(remembering, rows):
         print(line)
-    drafters = {"NGram": NGram(target), "Suffix": Suffix(target), f"Suffix, {options.remember} tokens remembered": remembering}
+    drafters = {
+        "NGram": NGram(target),
+        "Suffix": Suffix(target),
+        f"Suffix, {options.remember} tokens remembered": remembering,
+    }
     for kind, drafter in drafters.items():
         for length in options.lengths:
             for name, tree in TREES.items():
@@ -75,36 +82,49 @@ def main() -> None:
     seconds = interleaved(jobs, rounds=options.rounds)
     step = seconds["a plain step"]
     for name, value in seconds.items():
-        print(f"{name}: {value * 1e6:.0f} us, {value / step:.4f} of a plain step (at most {WANTED} is wanted)")
+        print(
+            f"{name}: {value * 1e6:.0f} us, {value / step:.4f} of a plain step (at most {WANTED} "
+            f"is wanted)"
+        )
 
 
 def filled(drafter: Suffix, rows: list[list[int]]) -> list[str]:
-    """Texts one after the other: what each half of them took by the token, and, told by the same again, the memory in the end."""
+    """Texts one after the other: what each half of them took by the token, and, told by the same
+    again, the memory in the end."""
     told, slowest = [], 0.0
     middle = len(rows) // 2
-    for half, some in (("while there is room", rows[:middle]), ("while the oldest leave", rows[middle:])):
+    for half, some in (
+        ("while there is room", rows[:middle]),
+        ("while the oldest leave", rows[middle:]),
+    ):
         total = 0.0
         for row in some:
             start = time.perf_counter()
-            drafter.keep([row])
+            drafter.remember_texts([row])
             took = time.perf_counter() - start
             total, slowest = total + took, max(slowest, took)
         told.append(f"remembering a token {half}: {total / sum(map(len, some)) * 1e6:.1f} us")
-    again = drafter.afresh()
+    again = drafter.without_memory()
     tracemalloc.start()
-    again.keep(rows)
+    again.remember_texts(rows)
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    return [*told, f"the slowest text: {slowest * 1e3:.1f} ms; memory: {held / drafter.remembers:.0f} bytes a token of the room"]
+    return [
+        *told,
+        f"the slowest text: {slowest * 1e3:.1f} ms; memory: {held / drafter.remembers:.0f} bytes a "
+        f"token of the room",
+    ]
 
 
-def round_of(drafter: Retrieval, text: torch.Tensor, length: int, tree: Growth) -> Callable[[], None]:
+def round_of(
+    drafter: Retrieval, text: torch.Tensor, length: int, tree: Growth
+) -> Callable[[], None]:
     state, place = drafter.open(1, 0), length
-    drafter.propose(state, fresh_of(text, 0, length), tree, Policy(), None)
+    drafter.propose(state, committed_of(text, 0, length), tree, Policy(), None)
 
     def draft() -> None:
         nonlocal place
-        drafter.propose(state, fresh_of(text, place, place + 2), tree, Policy(), None)
+        drafter.propose(state, committed_of(text, place, place + 2), tree, Policy(), None)
         place += 2
 
     return draft

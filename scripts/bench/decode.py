@@ -1,21 +1,26 @@
-"""What a decoding round is made of, and whole decoding against plain decoding and transformers' own modes.
+"""What a decoding round is made of, and whole decoding against plain decoding and transformers' own
+modes.
 
 Usage: python scripts/bench/decode.py [--package DIR] [--context 200] [--prompts 4] [--new 64]
 
-First the cost of verifying n positions in units of one plain step, in float32 and bfloat16. With a package, also the
-seconds of a draft and, on held-out prompts, decoding against plain decoding in the same loop, against
-`model.generate`, and against its prompt lookup. Every ratio is taken inside this run.
+First the cost of verifying n positions in units of one plain step, in float32 and bfloat16. With a
+package, also the seconds of a draft and, on held-out prompts, decoding against plain decoding in
+the same loop, against `model.generate`, and against its prompt lookup. Every ratio is taken inside
+this run.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import time
+from typing import Any
 
 import torch
 from timing import interleaved
 
 from drafttrain.target import load
+from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 
 POSITIONS = (1, 2, 4, 6, 8, 12, 26)
@@ -30,12 +35,24 @@ def verification(context: int) -> None:
 
         def verify(n: int, target=target, cache=cache) -> None:
             with torch.inference_mode():
-                target.head(target.step(torch.ones(1, n, dtype=torch.int64, device=target.device), cache).hidden)
+                target.head(
+                    target.step(
+                        torch.ones(1, n, dtype=torch.int64, device=target.device), cache
+                    ).hidden
+                )
 
         seconds = interleaved({str(n): lambda n=n: verify(n) for n in POSITIONS}, rounds=7)
         plain = seconds["1"]
         row = ", ".join(f"{n}: {value / plain:.2f}" for n, value in seconds.items())
-        print(f"{dtype}: a plain step {plain * 1e3:.1f} ms; verifying n positions costs (in plain steps) {row}")
+        print(
+            f"{dtype}: a plain step {plain * 1e3:.1f} ms; verifying n positions costs (in plain "
+            f"steps) {row}"
+        )
+
+
+def written(target: Target, ids: torch.Tensor, **settings: Any) -> int:
+    """Tokens that transformers' own loop writes after a prompt."""
+    return int(target.model.generate(ids, **settings).shape[1] - ids.shape[1])
 
 
 def package(folder: str, prompts: int, new: int) -> None:
@@ -47,21 +64,29 @@ def package(folder: str, prompts: int, new: int) -> None:
     target = load.smollm2(dtype="auto", device="auto", attention="sdpa")
     speculator = drafttrain.load(folder, target)
     texts = read_set(set_folder("builtin:smollm2")).prompts(prompts)
-    plans = [Plan(Tree.chain(k)) for k in (2, 3, 4, 5)] + [Plan(Tree.expansion([3, 2])), Plan(Tree.eagle1_static())]
+    plans = [Plan(Tree.chain(k)) for k in (2, 3, 4, 5)] + [
+        Plan(Tree.expansion([3, 2])),
+        Plan(Tree.eagle1_static()),
+    ]
     for measured in speculator.measure_speed(texts, plans, max_new_tokens=new):
         row = measured.row()
         stages = ", ".join(f"{stage} {value:.1f}" for stage, value in row["seconds"].items())
-        print(f"{row['growth']} of {row['nodes']}: tau {row['tau']:.2f}, {row['speedup']:.2f}x plain ({stages} s)")
+        print(
+            f"{row['growth']} of {row['nodes']}: tau {row['tau']:.2f}, {row['speedup']:.2f}x plain "
+            f"({stages} s)"
+        )
     tokens: dict[str, int] = {}
     seconds: dict[str, float] = {}
     for text in texts:
         ids = torch.tensor([text], device=target.device)
         common = {"max_new_tokens": new, "do_sample": False, "attention_mask": torch.ones_like(ids)}
         modes = {
-            "drafttrain": lambda text=text: len(speculator.generate([text], max_new_tokens=new)[0][0].ids),
-            "transformers": lambda: target.model.generate(ids, **common).shape[1] - ids.shape[1],  # noqa: B023
-            "transformers, prompt lookup 3": lambda: (
-                target.model.generate(ids, prompt_lookup_num_tokens=3, **common).shape[1] - ids.shape[1]  # noqa: B023
+            "drafttrain": lambda text=text: len(
+                speculator.generate([text], max_new_tokens=new)[0][0].ids
+            ),
+            "transformers": functools.partial(written, target, ids, **common),
+            "transformers, prompt lookup 3": functools.partial(
+                written, target, ids, prompt_lookup_num_tokens=3, **common
             ),
         }
         for name, job in modes.items():
@@ -70,11 +95,16 @@ def package(folder: str, prompts: int, new: int) -> None:
             seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
     base = seconds["transformers"] / tokens["transformers"]
     for name in tokens:
-        print(f"{name}: {tokens[name] / seconds[name]:.1f} tokens/s, {base / (seconds[name] / tokens[name]):.2f}x")
+        print(
+            f"{name}: {tokens[name] / seconds[name]:.1f} tokens/s, "
+            f"{base / (seconds[name] / tokens[name]):.2f}x"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--package")
     parser.add_argument("--context", type=int, default=200)
     parser.add_argument("--prompts", type=int, default=4)

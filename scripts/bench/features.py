@@ -1,4 +1,5 @@
-"""The online feature pass against a bare forward pass of the target's decoder over the same batches.
+"""The online feature pass against a bare forward pass of the target's decoder over the same
+batches.
 
 Usage: python scripts/bench/features.py [--rows 8] [--length 224] [--rounds 5]
 """
@@ -15,7 +16,9 @@ from drafttrain.target import load
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=224)
     parser.add_argument("--rounds", type=int, default=5)
@@ -31,11 +34,16 @@ def main() -> None:
     jobs = {
         "bare": bare,
         "last hidden": lambda: target.features(ids, lengths, Needs(last_hidden=True)),
-        "last hidden and three layers": lambda: target.features(ids, lengths, Needs(True, (2, 15, 27))),
+        "last hidden and three layers": lambda: target.features(
+            ids, lengths, Needs(True, (2, 15, 27))
+        ),
     }
     seconds = interleaved(jobs, rounds=options.rounds, warmup=1)
     for name, value in seconds.items():
-        print(f"{name}: {value * 1e3:.0f} ms, {value / seconds['bare']:.2f} of bare (at most 1.10 is wanted)")
+        print(
+            f"{name}: {value * 1e3:.0f} ms, {value / seconds['bare']:.2f} of bare (at most 1.10 is "
+            f"wanted)"
+        )
 
 
 if __name__ == "__main__":

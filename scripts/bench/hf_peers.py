@@ -1,15 +1,17 @@
-"""Decoding with drafts here and in transformers: the same target, prompts and, where there is one, the same small drafter.
+"""Decoding with drafts here and in transformers: the same target, prompts and, where there is one,
+the same small drafter.
 
-Usage: python scripts/bench/hf_peers.py [--target smollm2] [--package DIR] [--prompts 8] [--new 64] [--drafts 3] [--ngram 3]
+Usage: python scripts/bench/hf_peers.py [--target smollm2] [--package DIR] [--prompts 8] [--new 64]
+[--drafts 3] [--ngram 3]
 
-Plain decoding of both and prompt lookup of both; with the package of a small language model (drafter=ssm) also that model as
-a drafter here and as `assistant_model` there. Greedy in float32, so that all of them must write the same ids. Every prompt
-is decoded in every way before the next one, the order rotating; every ratio is taken inside this run, its 95 % interval over
-prompts.
+Plain decoding of both and prompt lookup of both; with the package of a small language model
+(drafter=ssm) also that model as a drafter here and as `assistant_model` there. Greedy in float32,
+so that all of them must write the same ids. Every prompt is decoded in every way before the next
+one, the order rotating; every ratio is taken inside this run, its 95 % interval over prompts.
 
-`predicted` is the speed if nothing but the target's passes took time: as many passes, over as many positions each, as were
-really made, at the price that a pass over so many positions has here. What is seen falls short of it by drafting and by the
-loop around.
+`predicted` is the speed if nothing but the target's passes took time: as many passes, over as many
+positions each, as were really made, at the price that a pass over so many positions has here. What
+is seen falls short of it by drafting and by the loop around.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.ngram import NGram
 from drafttrain.flow import Tally
-from drafttrain.packaging.manifest import WHOLE, WHOLE_TENSORS
+from drafttrain.packaging.manifest import STANDALONE, STANDALONE_TENSORS
 from drafttrain.reporting.console import table
 from drafttrain.target import load
 from drafttrain.target.model import Target
@@ -56,7 +58,8 @@ class Way:
     ids: list[list[int]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     widths: list[list[int]] = field(default_factory=list)
-    """For each prompt, positions of every pass of the target, the one that reads the prompt first."""
+    """For each prompt, positions of every pass of the target, the one that reads the prompt
+    first."""
 
     @property
     def tokens(self) -> list[int]:
@@ -71,11 +74,17 @@ class Way:
         return Measurement(PLAIN, [], Tally(), self.tokens, self.seconds, base.seconds, base.tokens)
 
 
-def here(target: Target, drafter: Drafter | None, plan: Plan) -> Callable[[list[int], int], list[int]]:
-    return lambda prompt, limit: decode(target, drafter, [prompt], plan, max_new_tokens=limit)[0][0].ids
+def here(
+    target: Target, drafter: Drafter | None, plan: Plan
+) -> Callable[[list[int], int], list[int]]:
+    return lambda prompt, limit: (
+        decode(target, drafter, [prompt], plan, max_new_tokens=limit)[0][0].ids
+    )
 
 
-def there(target: Target, config: Any = None, **settings: Any) -> Callable[[list[int], int], list[int]]:
+def there(
+    target: Target, config: Any = None, **settings: Any
+) -> Callable[[list[int], int], list[int]]:
     """`generate` of transformers.
 
     Args:
@@ -101,34 +110,50 @@ def there(target: Target, config: Any = None, **settings: Any) -> Callable[[list
     return run
 
 
-def ways_of(target: Target, folder: str | None, drafts: int, ngram: int) -> tuple[list[Way], list[tuple[str, Way, Way]]]:
+def ways_of(
+    target: Target, folder: str | None, drafts: int, ngram: int
+) -> tuple[list[Way], list[tuple[str, Way, Way]]]:
     """All ways, plain decoding of both first, and which of ours has which peer."""
     chain = Plan(Tree.chain(drafts))
     copies = NGram(target, max_ngram=ngram).eval()
-    ours, theirs = Way("drafttrain, plain", here(target, None, PLAIN)), Way("transformers, plain", there(target))
+    ours, theirs = (
+        Way("drafttrain, plain", here(target, None, PLAIN)),
+        Way("transformers, plain", there(target)),
+    )
     lookup = Way(f"drafttrain, ngram, {drafts} drafts", here(target, copies, chain))
     settings = {"prompt_lookup_num_tokens": drafts, "max_matching_ngram_size": ngram}
     peer = Way(f"transformers, prompt lookup, {drafts} drafts", there(target, **settings))
-    ways, pairs = [ours, theirs, lookup, peer], [("plain", ours, theirs), ("prompt lookup", lookup, peer)]
+    ways, pairs = (
+        [ours, theirs, lookup, peer],
+        [("plain", ours, theirs), ("prompt lookup", lookup, peer)],
+    )
     if folder is None:
         return ways, pairs
     from transformers import AutoModelForCausalLM
 
     speculator = drafttrain.load(folder, target, dtype="float32")
-    path = Path(folder).expanduser() / WHOLE
-    assistant = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True)
+    path = Path(folder).expanduser() / STANDALONE
+    assistant = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, use_safetensors=True
+    )
     assistant = assistant.to(target.device).eval().requires_grad_(False)
     fixed = copy.deepcopy(assistant.generation_config)
     fixed.num_assistant_tokens, fixed.num_assistant_tokens_schedule = drafts, "constant"
     fixed.assistant_confidence_threshold = 0.0
     own = copy.deepcopy(assistant.generation_config)
     mine = Way(f"drafttrain, ssm, {drafts} drafts", here(target, speculator.drafter, chain))
-    peer = Way(f"transformers, assistant, {drafts} drafts", there(target, fixed, assistant_model=assistant))
+    peer = Way(
+        f"transformers, assistant, {drafts} drafts", there(target, fixed, assistant_model=assistant)
+    )
     ways += [mine, peer]
     pairs.append(("small model", mine, peer))
     plan = Plan(speculator.plan.tree)
-    packaged = Way(f"drafttrain, ssm, the package's {plan.tree.title}", here(target, speculator.drafter, plan))
-    defaults = Way("transformers, assistant, its defaults", there(target, own, assistant_model=assistant))
+    packaged = Way(
+        f"drafttrain, ssm, the package's {plan.tree.title}", here(target, speculator.drafter, plan)
+    )
+    defaults = Way(
+        "transformers, assistant, its defaults", there(target, own, assistant_model=assistant)
+    )
     if plan.tree.size:
         ways.append(packaged)
         pairs.append(("small model, as each would have it", packaged, defaults))
@@ -166,8 +191,11 @@ def race(target: Target, ways: Sequence[Way], prompts: Sequence[list[int]], new:
 
 
 @torch.inference_mode()
-def prices(target: Target, ways: Sequence[Way], prompts: Sequence[list[int]], rounds: int = 5) -> dict[str, float]:
-    """Seconds that the passes of each way take, by what a pass over so many positions takes here."""
+def prices(
+    target: Target, ways: Sequence[Way], prompts: Sequence[list[int]], rounds: int = 5
+) -> dict[str, float]:
+    """Seconds that the passes of each way take, by what a pass over so many positions takes
+    here."""
     reading = [widths[0] for way in ways for widths in way.widths]
     checking = [width for way in ways for widths in way.widths for width in widths[1:]] or [1]
     widest = max(max(reading), max(checking))
@@ -183,7 +211,9 @@ def prices(target: Target, ways: Sequence[Way], prompts: Sequence[list[int]], ro
     for n in places["read"]:
         jobs[f"read {n}"] = lambda n=n: target.head(target.step(ids[:, :n], empty).hidden[:, -1])
     for n in places["check"]:
-        jobs[f"check {n}"] = lambda n=n: target.head(target.step(ids[:, :n], cache).hidden).argmax(-1).tolist()
+        jobs[f"check {n}"] = lambda n=n: (
+            target.head(target.step(ids[:, :n], cache).hidden).argmax(-1).tolist()
+        )
     seconds = interleaved(jobs, rounds=rounds, warmup=1)
 
     def price(kind: str, widths: Sequence[int]) -> float:
@@ -200,32 +230,46 @@ def prices(target: Target, ways: Sequence[Way], prompts: Sequence[list[int]], ro
 def _spread(widths: Sequence[int], most: int = 8) -> list[int]:
     """The smallest, the largest, and some between them; all of them where they are few."""
     found = sorted(set(widths))
-    return found if len(found) <= most else sorted({found[round(i * (len(found) - 1) / (most - 1))] for i in range(most)})
+    return (
+        found
+        if len(found) <= most
+        else sorted({found[round(i * (len(found) - 1) / (most - 1))] for i in range(most)})
+    )
 
 
 def prompts_for(name: str, count: int) -> tuple[Target, list[list[int]]]:
     if name == "tiny":
         target = load.tiny()
         chance = torch.Generator().manual_seed(0)
-        parts = [torch.randint(3, target.vocab_size, (8,), generator=chance).tolist() for _ in range(count)]
+        parts = [
+            torch.randint(3, target.vocab_size, (8,), generator=chance).tolist()
+            for _ in range(count)
+        ]
         return target, [part * 3 for part in parts]
     target = load.smollm2(dtype="float32", device="auto", attention="sdpa")
     return target, read_set(set_folder("builtin:smollm2")).prompts(count)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", choices=["smollm2", "tiny"], default="smollm2")
     parser.add_argument("--package", help="of a drafter=ssm that holds a directory of transformers")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--drafts", type=int, default=3, help="drafted tokens a round")
-    parser.add_argument("--ngram", type=int, default=3, help="longest match that prompt lookup looks for")
+    parser.add_argument(
+        "--ngram", type=int, default=3, help="longest match that prompt lookup looks for"
+    )
     options = parser.parse_args()
     if min(options.prompts, options.new, options.drafts, options.ngram) < 1:
         parser.error("--prompts, --new, --drafts and --ngram need at least 1")
-    if options.package and not (Path(options.package).expanduser() / WHOLE_TENSORS).is_file():
-        parser.error(f"--package {options.package} holds no {WHOLE}/: train a drafter=ssm with export_assistant=true")
+    if options.package and not (Path(options.package).expanduser() / STANDALONE_TENSORS).is_file():
+        parser.error(
+            f"--package {options.package} holds no {STANDALONE}/: train a drafter=ssm with "
+            f"export_assistant=true"
+        )
     target, prompts = prompts_for(options.target, options.prompts)
     ways, pairs = ways_of(target, options.package, options.drafts, options.ngram)
     race(target, ways, prompts, options.new)
@@ -238,7 +282,15 @@ def main() -> None:
         predicted = price[plain.name] / sum(plain.tokens) / (price[way.name] / sum(way.tokens))
         rate = found.tokens_per_second
         rows.append(
-            [way.name, rate, way.tokens_a_pass, predicted, found.speedup, found.speedup_interval, f"{same}/{len(prompts)}"]
+            [
+                way.name,
+                rate,
+                way.tokens_a_pass,
+                predicted,
+                found.speedup,
+                found.speedup_interval,
+                f"{same}/{len(prompts)}",
+            ]
         )
     threads = f"{torch.get_num_threads()} threads"
     title = f"{target.name}, float32, {threads}, {len(prompts)} prompts, at most {options.new} new tokens"
@@ -251,7 +303,11 @@ def main() -> None:
         rows.append([name, predicted, found.speedup, found.speedup_interval])
     table("drafttrain over transformers: speed", ("", "predicted", "seen", "95 %"), rows)
     odd = [way.name for way in ways if way.ids != plain.ids]
-    print(f"NOT the text of plain decoding: {', '.join(odd)}" if odd else "all of them wrote the same text")
+    print(
+        f"NOT the text of plain decoding: {', '.join(odd)}"
+        if odd
+        else "all of them wrote the same text"
+    )
 
 
 if __name__ == "__main__":

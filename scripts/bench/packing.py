@@ -1,11 +1,13 @@
-"""Rows joined into sequences against rows padded in batches of like length: seconds per supervised token, joined over padded.
+"""Rows joined into sequences against rows padded in batches of like length: seconds per supervised
+token, joined over padded.
 
-Usage: python scripts/bench/packing.py [--target smollm2] [--data builtin:smollm2] [--pack 512] [--batch-tokens 2048]
-                                       [--tokens 8192] [--rounds 3] [--all]
+Usage: python scripts/bench/packing.py [--target smollm2] [--data builtin:smollm2] [--pack 512]
+                                       [--batch-tokens 2048] [--tokens 8192] [--rounds 3] [--all]
 
-Both take the first batches of an epoch until they hold so many tokens, and are timed in turn: the target's pass, then the drafter's
-step on features that are there. `--all` puts rows of any length into a padded batch, as a loader without an eye on lengths does.
-On an accelerator the target's pass over joined rows uses `flex_attention`, if it can be built there.
+Both take the first batches of an epoch until they hold so many tokens, and are timed in turn: the
+target's pass, then the drafter's step on features that are there. `--all` puts rows of any length
+into a padded batch, as a loader without an eye on lengths does. On an accelerator the target's pass
+over joined rows uses `flex_attention`, if it can be built there.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def of_any_length(data: ConversationData, tokens: int) -> list[list[int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", choices=("smollm2", "tiny"), default="smollm2")
     parser.add_argument("--data", default="builtin:smollm2")
     parser.add_argument("--pack", type=int, default=512)
@@ -61,20 +65,36 @@ def main() -> None:
     joined = data.joined(options.pack)
     by = target.choose_isolation()
     padded = EpochSampler(data.lengths, batch_tokens=options.batch_tokens).batches(0)
-    packed = PackedSampler(data.lengths, sequence=options.pack, sequences=max(1, options.batch_tokens // options.pack)).batches(0)
+    packed = PackedSampler(
+        data.lengths, sequence=options.pack, sequences=max(1, options.batch_tokens // options.pack)
+    ).batches(0)
     arms = {
-        "padded": taken(data, of_any_length(data, options.batch_tokens) if options.all else padded, options.tokens),
+        "padded": taken(
+            data,
+            of_any_length(data, options.batch_tokens) if options.all else padded,
+            options.tokens,
+        ),
         "joined": taken(joined, packed, options.tokens),
     }
     torch.manual_seed(0)
-    drafter = Eagle1(target, draft_ids=list(range(min(options.draft_vocab, target.vocab_size))), classification=1.0)
+    drafter = Eagle1(
+        target,
+        draft_ids=list(range(min(options.draft_vocab, target.vocab_size))),
+        classification=1.0,
+    )
     held = {
-        name: [Features(torch.randn(*batch.input_ids.shape, target.width, device=target.device)) for batch in batches]
+        name: [
+            Features(torch.randn(*batch.input_ids.shape, target.width, device=target.device))
+            for batch in batches
+        ]
         for name, batches in arms.items()
     }
 
     def reads(name: str) -> Callable[[], object]:
-        return lambda: [target.features(b.input_ids, b.lengths, Needs(last_hidden=True), b.packing) for b in arms[name]]
+        return lambda: [
+            target.features(b.input_ids, b.lengths, Needs(last_hidden=True), b.packing)
+            for b in arms[name]
+        ]
 
     def steps(name: str) -> Callable[[], object]:
         def step() -> None:
@@ -84,20 +104,37 @@ def main() -> None:
 
         return step
 
-    jobs = {f"{what}, {name}": make(name) for what, make in (("features", reads), ("step", steps)) for name in arms}
+    jobs = {
+        f"{what}, {name}": make(name)
+        for what, make in (("features", reads), ("step", steps))
+        for name in arms
+    }
     seconds = interleaved(jobs, rounds=options.rounds, warmup=1)
     labels = {name: sum(int(b.loss_mask.sum()) for b in batches) for name, batches in arms.items()}
     for name, batches in arms.items():
-        real, held_tokens = sum(int(b.lengths.sum()) for b in batches), sum(b.input_ids.numel() for b in batches)
+        real, held_tokens = (
+            sum(int(b.lengths.sum()) for b in batches),
+            sum(b.input_ids.numel() for b in batches),
+        )
         rows = sum(len(b.row_ids) for b in batches)
-        print(f"{name}: {rows} rows, {labels[name]} supervised of {real} tokens, which fill {real / held_tokens:.1%}")
-    print(f"the target keeps joined rows apart by {by}; {target.name}, {str(target.dtype).removeprefix('torch.')}, {target.device}")
+        print(
+            f"{name}: {rows} rows, {labels[name]} supervised of {real} tokens, which fill "
+            f"{real / held_tokens:.1%}"
+        )
+    print(
+        f"the target keeps joined rows apart by {by}; {target.name}, "
+        f"{str(target.dtype).removeprefix('torch.')}, {target.device}"
+    )
     both = {name: seconds[f"features, {name}"] + seconds[f"step, {name}"] for name in arms}
     for what in ("features", "step"):
         cost = {name: seconds[f"{what}, {name}"] / labels[name] for name in arms}
         told = f"{cost['padded'] * 1e6:.1f} us a supervised token padded, {cost['joined'] * 1e6:.1f} joined"
         print(f"{what}: {told}, ratio {cost['joined'] / cost['padded']:.3f}")
-    print(f"both: ratio {both['joined'] / labels['joined'] / (both['padded'] / labels['padded']):.3f} (below 1 joining pays)")
+    print(
+        f"both: ratio "
+        f"{both['joined'] / labels['joined'] / (both['padded'] / labels['padded']):.3f} (below 1 "
+        f"joining pays)"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """What block verification keeps more than the ratio rule, on the very same drafted chains.
 
-Usage: python scripts/bench/rules.py --package DIR [--k 4] [--temperature 1] [--prompts 100] [--new 48] [--seed 0] [--target NAME]
+Usage: python scripts/bench/rules.py --package DIR [--k 4] [--temperature 1] [--prompts 100] [--new
+48] [--seed 0] [--target NAME]
 
-Held-out prompts are decoded one by one with chains of k and the ratio rule. In every round, what each rule keeps of the chain on
-average over its uniform numbers is computed from the laws of target and draft. No number is drawn for the comparison, so that it
-needs far fewer prompts than two runs side by side do. The average of the ratio rule is printed beside what it really kept, which it
+Held-out prompts are decoded one by one with chains of k and the ratio rule. In every round, what
+each rule keeps of the chain on average over its uniform numbers is computed from the laws of target
+and draft. No number is drawn for the comparison, so that it needs far fewer prompts than two runs
+side by side do. The average of the ratio rule is printed beside what it really kept, which it
 equals up to chance.
 """
 
@@ -49,10 +51,15 @@ def main() -> None:
             raise InputError("no prompt had a round of drafts: raise --new, or give other prompts")
     except InputError as error:
         parser.error(str(error))
-    print(f"{len(counts)} prompts, {int(counts[:, 0].sum())} rounds, chain of {words.k}, temperature {words.temperature:g}")
+    print(
+        f"{len(counts)} prompts, {int(counts[:, 0].sum())} rounds, chain of {words.k}, temperature "
+        f"{words.temperature:g}"
+    )
     print(f"kept a round, ratio: {_ratio(counts, 1)}; really kept {_ratio(counts, 3)}")
     print(f"kept a round, block: {_ratio(counts, 2)}")
-    print(f"block over ratio: {_ratio(np.stack([counts[:, 0], counts[:, 2] - counts[:, 1]], 1), 1)}")
+    print(
+        f"block over ratio: {_ratio(np.stack([counts[:, 0], counts[:, 2] - counts[:, 1]], 1), 1)}"
+    )
 
 
 def measured(words: argparse.Namespace) -> np.ndarray:
@@ -60,7 +67,11 @@ def measured(words: argparse.Namespace) -> np.ndarray:
 
     Raises: InputError for a package, target or setting that cannot be used.
     """
-    target = load.tiny() if words.target == "tiny" else load.smollm2(dtype="float32", device="auto", attention="sdpa")
+    target = (
+        load.tiny()
+        if words.target == "tiny"
+        else load.smollm2(dtype="float32", device="auto", attention="sdpa")
+    )
     speculator = drafttrain.load(words.package, target)
     plan = Plan(Tree.chain(words.k), Policy(temperature=words.temperature), rule="ratio")
 
@@ -76,9 +87,15 @@ def measured(words: argparse.Namespace) -> np.ndarray:
     rules.RULES["ratio"] = observed
     by_prompt = []
     try:
-        for i, prompt in enumerate(track(_prompts(words.target, words.prompts), description="prompts decoded")):
+        for i, prompt in enumerate(
+            track(_prompts(words.target, words.prompts), description="prompts decoded")
+        ):
             speculator.generate([prompt], max_new_tokens=words.new, plan=plan, seed=words.seed + i)
-            by_prompt.append([len(rounds), *(sum(column) for column in zip(*rounds, strict=True))] if rounds else [0.0] * 4)
+            by_prompt.append(
+                [len(rounds), *(sum(column) for column in zip(*rounds, strict=True))]
+                if rounds
+                else [0.0] * 4
+            )
             rounds.clear()
     finally:
         rules.RULES["ratio"] = judged

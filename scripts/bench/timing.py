@@ -1,4 +1,5 @@
-"""Timing shared by the benchmarks: medians inside one run, and ratios of them; never a figure from another run."""
+"""Timing shared by the benchmarks: medians inside one run, and ratios of them; never a figure from
+another run."""
 
 from __future__ import annotations
 
@@ -9,8 +10,11 @@ from collections.abc import Callable
 import torch
 
 
-def interleaved(jobs: dict[str, Callable[[], object]], *, rounds: int, warmup: int = 2) -> dict[str, float]:
-    """Median seconds of every job; each round runs all of them, so that a slow moment of the machine hits all alike."""
+def interleaved(
+    jobs: dict[str, Callable[[], object]], *, rounds: int, warmup: int = 2
+) -> dict[str, float]:
+    """Median seconds of every job; each round runs all of them, so that a slow moment of the
+    machine hits all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for turn in range(warmup + rounds):
         for name, job in jobs.items():

@@ -1,10 +1,12 @@
 """A training step with kept features against the sum of its unavoidable matrix products.
 
-Usage: python scripts/bench/train_step.py [--rows 8] [--length 224] [--draft-vocab 8192] [--rounds 10]
+Usage: python scripts/bench/train_step.py [--rows 8] [--length 224] [--draft-vocab 8192] [--rounds
+10]
 
-The products are those of the step itself: forward, input gradient and weight gradient of every linear layer (no input
-gradient for the first), scores and mixtures of attention, and for supervised tokens the vocabulary products: the
-draft's logits, their gradient, the target's logits. Everything else (norms, softmax, losses, optimiser) is overhead.
+The products are those of the step itself: forward, input gradient and weight gradient of every
+linear layer (no input gradient for the first), scores and mixtures of attention, and for supervised
+tokens the vocabulary products: the draft's logits, their gradient, the target's logits. Everything
+else (norms, softmax, losses, optimiser) is overhead.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from drafttrain.target import load
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=224)
     parser.add_argument("--prompt", type=int, default=50)
@@ -33,7 +37,10 @@ def main() -> None:
     drafter = Eagle1(target, draft_ids=list(range(options.draft_vocab)), classification=1.0)
     optimiser = torch.optim.AdamW(drafter.parameters(), lr=1e-4, fused=True)
     mask = torch.arange(options.length) >= options.prompt
-    rows = [(torch.randint(0, target.vocab_size, (options.length,)), mask, i) for i in range(options.rows)]
+    rows = [
+        (torch.randint(0, target.vocab_size, (options.length,)), mask, i)
+        for i in range(options.rows)
+    ]
     batch = collate(rows)
     features = Features(torch.randn(options.rows, options.length, d, device=device))
     noise = torch.Generator(device="cpu").manual_seed(0)
@@ -44,16 +51,32 @@ def main() -> None:
         optimiser.step()
         optimiser.zero_grad()
 
-    positions, taught = options.rows * (options.length - 2), options.rows * (options.length - options.prompt)
+    positions, taught = (
+        options.rows * (options.length - 2),
+        options.rows * (options.length - options.prompt),
+    )
     config = target.config
-    heads, kv, e, ff = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.intermediate_size
+    heads, kv, e, ff = (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.intermediate_size,
+    )
     linear = [(d, heads * e), (d, kv * e), (d, kv * e), (heads * e, d), (d, ff), (d, ff), (ff, d)]
-    x = {width: torch.randn(positions, width, device=device) for width in {d, 2 * d, ff, heads * e, kv * e}}
+    x = {
+        width: torch.randn(positions, width, device=device)
+        for width in {d, 2 * d, ff, heads * e, kv * e}
+    }
     w = {shape: torch.randn(shape[1], shape[0], device=device) for shape in {*linear, (2 * d, d)}}
     vocabulary = torch.randn(options.draft_vocab, d, device=device)
-    spoken, logits = torch.randn(taught, d, device=device), torch.randn(taught, options.draft_vocab, device=device)
+    spoken, logits = (
+        torch.randn(taught, d, device=device),
+        torch.randn(taught, options.draft_vocab, device=device),
+    )
     q = torch.randn(options.rows * heads, options.length - 2, e, device=device)
-    scores = torch.randn(options.rows * heads, options.length - 2, options.length - 2, device=device)
+    scores = torch.randn(
+        options.rows * heads, options.length - 2, options.length - 2, device=device
+    )
 
     def products() -> None:
         for i, o in [(2 * d, d), *linear]:
@@ -69,9 +92,15 @@ def main() -> None:
         torch.mm(logits, vocabulary)
 
     seconds = interleaved({"step": step, "products": products}, rounds=options.rounds)
-    print(f"step {seconds['step'] * 1e3:.1f} ms, its matrix products {seconds['products'] * 1e3:.1f} ms")
+    print(
+        f"step {seconds['step'] * 1e3:.1f} ms, its matrix products {seconds['products'] * 1e3:.1f} "
+        f"ms"
+    )
     print(f"ratio {seconds['step'] / seconds['products']:.2f} (at most 1.50 is wanted)")
-    print(f"{taught / seconds['step']:.0f} supervised tokens a second, {options.rows} rows of {options.length} tokens")
+    print(
+        f"{taught / seconds['step']:.0f} supervised tokens a second, {options.rows} rows of "
+        f"{options.length} tokens"
+    )
 
 
 if __name__ == "__main__":

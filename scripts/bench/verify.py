@@ -1,14 +1,16 @@
-"""One verifying pass over a tree against the bare target's forward over as many positions behind the same context.
+"""One verifying pass over a tree against the bare target's forward over as many positions behind
+the same context.
 
 Usage: python scripts/bench/verify.py [--dtypes float32 bfloat16] [--context 200] [--rounds 15]
 
-Verified are 32 nodes, the anchor and 31 drafts in five levels, as the decoding loop does it: tree mask, depths, one pass
-through the row's cache, logits of every node. The bare forward is the decoder of `transformers` over 32 tokens in causal
-order with the library's own cache; with its head it is the whole model. Nothing is kept of either, so that every pass
-stands behind the same context. Every ratio is taken inside this run.
+Verified are 32 nodes, the anchor and 31 drafts in five levels, as the decoding loop does it: tree
+mask, depths, one pass through the row's cache, logits of every node. The bare forward is the
+decoder of `transformers` over 32 tokens in causal order with the library's own cache; with its head
+it is the whole model. Nothing is kept of either, so that every pass stands behind the same context.
+Every ratio is taken inside this run.
 
-Predicted before it was run: at most 1.6 times the bare decoder. The head alone is about a quarter of the embedded
-target's decoder (28 of 106 million weights), mask and cache are a copy each.
+Predicted before it was run: at most 1.6 times the bare decoder. The head alone is about a quarter
+of the embedded target's decoder (28 of 106 million weights), mask and cache are a copy each.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def measure(dtype: str, context: int, rounds: int) -> dict[str, float]:
     @torch.inference_mode()
     def verify() -> None:
         depths = torch.nn.functional.pad(depths_of(parents, TREE.max_depth), (1, 0))
-        out = target.step(ids, cache, among=ancestor_mask(parents, TREE.max_depth), depths=depths)
+        out = target.step(
+            ids, cache, tree_mask=ancestor_mask(parents, TREE.max_depth), depths=depths
+        )
         target.head(out.hidden)
 
     @torch.inference_mode()
@@ -62,7 +66,9 @@ def measure(dtype: str, context: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--context", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=15)
@@ -72,7 +78,10 @@ def main() -> None:
         print(f"{dtype}, {options.context} tokens before:")
         base, whole, _ = seconds.values()
         for name, value in seconds.items():
-            print(f"  {name:28} {value * 1e3:7.1f} ms, {value / base:.2f} of bare, {value / whole:.2f} with its head")
+            print(
+                f"  {name:28} {value * 1e3:7.1f} ms, {value / base:.2f} of bare, "
+                f"{value / whole:.2f} with its head"
+            )
     print(f"of the bare decoder, a verified tree is wanted to cost at most {WANTED:.2f}")
 
 

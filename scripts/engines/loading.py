@@ -1,4 +1,5 @@
-"""Which tensors of a checkpoint reach a model: an engine may pass over one that it has no place for, without a word."""
+"""Which tensors of a checkpoint reach a model: an engine may pass over one that it has no place
+for, without a word."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
 
 class Reads(TorchDispatchMode):
-    """While it lasts, counts the elements that are copied out of tensors which are held, whole or in parts."""
+    """While it lasts, counts the elements that are copied out of tensors which are held, whole or
+    in parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +44,8 @@ class Reads(TorchDispatchMode):
         return found
 
     def summary(self, model: nn.Module) -> dict[str, list[str]]:
-        """Names of what was read to the last element, or was taken as a parameter as it is, and of what was not."""
+        """Names of what was read to the last element, or was taken as a parameter as it is, and of
+        what was not."""
         for tensor in (*model.parameters(), *model.buffers()):
             if (name := self._name_of(tensor)) and tensor.numel() == self._sizes[name]:
                 self._taken[name] = tensor.numel()
@@ -65,13 +68,16 @@ def watch(loader: Any) -> None:
     """Keep in LOADED what the loading of each checkpoint read.
 
     Args:
-        loader: vLLM's class with `load_model`, which gives the model, and `get_all_weights(model_config, ...)`, which it takes the
-            checkpoint's (name, tensor) from.
+        loader: vLLM's class with `load_model`, which gives the model, and
+            `get_all_weights(model_config, ...)`, which it takes the checkpoint's (name, tensor)
+            from.
     """
     weights, load = loader.get_all_weights, loader.load_model
     watching: list[Reads] = []
 
-    def get_all_weights(self: Any, model_config: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+    def get_all_weights(
+        self: Any, model_config: Any, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights(self, model_config, *args, **kwargs):
             if watching:
                 watching[-1].path = str(model_config.model)

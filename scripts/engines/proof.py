@@ -1,17 +1,22 @@
-"""Serve exported packages with real engines, and compare text and accepted drafts with drafttrain's own loop, count for count.
+"""Serve exported packages with real engines, and compare text and accepted drafts with drafttrain's
+own loop, count for count.
 
-Usage: python scripts/engines/proof.py package ... [--venv DIR] [--prompts 8] [--new 48] [--tokens 4]
+Usage: python scripts/engines/proof.py package ... [--venv DIR] [--prompts 8] [--new 48] [--tokens
+4]
 
-vLLM runs in an environment of its own (scripts/engines/setup.sh), decodes greedily in float32 and is given the settings that
-`export` prints. transformers runs here, with the draft model as `assistant_model`. Each round of greedy decoding is a function of
-the text so far, so that two loops which draft alike accept alike, in every round. What they count differs in three places, and
+vLLM runs in an environment of its own (scripts/engines/setup.sh), decodes greedily in float32 and
+is given the settings that `export` prints. transformers runs here, with the draft model as
+`assistant_model`. Each round of greedy decoding is a function of the text so far, so that two loops
+which draft alike accept alike, in every round. What they count differs in three places, and
 drafttrain's side is counted as the engine does:
 
-* Which vocabulary is drafted from: in these engines the whole one, also where the package has a reduced one.
-* vLLM: the pass that reads the prompt is no round. A round at the end counts all that it accepted, also what the limit then cuts
-  off, and always drafts in full. Here the text is decoded a round further, and the rounds that began below the limit are counted.
-* transformers: the first round drafts before the target has read the prompt. Here that is a prompt without its last token, which
-  is then forced. Drafts that the limit leaves no room for are made by neither, and a round without drafts is not counted.
+* Which vocabulary is drafted from: in these engines the whole one, also where the package has a
+reduced one. * vLLM: the pass that reads the prompt is no round. A round at the end counts all that
+  it accepted, also what the limit then cuts off, and always drafts in full. Here the text is
+  decoded a round further, and the rounds that began below the limit are counted.
+* transformers: the first round drafts before the target has read the prompt. Here that is a prompt
+  without its last token, which is then forced. Drafts that the limit leaves no room for are made by
+  neither, and a round without drafts is not counted.
 """
 
 from __future__ import annotations
@@ -86,8 +91,16 @@ class Job:
 
     @classmethod
     def of(cls, target: Target, folder: Path, prompts: Prompts, new: int) -> Job:
-        plain, _ = decode(target, None, prompts, Plan(Tree.chain(0)), max_new_tokens=new, stop_ids=())
-        return cls(target, folder, [list(prompt) for prompt in prompts], new, [output.ids for output in plain])
+        plain, _ = decode(
+            target, None, prompts, Plan(Tree.chain(0)), max_new_tokens=new, stop_ids=()
+        )
+        return cls(
+            target,
+            folder,
+            [list(prompt) for prompt in prompts],
+            new,
+            [output.ids for output in plain],
+        )
 
     def same(self, texts: Prompts) -> int:
         return sum(list(theirs) == ours for theirs, ours in zip(texts, self.texts, strict=True))
@@ -119,8 +132,16 @@ class Result:
         counts = ["", "", ""]
         if self.theirs is not None and self.ours is not None:
             fields = ("rounds", "drafted", "accepted")
-            counts = [pair(self._told(self.theirs, name), self._told(self.ours, name)) for name in fields]
-        return [self.name, self.engine, f"{self.same}/{self.prompts}", *counts, ", ".join(self.unread)]
+            counts = [
+                pair(self._told(self.theirs, name), self._told(self.ours, name)) for name in fields
+            ]
+        return [
+            self.name,
+            self.engine,
+            f"{self.same}/{self.prompts}",
+            *counts,
+            ", ".join(self.unread),
+        ]
 
     @staticmethod
     def _told(counts: Counts, name: str) -> str:
@@ -128,21 +149,24 @@ class Result:
         return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-# --- counting ------------------------------------------------------------------------------------------------------------
+# --- counting -------------------------------------------------------------------------------------
 
 
 def speaking_all(drafter: Drafter) -> Drafter:
     """A drafter in float32 that drafts from the whole vocabulary, as engines do with its export."""
     if getattr(drafter, "draft_ids", None) is not None:
         whole = type(drafter)(drafter.target, **{**drafter.settings(), "draft_ids": None})
-        whole.load_state_dict({name: tensor for name, tensor in drafter.state_dict().items() if name != "draft_ids"})
+        whole.load_state_dict(
+            {name: tensor for name, tensor in drafter.state_dict().items() if name != "draft_ids"}
+        )
         drafter = whole
     return drafter.at(torch.float32)
 
 
 def as_vllm(job: Job, drafter: Drafter, depth: int) -> Counts:
     """What vLLM counts for a chain of this depth."""
-    # As far beyond the limit as a round that begins below it can reach, so that nothing is cut from it.
+    # As far beyond the limit as a round that begins below it can reach, so that nothing is cut from
+    # it.
     limit = job.new + depth + 1
     plan = Plan(Tree.chain(depth))
     outputs, _ = decode(job.target, drafter, job.prompts, plan, max_new_tokens=limit, stop_ids=())
@@ -179,14 +203,17 @@ class _Forced:
 
 
 def as_transformers(job: Job, drafter: Drafter, depth: int) -> Counts:
-    """What transformers does with `num_assistant_tokens` of this depth, constant, and without a threshold of confidence."""
+    """What transformers does with `num_assistant_tokens` of this depth, constant, and without a
+    threshold of confidence."""
     rounds = drafted = 0
     accepted = [0] * depth
     for prompt in job.prompts:
         *before, last = prompt
         policy = Policy(processors=(_Forced(len(before), last),))
         plan = Plan(Tree.chain(depth), policy)
-        (output,), _ = decode(job.target, drafter, [before], plan, max_new_tokens=job.new + 1, stop_ids=())
+        (output,), _ = decode(
+            job.target, drafter, [before], plan, max_new_tokens=job.new + 1, stop_ids=()
+        )
         written = 0
         for emitted, kept in output.runs[1:]:
             room = min(depth, job.new - written - 1)
@@ -197,11 +224,12 @@ def as_transformers(job: Job, drafter: Drafter, depth: int) -> Counts:
     return Counts(rounds, drafted, tuple(accepted))
 
 
-# --- vLLM ----------------------------------------------------------------------------------------------------------------
+# --- vLLM -----------------------------------------------------------------------------------------
 
 
 def venv(of: str = "vllm") -> Path:
-    """Where scripts/engines/setup.sh puts an environment unless told otherwise; of: vllm or speculators."""
+    """Where scripts/engines/setup.sh puts an environment unless told otherwise; of: vllm or
+    speculators."""
     name = (HERE / f"{of}.txt").read_text(encoding="utf-8").split()[0].replace("==", "-")
     given = os.environ.get("DRAFTTRAIN_ENGINES")
     return (Path(given) if given else load.cache_dir() / "engines") / name
@@ -210,7 +238,10 @@ def venv(of: str = "vllm") -> Path:
 def check_venv(folder: Path, of: str = "vllm") -> Path:
     """Raises: InputError for an environment that is not there, or was left half-made."""
     if not (folder / READY).is_file():
-        raise InputError(f"no environment for {of} in {folder}: make it by scripts/engines/setup.sh {of}, or name it by --venv")
+        raise InputError(
+            f"no environment for {of} in {folder}: make it by scripts/engines/setup.sh {of}, or "
+            f"name it by --venv"
+        )
     return folder
 
 
@@ -221,7 +252,8 @@ class Served:
     texts: list[list[int]]
     counts: Counts | None
     read: tuple[str, ...]
-    """Tensors of the drafter's file that were copied into the engine's model, to the last element."""
+    """Tensors of the drafter's file that were copied into the engine's model, to the last
+    element."""
     seconds: dict[str, float]
     version: str
 
@@ -233,15 +265,22 @@ def speculative_of(command: str) -> dict[str, Any]:
     return found
 
 
-def serve(environment: Path, job: Job, speculative: dict[str, Any] | None, *, seconds: float = SECONDS) -> Served:
+def serve(
+    environment: Path, job: Job, speculative: dict[str, Any] | None, *, seconds: float = SECONDS
+) -> Served:
     """Decode a job's prompts with vLLM, greedily and in float32, in a process of its own.
 
     Args:
-        environment: by scripts/engines/setup.sh; speculative: as in `speculative_of`, None decodes plainly.
+        environment: by scripts/engines/setup.sh; speculative: as in `speculative_of`, None decodes
+            plainly.
     Raises: EngineError if it fails or takes longer.
     """
     check_venv(environment)
-    longest = max(map(len, job.prompts)) + job.new + 2 * (speculative or {}).get("num_speculative_tokens", 0)
+    longest = (
+        max(map(len, job.prompts))
+        + job.new
+        + 2 * (speculative or {}).get("num_speculative_tokens", 0)
+    )
     request = {
         "target": str(job.folder),
         "prompts": job.prompts,
@@ -253,22 +292,39 @@ def serve(environment: Path, job: Job, speculative: dict[str, Any] | None, *, se
     with tempfile.TemporaryDirectory(prefix="drafttrain-engine-") as scratch:
         place = Path(scratch)
         (place / "request.json").write_text(json.dumps(request), encoding="utf-8")
-        words = [str(environment / "bin/python"), str(HERE / "serve.py"), str(place / "request.json"), str(place / "answer.json")]
+        words = [
+            str(environment / "bin/python"),
+            str(HERE / "serve.py"),
+            str(place / "request.json"),
+            str(place / "answer.json"),
+        ]
         run(words, place / "log", seconds)
         found = json.loads((place / "answer.json").read_text(encoding="utf-8"))
     counters, counts = found["counters"], None
     if speculative is not None:
-        counts = Counts(counters["drafts"], counters["draft_tokens"], tuple(counters["accepted_tokens_per_pos"]))
+        counts = Counts(
+            counters["drafts"], counters["draft_tokens"], tuple(counters["accepted_tokens_per_pos"])
+        )
     read = tuple(sorted((found["tensors"] or {"read": []})["read"]))
     return Served(found["texts"], counts, read, found["seconds"], found["version"])
 
 
 def run(words: list[str], log: Path, seconds: float) -> None:
-    """Run an engine, or what writes for one; neither it nor a process that it started is left behind."""
-    settings = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(HERE)}
+    """Run an engine, or what writes for one; neither it nor a process that it started is left
+    behind."""
+    settings = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "PYTHONPATH": str(HERE),
+    }
     with log.open("wb") as out:
         process = subprocess.Popen(
-            words, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **settings}, start_new_session=True
+            words,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **settings},
+            start_new_session=True,
         )
         try:
             code: int | None = process.wait(seconds)
@@ -282,8 +338,14 @@ def run(words: list[str], log: Path, seconds: float) -> None:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         # A worker's error stands far above those that follow from it.
         said = [line for line in lines if "Error: " in line] + lines[-20:]
-        what = f"did not answer within {seconds:g} s" if code is None else f"failed with exit code {code}"
-        raise EngineError("\n".join([f"the engine {what}; its errors, and the end of what it said:", *said]))
+        what = (
+            f"did not answer within {seconds:g} s"
+            if code is None
+            else f"failed with exit code {code}"
+        )
+        raise EngineError(
+            "\n".join([f"the engine {what}; its errors, and the end of what it said:", *said])
+        )
 
 
 def on_vllm(environment: Path, job: Job, package: Path, out: Path, tokens: int) -> Result:
@@ -298,16 +360,28 @@ def on_vllm(environment: Path, job: Job, package: Path, out: Path, tokens: int) 
     exported = export_package(package, job.target, "vllm", out, tokens=depth)
     served = serve(environment, job, speculative_of(exported.command))
     ours = as_vllm(job, speaking_all(drafter), depth)
-    return vllm_result(type(drafter).__name__, job, served, ours, set(open_directory(out, "exported").tensors))
+    return vllm_result(
+        type(drafter).__name__, job, served, ours, set(open_directory(out, "exported").tensors)
+    )
 
 
-def vllm_result(name: str, job: Job, served: Served, ours: Counts | None, tensors: set[str]) -> Result:
+def vllm_result(
+    name: str, job: Job, served: Served, ours: Counts | None, tensors: set[str]
+) -> Result:
     """Args: tensors: names of those in the drafter's file."""
     unread = tuple(sorted(tensors - set(served.read)))
-    return Result(name, f"vLLM {served.version}", len(job.prompts), job.same(served.texts), served.counts, ours, unread)
+    return Result(
+        name,
+        f"vLLM {served.version}",
+        len(job.prompts),
+        job.same(served.texts),
+        served.counts,
+        ours,
+        unread,
+    )
 
 
-# --- transformers --------------------------------------------------------------------------------------------------------
+# --- transformers ---------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -328,13 +402,17 @@ def _noted() -> Iterator[list[tuple[int, int]]]:
         rounds.append((lengths.pop(), int(num_matches)))
         update(self, input_ids, scores, num_matches)
 
-    patches = {"get_candidates": get_candidates, "update_candidate_strategy": update_candidate_strategy}
+    patches = {
+        "get_candidates": get_candidates,
+        "update_candidate_strategy": update_candidate_strategy,
+    }
     with unittest.mock.patch.multiple(Candidates, **patches):
         yield rounds
 
 
 def assisted(job: Job, assistant: Any, depth: int) -> tuple[list[list[int]], Counts]:
-    """Answers of transformers' `generate` with an assistant, and what it kept of it. The assistant's settings are changed."""
+    """Answers of transformers' `generate` with an assistant, and what it kept of it. The
+    assistant's settings are changed."""
     settings = copy.deepcopy(assistant.generation_config)
     settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = depth, "constant"
     settings.assistant_confidence_threshold, settings.eos_token_id = 0.0, None
@@ -376,7 +454,7 @@ def on_transformers(job: Job, package: Path, out: Path, tokens: int) -> Result:
     return Result("Ssm", engine, len(job.prompts), job.same(texts), theirs, ours, unread)
 
 
-# --- the embedded target -------------------------------------------------------------------------------------------------
+# --- the embedded target --------------------------------------------------------------------------
 
 
 def embedded() -> Target:
@@ -401,10 +479,12 @@ def prompts_of(count: int) -> list[list[int]]:
     return read_set(set_folder("builtin:smollm2")).prompts(count)
 
 
-# --- all of it -----------------------------------------------------------------------------------------------------------
+# --- all of it ------------------------------------------------------------------------------------
 
 
-def prove(environment: Path, packages: Sequence[Path], prompts: int, new: int, tokens: int, place: Path) -> list[Result]:
+def prove(
+    environment: Path, packages: Sequence[Path], prompts: int, new: int, tokens: int, place: Path
+) -> list[Result]:
     for package in packages:
         check_pair(package, "vllm")
     target = embedded()
@@ -423,29 +503,59 @@ def prove(environment: Path, packages: Sequence[Path], prompts: int, new: int, t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("packages", nargs="+", type=Path, metavar="package", help="of a drafter for the embedded target")
-    parser.add_argument("--venv", type=Path, help="vLLM's environment; made by scripts/engines/setup.sh")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "packages",
+        nargs="+",
+        type=Path,
+        metavar="package",
+        help="of a drafter for the embedded target",
+    )
+    parser.add_argument(
+        "--venv", type=Path, help="vLLM's environment; made by scripts/engines/setup.sh"
+    )
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--new", type=int, default=48, help="tokens of each answer")
-    parser.add_argument("--tokens", type=int, default=4, help="drafted a round; heads draft as many as they are")
+    parser.add_argument(
+        "--tokens", type=int, default=4, help="drafted a round; heads draft as many as they are"
+    )
     options = parser.parse_args()
     if min(options.prompts, options.new, options.tokens) < 1:
         parser.error("--prompts, --new and --tokens need at least 1")
     try:
         environment = check_venv(options.venv or venv())
         with tempfile.TemporaryDirectory(prefix="drafttrain-proof-") as scratch:
-            results = prove(environment, options.packages, options.prompts, options.new, options.tokens, Path(scratch))
+            results = prove(
+                environment,
+                options.packages,
+                options.prompts,
+                options.new,
+                options.tokens,
+                Path(scratch),
+            )
     except InputError as error:
         parser.error(str(error))
     except EngineError as error:
         parser.exit(1, f"{error}\n")
     title = f"{options.prompts} prompts of {options.new} new tokens, greedy, float32; engine / drafttrain where they differ"
-    columns = ("", "engine", "same text", "rounds", "drafted", "accepted at 1, 2, ...", "tensors not read")
+    columns = (
+        "",
+        "engine",
+        "same text",
+        "rounds",
+        "drafted",
+        "accepted at 1, 2, ...",
+        "tensors not read",
+    )
     table(title, columns, [result.row() for result in results])
     if not all(result.holds for result in results):
         parser.exit(1, "an engine does not draft as drafttrain's own loop does\n")
-    print("every engine wrote the target's own text and accepted what drafttrain's own loop accepts, count for count")
+    print(
+        "every engine wrote the target's own text and accepted what drafttrain's own loop accepts, "
+        "count for count"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Decode prompts with vLLM, greedily, and tell what it drafted and kept. Run by vLLM's own Python, without drafttrain.
+"""Decode prompts with vLLM, greedily, and tell what it drafted and kept. Run by vLLM's own Python,
+without drafttrain.
 
 Usage: <vLLM's environment>/bin/python serve.py request.json answer.json
 
-The request: `target` (its directory), `prompts` (lists of ids), `new` (tokens of each answer, stop tokens do not end it), `dtype`,
-`context` (most tokens of a text), `speculative` (what `--speculative-config` is given) or null for plain decoding.
-The answer: `texts` (ids of each answer), `counters` (vLLM's own, of drafts), `tensors` (`read` and `unread` names of the drafter's
+The request: `target` (its directory), `prompts` (lists of ids), `new` (tokens of each answer, stop
+tokens do not end it), `dtype`, `context` (most tokens of a text), `speculative` (what
+`--speculative-config` is given) or null for plain decoding. The answer: `texts` (ids of each
+answer), `counters` (vLLM's own, of drafts), `tensors` (`read` and `unread` names of the drafter's
 file), `seconds`, `version`.
 """
 
@@ -25,7 +27,9 @@ def main(request: str, answer: str) -> None:
     import vllm
 
     imported = time.perf_counter()
-    more: dict[str, Any] = {} if told["speculative"] is None else {"speculative_config": told["speculative"]}
+    more: dict[str, Any] = (
+        {} if told["speculative"] is None else {"speculative_config": told["speculative"]}
+    )
     engine = vllm.LLM(
         model=told["target"],
         dtype=told["dtype"],
@@ -39,7 +43,9 @@ def main(request: str, answer: str) -> None:
         **more,
     )
     loaded = time.perf_counter()
-    policy = vllm.SamplingParams(temperature=0.0, max_tokens=told["new"], ignore_eos=True, detokenize=False)
+    policy = vllm.SamplingParams(
+        temperature=0.0, max_tokens=told["new"], ignore_eos=True, detokenize=False
+    )
     prompts: Any = [{"prompt_token_ids": ids} for ids in told["prompts"]]
     outputs = engine.generate(prompts, policy, use_tqdm=False)
     done = time.perf_counter()
@@ -62,7 +68,9 @@ def counters(metrics: Any) -> dict[str, Any]:
     for metric in metrics:
         if metric.name.startswith(COUNTERS):
             values = getattr(metric, "values", None)
-            found[metric.name.removeprefix(COUNTERS)] = metric.value if values is None else list(values)
+            found[metric.name.removeprefix(COUNTERS)] = (
+                metric.value if values is None else list(values)
+            )
     return found
 
 

@@ -1,4 +1,5 @@
-"""What vLLM imports into each of its workers by name (`worker_extension_cls`), before a model is loaded there."""
+"""What vLLM imports into each of its workers by name (`worker_extension_cls`), before a model is
+loaded there."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Write a directory of each kind that the library speculators makes, by its own code. Run by its own Python, without drafttrain.
+"""Write a directory of each kind that the library speculators makes, by its own code. Run by its
+own Python, without drafttrain.
 
 Usage: <speculators' environment>/bin/python written.py target out
 
-`target`: the directory of a model, whose embedding and head go into what is written, and whose name it carries.
-`out`: gets a folder for each of KINDS. Weights of blocks are those that the library begins training with.
+`target`: the directory of a model, whose embedding and head go into what is written, and whose name
+it carries. `out`: gets a folder for each of KINDS. Weights of blocks are those that the library
+begins training with.
 """
 
 from __future__ import annotations
@@ -41,10 +43,14 @@ def main(target: str, out: str) -> None:
             "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
             "rms_norm_eps", "max_position_embeddings", "rope_parameters",
         )  # fmt: skip
-        block = family(num_hidden_layers=1, **{name: copy.deepcopy(getattr(verifier, name)) for name in sizes})
+        block = family(
+            num_hidden_layers=1, **{name: copy.deepcopy(getattr(verifier, name)) for name in sizes}
+        )
         for vocabulary, more in vocabularies.items():
             torch.manual_seed(0)
-            model = SpeculatorModel.registry[kind].from_training_args(copy.deepcopy(block), **shared, **more)
+            model = SpeculatorModel.registry[kind].from_training_args(
+                copy.deepcopy(block), **shared, **more
+            )
             model.save_pretrained(Path(out) / f"{kind}-{vocabulary}")
 
 

@@ -1,4 +1,5 @@
-"""Sets and journals: what is written is read back, what is damaged is refused, a kill loses nothing finished."""
+"""Sets and journals: what is written is read back, what is damaged is refused, a kill loses nothing
+finished."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ from drafttrain.data.conversations import (
 from drafttrain.data.folder import BASE, SetFolder
 from drafttrain.errors import InputError
 
-ABOUT: dict[str, Any] = {"target": {"name": "t", "fingerprint": {"dtype": "float32"}}, "prompts": {}, "writing": {}}
+ABOUT: dict[str, Any] = {
+    "target": {"name": "t", "fingerprint": {"dtype": "float32"}},
+    "prompts": {},
+    "writing": {},
+}
 
 
 def some_rows(count: int = 20, seed: int = 0, largest: int = 300) -> list[Row]:
@@ -121,7 +126,18 @@ def other_mask(tensors: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize(
     "harm",
-    [negative, backwards, overflowing, doubled, of_floats, short_mask, wide_offsets, no_split, odd_split, other_mask],
+    [
+        negative,
+        backwards,
+        overflowing,
+        doubled,
+        of_floats,
+        short_mask,
+        wide_offsets,
+        no_split,
+        odd_split,
+        other_mask,
+    ],
 )
 def test_a_damaged_set_is_refused(tmp_path: Path, harm: Any) -> None:
     write_set(tmp_path, some_rows(), manifest=ABOUT, held_out=4)
@@ -137,7 +153,9 @@ def test_a_damaged_set_is_refused(tmp_path: Path, harm: Any) -> None:
     assert "checksum" not in str(refused.value)
 
 
-def test_a_single_bit_is_noticed_and_an_older_set_without_a_checksum_is_read(tmp_path: Path) -> None:
+def test_a_single_bit_is_noticed_and_an_older_set_without_a_checksum_is_read(
+    tmp_path: Path,
+) -> None:
     write_set(tmp_path, some_rows(), manifest=ABOUT | {CHECKSUM: "of an earlier set"}, held_out=4)
     before = read_set(tmp_path).digest
     whole = (tmp_path / TENSORS).read_bytes()
@@ -152,7 +170,8 @@ def test_a_single_bit_is_noticed_and_an_older_set_without_a_checksum_is_read(tmp
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[]", '{"format": 2}', '{"format": 1}', "[" * 100_000, '{"format": 1, "target": 3}']
+    "content",
+    ["{", "[]", '{"format": 2}', '{"format": 1}', "[" * 100_000, '{"format": 1, "target": 3}'],
 )
 def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str) -> None:
     write_set(tmp_path, some_rows(), manifest=ABOUT, held_out=4)
@@ -190,7 +209,9 @@ def test_a_journal_gives_back_its_rows_and_heals(tmp_path: Path) -> None:
     assert skipped == {999: "empty user turn"}
 
 
-def test_a_journal_that_its_writer_removed_just_now_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_that_its_writer_removed_just_now_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lock, taken = journal_module._lock, []
 
     def removing(file: Any, patience: float = 2.0) -> bool:
@@ -247,7 +268,9 @@ GOOD = {"row": 3, "ids": [1, 2, 3], "spans": [[1, 3]], "finish": ["stop"], "temp
     ids=str,
 )
 def test_a_damaged_journal_names_file_and_line(tmp_path: Path, harm: dict[str, Any]) -> None:
-    (tmp_path / "journal-0002.jsonl").write_text(json.dumps(GOOD) + "\n" + json.dumps(GOOD | {"row": 4} | harm) + "\n")
+    (tmp_path / "journal-0002.jsonl").write_text(
+        json.dumps(GOOD) + "\n" + json.dumps(GOOD | {"row": 4} | harm) + "\n"
+    )
     with pytest.raises(InputError, match=r"journal-0002.jsonl, line 2 is damaged"):
         read_journals(tmp_path)
 
@@ -309,8 +332,8 @@ def test_a_stopped_process_is_named_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"process 1 has stopped, 10 of its rows are missing"):
         folder.await_rows(wanted, 2, lambda text: None, grace=0.6)
     write_journal(tmp_path / "journal-0001.jsonl", [row for row in rows if row.row % 2 == 1], {})
-    assert list(folder.await_rows(wanted, 2, lambda text: None)[0]) == [row.row for row in rows if row.row % 2 == 0] + [
-        row.row for row in rows if row.row % 2 == 1
-    ]
+    assert list(folder.await_rows(wanted, 2, lambda text: None)[0]) == [
+        row.row for row in rows if row.row % 2 == 0
+    ] + [row.row for row in rows if row.row % 2 == 1]
     with pytest.raises(InputError, match="rank 0 has stopped"):
         folder.await_settings(lambda text: None, seconds=0.3)

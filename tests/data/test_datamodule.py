@@ -1,4 +1,5 @@
-"""Rows become batches: cut alike, counted when dropped, each once an epoch, equally many on every process."""
+"""Rows become batches: cut alike, counted when dropped, each once an epoch, equally many on every
+process."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ from drafttrain.data.datamodule import ConversationData, EpochSampler, collate, 
 from drafttrain.data.sequences import PackedSampler
 from drafttrain.errors import InputError
 
-ABOUT: dict[str, Any] = {"target": {"name": "t", "fingerprint": {"dtype": "float32"}}, "prompts": {}, "writing": {}}
+ABOUT: dict[str, Any] = {
+    "target": {"name": "t", "fingerprint": {"dtype": "float32"}},
+    "prompts": {},
+    "writing": {},
+}
 
 
 def row(number: int, prompt: int, answer: int) -> Row:
@@ -26,7 +31,15 @@ def row(number: int, prompt: int, answer: int) -> Row:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    rows = [row(0, 5, 5), row(1, 5, 5), row(2, 60, 20), row(3, 30, 20), row(4, 4, 6), row(5, 10, 30), row(6, 2, 3)]
+    rows = [
+        row(0, 5, 5),
+        row(1, 5, 5),
+        row(2, 60, 20),
+        row(3, 30, 20),
+        row(4, 4, 6),
+        row(5, 10, 30),
+        row(6, 2, 3),
+    ]
     write_set(tmp_path, rows, manifest=ABOUT, held_out=2)
     return tmp_path
 
@@ -47,7 +60,11 @@ def test_padding_is_never_supervised_and_an_end_token_equal_to_it_is() -> None:
 @pytest.mark.field("F05", "F07")
 def test_long_rows_are_cut_or_dropped_and_counted(folder: Path) -> None:
     whole = ConversationData(folder)
-    assert whole.indices == [2, 3, 4, 5, 6] and whole.lengths == [80, 50, 10, 40, 5] and whole.supervised == 79
+    assert (
+        whole.indices == [2, 3, 4, 5, 6]
+        and whole.lengths == [80, 50, 10, 40, 5]
+        and whole.supervised == 79
+    )
     data = ConversationData(folder, max_length=40)
     assert data.indices == [3, 4, 5, 6] and data.lengths == [40, 10, 40, 5]
     assert data.counts == {"no supervised token in the first 40 tokens": 1} and data.cut == 1
@@ -61,12 +78,24 @@ def test_long_rows_are_cut_or_dropped_and_counted(folder: Path) -> None:
 def test_a_part_is_data_of_its_own(folder: Path) -> None:
     whole = ConversationData(folder, max_length=60)
     part = whole.part([0, 2, 3])
-    assert part.indices == [whole.indices[i] for i in (0, 2, 3)] and part.lengths == [whole.lengths[i] for i in (0, 2, 3)]
-    assert part.supervised == sum(whole.supervised_per_row[i] for i in (0, 2, 3)) and part.weights is None and len(part) == 3
+    assert part.indices == [whole.indices[i] for i in (0, 2, 3)] and part.lengths == [
+        whole.lengths[i] for i in (0, 2, 3)
+    ]
+    assert (
+        part.supervised == sum(whole.supervised_per_row[i] for i in (0, 2, 3))
+        and part.weights is None
+        and len(part) == 3
+    )
     for mine, theirs in enumerate((0, 2, 3)):
-        assert all(torch.equal(a, b) for a, b in zip(part.row(mine), whole.row(theirs), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(part.row(mine), whole.row(theirs), strict=True)
+        )
     assert part.batch([0, 1]).weights is None and part.part([1, 2]).indices == part.indices[1:]
-    assert whole.digest is None and part.digest != whole.part([0, 2]).digest and part.digest == whole.part([0, 2, 3]).digest
+    assert (
+        whole.digest is None
+        and part.digest != whole.part([0, 2]).digest
+        and part.digest == whole.part([0, 2, 3]).digest
+    )
     assert len(whole) == 4 and "left out" in whole.summary() and "left out" not in part.summary()
     with pytest.raises(InputError, match="no row is left to learn from"):
         whole.part([])
@@ -74,15 +103,23 @@ def test_a_part_is_data_of_its_own(folder: Path) -> None:
 
 def test_labels_of_a_part_may_have_weights(folder: Path) -> None:
     whole = ConversationData(folder)
-    weights = [torch.rand(whole.lengths[i], generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    weights = [
+        torch.rand(whole.lengths[i], generator=torch.Generator().manual_seed(i)) for i in range(3)
+    ]
     part = whole.part([0, 1, 2], weights)
     batch = part.batch([2, ~0])
     assert batch.weights is not None and batch.weights.shape == batch.input_ids.shape
-    assert torch.equal(batch.weights[0, : whole.lengths[2]], weights[2]) and not batch.weights[0, whole.lengths[2] :].any()
+    assert (
+        torch.equal(batch.weights[0, : whole.lengths[2]], weights[2])
+        and not batch.weights[0, whole.lengths[2] :].any()
+    )
     assert torch.equal(batch.weights[1], weights[0]) and not batch.loss_mask[1].any()
     moved = batch.to("cpu")
     assert moved.weights is not None and torch.equal(moved.weights, batch.weights)
-    assert part.digest not in (whole.part([0, 1, 2]).digest, whole.part([0, 1, 2], [2 * one for one in weights]).digest)
+    assert part.digest not in (
+        whole.part([0, 1, 2]).digest,
+        whole.part([0, 1, 2], [2 * one for one in weights]).digest,
+    )
     with pytest.raises(ValueError, match="row 0 has 80 tokens and weights of shape"):
         whole.part([0, 1], weights[1:])
 
@@ -90,7 +127,8 @@ def test_labels_of_a_part_may_have_weights(folder: Path) -> None:
 @pytest.mark.field("F07", "F63")
 def test_nothing_left_gives_the_counts(folder: Path) -> None:
     with pytest.raises(
-        InputError, match=r"none of its 5 rows can be used \(5 no supervised token in the first 2 tokens\)"
+        InputError,
+        match=r"none of its 5 rows can be used \(5 no supervised token in the first 2 tokens\)",
     ):
         ConversationData(folder, max_length=2)
     with pytest.raises(InputError, match="give one of train, held_out"):
@@ -101,7 +139,11 @@ def test_nothing_left_gives_the_counts(folder: Path) -> None:
 
 def test_limits_take_the_first_rows(folder: Path) -> None:
     data = ConversationData(folder, limit_tokens=45)
-    assert data.indices == [2, 3] and data.supervised == 40 and data.counts == {"behind limit_tokens": 3}
+    assert (
+        data.indices == [2, 3]
+        and data.supervised == 40
+        and data.counts == {"behind limit_tokens": 3}
+    )
     assert ConversationData(folder, limit_tokens=1).indices == [2]
     assert ConversationData(folder, limit_rows=3).counts == {"behind limit_rows": 2}
 
@@ -112,12 +154,17 @@ def test_rows_can_be_chosen_by_temperature(tmp_path: Path) -> None:
     data = ConversationData(tmp_path, temperatures=[0.0, 0.7])
     assert data.indices == [1, 3, 4, 6] and data.counts == {"of another temperature": 2}
     assert int(data.label_counts(5).sum()) == 12  # all labels of the split, whatever was chosen
-    with pytest.raises(InputError, match=r"6 of another temperature\); set data.temperatures=null, or"):
+    with pytest.raises(
+        InputError, match=r"6 of another temperature\); set data.temperatures=null, or"
+    ):
         ConversationData(tmp_path, temperatures=[0.5])
 
 
 def test_all_tokens_but_the_first_can_be_labels(folder: Path) -> None:
-    answers, data = ConversationData(folder, max_length=40), ConversationData(folder, max_length=40, labels="all")
+    answers, data = (
+        ConversationData(folder, max_length=40),
+        ConversationData(folder, max_length=40, labels="all"),
+    )
     assert data.indices == answers.indices and data.counts == answers.counts
     assert data.supervised == data.tokens - len(data) == sum(data.supervised_per_row)
     batch = data.batch([1, 3])
@@ -129,7 +176,9 @@ def test_all_tokens_but_the_first_can_be_labels(folder: Path) -> None:
 
 
 def test_a_first_token_is_no_label(tmp_path: Path) -> None:
-    rows = [Row(i, (1, 2, 3), ((0, 3),), ("stop",)) for i in range(2)] + [Row(2, (1, 2), ((0, 1),), ("stop",))]
+    rows = [Row(i, (1, 2, 3), ((0, 3),), ("stop",)) for i in range(2)] + [
+        Row(2, (1, 2), ((0, 1),), ("stop",))
+    ]
     write_set(tmp_path, rows, manifest=ABOUT, held_out=1)
     data = ConversationData(tmp_path)
     assert data.supervised == 2 and data.row(0)[1].tolist() == [False, True, True]
@@ -159,17 +208,31 @@ def test_unknown_builtin_sets_are_refused() -> None:
     seed=st.integers(0, 3),
 )
 def test_every_row_once_and_equally_many_batches(
-    lengths: list[int], world: int, accumulate: int, limits: tuple[int | None, int | None], seed: int
+    lengths: list[int],
+    world: int,
+    accumulate: int,
+    limits: tuple[int | None, int | None],
+    seed: int,
 ) -> None:
     tokens, rows = limits
     samplers = [
-        EpochSampler(lengths, batch_tokens=tokens, batch_rows=rows, seed=seed, rank=r, world=world, accumulate=accumulate)
+        EpochSampler(
+            lengths,
+            batch_tokens=tokens,
+            batch_rows=rows,
+            seed=seed,
+            rank=r,
+            world=world,
+            accumulate=accumulate,
+        )
         for r in range(world)
     ]
     for epoch in (0, 1, 7):
         parts = [sampler.batches(epoch) for sampler in samplers]
         assert {len(part) for part in parts} == {len(samplers[0])}
-        assert sorted(i for part in parts for batch in part for i in batch if i >= 0) == list(range(len(lengths)))
+        assert sorted(i for part in parts for batch in part for i in batch if i >= 0) == list(
+            range(len(lengths))
+        )
         for batch in (batch for part in parts for batch in part):
             assert batch and (rows is None or len(batch) <= rows)
             width = max(lengths[i if i >= 0 else ~i] for i in batch)
@@ -186,17 +249,26 @@ def test_an_update_has_the_same_rows_in_any_number_of_processes(pack: int | None
     def updates(world: int, accumulate: int) -> list[list[list[int]]]:
         common: dict[str, Any] = {"seed": 3, "world": world, "accumulate": accumulate}
         if pack is None:
-            samplers = [EpochSampler(lengths, batch_tokens=700, rank=r, **common) for r in range(world)]
+            samplers = [
+                EpochSampler(lengths, batch_tokens=700, rank=r, **common) for r in range(world)
+            ]
         else:
-            samplers = [PackedSampler(lengths, sequence=pack, sequences=2, rank=r, **common) for r in range(world)]
+            samplers = [
+                PackedSampler(lengths, sequence=pack, sequences=2, rank=r, **common)
+                for r in range(world)
+            ]
         mine = [sampler.batches(1) for sampler in samplers]
-        assert {len(batches) for batches in mine} == {len(samplers[0])} and len(samplers[0]) % accumulate == 0
+        assert {len(batches) for batches in mine} == {len(samplers[0])} and len(
+            samplers[0]
+        ) % accumulate == 0
         # What all processes read behind one another, micro-batch by micro-batch.
         read = [batch for together in zip(*mine, strict=True) for batch in together]
         return [read[i : i + 6] for i in range(0, len(read), 6)]
 
     alone = updates(1, 6)
-    assert len(alone) > 3 and sorted(i for update in alone for batch in update for i in batch if i >= 0) == list(range(200))
+    assert len(alone) > 3 and sorted(
+        i for update in alone for batch in update for i in batch if i >= 0
+    ) == list(range(200))
     assert any(batch[0] < 0 for update in alone for batch in update), "the last is filled up"
     assert alone == updates(2, 3) == updates(3, 2) == updates(6, 1)
 

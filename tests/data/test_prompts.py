@@ -1,4 +1,5 @@
-"""Every documented shape gives the same prompt; every other row is left out by reason, with its number."""
+"""Every documented shape gives the same prompt; every other row is left out by reason, with its
+number."""
 
 from __future__ import annotations
 
@@ -28,11 +29,19 @@ SHAPES: list[dict[str, Any]] = [
     {"conversations": [{"from": "human", "value": ASK}, {"from": "gpt", "value": "Scattering."}]},
     {"conversations": [{"from": "user", "value": ASK}]},
     {"conversations": [{"role": "User", "content": ASK}, {"role": "assistant", "content": None}]},
-    {"messages": [{"role": "user", "content": ASK}, {"role": "assistant", "content": "Scattering."}]},
+    {
+        "messages": [
+            {"role": "user", "content": ASK},
+            {"role": "assistant", "content": "Scattering."},
+        ]
+    },
     {"messages": [{"role": "user", "content": [{"type": "text", "text": ASK}]}]},
     {"prompt": ASK, "completion": "Scattering."},
     {"prompt": [ASK]},
-    {"prompt": [{"role": "user", "content": ASK}], "completion": [{"role": "assistant", "content": "Scattering."}]},
+    {
+        "prompt": [{"role": "user", "content": ASK}],
+        "completion": [{"role": "assistant", "content": "Scattering."}],
+    },
     {"turns": [ASK], "category": "science"},
     {"instruction": ASK, "input": "", "output": "Scattering."},
     {"instruction": ASK},
@@ -78,7 +87,9 @@ def test_every_container_gives_the_same_rows(tmp_path: Path) -> None:
 
 
 def test_turns_of_several_kinds() -> None:
-    assert parse({"prompt": ["one", "two"], "system": "Be brief."}) == Prompt(("one", "two"), "Be brief.")
+    assert parse({"prompt": ["one", "two"], "system": "Be brief."}) == Prompt(
+        ("one", "two"), "Be brief."
+    )
     assert parse({"instruction": "Add.", "input": "1 and 2"}) == Prompt(("Add.\n\n1 and 2",))
 
 
@@ -109,14 +120,23 @@ BAD: list[tuple[Any, str]] = [
     (conversation(("system", "S")), "no user turn"),
     (conversation(("system", "S"), ("assistant", "Hello.")), "no user turn"),
     (conversation(("user", ASK), ("user", "Well?")), "two user turns in a row"),
-    (conversation(("user", ASK), ("assistant", "a"), ("assistant", "b")), "two assistant turns in a row"),
+    (
+        conversation(("user", ASK), ("assistant", "a"), ("assistant", "b")),
+        "two assistant turns in a row",
+    ),
     (conversation(("user", ASK), ("system", "S")), "a system message behind the first turn"),
     (conversation(("system", "S"), ("system", "T"), ("user", ASK)), "several system messages"),
-    (conversation(("system", "S"), ("user", ASK), system="T"), "system column and system message differ"),
+    (
+        conversation(("system", "S"), ("user", ASK), system="T"),
+        "system column and system message differ",
+    ),
     (conversation(("user", " \n")), "an empty user turn"),
     (conversation(("user", ASK), ("tool", "42")), "a turn of role tool"),
     (conversation(("user", None)), "content that is not text"),  # type: ignore[arg-type]
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content that is not text"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "content that is not text",
+    ),
     ({"messages": [{"content": ASK}]}, "a turn without a role"),
     ({"messages": ["hello"]}, "a turn that is not an object"),
     ({"messages": "hello"}, "messages: not a list"),
@@ -157,16 +177,26 @@ def test_numbers_do_not_depend_on_the_limit(tmp_path: Path) -> None:
     whole, part = PromptFile(path=str(path)).read(None), PromptFile(path=str(path)).read(10)
     assert part.rows == [(n, p) for n, p in whole.rows if n <= 10]
     assert part.source == whole.source and part.more and not whole.more
-    assert PromptFile(path=str(write_lines(tmp_path / "b.jsonl", rows))).read(5).source == whole.source
-    assert PromptFile(path=str(write_lines(tmp_path / "c.jsonl", rows[:-1]))).read(5).source != whole.source
+    assert (
+        PromptFile(path=str(write_lines(tmp_path / "b.jsonl", rows))).read(5).source == whole.source
+    )
+    assert (
+        PromptFile(path=str(write_lines(tmp_path / "c.jsonl", rows[:-1]))).read(5).source
+        != whole.source
+    )
 
 
 @pytest.mark.field("F63", "F66")
 def test_unknown_shape_lists_the_accepted_ones_and_the_keys(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"question": ASK, "answer": "x"}] * 3)
-    with pytest.raises(InputError, match=r"conversations.*messages.*first row's keys: question, answer"):
+    with pytest.raises(
+        InputError, match=r"conversations.*messages.*first row's keys: question, answer"
+    ):
         PromptFile(path=str(path)).read(None)
-    assert PromptFile(path=str(path), columns={"prompt": "question"}).read(None).rows[0] == (1, Prompt((ASK,)))
+    assert PromptFile(path=str(path), columns={"prompt": "question"}).read(None).rows[0] == (
+        1,
+        Prompt((ASK,)),
+    )
     unnamed = PromptFile(path=str(path), columns={"prompt": "question", "messages": None})
     assert unnamed.columns == {"prompt": "question"}
     with pytest.raises(InputError, match=r"prompts\.columns\.prompt=3"):
@@ -186,29 +216,46 @@ def test_text_alone_is_refused_with_the_way_out(tmp_path: Path) -> None:
 
 @pytest.mark.field("F63")
 def test_nothing_left_is_one_message(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [conversation(), conversation(), conversation(("system", "S"))])
+    path = write_lines(
+        tmp_path / "a.jsonl", [conversation(), conversation(), conversation(("system", "S"))]
+    )
     message = str(nothing_left("a.jsonl", PromptFile(path=str(path)).read(None)))
     assert "2 empty conversation (rows 1, 2)" in message and "1 no user turn (rows 3)" in message
     assert "first row's keys: messages" in message
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    assert "holds no rows" in str(nothing_left("empty", PromptFile(path=str(tmp_path / "empty.jsonl")).read(None)))
+    assert "holds no rows" in str(
+        nothing_left("empty", PromptFile(path=str(tmp_path / "empty.jsonl")).read(None))
+    )
 
 
-def test_what_is_too_long_to_be_held_is_left_out_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_long_to_be_held_is_left_out_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some kilobytes that gzip unfolds to one endless line."""
     monkeypatch.setattr("drafttrain.data.prompts._LONGEST_LINE", 1000)
     monkeypatch.setattr("drafttrain.data.prompts._LONGEST_ARRAY", 5000)
     good = json.dumps({"prompt": ASK}).encode()
     fits = json.dumps({"prompt": "x" * 985}).encode()
     assert len(fits) == 999
-    lines = [good, json.dumps({"prompt": "x" * 10_000}).encode(), fits, b" " * 999, fits + b" ", good]
+    lines = [
+        good,
+        json.dumps({"prompt": "x" * 10_000}).encode(),
+        fits,
+        b" " * 999,
+        fits + b" ",
+        good,
+    ]
     for end in (b"\n", b""):
         (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines) + end))
         found = PromptFile(path=str(tmp_path / "a.jsonl.gz")).read(None)
         assert [row for row, _ in found.rows] == [1, 3, 6]
-        assert [(item.row, item.reason) for item in found.skipped] == [(n, "a line of more than 1000 bytes") for n in (2, 5)]
+        assert [(item.row, item.reason) for item in found.skipped] == [
+            (n, "a line of more than 1000 bytes") for n in (2, 5)
+        ]
     (tmp_path / "b.json.gz").write_bytes(gzip.compress(b"[" + good + b", " * 5000 + b"]"))
-    with pytest.raises(InputError, match="JSON array of more than 5000 bytes: write one object a line"):
+    with pytest.raises(
+        InputError, match="JSON array of more than 5000 bytes: write one object a line"
+    ):
         PromptFile(path=str(tmp_path / "b.json.gz")).read(None)
 
 
@@ -242,7 +289,9 @@ def test_dataset_split_and_columns(tmp_path: Path) -> None:
     datasets.DatasetDict({"test": data}).save_to_disk(str(tmp_path / "d"))
     with pytest.raises(InputError, match="has no split train; it has test"):
         PromptDataset(path=str(tmp_path / "d")).read(None)
-    found = PromptDataset(path=str(tmp_path / "d"), split="test", columns={"prompt": "question"}).read(2)
+    found = PromptDataset(
+        path=str(tmp_path / "d"), split="test", columns={"prompt": "question"}
+    ).read(2)
     assert found.rows == [(1, Prompt(("q0",))), (2, Prompt(("q1",)))]
 
 

@@ -14,25 +14,32 @@ from drafttrain.errors import InputError
 from tests.helpers import ALTERNATING, CHATML, tiny_tokenizer
 
 LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n\n{{ m.content | trim "
+    "}}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
 )
 LLAMA2 = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
     "{% elif m.role == 'assistant' %}{{ ' ' + m.content + ' <|im_end|>' }}{% endif %}{% endfor %}"
 )
-DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}" + CHATML
+DEFAULT_SYSTEM = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    + CHATML
+)
 REASONING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1].lstrip() }}"
     "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-EMPTY_BLOCK = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}")
+EMPTY_BLOCK = CHATML.replace(
+    "assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}"
+)
 SYSTEM_LAST = (
     "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n"
     "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt "
+    "%}<|im_start|>assistant\n{% endif %}"
 )
 
 
@@ -88,7 +95,9 @@ def test_templates_that_rewrite_earlier_turns_are_noticed() -> None:
     assert pieces(CHATML).keeps_reasoning and not pieces(REASONING).keeps_reasoning
     assert pieces(REASONING).grows(with_system=False)
     assert not pieces(EMPTY_BLOCK).grows(with_system=False)
-    assert pieces(SYSTEM_LAST).grows(with_system=False) and not pieces(SYSTEM_LAST).grows(with_system=True)
+    assert pieces(SYSTEM_LAST).grows(with_system=False) and not pieces(SYSTEM_LAST).grows(
+        with_system=True
+    )
 
 
 def test_refusals_carry_the_templates_message() -> None:
@@ -96,7 +105,10 @@ def test_refusals_carry_the_templates_message() -> None:
     with pytest.raises(InputError, match="roles must alternate"):
         pieces(ALTERNATING).render(twice, prompt=True)
     with pytest.raises(InputError, match="not this text"):
-        broken = "{% if 'bad' in messages[-1].content %}{{ raise_exception('not this text') }}{% endif %}" + CHATML
+        broken = (
+            "{% if 'bad' in messages[-1].content %}{{ raise_exception('not this text') }}{% endif "
+            "%}" + CHATML
+        )
         pieces(broken).check(None, ("good", "bad"))
     with pytest.raises(InputError, match="changes or repeats"):
         pieces("{{ messages[0].content | upper }}").before_user()
@@ -114,13 +126,20 @@ LOOPING = "{% for i in range(9999) %}{% for j in range(9999) %}{% for k in range
         (LOOPING, r"refuses: it takes longer than 0\.2 s"),
         (DOUBLING, r"refuses: it asks for more than 0\.3 GB of memory"),
         ("{{ 'x' * 99999999999 }}", r"refuses: it asks for more than 0\.3 GB of memory"),
-        ("{{ messages[0].content * 1000 }}", "makes 9000 characters of a conversation, at most 4096"),
+        (
+            "{{ messages[0].content * 1000 }}",
+            "makes 9000 characters of a conversation, at most 4096",
+        ),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses: maximum recursion depth"),
     ],
     ids=["loops", "doubles", "multiplies", "much", "itself"],
 )
-def test_a_template_is_a_program_and_kept_within_bounds(template: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafttrain.data.template.MOST_SECONDS", 0.2 if template == LOOPING else 5.0)
+def test_a_template_is_a_program_and_kept_within_bounds(
+    template: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "drafttrain.data.template.MOST_SECONDS", 0.2 if template == LOOPING else 5.0
+    )
     monkeypatch.setattr("drafttrain.data.template.MOST_MEMORY", 300 << 20)
     monkeypatch.setattr("drafttrain.data.template.MOST_CHARACTERS", 4096)
     before = signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)
@@ -180,6 +199,9 @@ def test_rows_that_another_encoding_would_change_are_counted() -> None:
     tokenizer = tiny_tokenizer()
     t, h, th = (tokenizer.convert_tokens_to_ids(word) for word in ("t", "h", "th"))
     half = tokenizer("🙂", add_special_tokens=False)["input_ids"][:2]
-    rows = [Row(i, (5, *ids, 2), ((1, len(ids) + 2),), ("stop",)) for i, ids in enumerate([(th,), (t, h), tuple(half)])]
+    rows = [
+        Row(i, (5, *ids, 2), ((1, len(ids) + 2),), ("stop",))
+        for i, ids in enumerate([(th,), (t, h), tuple(half)])
+    ]
     rows.append(Row(3, (t, h, 5, 2), ((2, 4),), ("stop",)))  # What was only read does not count.
     assert changed_by_reencoding(tokenizer, rows, group=2) == 2

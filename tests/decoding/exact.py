@@ -1,8 +1,10 @@
-"""Acceptance rules measured exactly: every draft of a small table, every uniform on a grid, summed in rational numbers.
+"""Acceptance rules measured exactly: every draft of a small table, every uniform on a grid, summed
+in rational numbers.
 
-The rule under test is called as it stands, with float tensors. A uniform only ever meets fixed thresholds, so a grid of
-mid-points whose size is a multiple of every threshold's denominator stands for the whole interval: no mid-point lies on
-a threshold, and the share of points below one equals it.
+The rule under test is called as it stands, with float tensors. A uniform only ever meets fixed
+thresholds, so a grid of mid-points whose size is a multiple of every threshold's denominator stands
+for the whole interval: no mid-point lies on a threshold, and the share of points below one equals
+it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from drafttrain.flow import Acceptance, Law, Proposal
+from drafttrain.flow import Acceptance, Proposal, Sampling
 from drafttrain.tree.topology import Tree
 
 Vector = tuple[Fraction, ...]
@@ -51,22 +53,23 @@ def norm(weights: Sequence[Fraction]) -> Vector:
 
 
 def without(q: Vector, tried: Sequence[int]) -> Vector:
-    """The next law of drawing without replacement, uniform over the rest once the support is used up."""
+    """The next law of drawing without replacement, uniform over the rest once the support is used
+    up."""
     if not tried:
         return q
     left = [Fraction(0) if token in tried else weight for token, weight in enumerate(q)]
     return norm(left if any(left) else [Fraction(token not in tried) for token in range(len(q))])
 
 
-def draws(q: Vector, k: int, law: Law) -> Iterator[tuple[Text, Fraction]]:
+def draws(q: Vector, k: int, law: Sampling) -> Iterator[tuple[Text, Fraction]]:
     """Every way to draw k children from q, with its probability; under ONE_HOT the k likeliest."""
-    if law is Law.ONE_HOT:
+    if law is Sampling.ONE_HOT:
         yield tuple(sorted(range(len(q)), key=lambda token: -q[token])[:k]), Fraction(1)
         return
     for tokens in itertools.product(range(len(q)), repeat=k):
         chance = Fraction(1)
         for j, token in enumerate(tokens):
-            chance *= (without(q, tokens[:j]) if law is Law.WOR else q)[token]
+            chance *= (without(q, tokens[:j]) if law is Sampling.WOR else q)[token]
         if chance:
             yield tokens, chance
 
@@ -79,7 +82,7 @@ class Case:
     tokens: Text
     q: tuple[Vector, ...]
     """The law that each node is said to be drawn from, earlier siblings not yet left out."""
-    law: Law
+    sampling: Sampling
     tree: Tree
 
     def prefix(self, node: int) -> Text:
@@ -89,15 +92,21 @@ class Case:
     def q_rows(self) -> list[int]:
         """Siblings that name the same law share a row: they were drawn together."""
         return [
-            next(other for other in self.tree.children(self.tree.parents[node]) if self.q[other] == self.q[node])
+            next(
+                other
+                for other in self.tree.children(self.tree.parents[node])
+                if self.q[other] == self.q[node]
+            )
             for node in range(self.tree.size)
         ]
 
     def drawn_from(self, child: int) -> Vector:
         """The law of one child, given the siblings before it."""
-        if self.law is Law.ONE_HOT:
-            return tuple(Fraction(self.tokens[child] == token) for token in range(len(self.q[child])))
-        if self.law is not Law.WOR:
+        if self.sampling is Sampling.ONE_HOT:
+            return tuple(
+                Fraction(self.tokens[child] == token) for token in range(len(self.q[child]))
+            )
+        if self.sampling is not Sampling.WOR:
             return self.q[child]
         before = [node for node in range(child) if self.q_rows[node] == self.q_rows[child]]
         return without(self.q[child], [self.tokens[node] for node in before])
@@ -107,7 +116,7 @@ class Case:
         return Proposal(
             torch.tensor([self.tokens]).expand(rows, n),
             torch.tensor([self.tree.parents]).expand(rows, n),
-            self.law,
+            self.sampling,
             floats(self.q).expand(rows, n, -1),
             torch.tensor([self.q_rows]).expand(rows, n),
         )
@@ -117,13 +126,13 @@ class Case:
         return floats([p(self.prefix(node)) for node in range(-1, self.tree.size)])
 
 
-def siblings(chance: Fraction, tokens: Text, q: Vector | Sequence[Vector], law: Law) -> Case:
+def siblings(chance: Fraction, tokens: Text, q: Vector | Sequence[Vector], law: Sampling) -> Case:
     """A one-level case; q is one law for all children or one for each."""
     laws = tuple(q) if isinstance(q[0], tuple) else (q,) * len(tokens)
     return Case(chance, tokens, laws, law, Tree.expansion([len(tokens)]))  # type: ignore[arg-type]
 
 
-def cases(tree: Tree, q: Table, law: Law) -> Iterator[Case]:
+def cases(tree: Tree, q: Table, law: Sampling) -> Iterator[Case]:
     """Every draft that fills a tree."""
 
     def fill(parent: int, done: Case) -> Iterator[Case]:
@@ -140,7 +149,8 @@ def cases(tree: Tree, q: Table, law: Law) -> Iterator[Case]:
 
 
 def grid(case: Case, p: Table) -> list[int]:
-    """Grid sizes for the uniforms of the nodes and of the next token, by replaying the judgement in rationals."""
+    """Grid sizes for the uniforms of the nodes and of the next token, by replaying the judgement in
+    rationals."""
     sizes = [1] * (case.tree.size + 1)
 
     def visit(node: int) -> None:
@@ -167,7 +177,8 @@ def edges_of(law: Sequence[Fraction]) -> list[int]:
 
 @dataclass(frozen=True)
 class Block:
-    """Block verification of one draft, in rationals and straight from the recursion of the paper."""
+    """Block verification of one draft, in rationals and straight from the recursion of the
+    paper."""
 
     b: tuple[Fraction, ...]
     h: tuple[Fraction, ...]
@@ -177,14 +188,22 @@ class Block:
     @property
     def chances(self) -> list[Fraction]:
         """Probability of keeping exactly i tokens: the largest i whose trial succeeds."""
-        return [h * math.prod([1 - later for later in self.h[i + 1 :]], start=Fraction(1)) for i, h in enumerate(self.h)]
+        return [
+            h * math.prod([1 - later for later in self.h[i + 1 :]], start=Fraction(1))
+            for i, h in enumerate(self.h)
+        ]
 
 
 def in_blocks(case: Case, p: Table) -> Block:
     n = case.tree.size
     b, h, following = [Fraction(1)], [], []
     for i in range(n):
-        b.append(min(Fraction(1), b[i] * p(case.prefix(i - 1))[case.tokens[i]] / case.q[i][case.tokens[i]]))
+        b.append(
+            min(
+                Fraction(1),
+                b[i] * p(case.prefix(i - 1))[case.tokens[i]] / case.q[i][case.tokens[i]],
+            )
+        )
     for i in range(n):
         here = p(case.prefix(i - 1))
         left = [max(Fraction(0), b[i] * x - y) for x, y in zip(here, case.q[i], strict=True)]
@@ -197,32 +216,49 @@ def block_grid(case: Case, p: Table) -> list[int]:
     """`grid` for block verification."""
     found = in_blocks(case, p)
     ends = [law for law, chance in zip(found.following, found.chances, strict=True) if chance]
-    return [*(h.denominator for h in found.h[1:]), math.lcm(*(size for law in ends for size in edges_of(law)))]
+    return [
+        *(h.denominator for h in found.h[1:]),
+        math.lcm(*(size for law in ends for size in edges_of(law))),
+    ]
 
 
 def pinned(
-    rule: Rule, case: Case, p: Table, breaks: Sequence[Sequence[Fraction | float]], *, sharp: bool = True
+    rule: Rule,
+    case: Case,
+    p: Table,
+    breaks: Sequence[Sequence[Fraction | float]],
+    *,
+    sharp: bool = True,
 ) -> tuple[dict[Text, float], float]:
-    """`measure` for one draft of a rule whose thresholds fit no grid: {text: probability}, expected accepted tokens.
+    """`measure` for one draft of a rule whose thresholds fit no grid: {text: probability}, expected
+    accepted tokens.
 
     Args:
         breaks: for each uniform the thresholds it may meet.
-        sharp: try each interval between two of them close to both its ends, so that a threshold off by more than 1e-6
-            changes the outcome; otherwise in its middle, which costs less.
+        sharp: try each interval between two of them close to both its ends, so that a threshold off
+            by more than 1e-6 changes the outcome; otherwise in its middle, which costs less.
     """
     axes, weights = [], []
     for found in breaks:
         ends = sorted({0.0, 1.0, *(float(one) for one in found if 0 < one < 1)})
         pairs = [(low, high) for low, high in itertools.pairwise(ends) if high - low > 4e-6]
-        points = [(low + 1e-6, high - 1e-6) if sharp else ((low + high) / 2,) for low, high in pairs]
+        points = [
+            (low + 1e-6, high - 1e-6) if sharp else ((low + high) / 2,) for low, high in pairs
+        ]
         axes.append(torch.tensor([x for some in points for x in some], dtype=torch.float64))
-        shares = [(high - low) / len(some) for (low, high), some in zip(pairs, points, strict=True) for _ in some]
+        shares = [
+            (high - low) / len(some)
+            for (low, high), some in zip(pairs, points, strict=True)
+            for _ in some
+        ]
         weights.append(torch.tensor(shares, dtype=torch.float64))
     u = torch.cartesian_prod(*axes).reshape(-1, len(axes))
     weight = torch.cartesian_prod(*weights).reshape(-1, len(axes)).prod(1)
     kept = rule(case.laws(p).expand(len(u), -1, -1), case.proposal(len(u)), u)
     assert kept.fallbacks == 0
-    found, place = torch.cat((kept.path, kept.next_token[:, None]), 1).unique(dim=0, return_inverse=True)
+    found, place = torch.cat((kept.path, kept.next_token[:, None]), 1).unique(
+        dim=0, return_inverse=True
+    )
     sums = torch.zeros(len(found), dtype=torch.float64).index_add_(0, place, weight)
     law: dict[Text, float] = defaultdict(float)
     for (*path, following), share in zip(found.tolist(), sums.tolist(), strict=True):
@@ -231,12 +267,16 @@ def pinned(
 
 
 def measure(
-    rule: Rule, drafts: Iterator[Case] | Sequence[Case], p: Table, sizes: Sizes | Sequence[int] = grid
+    rule: Rule,
+    drafts: Iterator[Case] | Sequence[Case],
+    p: Table,
+    sizes: Sizes | Sequence[int] = grid,
 ) -> tuple:
     """({emitted text: probability}, expected accepted tokens) of one round.
 
-    Nodes of equal depth and rank share a uniform: only one of them is ever judged, since only one parent is accepted.
-    `sizes` gives the grids; the default replays the judgement of the multi-step residual, of which a chain is a case.
+    Nodes of equal depth and rank share a uniform: only one of them is ever judged, since only one
+    parent is accepted. `sizes` gives the grids; the default replays the judgement of the multi-step
+    residual, of which a chain is a case.
     """
     law: dict[Text, Fraction] = defaultdict(Fraction)
     accepted = Fraction(0)
@@ -253,7 +293,9 @@ def measure(
         rows = len(u)
         kept = rule(case.laws(p).expand(rows, -1, -1), case.proposal(rows), u)
         assert kept.fallbacks == 0
-        found, times = torch.cat((kept.path, kept.next_token[:, None]), 1).unique(dim=0, return_counts=True)
+        found, times = torch.cat((kept.path, kept.next_token[:, None]), 1).unique(
+            dim=0, return_counts=True
+        )
         for (*path, following), count in zip(found.tolist(), times.tolist(), strict=True):
             nodes = [node for node in path if node >= 0]
             chance = case.chance * Fraction(count, rows)
@@ -269,12 +311,14 @@ def continued(law: dict[Text, Fraction], p: Table, length: int) -> dict[Text, Fr
         if len(text) >= length:
             out[text[:length]] += chance
         else:
-            longer = {(*text, token): chance * share for token, share in enumerate(p(text)) if share}
+            longer = {
+                (*text, token): chance * share for token, share in enumerate(p(text)) if share
+            }
             for whole, part in continued(longer, p, length).items():
                 out[whole] += part
     return dict(out)
 
 
-def text_law(p: Table, length: int) -> dict[Text, Fraction]:
+def text_distribution(p: Table, length: int) -> dict[Text, Fraction]:
     """The target's own law of texts."""
     return continued({(): Fraction(1)}, p, length)

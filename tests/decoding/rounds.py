@@ -1,6 +1,8 @@
-"""Acceptance rules measured by chance: whole rounds from tables of laws, many at once, and how often each text came out.
+"""Acceptance rules measured by chance: whole rounds from tables of laws, many at once, and how
+often each text came out.
 
-A round is a row of the batch. Every seed has a generator and rows of its own, whose numbers do not depend on the others.
+A round is a row of the batch. Every seed has a generator and rows of its own, whose numbers do not
+depend on the others.
 """
 
 from __future__ import annotations
@@ -12,15 +14,22 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from drafttrain.flow import Acceptance, Law, Proposal
+from drafttrain.flow import Acceptance, Proposal, Sampling
 from drafttrain.nn.sampling import draw, draw_without_replacement
 from drafttrain.tree.topology import Tree
 
-TARGET = torch.tensor([[0.2, 0.3, 0.4, 0.1], [0.5, 0.1, 0.2, 0.2], [0.1, 0.6, 0.1, 0.2], [0.25, 0.25, 0.2, 0.3]])
-DRAFT = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.2, 0.4, 0.3, 0.1], [0.3, 0.3, 0.3, 0.1], [0.1, 0.2, 0.3, 0.4]])
-OTHER_DRAFT = torch.tensor([[0.1, 0.1, 0.5, 0.3], [0.4, 0.1, 0.1, 0.4], [0.1, 0.3, 0.4, 0.2], [0.25, 0.25, 0.25, 0.25]])
+TARGET = torch.tensor(
+    [[0.2, 0.3, 0.4, 0.1], [0.5, 0.1, 0.2, 0.2], [0.1, 0.6, 0.1, 0.2], [0.25, 0.25, 0.2, 0.3]]
+)
+DRAFT = torch.tensor(
+    [[0.5, 0.2, 0.2, 0.1], [0.2, 0.4, 0.3, 0.1], [0.3, 0.3, 0.3, 0.1], [0.1, 0.2, 0.3, 0.4]]
+)
+OTHER_DRAFT = torch.tensor(
+    [[0.1, 0.1, 0.5, 0.3], [0.4, 0.1, 0.1, 0.4], [0.1, 0.3, 0.4, 0.2], [0.25, 0.25, 0.25, 0.25]]
+)
 CLOSE_DRAFT = torch.cat((torch.tensor([[0.3, 0.2, 0.2, 0.3]]), DRAFT[1:]))
-"""Laws of the next token by the last one. Under the close one a block's weights shrink a residual without emptying it."""
+"""Laws of the next token by the last one. Under the close one a block's weights shrink a residual
+without emptying it."""
 TEXTS = (TARGET[0][:, None, None] * TARGET[:, :, None] * TARGET[None]).flatten().double()
 """(64) the target's law of the three tokens behind token 0."""
 TEXTS = TEXTS / TEXTS.sum()
@@ -32,7 +41,9 @@ Round = Callable[[Tensor, Uniform], tuple[Tensor, Acceptance]]
 Rule = Callable[[Tensor, Proposal, Tensor], Acceptance]
 
 
-def grow(tree: Tree, law: Law, last: Tensor, uniform: Uniform, draft: Tensor = DRAFT) -> Proposal:
+def grow(
+    tree: Tree, law: Sampling, last: Tensor, uniform: Uniform, draft: Tensor = DRAFT
+) -> Proposal:
     """Fill a tree from a draft table for rows whose last tokens are `last`."""
     text = torch.cat((last[:, None], last.new_zeros(len(last), tree.size)), 1)
     for node in range(-1, tree.size):
@@ -41,9 +52,9 @@ def grow(tree: Tree, law: Law, last: Tensor, uniform: Uniform, draft: Tensor = D
             continue
         q = draft[text[:, node + 1]]
         u = uniform(len(children))
-        if law is Law.ONE_HOT:
+        if law is Sampling.ONE_HOT:
             drawn = q.argsort(dim=-1, descending=True, stable=True)[:, : len(children)]
-        elif law is Law.WOR:
+        elif law is Sampling.WOR:
             drawn = draw_without_replacement(q, u)
         else:
             drawn = torch.stack([draw(q, u[:, j]) for j in range(len(children))], 1)
@@ -52,11 +63,11 @@ def grow(tree: Tree, law: Law, last: Tensor, uniform: Uniform, draft: Tensor = D
     return Proposal(text[:, 1:], parents, law, draft[text], parents + 1)
 
 
-def grow_by_two(law: Law, last: Tensor, uniform: Uniform) -> Proposal:
+def grow_by_two(law: Sampling, last: Tensor, uniform: Uniform) -> Proposal:
     """Two children by one drafter, then two by another, which may repeat the first one's tokens."""
     laws = torch.stack((DRAFT[last], OTHER_DRAFT[last]), 1)  # b r v
     u = uniform(4)
-    if law is Law.WOR:
+    if law is Sampling.WOR:
         drawn = [draw_without_replacement(laws[:, r], u[:, 2 * r : 2 * r + 2]) for r in range(2)]
         tokens = torch.cat(drawn, 1)
     else:
@@ -65,7 +76,9 @@ def grow_by_two(law: Law, last: Tensor, uniform: Uniform) -> Proposal:
     return Proposal(tokens, torch.full_like(rows, -1), law, laws, rows)
 
 
-def judged(rule: Rule, proposal: Proposal, last: Tensor, uniform: Uniform) -> tuple[Tensor, Acceptance]:
+def judged(
+    rule: Rule, proposal: Proposal, last: Tensor, uniform: Uniform
+) -> tuple[Tensor, Acceptance]:
     p = TARGET[torch.cat((last[:, None], proposal.tokens), 1)]
     return proposal.tokens, rule(p, proposal, uniform(proposal.size + 1))
 
@@ -73,19 +86,26 @@ def judged(rule: Rule, proposal: Proposal, last: Tensor, uniform: Uniform) -> tu
 def rounds(
     rule: Rule,
     tree: Tree,
-    law: Law,
+    law: Sampling,
     change: Callable[[Proposal], Proposal] = lambda found: found,
     draft: Tensor = DRAFT,
 ) -> Round:
-    return lambda last, uniform: judged(rule, change(grow(tree, law, last, uniform, draft)), last, uniform)
+    return lambda last, uniform: judged(
+        rule, change(grow(tree, law, last, uniform, draft)), last, uniform
+    )
 
 
-def rounds_by_two(rule: Rule, law: Law, change: Callable[[Proposal], Proposal] = lambda found: found) -> Round:
-    return lambda last, uniform: judged(rule, change(grow_by_two(law, last, uniform)), last, uniform)
+def rounds_by_two(
+    rule: Rule, law: Sampling, change: Callable[[Proposal], Proposal] = lambda found: found
+) -> Round:
+    return lambda last, uniform: judged(
+        rule, change(grow_by_two(law, last, uniform)), last, uniform
+    )
 
 
 def three_tokens(one_round: Round, seeds: Sequence[int], rows: int) -> Tensor:
-    """(seeds 64) how often each text of three tokens was written behind token 0, by as many rounds as it takes."""
+    """(seeds 64) how often each text of three tokens was written behind token 0, by as many rounds
+    as it takes."""
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     total = len(seeds) * rows
     text = torch.zeros(total, 16, dtype=torch.int64)
@@ -96,7 +116,10 @@ def three_tokens(one_round: Round, seeds: Sequence[int], rows: int) -> Tensor:
             break
 
         def uniform(k: int, live: Tensor = live) -> Tensor:
-            drawn = [torch.rand(rows, k, generator=generator, dtype=torch.float64) for generator in generators]
+            drawn = [
+                torch.rand(rows, k, generator=generator, dtype=torch.float64)
+                for generator in generators
+            ]
             return torch.cat(drawn)[live]
 
         tokens, kept = one_round(text[live, length[live] - 1], uniform)
@@ -105,7 +128,9 @@ def three_tokens(one_round: Round, seeds: Sequence[int], rows: int) -> Tensor:
             text[live[here], length[live[here]] + step] = tokens[here, kept.path[here, step]]
         text[live, length[live] + kept.count] = kept.next_token
         length[live] += kept.count + 1
-    code = (text[:, 1:4] * torch.tensor([16, 4, 1])).sum(1) + 64 * torch.arange(total).div(rows, rounding_mode="floor")
+    code = (text[:, 1:4] * torch.tensor([16, 4, 1])).sum(1) + 64 * torch.arange(total).div(
+        rows, rounding_mode="floor"
+    )
     return code.bincount(minlength=64 * len(seeds)).reshape(-1, 64)
 
 
@@ -124,6 +149,7 @@ def total_variation(counts: Tensor) -> float:
 
 
 def largest_variation(rows: int, level: float) -> float:
-    """What the total variation of so many texts, written by the target itself, stays below with this probability."""
+    """What the total variation of so many texts, written by the target itself, stays below with
+    this probability."""
     shares = np.random.default_rng(0).multinomial(rows, TEXTS.numpy(), 50_000) / rows
     return float(np.quantile(np.abs(shares - TEXTS.numpy()).sum(1) / 2, level))

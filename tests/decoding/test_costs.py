@@ -18,7 +18,9 @@ TREES = [Tree.chain(2), Tree.eagle1_static(), Dynamic(depth=2, top_k=2, total=4)
 
 
 @pytest.mark.parametrize("policy", [Policy(), Policy(1.0)], ids=["greedy", "sampled"])
-def test_a_round_is_drafting_and_verifying(target: Target, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_is_drafting_and_verifying(
+    target: Target, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passes: list[int] = []
     grown: list[int] = []
     real, drafter = target.step, Eagle1(target).eval()
@@ -35,16 +37,27 @@ def test_a_round_is_drafting_and_verifying(target: Target, policy: Policy, monke
     monkeypatch.setattr(target, "step", counted)
     monkeypatch.setattr(drafter, "propose", noted)
     costs = measure_costs(target, drafter, policy, TREES, context=20, repeats=2)
-    assert passes == [20, *[1, 3, 5, 26] * 3]  # the context once, then a warm-up and two times of each
+    assert passes == [
+        20,
+        *[1, 3, 5, 26] * 3,
+    ]  # the context once, then a warm-up and two times of each
     assert grown == [2, *[2, 25, 4] * 3]
     for tree in TREES:
-        assert costs.round(tree) == costs.drafted[tree] + costs.verified[tree.size] > costs.drafted[tree] > 0
+        assert (
+            costs.round(tree)
+            == costs.drafted[tree] + costs.verified[tree.size]
+            > costs.drafted[tree]
+            > 0
+        )
     assert costs.round(Tree.chain(0)) == costs.verified[0] > 0
 
 
 def test_the_median_leaves_the_first_time_out() -> None:
     slow = iter([0.2, 0.0, 0.0, 0.0])
     order: list[str] = []
-    jobs = {"a": lambda: (order.append("a"), time.sleep(next(slow))), "b": lambda: order.append("b")}
+    jobs = {
+        "a": lambda: (order.append("a"), time.sleep(next(slow))),
+        "b": lambda: order.append("b"),
+    }
     found = interleaved_seconds(jobs, torch.device("cpu"), 3)
     assert found["a"] < 0.1 and order == ["a", "b"] * 4

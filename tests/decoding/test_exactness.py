@@ -1,4 +1,5 @@
-"""The exactness check: right rules pass, wrong ones are found, and its numbers are what they are called."""
+"""The exactness check: right rules pass, wrong ones are found, and its numbers are what they are
+called."""
 
 from __future__ import annotations
 
@@ -9,9 +10,17 @@ from scipy import stats
 
 from drafttrain.decoding import exactness, rules
 from drafttrain.decoding.exactness.cells import LEAST_CELL, Cells
-from drafttrain.decoding.exactness.chi_square import POWER, critical, fit_of, holm, noticed_distance, power, tail
+from drafttrain.decoding.exactness.chi_square import (
+    POWER,
+    critical,
+    fit_of,
+    holm,
+    noticed_distance,
+    power,
+    tail,
+)
 from drafttrain.decoding.exactness.greedy import gap_of, same_text
-from drafttrain.decoding.exactness.law import CONTROL, SharedPrompt, same_law
+from drafttrain.decoding.exactness.law import CONTROL, SharedPrompt, same_distribution
 from drafttrain.decoding.exactness.logits import last_logits
 from drafttrain.decoding.exactness.verdict import judged
 from drafttrain.decoding.loop import decode
@@ -46,7 +55,9 @@ def speculator():
 @pytest.fixture(scope="module")
 def found(speculator):
     greedy = {"greedy chain": Plan(Tree.chain(4)), "greedy tree": Plan(Tree.eagle1_static())}
-    return exactness.check(speculator, PROMPTS, {**greedy, **PLANS, "plain": Plan(Tree.chain(0))}, **COMMON)
+    return exactness.check(
+        speculator, PROMPTS, {**greedy, **PLANS, "plain": Plan(Tree.chain(0))}, **COMMON
+    )
 
 
 def test_right_rules_pass_and_the_control_is_noticed(found):
@@ -61,12 +72,21 @@ def test_right_rules_pass_and_the_control_is_noticed(found):
         control.replace("=1", "=0.9"): "noticed, as it should be",
     }
     for row in found["law"]:
-        assert row["draws"] == 1600 and row["df"] == row["cells"] - row["prompts"] and row["prompts"] == 2
-        assert row["false_alarm"] == exactness.FALSE_ALARM / 4 and 0.04 < row["noticed_distance"] < 0.1
+        assert (
+            row["draws"] == 1600
+            and row["df"] == row["cells"] - row["prompts"]
+            and row["prompts"] == 2
+        )
+        assert (
+            row["false_alarm"] == exactness.FALSE_ALARM / 4 and 0.04 < row["noticed_distance"] < 0.1
+        )
         assert row["p_corrected"] >= row["p"] and (row["outside"] == 0 or row["control"])
     said = " ".join(exactness.words(found))
     assert "2 of 2 ways of drafting wrote plain decoding's text" in said
-    assert "no difference from the target's law found in 4 ways of drafting; a difference of more than 0.0" in said
+    assert (
+        "no difference from the target's law found in 4 ways of drafting; a difference of more "
+        "than 0.0" in said
+    )
     assert "90% probability" in said and "DIFFERS" not in said and "WEAK" not in said
     assert said.count("a decoder that keeps every draft was noticed") == 2
 
@@ -79,7 +99,9 @@ def resampled_from_p(p, proposal, u):
 
 def test_a_planted_wrong_rule_is_found(speculator, monkeypatch):
     monkeypatch.setitem(rules.RULES, "ratio", resampled_from_p)
-    found = exactness.check(speculator, PROMPTS, {"chain": PLANS["chain"], "block": PLANS["block"]}, **COMMON)
+    found = exactness.check(
+        speculator, PROMPTS, {"chain": PLANS["chain"], "block": PLANS["block"]}, **COMMON
+    )
     wrong, right, _ = found["law"]
     assert wrong["verdict"] == "DIFFERS" and right["verdict"] == "no difference found"
     lines = exactness.words(found)
@@ -91,7 +113,8 @@ def test_wrong_greedy_text_is_shown_with_its_gap(speculator, monkeypatch):
     right = rules.greedy
 
     def next_but_one(best, proposal):
-        """Mistake: the token behind the accepted drafts is another one than the target's; plain decoding is spared."""
+        """Mistake: the token behind the accepted drafts is another one than the target's; plain
+        decoding is spared."""
         answer = right(best, proposal)
         return Acceptance(answer.path, answer.count, (answer.next_token + (proposal.size > 0)) % 24)
 
@@ -117,20 +140,31 @@ def test_rounding_is_told_from_a_difference(speculator):
     near = gap_of(target, ids, best, second)
     weight.data[second] = kept
     assert near["near_tie"] and abs(near["gap"]) <= 2 * near["rounding"]
-    row = {"label": "x", "verdict": "DIFFERS", "tokens": 1, "differences": [{"prompt": 0, "place": 4, **far}]}
+    row = {
+        "label": "x",
+        "verdict": "DIFFERS",
+        "tokens": 1,
+        "differences": [{"prompt": 0, "place": 4, **far}],
+    }
     said = exactness.words({"greedy": [row], "law": []})[1]
-    assert said.startswith(f"x: DIFFERS: prompt 0, token 5: {best} plainly, {second} with drafts") and "no near-tie" in said
+    assert (
+        said.startswith(f"x: DIFFERS: prompt 0, token 5: {best} plainly, {second} with drafts")
+        and "no near-tie" in said
+    )
     assert gap_of(target, ids, best, None)["near_tie"] is False
 
 
 def test_cells_are_the_targets_law(speculator):
-    """Brute force: all sequences of three tokens, their probability by plain passes, added up by cell."""
+    """Brute force: all sequences of three tokens, their probability by plain passes, added up by
+    cell."""
     target, prompt = speculator.target, PROMPTS[0]
     for policy in (WARM, Policy(0.7, 5, 0.9)):
         cells = Cells.of(target, prompt, policy, 1000)
         prefixes, law = [()], torch.ones(1, dtype=torch.float64)
         for _ in range(3):
-            probs = policy.probs(last_logits(target, [[*prompt, *prefix] for prefix in prefixes])).double()
+            probs = policy.probs(
+                last_logits(target, [[*prompt, *prefix] for prefix in prefixes])
+            ).double()
             law = (law[:, None] * probs).flatten()
             prefixes = [(*prefix, token) for prefix in prefixes for token in range(24)]
         summed = torch.zeros_like(cells.probs)
@@ -142,7 +176,9 @@ def test_cells_are_the_targets_law(speculator):
         assert float(cells.probs.sum()) == pytest.approx(1) and 4 <= len(cells.probs) <= 10
         first = policy.probs(last_logits(target, [prompt]))[0].max()
         assert float(cells.probs[1:].min()) >= max(0.01, LEAST_CELL * float(first)) - 1e-6
-        assert {prefix[:1] for prefix in cells.tables if prefix} == {(int(law.reshape(24, -1).sum(1).argmax()),)}
+        assert {prefix[:1] for prefix in cells.tables if prefix} == {
+            (int(law.reshape(24, -1).sum(1).argmax()),)
+        }
 
 
 def test_a_shared_prompt_changes_nothing(speculator):
@@ -152,7 +188,9 @@ def test_a_shared_prompt_changes_nothing(speculator):
     theirs, _ = decode(speculator.target, speculator.drafter, rows, plan, max_new_tokens=6, seed=3)
     assert [output.ids for output in ours] == [output.ids for output in theirs]
     mixed, _ = decode(shared, speculator.drafter, PROMPTS, plan, max_new_tokens=6, seed=3)
-    apart, _ = decode(speculator.target, speculator.drafter, PROMPTS, plan, max_new_tokens=6, seed=3)
+    apart, _ = decode(
+        speculator.target, speculator.drafter, PROMPTS, plan, max_new_tokens=6, seed=3
+    )
     assert [output.ids for output in mixed] == [output.ids for output in apart]
 
 
@@ -168,13 +206,15 @@ def test_chi_square_agrees_with_scipy():
 
 
 def test_power_and_false_alarms_agree_with_simulation():
-    """At the distance that is promised, the least favourable difference is noticed about as often as is said."""
+    """At the distance that is promised, the least favourable difference is noticed about as often
+    as is said."""
     n, law = 2000, np.array([0.25, 0.2, 0.15, 0.15, 0.125, 0.125])
     draws = np.random.default_rng(0)
     df, alarm = 5, 0.01
     distance = noticed_distance(df, n, alarm)
     sign = np.array([1, -1, 1, 1, -1, -1])
-    # Cauchy-Schwarz is tight where |r - p| is in proportion to p; the halves balance as nearly as six cells allow.
+    # Cauchy-Schwarz is tight where |r - p| is in proportion to p; the halves balance as nearly as
+    # six cells allow.
     up, down = law[sign > 0].sum(), law[sign < 0].sum()
     shifted = law + distance * np.where(sign > 0, law / up, -law / down)
     assert np.abs(shifted - law).sum() / 2 == pytest.approx(distance)
@@ -190,10 +230,20 @@ def test_power_and_false_alarms_agree_with_simulation():
 def test_nothing_to_compare_is_said(speculator):
     row = fit_of([torch.tensor([100.0])], [torch.tensor([1.0])])
     assert row["p"] is None and row["df"] == 0
-    more = {"label": "a", "guarantee": "distribution", "control": False, "outside": 0, "temperature": 1.0}
+    more = {
+        "label": "a",
+        "guarantee": "distribution",
+        "control": False,
+        "outside": 0,
+        "temperature": 1.0,
+    }
     found = {"greedy": [], "law": judged([row | more])}
-    assert exactness.words(found) == ["a: not tested: the target leaves no choice behind these prompts"]
-    cold = same_law(speculator, PROMPTS[:1], {"a": Plan(Tree.chain(1), Policy(1e-4))}, draws=40)
+    assert exactness.words(found) == [
+        "a: not tested: the target leaves no choice behind these prompts"
+    ]
+    cold = same_distribution(
+        speculator, PROMPTS[:1], {"a": Plan(Tree.chain(1), Policy(1e-4))}, draws=40
+    )
     assert cold[0]["p"] is None
 
 

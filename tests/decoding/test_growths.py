@@ -1,4 +1,5 @@
-"""Trees that change from row to row and round to round, in the loop: same text, honest counts, rows on their own."""
+"""Trees that change from row to row and round to round, in the loop: same text, honest counts, rows
+on their own."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError
-from drafttrain.flow import Law, Proposal
+from drafttrain.flow import Proposal, Sampling
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.tree import growth
@@ -38,7 +39,8 @@ GROWTHS: dict[str, Growth] = {
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[Any, Eagle1, list[list[int]]]:
-    """A drafter that has learned two of three answers, so that every length of acceptance occurs."""
+    """A drafter that has learned two of three answers, so that every length of acceptance
+    occurs."""
     target = load.tiny()
     drafter = overfitted(target, PROMPTS[:2], steps=60, tokens=LIMIT)
     plain, _ = decode(target, None, PROMPTS, Plan(Tree.chain(0)), max_new_tokens=LIMIT, stop_ids=())
@@ -51,7 +53,9 @@ def pair() -> tuple[Any, Eagle1, list[list[int]]]:
 def test_greedy_output_is_the_targets_own(pair: Any, name: str, stop: str, limit: int) -> None:
     target, drafter, plain = pair
     stop_ids = {"none": (), "mid": (plain[0][4], plain[1][9]), "first": (plain[0][0],)}[stop]
-    outputs, tally = decode(target, drafter, PROMPTS, Plan(GROWTHS[name]), max_new_tokens=limit, stop_ids=stop_ids)
+    outputs, tally = decode(
+        target, drafter, PROMPTS, Plan(GROWTHS[name]), max_new_tokens=limit, stop_ids=stop_ids
+    )
     for ids, output in zip(plain, outputs, strict=True):
         end = next((i + 1 for i, token in enumerate(ids) if token in stop_ids), len(ids))
         assert output.ids == ids[: min(end, limit)]
@@ -69,22 +73,47 @@ def test_a_rows_text_and_counts_are_its_own(pair: Any, name: str, policy: Policy
     target, drafter, plain = pair
     plan = Plan(GROWTHS[name], policy)
     stop = (plain[0][7], plain[2][3])
-    together, tally = decode(target, drafter, PROMPTS, plan, max_new_tokens=LIMIT, stop_ids=stop, seed=4)
+    together, tally = decode(
+        target, drafter, PROMPTS, plan, max_new_tokens=LIMIT, stop_ids=stop, seed=4
+    )
     assert len({len(output.runs) for output in together}) > 1, "rows finish at different times"
     for row, prompt in enumerate(PROMPTS):
-        (alone,), _ = decode(target, drafter, [prompt], plan, max_new_tokens=LIMIT, stop_ids=stop, seed=4, row_numbers=[row])
-        assert (alone.ids, alone.runs, alone.finish) == (together[row].ids, together[row].runs, together[row].finish)
+        (alone,), _ = decode(
+            target,
+            drafter,
+            [prompt],
+            plan,
+            max_new_tokens=LIMIT,
+            stop_ids=stop,
+            seed=4,
+            row_numbers=[row],
+        )
+        assert (alone.ids, alone.runs, alone.finish) == (
+            together[row].ids,
+            together[row].runs,
+            together[row].finish,
+        )
         assert alone.tally == together[row].tally
-    small = measure_acceptance(target, drafter, PROMPTS, plan, max_new_tokens=LIMIT, batch=2, stop_ids=stop, seed=4)
+    small = measure_acceptance(
+        target, drafter, PROMPTS, plan, max_new_tokens=LIMIT, batch=2, stop_ids=stop, seed=4
+    )
     assert small.tally.accept_at == tally.accept_at and small.tally.drafted == tally.drafted
     row = small.row()
-    assert row["growth"] == plan.tree.kind and row["tree"] == plan.tree.title and row["nodes"] == plan.tree.size
+    assert (
+        row["growth"] == plan.tree.kind
+        and row["tree"] == plan.tree.title
+        and row["nodes"] == plan.tree.size
+    )
     exact = {"dynamic": "one_hot", "chain": "ratio", "static": "multi_step"}
     assert row["rule"] == ("greedy" if policy.greedy else exact[plan.tree.kind])
 
 
-@pytest.mark.parametrize("tree", [*GROWTHS.values(), Tree.eagle1_static()], ids=[*GROWTHS, "static"])
-def test_counts_are_those_of_walking_every_tree(pair: Any, tree: Growth, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "tree", [*GROWTHS.values(), Tree.eagle1_static()], ids=[*GROWTHS, "static"]
+)
+def test_counts_are_those_of_walking_every_tree(
+    pair: Any, tree: Growth, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, drafter, plain = pair
     seen: list[Proposal] = []
     propose = type(drafter).propose
@@ -96,12 +125,20 @@ def test_counts_are_those_of_walking_every_tree(pair: Any, tree: Growth, monkeyp
     monkeypatch.setattr(type(drafter), "propose", recorded)
     for row, prompt in enumerate(PROMPTS):
         seen.clear()
-        (output,), tally = decode(target, drafter, [prompt], Plan(tree), max_new_tokens=LIMIT, stop_ids=())
+        (output,), tally = decode(
+            target, drafter, [prompt], Plan(tree), max_new_tokens=LIMIT, stop_ids=()
+        )
         offered, kept, drafted, place = [0] * tree.max_depth, [0] * tree.max_depth, 0, 1
         for number, (emitted, accepted) in enumerate(output.runs[1:]):
             room = LIMIT - place
             proposal = seen[number] if number < len(seen) else None
-            size = 0 if proposal is None else proposal.size if proposal.counts is None else int(proposal.counts[0])
+            size = (
+                0
+                if proposal is None
+                else proposal.size
+                if proposal.counts is None
+                else int(proposal.counts[0])
+            )
             nodes: dict[int, list[int]] = {}
             depths: list[int] = []
             for node in range(size):
@@ -119,18 +156,26 @@ def test_counts_are_those_of_walking_every_tree(pair: Any, tree: Growth, monkeyp
                 offered[depth] += 1
                 if depth < accepted:
                     kept[depth] += 1
-                    right = [node for node in children if proposal.tokens[0, node] == plain[row][place + depth]]  # type: ignore[union-attr]
+                    right = [
+                        node
+                        for node in children
+                        if proposal.tokens[0, node] == plain[row][place + depth]
+                    ]  # type: ignore[union-attr]
                     at = right[0]
             place += emitted
         assert place == LIMIT
-        filled = [counts + [0] * (tree.max_depth - len(counts)) for counts in (tally.offered, tally.kept)]
+        filled = [
+            counts + [0] * (tree.max_depth - len(counts)) for counts in (tally.offered, tally.kept)
+        ]
         assert filled == [offered, kept] and tally.drafted == drafted
 
 
 def test_rates_by_rank_are_those_of_counting(pair: Any) -> None:
     target, drafter, _ = pair
     tree = Tree.expansion([3, 2])
-    found = measure_acceptance(target, drafter, PROMPTS, Plan(tree), max_new_tokens=LIMIT, stop_ids=())
+    found = measure_acceptance(
+        target, drafter, PROMPTS, Plan(tree), max_new_tokens=LIMIT, stop_ids=()
+    )
     outputs, _ = decode(target, drafter, PROMPTS, Plan(tree), max_new_tokens=LIMIT, stop_ids=())
     first = [nodes[0] if nodes else None for output in outputs for nodes in output.nodes[:-1]]
     assert found.rates is not None and found.row()["rank_rates"] == found.rates
@@ -142,7 +187,9 @@ def test_rates_by_rank_are_those_of_counting(pair: Any) -> None:
         assert [len(nodes) for nodes in output.nodes] == [kept for _, kept in output.runs[1:]]
     best = sequoia([[rate or 0.0 for rate in row] for row in found.rates], 4)
     assert best.size == 4 and best.max_depth <= 2 and expected_tokens(best, found.rates) > 1.5
-    none = measure_acceptance(target, drafter, PROMPTS, Plan(DYNAMIC), max_new_tokens=4, stop_ids=())
+    none = measure_acceptance(
+        target, drafter, PROMPTS, Plan(DYNAMIC), max_new_tokens=4, stop_ids=()
+    )
     assert none.rates is None
 
 
@@ -165,7 +212,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_decoded(pair: Any) -> N
         decode(target, shallow, PROMPTS, Plan(DYNAMIC), max_new_tokens=4)
 
 
-# The law of sampled text ---------------------------------------------------------------------------------------
+# The law of sampled text --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +243,9 @@ def test_first_three_tokens_follow_the_targets_law(small: Any, name: str) -> Non
 
 def test_the_threshold_of_these_laws_really_ends_drafts(small: Any) -> None:
     target, drafter = small
-    _, tally = decode(target, drafter, [[3, 5, 2]] * 200, LAWS["confident drawn"], max_new_tokens=3, stop_ids=())
+    _, tally = decode(
+        target, drafter, [[3, 5, 2]] * 200, LAWS["confident drawn"], max_new_tokens=3, stop_ids=()
+    )
     shares = [offered / tally.rounds for offered in tally.offered]
     assert 0.1 < shares[0] < 1 or 0.1 < shares[1] < 0.9
 
@@ -207,7 +256,12 @@ def dropped_by_its_own_probability(proposal: Proposal, least: float) -> Proposal
     drawn = proposal.q.gather(1, proposal.q_rows[:, :, None].expand(-1, -1, proposal.q.shape[-1]))
     sure = drawn.gather(2, proposal.tokens[:, :, None])[:, :, 0] >= least
     return Proposal(
-        proposal.tokens, proposal.parents, proposal.law, proposal.q, proposal.q_rows, sure.long().cumprod(1).sum(1)
+        proposal.tokens,
+        proposal.parents,
+        proposal.sampling,
+        proposal.q,
+        proposal.q_rows,
+        sure.long().cumprod(1).sum(1),
     )
 
 
@@ -217,23 +271,33 @@ def likeliest_drawn(proposal: Proposal, keep: int) -> Proposal:
     chance = proposal.q[:, 0].gather(1, proposal.tokens)
     kept = chance.topk(keep, dim=1).indices.sort(1).values
     return Proposal(
-        proposal.tokens.gather(1, kept), proposal.parents[:, :keep], Law.WOR, proposal.q, proposal.q_rows[:, :keep]
+        proposal.tokens.gather(1, kept),
+        proposal.parents[:, :keep],
+        Sampling.WOR,
+        proposal.q,
+        proposal.q_rows[:, :keep],
     )
 
 
 @pytest.mark.parametrize("mistake", ["a chain cut", "children pruned"])
-def test_cutting_by_what_was_drawn_is_noticed(small: Any, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cutting_by_what_was_drawn_is_noticed(
+    small: Any, mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill = growth._fill
     if mistake == "a chain cut":
         plan = Plan(Tree.chain(2), Policy(1.0))
-        monkeypatch.setattr(growth, "_fill", lambda *a: dropped_by_its_own_probability(fill(*a), 0.15))
+        monkeypatch.setattr(
+            growth, "_fill", lambda *a: dropped_by_its_own_probability(fill(*a), 0.15)
+        )
     else:
         plan = Plan(Tree.expansion([4]), Policy(1.0))
         monkeypatch.setattr(growth, "_fill", lambda *a: likeliest_drawn(fill(*a), 2))
     assert p_value(*small, plan) < 1e-6
 
 
-def test_confidence_is_asked_before_each_draw_and_never_after(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_confidence_is_asked_before_each_draw_and_never_after(
+    small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from drafttrain.tree import confident
 
     asked: list[Tensor] = []
@@ -247,6 +311,13 @@ def test_confidence_is_asked_before_each_draw_and_never_after(small: Any, monkey
     monkeypatch.setattr(confident, "goes_on", lambda *a: events.append("asked") or watched(*a))
     monkeypatch.setattr(confident, "draw", lambda *a: events.append("drawn") or draw(*a))
     target, drafter = small
-    decode(target, drafter, [[3, 5, 2]], Plan(Confident(k=3, stop_below=1e-6), Policy(1.0)), max_new_tokens=2, stop_ids=())
+    decode(
+        target,
+        drafter,
+        [[3, 5, 2]],
+        Plan(Confident(k=3, stop_below=1e-6), Policy(1.0)),
+        max_new_tokens=2,
+        stop_ids=(),
+    )
     assert events == ["asked", "drawn"] * 3
     assert torch.stack(asked).shape[0] == 3

@@ -1,4 +1,5 @@
-"""The loop on real (tiny) models: greedy identity, stops and limits, batches, and the law of sampled text."""
+"""The loop on real (tiny) models: greedy identity, stops and limits, batches, and the law of
+sampled text."""
 
 import itertools
 
@@ -12,7 +13,7 @@ from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError
-from drafttrain.flow import Acceptance, Law, Proposal
+from drafttrain.flow import Acceptance, Proposal, Sampling
 from drafttrain.nn.sampling import Policy, draw
 from drafttrain.target import load
 from drafttrain.tree.topology import Tree
@@ -40,7 +41,11 @@ def test_plain_decoding_equals_the_library(family):
     target, _, plain = family
     for prompt, ids in zip(PROMPTS, plain, strict=True):
         out = target.model.generate(
-            torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0
+            torch.tensor([prompt]),
+            max_new_tokens=32,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         assert out[0, len(prompt) :].tolist() == ids
 
@@ -48,7 +53,13 @@ def test_plain_decoding_equals_the_library(family):
 @pytest.mark.field("F57")
 @pytest.mark.parametrize(
     "settings",
-    [{"family": "qwen2"}, {"attention_bias": True}, {"mlp_bias": True}, {"tie_word_embeddings": True}, {"head_dim": 24}],
+    [
+        {"family": "qwen2"},
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"tie_word_embeddings": True},
+        {"head_dim": 24},
+    ],
     ids=str,
 )
 def test_what_a_target_has_beside_its_matrices_is_computed(settings):
@@ -62,7 +73,13 @@ def test_what_a_target_has_beside_its_matrices_is_computed(settings):
     drafter = Eagle1(target).eval()
     plain, _ = decode(target, None, PROMPTS, PLAIN, max_new_tokens=16, stop_ids=())
     for prompt, output in zip(PROMPTS, plain, strict=True):
-        out = target.model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+        out = target.model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=16,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
         assert out[0, len(prompt) :].tolist() == output.ids
     for tree in TREES.values():
         drafted, _ = decode(target, drafter, PROMPTS, Plan(tree), max_new_tokens=16, stop_ids=())
@@ -77,7 +94,9 @@ def test_what_a_target_has_beside_its_matrices_is_computed(settings):
 def test_greedy_output_is_the_targets_own(family, tree, rows, stop, limit):
     target, drafter, plain = family
     stop_ids = {"none": (), "mid": (plain[0][4], plain[1][9]), "first": (plain[0][0],)}[stop]
-    outputs, tally = decode(target, drafter, PROMPTS[:rows], Plan(TREES[tree]), max_new_tokens=limit, stop_ids=stop_ids)
+    outputs, tally = decode(
+        target, drafter, PROMPTS[:rows], Plan(TREES[tree]), max_new_tokens=limit, stop_ids=stop_ids
+    )
     for ids, output in zip(plain, outputs, strict=False):
         end = next((i + 1 for i, token in enumerate(ids) if token in stop_ids), len(ids))
         assert output.ids == ids[: min(end, limit)]
@@ -87,7 +106,8 @@ def test_greedy_output_is_the_targets_own(family, tree, rows, stop, limit):
 
 
 def perfect(target, drafter, prompt, limit):
-    """A drafter that proposes the target's own continuation, so that every stop and limit falls inside a run."""
+    """A drafter that proposes the target's own continuation, so that every stop and limit falls
+    inside a run."""
     ids = decode(target, None, [prompt], PLAIN, max_new_tokens=limit + 8, stop_ids=())[0][0].ids
 
     class Perfect(Eagle1):
@@ -95,7 +115,7 @@ def perfect(target, drafter, prompt, limit):
             self.seen = getattr(self, "seen", 0) + int(fresh.counts[0])
             start = self.seen - len(prompt) + 1
             tokens = torch.tensor([(ids[start:] + [0] * tree.size)[: tree.size]])
-            return Proposal(tokens, torch.tensor([tree.parents]), Law.ONE_HOT)
+            return Proposal(tokens, torch.tensor([tree.parents]), Sampling.ONE_HOT)
 
     drafter = Perfect(target)
     return ids, drafter
@@ -106,10 +126,14 @@ def perfect(target, drafter, prompt, limit):
 def test_limit_is_exact_with_a_perfect_drafter(limit):
     target, drafter = make()
     ids, drafter = perfect(target, drafter, PROMPTS[0], 17)
-    outputs, tally = decode(target, drafter, [PROMPTS[0]], Plan(Tree.chain(8)), max_new_tokens=limit, stop_ids=())
+    outputs, tally = decode(
+        target, drafter, [PROMPTS[0]], Plan(Tree.chain(8)), max_new_tokens=limit, stop_ids=()
+    )
     assert outputs[0].ids == ids[:limit]
     if limit == 17:
-        assert tally.rounds == 2 and tally.tau == 8.0  # 1 from the prefill, then 9 and, one short of its tree, 7
+        assert (
+            tally.rounds == 2 and tally.tau == 8.0
+        )  # 1 from the prefill, then 9 and, one short of its tree, 7
 
 
 @pytest.mark.field("F50")
@@ -146,7 +170,9 @@ def test_context_limit_ends_as_plain_decoding_does():
 
 
 @pytest.mark.field("F55")
-@pytest.mark.parametrize(("prompt", "message"), [([], "empty"), ([400], "vocabulary"), ([-1], "vocabulary")])
+@pytest.mark.parametrize(
+    ("prompt", "message"), [([], "empty"), ([400], "vocabulary"), ([-1], "vocabulary")]
+)
 def test_bad_prompts_are_refused(prompt, message):
     target, drafter = make()
     with pytest.raises(InputError, match=message):
@@ -170,7 +196,13 @@ def test_plans_that_do_not_fit_are_refused():
         _ = Plan(Tree.expansion([2]), Policy(1.0), True, "one_hot").rule_name
     target, drafter = make()
     with pytest.raises(InputError):
-        decode(target, drafter, [[3]], Plan(Tree.eagle1_static(), Policy(1.0), rule="ratio"), max_new_tokens=4)
+        decode(
+            target,
+            drafter,
+            [[3]],
+            Plan(Tree.eagle1_static(), Policy(1.0), rule="ratio"),
+            max_new_tokens=4,
+        )
     with pytest.raises(InputError, match="needs a drafter"):
         decode(target, None, [[3]], Plan(Tree.chain(2)), max_new_tokens=4)
 
@@ -178,23 +210,30 @@ def test_plans_that_do_not_fit_are_refused():
 @pytest.mark.parametrize(
     ("rule", "tree", "law", "guarantee"),
     [
-        (None, "chain", Law.IID, "distribution"),
-        (None, "tree", Law.WOR, "distribution"),
-        ("ratio", "chain", Law.IID, "distribution"),
-        ("block", "chain", Law.IID, "distribution"),
-        ("multi_step", "chain", Law.IID, "distribution"),
-        ("multi_step", "tree", Law.WOR, "distribution"),
-        ("one_hot", "tree", Law.ONE_HOT, "distribution"),
-        ("k_seq", "tree", Law.IID, "distribution"),
-        ("sample_and_match", "tree", Law.ONE_HOT, "distribution"),
-        ("typical", "tree", Law.ONE_HOT, "approximate"),
-        ("typical:0.02:0.1", "chain", Law.ONE_HOT, "approximate"),
+        (None, "chain", Sampling.IID, "distribution"),
+        (None, "tree", Sampling.WOR, "distribution"),
+        ("ratio", "chain", Sampling.IID, "distribution"),
+        ("block", "chain", Sampling.IID, "distribution"),
+        ("multi_step", "chain", Sampling.IID, "distribution"),
+        ("multi_step", "tree", Sampling.WOR, "distribution"),
+        ("one_hot", "tree", Sampling.ONE_HOT, "distribution"),
+        ("k_seq", "tree", Sampling.IID, "distribution"),
+        ("sample_and_match", "tree", Sampling.ONE_HOT, "distribution"),
+        ("typical", "tree", Sampling.ONE_HOT, "approximate"),
+        ("typical:0.02:0.1", "chain", Sampling.ONE_HOT, "approximate"),
     ],
 )
 def test_drafts_are_made_as_suits_the_rule(rule, tree, law, guarantee):
     plan = Plan(TREES[tree], Policy(1.0), rule=rule)
-    assert (plan.law, plan.guarantee, plan.draws) == (law, guarantee, law is not Law.ONE_HOT)
-    assert Plan(TREES[tree], Policy(1.0), sampled=law is not Law.ONE_HOT, rule=rule).law is law
+    assert (plan.sampling, plan.guarantee, plan.draws) == (
+        law,
+        guarantee,
+        law is not Sampling.ONE_HOT,
+    )
+    assert (
+        Plan(TREES[tree], Policy(1.0), sampled=law is not Sampling.ONE_HOT, rule=rule).sampling
+        is law
+    )
     target, drafter = make()
     outputs, tally = decode(target, drafter, PROMPTS, plan, max_new_tokens=6, stop_ids=())
     assert all(len(output.ids) == 6 for output in outputs) and tally.rounds
@@ -212,7 +251,16 @@ def test_a_sampled_row_does_not_depend_on_its_neighbours(policy, tree, sampled):
     other, _ = decode(target, drafter, PROMPTS, plan, max_new_tokens=24, stop_ids=(), seed=5)
     assert [o.ids for o in together] == [o.ids for o in again] != [o.ids for o in other]
     for row, prompt in enumerate(PROMPTS):
-        alone, _ = decode(target, drafter, [prompt], plan, max_new_tokens=24, stop_ids=(), seed=4, row_numbers=[row])
+        alone, _ = decode(
+            target,
+            drafter,
+            [prompt],
+            plan,
+            max_new_tokens=24,
+            stop_ids=(),
+            seed=4,
+            row_numbers=[row],
+        )
         assert alone[0].ids == together[row].ids
 
 
@@ -224,7 +272,7 @@ def test_decoding_leaves_the_global_random_state_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
-# The law of sampled text ---------------------------------------------------------------------------------------
+# The law of sampled text --------------------------------------------------------------------------
 ROWS = 12_000
 AT_ONCE = 2_000
 """Rows side by side: what belongs to more of them lies too far from the processor."""
@@ -232,7 +280,8 @@ SMALL = {"vocab_size": 8, "sharpness": 1.5, "layers": 2, "width": 32}
 
 
 def three_token_law(target, prompt, policy):
-    """(512) the target's own law of the next three tokens, by plain forward passes over all prefixes."""
+    """(512) the target's own law of the next three tokens, by plain forward passes over all
+    prefixes."""
     with torch.inference_mode():
         law = torch.ones(1, dtype=torch.float64)
         prefixes = [list(prompt)]
@@ -249,7 +298,10 @@ def drawn(target, drafter, plan, rows, prompt):
     for start in range(0, rows, AT_ONCE):
         numbers = range(start, min(start + AT_ONCE, rows))
         given = {"max_new_tokens": 3, "stop_ids": (), "row_numbers": numbers}
-        texts += [output.ids for output in decode(shared, drafter, [prompt] * len(numbers), plan, **given)[0]]
+        texts += [
+            output.ids
+            for output in decode(shared, drafter, [prompt] * len(numbers), plan, **given)[0]
+        ]
     return (torch.tensor(texts) @ torch.tensor([64, 8, 1])).bincount(minlength=512).double()
 
 
@@ -261,7 +313,9 @@ def p_value(target, drafter, plan, rows=ROWS, prompt=(3, 5, 2)):
     observed = torch.cat((counts[big], counts[~big].sum()[None]))
     wanted = torch.cat((expected[big], expected[~big].sum()[None]))
     good = wanted > 0
-    return stats.chisquare(observed[good].numpy(), (wanted[good] * rows / wanted[good].sum()).numpy()).pvalue
+    return stats.chisquare(
+        observed[good].numpy(), (wanted[good] * rows / wanted[good].sum()).numpy()
+    ).pvalue
 
 
 @pytest.fixture(scope="module")
@@ -298,17 +352,21 @@ def resampled_from_p(p, proposal, u):
 def sharpened(p, proposal, u):
     """Mistake: the ratio uses a sharper q than the tokens were drawn from."""
     q = proposal.q**2
-    return rules.ratio(p, type(proposal)(**(vars(proposal) | {"q": q / q.sum(-1, keepdim=True)})), u)
+    return rules.ratio(
+        p, type(proposal)(**(vars(proposal) | {"q": q / q.sum(-1, keepdim=True)})), u
+    )
 
 
 def as_independent(p, proposal, u):
     """Mistake: children drawn without replacement are judged as if they were independent draws."""
-    return rules.multi_step(p, type(proposal)(**(vars(proposal) | {"law": Law.IID})), u)
+    return rules.multi_step(p, type(proposal)(**(vars(proposal) | {"sampling": Sampling.IID})), u)
 
 
 def always_kept(p, proposal, u):
     """Mistake: every first child is accepted."""
-    return rules.one_hot(p, proposal, torch.zeros_like(u).where(torch.arange(u.shape[1]) < u.shape[1] - 1, u))
+    return rules.one_hot(
+        p, proposal, torch.zeros_like(u).where(torch.arange(u.shape[1]) < u.shape[1] - 1, u)
+    )
 
 
 @pytest.mark.parametrize(
@@ -332,7 +390,9 @@ def test_the_law_test_notices_a_planted_mistake(small, monkeypatch, name, rule, 
 @pytest.mark.field("F45", "F46")
 def test_counts_are_consistent_with_a_brute_force_count():
     target, drafter = make()
-    outputs, tally = decode(target, drafter, PROMPTS, Plan(TREES["tree"], Policy(1.0)), max_new_tokens=24, stop_ids=())
+    outputs, tally = decode(
+        target, drafter, PROMPTS, Plan(TREES["tree"], Policy(1.0)), max_new_tokens=24, stop_ids=()
+    )
     rounds = list(itertools.chain.from_iterable(o.runs[1:] for o in outputs))
     assert tally.rounds == len(rounds)
     assert tally.emitted == sum(n for n, _ in rounds)

@@ -41,19 +41,28 @@ def pair():
 def test_acceptance_is_the_same_for_every_batch_size(pair, policy):
     plan = Plan(Tree.chain(3), policy)
     stop = (17, 60, 200)
-    rows = [measure_acceptance(*pair, PROMPTS, plan, max_new_tokens=16, batch=b, stop_ids=stop) for b in (1, 2, 5)]
+    rows = [
+        measure_acceptance(*pair, PROMPTS, plan, max_new_tokens=16, batch=b, stop_ids=stop)
+        for b in (1, 2, 5)
+    ]
     assert len({str(dataclasses.replace(m.tally, seconds={})) for m in rows}) == 1
     row = rows[0].row()
-    assert row["tau"] == sum(t.emitted for t in rows[0].tallies) / sum(t.rounds for t in rows[0].tallies)
+    assert row["tau"] == sum(t.emitted for t in rows[0].tallies) / sum(
+        t.rounds for t in rows[0].tallies
+    )
     low, high = row["tau_interval"]
     assert low <= row["tau"] <= high and row["prompts"] == 5
     assert row["speedup"] is None
-    assert (row["guarantee"], row["rule"]) == (("greedy", "greedy") if policy.greedy else ("distribution", "ratio"))
+    assert (row["guarantee"], row["rule"]) == (
+        ("greedy", "greedy") if policy.greedy else ("distribution", "ratio")
+    )
 
 
 @pytest.mark.field("F46")
 def test_unconditional_rates_add_up_to_the_accepted_length(pair):
-    measured = measure_acceptance(*pair, PROMPTS, Plan(Tree.chain(3), Policy(1.0)), max_new_tokens=16, stop_ids=())
+    measured = measure_acceptance(
+        *pair, PROMPTS, Plan(Tree.chain(3), Policy(1.0)), max_new_tokens=16, stop_ids=()
+    )
     row = measured.row()
     assert row["accepted_per_round"] == pytest.approx(sum(row["reach"]))
     assert all(0 <= rate <= 1 for rate in row["reach"])
@@ -68,15 +77,24 @@ def test_speed_is_interleaved_and_compares_the_same_tokens(pair):
         assert one.same_as_plain == 3 and one.tokens == one.plain_tokens == [12] * 3
         assert row["speedup"] == pytest.approx(sum(one.plain_seconds) / sum(one.seconds))
         assert row["speedup_interval"][0] <= row["speedup"] <= row["speedup_interval"][1]
-        assert set(row["seconds"]) == {"prefill", "draft", "verify", "host"} and row["guarantee"] == "greedy"
+        assert (
+            set(row["seconds"]) == {"prefill", "draft", "verify", "host"}
+            and row["guarantee"] == "greedy"
+        )
 
 
 def test_differences_are_told_prompt_by_prompt():
-    """Prompts from easy to hard, each better by 0.2: the intervals of tau overlap, that of the difference does not reach 0."""
+    """Prompts from easy to hard, each better by 0.2: the intervals of tau overlap, that of the
+    difference does not reach 0."""
     tau = torch.linspace(1.2, 3.0, 10)
     worse, better = (
-        Measurement(Plan(Tree.chain(2)), each, Tally(1000, emitted=sum(one.emitted for one in each)), [])
-        for each in ([Tally(rounds=100, emitted=round(100 * float(t) + gain)) for t in tau] for gain in (0, 20))
+        Measurement(
+            Plan(Tree.chain(2)), each, Tally(1000, emitted=sum(one.emitted for one in each)), []
+        )
+        for each in (
+            [Tally(rounds=100, emitted=round(100 * float(t) + gain)) for t in tau]
+            for gain in (0, 20)
+        )
     )
     gap, (low, high) = tau_behind(better, worse)
     assert gap == pytest.approx(0.2) and low == pytest.approx(0.2) == high
@@ -104,14 +122,20 @@ def test_drafters_race_in_turn_against_plain_decoding_of_their_own_target(pair, 
         Entrant(target, None, Plan(Tree.chain(0))),
     ]
     found = race(entrants, PROMPTS[:2], max_new_tokens=12, stop_ids=(), seed=3)
-    # Two plain decodings, one for each target, shared by all that draft for it; every prompt in every way, one after the other.
-    assert len(jobs) == 2 * 6 and [prompt for _, _, prompt, _ in jobs] == [PROMPTS[0]] * 6 + [PROMPTS[1]] * 6
+    # Two plain decodings, one for each target, shared by all that draft for it; every prompt in
+    # every way, one after the other.
+    assert (
+        len(jobs) == 2 * 6
+        and [prompt for _, _, prompt, _ in jobs] == [PROMPTS[0]] * 6 + [PROMPTS[1]] * 6
+    )
     sizes = [[size for *_, size in jobs[start : start + 6]] for start in (0, 6)]
     assert sizes[0] == [0, 0, 2, 4, 3, 0] and sizes[1] == [0, 2, 4, 3, 0, 0]
     assert [one.same_as_plain for one in found] == [2, 2, 2, 2]
     first, second, third, plain = found
     assert first.plain_seconds == second.plain_seconds == plain.plain_seconds != third.plain_seconds
-    alone = measure_acceptance(target, copies, PROMPTS[:2], Plan(Tree.chain(4)), max_new_tokens=12, stop_ids=(), seed=3)
+    alone = measure_acceptance(
+        target, copies, PROMPTS[:2], Plan(Tree.chain(4)), max_new_tokens=12, stop_ids=(), seed=3
+    )
     assert second.tally.tau == alone.tally.tau and second.plan.sampled is False
     assert plain.row()["tau"] == 1.0
 
@@ -119,7 +143,15 @@ def test_drafters_race_in_turn_against_plain_decoding_of_their_own_target(pair, 
 def test_conditions_tell_prompts_apart_and_not_their_form(pair):
     target, _ = pair
     assert digest_of([[1, 2], [3]]) == digest_of([(1, 2), (3,)])
-    assert len({digest_of(prompts) for prompts in ([[1, 2], [3]], [[3], [1, 2]], [[1], [2, 3]], [[1, 2]], [])}) == 5
+    assert (
+        len(
+            {
+                digest_of(prompts)
+                for prompts in ([[1, 2], [3]], [[3], [1, 2]], [[1], [2, 3]], [[1, 2]], [])
+            }
+        )
+        == 5
+    )
     found = conditions(target, PROMPTS)
     assert found == {
         "prompts_digest": digest_of(PROMPTS),
@@ -143,7 +175,11 @@ def test_speculator_streams_what_it_generates_and_follows_live_weights(pair):
     target, drafter = pair
     speculator = Speculator(target, drafter, Plan(Tree.chain(3)), dtype="float32")
     outputs, _ = speculator.generate([PROMPTS[0]], max_new_tokens=20, stop_ids=())
-    streamed = [token for ids, _ in speculator.stream(PROMPTS[0], max_new_tokens=20, stop_ids=()) for token in ids]
+    streamed = [
+        token
+        for ids, _ in speculator.stream(PROMPTS[0], max_new_tokens=20, stop_ids=())
+        for token in ids
+    ]
     assert streamed == outputs[0].ids
     for _ in speculator.stream(PROMPTS[0], max_new_tokens=200, stop_ids=()):
         break  # a reader that leaves early does not hang
@@ -157,21 +193,36 @@ def test_speculator_streams_what_it_generates_and_follows_live_weights(pair):
 
 
 def test_every_node_of_a_tree_is_counted():
-    """Each answer's last round is left out. By depth and rank the counts add up to the rates that Sequoia reads."""
+    """Each answer's last round is left out. By depth and rank the counts add up to the rates that
+    Sequoia reads."""
     tree = Tree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
-    outputs = [Output(nodes=[(0, 2, 5), (1,), (), (0, 3)]), Output(nodes=[(0, 3), (0, 2)]), Output(nodes=[(0,)]), Output()]
-    found = Measurement(Plan(tree), [], Tally(), [], rates=rank_rates(tree, outputs), outputs=outputs)
+    outputs = [
+        Output(nodes=[(0, 2, 5), (1,), (), (0, 3)]),
+        Output(nodes=[(0, 3), (0, 2)]),
+        Output(nodes=[(0,)]),
+        Output(),
+    ]
+    found = Measurement(
+        Plan(tree), [], Tally(), [], rates=rank_rates(tree, outputs), outputs=outputs
+    )
     counts = [(-1, 2, 4), (-1, 1, 4), (0, 1, 2), (0, 1, 2), (1, 0, 1), (2, 1, 1)]
     row = found.row()
-    assert row["node_counts"] == [{"parent": parent, "kept": kept, "offered": offered} for parent, kept, offered in counts]
+    assert row["node_counts"] == [
+        {"parent": parent, "kept": kept, "offered": offered} for parent, kept, offered in counts
+    ]
     assert row["rank_rates"] == [[2 / 4, 1 / 4], [1 / 3, 1 / 2], [1.0]]
     assert dataclasses.replace(found, outputs=[]).node_counts is None
-    assert dataclasses.replace(found, plan=Plan(Dynamic(depth=2, top_k=2, total=3))).node_counts is None
+    assert (
+        dataclasses.replace(found, plan=Plan(Dynamic(depth=2, top_k=2, total=3))).node_counts
+        is None
+    )
     assert dataclasses.replace(found, plan=Plan(Tree.chain(0))).node_counts is None
 
 
 def test_positions_have_intervals_over_prompts(pair):
-    tallies = [Tally(rounds=10, offered=[10, k], kept=[k, 0]) for k in range(1, 10)] + [Tally(rounds=1, offered=[1], kept=[0])]
+    tallies = [Tally(rounds=10, offered=[10, k], kept=[k, 0]) for k in range(1, 10)] + [
+        Tally(rounds=1, offered=[1], kept=[0])
+    ]
     total = Tally()
     for one in tallies:
         total += one
@@ -190,11 +241,15 @@ def test_plain_decoding_s_stages_stand_beside(pair):
     chain, tree = measure_speed(*pair, PROMPTS[:2], plans, max_new_tokens=12, stop_ids=())
     for one in (chain, tree):
         row = one.row()
-        assert (row["tokens"], row["plain_tokens"]) == (24, 24) and len(row["node_counts"]) == one.plan.tree.size
+        assert (row["tokens"], row["plain_tokens"]) == (24, 24) and len(
+            row["node_counts"]
+        ) == one.plan.tree.size
         assert set(row["plain_seconds"]) == {"prefill", "draft", "verify", "host"}
         # The timed pieces are parts of what was timed from outside.
         assert 0 < sum(row["plain_seconds"].values()) <= sum(one.plain_seconds)
         assert 0 < sum(row["seconds"].values()) <= sum(one.seconds)
     assert chain.row()["plain_seconds"] == tree.row()["plain_seconds"]
-    alone = measure_acceptance(*pair, PROMPTS[:2], Plan(Tree.chain(2)), max_new_tokens=12, stop_ids=())
+    alone = measure_acceptance(
+        *pair, PROMPTS[:2], Plan(Tree.chain(2)), max_new_tokens=12, stop_ids=()
+    )
     assert alone.row()["plain_seconds"] is None and alone.row()["plain_tokens"] is None

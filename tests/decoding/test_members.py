@@ -1,4 +1,5 @@
-"""How far the text goes along each member's tree: as far as that member alone would have been followed from there."""
+"""How far the text goes along each member's tree: as far as that member alone would have been
+followed from there."""
 
 from __future__ import annotations
 
@@ -30,11 +31,14 @@ LIMIT = 24
 def drafter() -> Ensemble:
     target = load.tiny()
     torch.manual_seed(0)
-    return Ensemble(target, members=[Ssm(target, layers=[0, 1]), NGram(target), Ssm(target, layers=[1, 2])]).eval()  # type: ignore[return-value]
+    return Ensemble(
+        target, members=[Ssm(target, layers=[0, 1]), NGram(target), Ssm(target, layers=[1, 2])]
+    ).eval()  # type: ignore[return-value]
 
 
 def whole_rounds(output: Output) -> list[int]:
-    """Drafts kept in every round but the last whose text could go along the whole depth of the tree."""
+    """Drafts kept in every round but the last whose text could go along the whole depth of the
+    tree."""
     found, place = [], 1
     for emitted, count in output.runs[1:-1]:
         found += [count] if LIMIT - place - 1 >= TREE.max_depth else []
@@ -47,7 +51,9 @@ def test_each_round_is_followed_as_by_decoding(drafter: Ensemble, policy: Policy
     """The longest of a round's paths is what was kept; batches change nothing."""
     target = drafter.target
     found = followed(target, drafter, PROMPTS, TREE, max_new_tokens=LIMIT, policy=policy, batch=3)
-    assert found == followed(target, drafter, PROMPTS, TREE, max_new_tokens=LIMIT, policy=policy, batch=1)
+    assert found == followed(
+        target, drafter, PROMPTS, TREE, max_new_tokens=LIMIT, policy=policy, batch=1
+    )
     outputs, _ = decode(target, drafter, PROMPTS, Plan(TREE, policy), max_new_tokens=LIMIT)
     accepted = [count for output in outputs for count in whole_rounds(output)]
     assert len(found) == len(accepted) > 10
@@ -59,7 +65,8 @@ def test_each_round_is_followed_as_by_decoding(drafter: Ensemble, policy: Policy
 
 
 def test_a_member_is_followed_as_it_would_be_alone(drafter: Ensemble) -> None:
-    """Behind the very same text, a member by itself keeps what its tree in the ensemble was followed for."""
+    """Behind the very same text, a member by itself keeps what its tree in the ensemble was
+    followed for."""
     target = drafter.target
     found = followed(target, drafter, PROMPTS[:1], TREE, max_new_tokens=LIMIT)
     outputs, _ = decode(target, drafter, PROMPTS[:1], Plan(TREE), max_new_tokens=LIMIT)
@@ -69,7 +76,9 @@ def test_a_member_is_followed_as_it_would_be_alone(drafter: Ensemble) -> None:
         text = PROMPTS[0] + outputs[0].ids[:place]
         for member, path in zip(drafter.drafters, one, strict=True):
             # The prefill chooses the anchor again, so the draft stands behind the same text.
-            (alone,), _ = decode(target, member, [text[:-1]], Plan(TREE), max_new_tokens=6, stop_ids=())
+            (alone,), _ = decode(
+                target, member, [text[:-1]], Plan(TREE), max_new_tokens=6, stop_ids=()
+            )
             assert alone.ids[0] == text[-1]
             nodes = alone.nodes[0]
             assert path == (TREE.paths[nodes[-1]] if nodes else ())
@@ -82,7 +91,9 @@ def test_shared_trees_keep_what_was_counted(drafter: Ensemble) -> None:
     again = followed(drafter.target, drafter, PROMPTS, forest, max_new_tokens=LIMIT)
     assert 1 <= forest.size <= 5
     assert sum(max(map(len, one)) for one in again) > 0
-    assert kept([set(tree.paths) for tree in forest.trees], Counter(again)) == sum(max(map(len, one)) for one in again)  # type: ignore[attr-defined]
+    assert kept([set(tree.paths) for tree in forest.trees], Counter(again)) == sum(
+        max(map(len, one)) for one in again
+    )  # type: ignore[attr-defined]
 
 
 def test_trees_that_change_are_refused(drafter: Ensemble) -> None:

@@ -1,4 +1,5 @@
-"""Policies that read the text, in the loop: greedy text is transformers' own, sampled text has the law of plain decoding."""
+"""Policies that read the text, in the loop: greedy text is transformers' own, sampled text has the
+law of plain decoding."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class Alternating(LogitsProcessor):
     """Even tokens behind odd ones, odd behind even: every law depends on the token before."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores.masked_fill((torch.arange(scores.shape[-1]) + input_ids[:, -1:]) % 2 == 0, -math.inf)
+        return scores.masked_fill(
+            (torch.arange(scores.shape[-1]) + input_ids[:, -1:]) % 2 == 0, -math.inf
+        )
 
 
 @lru_cache(maxsize=1)
@@ -69,7 +72,12 @@ def cases() -> dict[str, tuple[Policy, dict[str, Any], tuple[int, ...]]]:
         "processor": (Policy(processors=(own,)), {"logits_processor": processor}, ()),
         "all": (
             Policy(repetition_penalty=1.2, min_new_tokens=9, logit_bias=bias, processors=(own,)),
-            {"repetition_penalty": 1.2, "min_new_tokens": 9, "sequence_bias": theirs, "logits_processor": processor},
+            {
+                "repetition_penalty": 1.2,
+                "min_new_tokens": 9,
+                "sequence_bias": theirs,
+                "logits_processor": processor,
+            },
             stops,
         ),
     }
@@ -77,44 +85,76 @@ def cases() -> dict[str, tuple[Policy, dict[str, Any], tuple[int, ...]]]:
 
 @lru_cache(maxsize=8)
 def trained(name: str) -> tuple[Any, tuple[int, ...], Eagle1, list[list[int]]]:
-    """A drafter that knows the answers under a policy, so that drafts are accepted; and transformers' own answers."""
+    """A drafter that knows the answers under a policy, so that drafts are accepted; and
+    transformers' own answers."""
     target, _ = target_and_stops()
     policy, more, stops = cases()[name]
-    settings: dict[str, Any] = {"max_new_tokens": LIMIT, "do_sample": False, "pad_token_id": 0, **more}
+    settings: dict[str, Any] = {
+        "max_new_tokens": LIMIT,
+        "do_sample": False,
+        "pad_token_id": 0,
+        **more,
+    }
     theirs = []
     for prompt in PROMPTS:
-        out = target.model.generate(torch.tensor([prompt]), eos_token_id=list(stops) or None, **settings)
+        out = target.model.generate(
+            torch.tensor([prompt]), eos_token_id=list(stops) or None, **settings
+        )
         theirs.append(out[0, len(prompt) :].tolist())
-    return target, stops, overfitted(target, PROMPTS, steps=40, tokens=LIMIT, policy=policy, stop_ids=stops), theirs
+    return (
+        target,
+        stops,
+        overfitted(target, PROMPTS, steps=40, tokens=LIMIT, policy=policy, stop_ids=stops),
+        theirs,
+    )
 
 
 @pytest.mark.parametrize("name", ["penalty", "least", "bias", "processor", "all"])
 def test_greedy_text_is_transformers_own(name: str) -> None:
     target, stops, drafter, theirs = trained(name)
     policy, _, _ = cases()[name]
-    without, _ = decode(target, None, PROMPTS, Plan(Tree.chain(0)), max_new_tokens=LIMIT, stop_ids=stops)
+    without, _ = decode(
+        target, None, PROMPTS, Plan(Tree.chain(0)), max_new_tokens=LIMIT, stop_ids=stops
+    )
     assert [output.ids for output in without] != theirs, "the policy must matter"
-    plain, _ = decode(target, None, PROMPTS, Plan(Tree.chain(0), policy), max_new_tokens=LIMIT, stop_ids=stops)
+    plain, _ = decode(
+        target, None, PROMPTS, Plan(Tree.chain(0), policy), max_new_tokens=LIMIT, stop_ids=stops
+    )
     assert [output.ids for output in plain] == theirs
     for kind, tree in TREES.items():
         plan = Plan(tree, policy)
-        outputs, tally = decode(target, drafter, PROMPTS, plan, max_new_tokens=LIMIT, stop_ids=stops)
+        outputs, tally = decode(
+            target, drafter, PROMPTS, plan, max_new_tokens=LIMIT, stop_ids=stops
+        )
         assert [output.ids for output in outputs] == theirs, kind
-        assert plan.guarantee == "greedy" and tally.accepted_per_round > 0.5, (kind, tally.accepted_per_round)
+        assert plan.guarantee == "greedy" and tally.accepted_per_round > 0.5, (
+            kind,
+            tally.accepted_per_round,
+        )
 
 
 @pytest.mark.parametrize(
-    ("kind", "sampled"), [("chain", True), ("confident", True), ("static", True), ("static", False), ("dynamic", False)]
+    ("kind", "sampled"),
+    [("chain", True), ("confident", True), ("static", True), ("static", False), ("dynamic", False)],
 )
 def test_a_sampled_rows_text_is_its_own(kind: str, sampled: bool) -> None:
     target, stops, drafter, _ = trained("all")
     policy = Policy(1.0, 0, 0.95, 0.02, 1.3, 8, {40: 1.0}, (NoRepeatNGramLogitsProcessor(3),))
     plan = Plan(TREES[kind], policy, sampled)
-    together, _ = decode(target, drafter, PROMPTS, plan, max_new_tokens=LIMIT, stop_ids=stops, seed=4)
+    together, _ = decode(
+        target, drafter, PROMPTS, plan, max_new_tokens=LIMIT, stop_ids=stops, seed=4
+    )
     assert all(len(output.ids) >= 8 for output in together)
     for row, prompt in enumerate(PROMPTS):
         (alone,), _ = decode(
-            target, drafter, [prompt], plan, max_new_tokens=LIMIT, stop_ids=stops, seed=4, row_numbers=[row]
+            target,
+            drafter,
+            [prompt],
+            plan,
+            max_new_tokens=LIMIT,
+            stop_ids=stops,
+            seed=4,
+            row_numbers=[row],
         )
         assert (alone.ids, alone.runs) == (together[row].ids, together[row].runs)
 
@@ -128,10 +168,17 @@ def test_a_plain_policy_reads_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop._Decoding, "_text", never)
     monkeypatch.setattr(Policy, "processed", never)
     for policy in (Policy(), Policy(0.8, 9, 0.9, 0.05)):
-        decode(target, drafter, PROMPTS, Plan(TREES["static"], policy), max_new_tokens=6, stop_ids=stops)
+        decode(
+            target,
+            drafter,
+            PROMPTS,
+            Plan(TREES["static"], policy),
+            max_new_tokens=6,
+            stop_ids=stops,
+        )
 
 
-# --- what rules tokens out -------------------------------------------------------------------------------------------------
+# --- what rules tokens out ------------------------------------------------------------------------
 
 
 def only(*allowed: int) -> Any:
@@ -158,7 +205,11 @@ def test_laws_of_one_token_are_kept_to(kind: str, temperature: float) -> None:
     target, _, drafter, _ = trained("penalty")
     plan = Plan(TREES[kind], Policy(temperature, processors=(counting,)))
     outputs, _ = decode(target, drafter, [[3], [5, 9], [8]], plan, max_new_tokens=9, stop_ids=(13,))
-    assert [output.ids for output in outputs] == [list(range(4, 13)), [10, 11, 12, 13], [9, 10, 11, 12, 13]]
+    assert [output.ids for output in outputs] == [
+        list(range(4, 13)),
+        [10, 11, 12, 13],
+        [9, 10, 11, 12, 13],
+    ]
     assert [output.finish for output in outputs] == ["length", "stop", "stop"]
     # A law that is empty only behind the end is none of the policy's business; one in the text is.
     with pytest.raises(InputError, match="leaves no token to choose in row 1"):
@@ -184,10 +235,16 @@ def test_a_policy_that_rules_all_out_at_once_is_refused() -> None:
         with pytest.raises(InputError, match="leaves no token to choose in row 0"):
             decode(target, None, PROMPTS, plan, max_new_tokens=4, stop_ids=(7,))
     with pytest.raises(InputError, match="logit_bias names token 9999"):
-        decode(target, None, PROMPTS, Plan(Tree.chain(0), Policy(logit_bias={9999: 1.0})), max_new_tokens=4)
+        decode(
+            target,
+            None,
+            PROMPTS,
+            Plan(Tree.chain(0), Policy(logit_bias={9999: 1.0})),
+            max_new_tokens=4,
+        )
 
 
-# --- the law of sampled text -----------------------------------------------------------------------------------------------
+# --- the law of sampled text ----------------------------------------------------------------------
 
 ROWS = 4_500
 PENALTY, LIFT = 6.0, 3.0
@@ -196,7 +253,8 @@ PENALTY, LIFT = 6.0, 3.0
 
 @lru_cache(maxsize=1)
 def small() -> tuple[Any, Eagle1, Eagle1, Tensor]:
-    """A target of 8 tokens, two drafters, and the target's law of three tokens by transformers' own penalty."""
+    """A target of 8 tokens, two drafters, and the target's law of three tokens by transformers' own
+    penalty."""
     target, drafter = make(**SMALL)
     torch.manual_seed(0)
     partial = Eagle1(target, draft_ids=[0, 2, 3, 5, 6]).eval()
@@ -205,7 +263,9 @@ def small() -> tuple[Any, Eagle1, Eagle1, Tensor]:
         law, prefixes = torch.ones(1, dtype=torch.float64), [[3]]
         for _ in range(3):
             ids = torch.tensor(prefixes)
-            logits = penalty(ids, target.model(input_ids=ids, use_cache=False).logits[:, -1].float() + LIFT)
+            logits = penalty(
+                ids, target.model(input_ids=ids, use_cache=False).logits[:, -1].float() + LIFT
+            )
             law = (law[:, None] * logits.double().softmax(-1)).flatten()
             prefixes = [prefix + [token] for prefix in prefixes for token in range(8)]
     return target, drafter, partial, law
@@ -238,7 +298,9 @@ def test_three_tokens_follow_the_penalised_law(name: str, vocabulary: str) -> No
 
 
 @pytest.mark.parametrize("name", LAWS)
-def test_a_penalty_without_the_drafted_tokens_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_penalty_without_the_drafted_tokens_is_noticed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = loop.ways
     monkeypatch.setattr(loop, "ways", lambda *arguments: torch.full_like(right(*arguments), -1))
     tree, settings = LAWS[name]
@@ -246,7 +308,8 @@ def test_a_penalty_without_the_drafted_tokens_is_noticed(name: str, monkeypatch:
 
 
 def test_drafts_are_drawn_from_the_law_that_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """q of every node is transformers' penalty on the text and the drafts before it: tokens of both are marked down."""
+    """q of every node is transformers' penalty on the text and the drafts before it: tokens of both
+    are marked down."""
     target, drafter, *_ = small()
     seen: list[tuple[Any, Any]] = []
     propose = Eagle1.propose
@@ -256,14 +319,24 @@ def test_drafts_are_drawn_from_the_law_that_is_handed_over(monkeypatch: pytest.M
         return seen[-1][1]
 
     monkeypatch.setattr(Eagle1, "propose", recorded)
-    # Under so large a penalty a token of positive logit that has been written is hardly drawn again, all others are equal.
+    # Under so large a penalty a token of positive logit that has been written is hardly drawn
+    # again, all others are equal.
     policy = Policy(1.0, logit_bias={token: 30.0 for token in range(8)}, repetition_penalty=1e6)
-    decode(target, drafter, [[3], [5, 2]], Plan(Tree.chain(3), policy, rule="ratio"), max_new_tokens=3, stop_ids=())
+    decode(
+        target,
+        drafter,
+        [[3], [5, 2]],
+        Plan(Tree.chain(3), policy, rule="ratio"),
+        max_new_tokens=3,
+        stop_ids=(),
+    )
     for text, proposal in seen:
         for row in range(len(proposal.tokens)):
             written = set(text.ids[row, : text.lengths[row]].tolist())
             for node, token in enumerate(proposal.tokens[row].tolist()):
                 q = proposal.q[row, proposal.q_rows[row, node]]
-                assert float(q[sorted(written)].sum()) < 1e-6 and q[token] > 0 and token not in written
+                assert (
+                    float(q[sorted(written)].sum()) < 1e-6 and q[token] > 0 and token not in written
+                )
                 written.add(token)
     assert seen

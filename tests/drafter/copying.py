@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from drafttrain.drafter.base import Fresh, Retrieval
+from drafttrain.drafter.base import Committed, Retrieval
 from drafttrain.flow import Features, Proposal
 from drafttrain.nn.sampling import Policy
 from drafttrain.tree.topology import Growth
@@ -15,23 +15,30 @@ Drafts = list[tuple[int, int]]
 """(token, parent) of each node."""
 
 
-def fresh_of(rows: Sequence[Sequence[int]], *, begins: bool) -> Fresh:
-    """What the loop hands over: behind a prompt its first token apart, the anchor last; padding that nobody may read."""
+def committed_of(rows: Sequence[Sequence[int]], *, begins: bool) -> Committed:
+    """What the loop hands over: behind a prompt its first token apart, the anchor last; padding
+    that nobody may read."""
     later = [list(row[begins:]) for row in rows]
     width = max(map(len, later))
     tokens = torch.tensor([row + [299] * (width - len(row)) for row in later], dtype=torch.int64)
     first = torch.tensor([row[0] for row in rows]) if begins else None
-    return Fresh(Features(), tokens, torch.tensor(list(map(len, later))), first=first)
+    return Committed(Features(), tokens, torch.tensor(list(map(len, later))), first=first)
 
 
 def propose(drafter: Retrieval, rows: Sequence[Sequence[int]], tree: Growth) -> Proposal:
-    return drafter.propose(drafter.open(len(rows), 0), fresh_of(rows, begins=True), tree, Policy(), None)
+    return drafter.propose(
+        drafter.open(len(rows), 0), committed_of(rows, begins=True), tree, Policy(), None
+    )
 
 
 def rows_of(proposal: Proposal) -> list[Drafts]:
     assert proposal.counts is not None
-    zipped = zip(proposal.counts.tolist(), proposal.tokens.tolist(), proposal.parents.tolist(), strict=True)
-    return [list(zip(tokens[:count], parents[:count], strict=True)) for count, tokens, parents in zipped]
+    zipped = zip(
+        proposal.counts.tolist(), proposal.tokens.tolist(), proposal.parents.tolist(), strict=True
+    )
+    return [
+        list(zip(tokens[:count], parents[:count], strict=True)) for count, tokens, parents in zipped
+    ]
 
 
 def drafts(drafter: Retrieval, text: Sequence[int], tree: Growth) -> Drafts:

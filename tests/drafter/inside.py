@@ -1,4 +1,5 @@
-"""What tests of drafters that are a part of the target share: which layers read how many tokens, and what is left in its cache."""
+"""What tests of drafters that are a part of the target share: which layers read how many tokens,
+and what is left in its cache."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from drafttrain.decoding.plan import Plan
-from drafttrain.drafter.base import Fresh
+from drafttrain.drafter.base import Committed
 from drafttrain.drafter.inside import Inside, InsideState
 from drafttrain.nn.cache import KVCache
 from drafttrain.target.model import Target
@@ -52,16 +53,21 @@ def counted(target: Target) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[list[int], list[torch.Tensor]]]]:
-    """At the beginning of every round: lengths of the target's cache, and copies of its keys and values."""
+def watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[list[tuple[list[int], list[torch.Tensor]]]]:
+    """At the beginning of every round: lengths of the target's cache, and copies of its keys and
+    values."""
     seen: list[tuple[list[int], list[torch.Tensor]]] = []
     propose = Inside.propose
 
-    def spy(self: Inside, state: InsideState, fresh: Fresh, *more: Any) -> Any:
+    def spy(self: Inside, state: InsideState, committed: Committed, *more: Any) -> Any:
         cache = state.shared
         assert isinstance(cache, KVCache)
-        seen.append((cache.lengths.tolist(), [tensor.clone() for tensor in (*cache.keys, *cache.values)]))
-        out = propose(self, state, fresh, *more)
+        seen.append(
+            (cache.lengths.tolist(), [tensor.clone() for tensor in (*cache.keys, *cache.values)])
+        )
+        out = propose(self, state, committed, *more)
         assert cache.lengths.tolist() == seen[-1][0], "nothing that was drafted is committed"
         return out
 
@@ -70,8 +76,11 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[list[int], l
         yield seen
 
 
-def check_entries(target: Target, outputs: list[Any], seen: list[tuple[list[int], list[torch.Tensor]]]) -> int:
-    """Committed entries must be those of one plain pass over the text. Returns how many rounds of how many rows were compared."""
+def check_entries(
+    target: Target, outputs: list[Any], seen: list[tuple[list[int], list[torch.Tensor]]]
+) -> int:
+    """Committed entries must be those of one plain pass over the text. Returns how many rounds of
+    how many rows were compared."""
     compared = 0
     for row, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True)):
         text = torch.tensor([prompt + output.ids])
@@ -81,6 +90,8 @@ def check_entries(target: Target, outputs: list[Any], seen: list[tuple[list[int]
             if len(lengths) < len(PROMPTS):
                 continue  # rows have left
             for mine, theirs in zip(tensors, (*cache.keys, *cache.values), strict=True):
-                torch.testing.assert_close(mine[row, :, : lengths[row]], theirs[0, :, : lengths[row]], rtol=1e-3, atol=1e-3)
+                torch.testing.assert_close(
+                    mine[row, :, : lengths[row]], theirs[0, :, : lengths[row]], rtol=1e-3, atol=1e-3
+                )
             compared += 1
     return compared

@@ -11,7 +11,8 @@ from drafttrain.drafter.automaton import SuffixAutomaton
 
 
 def strings(texts: Sequence[Sequence[int]], longest: int) -> dict[tuple[int, ...], list[int]]:
-    """Every string of at most so many tokens, with the places of its last token, counted over all texts."""
+    """Every string of at most so many tokens, with the places of its last token, counted over all
+    texts."""
     found: dict[tuple[int, ...], list[int]] = {}
     offset = 0
     for text in texts:
@@ -87,7 +88,8 @@ def test_no_string_reaches_across_texts() -> None:
 
 
 def test_appending_takes_no_longer_in_a_long_text() -> None:
-    """Steps, not seconds: the walk that counts is bounded, and states stay below two for each token."""
+    """Steps, not seconds: the walk that counts is bounded, and states stay below two for each
+    token."""
     steps = 0
 
     class Watched(list[int]):

@@ -1,4 +1,5 @@
-"""EAGLE-1: alignment, the draft row that training and decoding share, vocabulary, and an overfitted sample."""
+"""EAGLE-1: alignment, the draft row that training and decoding share, vocabulary, and an overfitted
+sample."""
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ import torch
 from drafttrain.data.datamodule import collate
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
-from drafttrain.drafter.base import Fresh
+from drafttrain.drafter.base import Committed
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.vocabulary import coverage, most_frequent
 from drafttrain.errors import InputError
@@ -34,7 +35,8 @@ def features(target, batch: Batch) -> Features:
 
 @pytest.mark.field("F09")
 def test_alignment_of_five_prompt_and_four_answer_tokens(monkeypatch):
-    """The dump (position, feature index, input token, label, weight): the first draft of the answer is supervised."""
+    """The dump (position, feature index, input token, label, weight): the first draft of the answer
+    is supervised."""
     target, drafter = make(noise=0.0)
     ids = [10, 11, 12, 13, 14, 20, 21, 22, 23]
     batch = row(ids, [0] * 5 + [1] * 4)
@@ -58,7 +60,8 @@ def test_alignment_of_five_prompt_and_four_answer_tokens(monkeypatch):
     assert seen["tokens"][0].tolist() == ids[1:-1]  # row i reads x_{i+1}
     assert seen["positions"][0].tolist() == list(range(7))  # at position i
     torch.testing.assert_close(seen["hidden"][0], true.last_hidden[0, :-2])  # with feature h_i
-    # Rows 3..6 predict x_5..x_8; row 3 uses h_3, the last feature that the prompt gives before the first draft x_5.
+    # Rows 3..6 predict x_5..x_8; row 3 uses h_3, the last feature that the prompt gives before the
+    # first draft x_5.
     assert int(loss.count) == 4
     torch.testing.assert_close(chosen["teacher"], true.last_hidden[0, 4:8])  # targets h_{i+1}
 
@@ -67,7 +70,10 @@ def test_alignment_of_five_prompt_and_four_answer_tokens(monkeypatch):
 def test_no_label_from_padding_or_beyond_the_end():
     target, drafter = make(noise=0.0)
     short, long = [5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15]
-    rows = [(torch.tensor(x), torch.tensor([0, 0] + [1] * (len(x) - 2), dtype=torch.bool), i) for i, x in enumerate((short, long))]
+    rows = [
+        (torch.tensor(x), torch.tensor([0, 0] + [1] * (len(x) - 2), dtype=torch.bool), i)
+        for i, x in enumerate((short, long))
+    ]
     both = collate(rows)
     together = drafter.loss(both, features(target, both))
     alone = [drafter.loss(b, features(target, b)) for b in (collate([r]) for r in rows)]
@@ -103,8 +109,8 @@ def test_a_training_row_equals_the_drafting_step_of_its_prefix(family):
         trained = drafter(hidden[:, :-1], x[:, 1:], torch.arange(11)[None])
         for n in range(2, 12):
             state = drafter.open(1, 32)
-            fresh = Fresh(Features(hidden[:, : n - 1]), x[:, 1:n], torch.tensor([n - 1]))
-            out, _ = drafter.extend(state, fresh)
+            committed = Committed(Features(hidden[:, : n - 1]), x[:, 1:n], torch.tensor([n - 1]))
+            out, _ = drafter.extend(state, committed)
             torch.testing.assert_close(out[0], trained[0, n - 2], rtol=1e-4, atol=1e-4)
 
 
@@ -112,14 +118,15 @@ def test_a_training_row_equals_the_drafting_step_of_its_prefix(family):
 @pytest.mark.parametrize("tree", [Tree.chain(4), Tree.eagle1_static()], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_draft_logits_equal_a_recomputation_from_true_features(family, tree, monkeypatch):
-    """After every round: nothing of a refused branch, and no feature of the drafter's own, may stay in its cache."""
+    """After every round: nothing of a refused branch, and no feature of the drafter's own, may stay
+    in its cache."""
     target, drafter = make(family)
     rounds = []
     extend = Eagle1.extend
 
-    def spy(self, state, fresh):
-        out = extend(self, state, fresh)
-        rounds.append((fresh, out[1].clone()))
+    def spy(self, state, committed):
+        out = extend(self, state, committed)
+        rounds.append((committed, out[1].clone()))
         return out
 
     monkeypatch.setattr(Eagle1, "extend", spy)
@@ -129,9 +136,11 @@ def test_draft_logits_equal_a_recomputation_from_true_features(family, tree, mon
     monkeypatch.undo()
     known = 0
     with torch.inference_mode():
-        for fresh, logits in rounds:
-            known += int(fresh.counts[0])  # rows 0..known-1 are true by now
-            hidden = target.features(text[:, :known], torch.tensor([known]), Needs(last_hidden=True)).last_hidden
+        for committed, logits in rounds:
+            known += int(committed.counts[0])  # rows 0..known-1 are true by now
+            hidden = target.features(
+                text[:, :known], torch.tensor([known]), Needs(last_hidden=True)
+            ).last_hidden
             out = drafter(hidden, text[:, 1 : known + 1], torch.arange(known)[None])
             torch.testing.assert_close(drafter.head(out[:, -1]), logits, rtol=1e-3, atol=1e-3)
     assert len(rounds) > 3
@@ -146,8 +155,8 @@ def test_a_deeper_draft_step_equals_the_naive_loop():
     tree = Tree.expansion([2, 2, 1])
     with torch.inference_mode():
         state = drafter.open(1, 32)
-        fresh = Fresh(Features(hidden), x[:, 1:], torch.tensor([4]))
-        proposal = drafter.propose(state, fresh, tree, Policy(), None)
+        committed = Committed(Features(hidden), x[:, 1:], torch.tensor([4]))
+        proposal = drafter.propose(state, committed, tree, Policy(), None)
         for node in range(tree.size):
             if tree.depths[node] != 3:
                 continue
@@ -187,9 +196,12 @@ def test_an_overfitted_sample_is_decoded_at_near_full_depth(draft_vocab):
         optimiser.step()
     hits, count = loss.parts["accuracy"]
     assert float(hits / count) > 0.97
-    _, tally = decode(target, drafter.eval(), [prompt], Plan(Tree.chain(4)), max_new_tokens=40, stop_ids=())
+    _, tally = decode(
+        target, drafter.eval(), [prompt], Plan(Tree.chain(4)), max_new_tokens=40, stop_ids=()
+    )
     assert tally.tau > 4.3, tally
-    # Decoded acceptance of the first draft agrees with the teacher-forced accuracy on the same text.
+    # Decoded acceptance of the first draft agrees with the teacher-forced accuracy on the same
+    # text.
     assert abs(tally.accept_at[0] - float(hits / count)) < 0.1
 
 
@@ -203,7 +215,7 @@ def test_reduced_vocabulary_counts_outside_labels_as_misses():
     loss = drafter.loss(batch, features(target, batch))
     assert torch.isfinite(loss.total) and float(loss.parts["accuracy"][0]) == 0.0
     probs = torch.rand(2, 8)
-    law = drafter.to_target_law(probs)
+    law = drafter.to_target_probs(probs)
     assert law.shape == (2, 320) and torch.equal(law[:, :8], probs) and float(law[:, 8:].sum()) == 0
 
 
@@ -211,7 +223,13 @@ def test_reduced_vocabulary_counts_outside_labels_as_misses():
 def test_vocabulary_selection():
     counts = torch.tensor([0, 5, 0, 9, 1, 0])
     assert most_frequent(counts, 3, [0]).tolist() == [0, 1, 3]
-    assert most_frequent(counts, 5, []).tolist() == [0, 1, 2, 3, 4]  # filled up with the lowest unused
+    assert most_frequent(counts, 5, []).tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]  # filled up with the lowest unused
     assert coverage(counts, torch.tensor([1, 3])) == pytest.approx(14 / 15)
     for size in (0, 1, 7):
         with pytest.raises(InputError, match="draft_vocab"):
@@ -226,7 +244,11 @@ def test_noise_is_on_inputs_only_and_scaled_as_asked(monkeypatch):
     true = features(target, batch)
     seen = []
     forward = Eagle1.forward
-    monkeypatch.setattr(Eagle1, "forward", lambda self, hidden, *rest: seen.append(hidden) or forward(self, hidden, *rest))
+    monkeypatch.setattr(
+        Eagle1,
+        "forward",
+        lambda self, hidden, *rest: seen.append(hidden) or forward(self, hidden, *rest),
+    )
     drafter.loss(batch, true, generator=torch.Generator().manual_seed(0))
     gap = (seen[-1] - true.last_hidden[:, :-2]).abs().max()
     assert 0.09 < float(gap) <= 0.1001
@@ -245,10 +267,14 @@ def test_only_what_is_trained_is_owned():
     assert {tuple(t.shape) for t in state.values()}.isdisjoint({(320, 64), (100, 64)})
     assert not any("input_layernorm" in name for name in state)
     d, ff = 64, 128
-    expected = 2 * d * d + 2 * d * d + 2 * d * 32 + 3 * d * ff + d  # fc, q and o, k and v, gated mlp, one norm
+    expected = (
+        2 * d * d + 2 * d * d + 2 * d * 32 + 3 * d * ff + d
+    )  # fc, q and o, k and v, gated mlp, one norm
     assert sum(p.numel() for p in drafter.parameters()) == expected
     copy = drafter.at(torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(copy.state_dict().values(), state.values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(copy.state_dict().values(), state.values(), strict=True)
+    )
 
 
 def test_targets_without_a_rotary_layer_are_refused():
@@ -256,7 +282,9 @@ def test_targets_without_a_rotary_layer_are_refused():
 
     from drafttrain.target.model import Target
 
-    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, n_positions=64))
+    model = GPT2LMHeadModel(
+        GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, n_positions=64)
+    )
     with pytest.raises(InputError, match="rotary"):
         Eagle1(Target(model, None, "gpt2"))
 
@@ -284,15 +312,26 @@ def test_rows_too_short_for_a_label_count_nothing():
     batch = row([3, 4], [0, 1])
     true = features(target, batch)
     loss = drafter.loss(batch, true)
-    assert loss.parts.keys() == set(drafter.loss_parts) and all(float(value) == 0 for value, _ in loss.parts.values())
+    assert loss.parts.keys() == set(drafter.loss_parts) and all(
+        float(value) == 0 for value, _ in loss.parts.values()
+    )
     assert drafter.guesses(batch, true).tolist() == [[[-1], [-1]]]
 
 
 @pytest.mark.field("F36")
 def test_rotary_settings_of_the_target_are_carried_over():
-    """With another rope the same weights give other outputs; the drafter uses the target's own rotary module."""
-    scaled = load.tiny(rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-                                        "high_freq_factor": 4.0, "original_max_position_embeddings": 64})  # fmt: skip
+    """With another rope the same weights give other outputs; the drafter uses the target's own
+    rotary module."""
+    scaled = load.tiny(
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    )
     plain = load.tiny()
     torch.manual_seed(0)
     one = Eagle1(scaled)
@@ -304,4 +343,6 @@ def test_rotary_settings_of_the_target_are_carried_over():
         near = torch.arange(9)[None]
         assert float((one(hidden, tokens, near) - other(hidden, tokens, near)).abs().max()) > 1e-4
         # Rotary attention sees differences of positions only: a common offset changes nothing.
-        torch.testing.assert_close(one(hidden, tokens, far), one(hidden, tokens, near), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            one(hidden, tokens, far), one(hidden, tokens, near), rtol=1e-4, atol=1e-4
+        )

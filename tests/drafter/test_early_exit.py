@@ -1,4 +1,5 @@
-"""Drafts that leave the target early, through an adapter: exact text, rows shared by training and decoding, nothing read twice."""
+"""Drafts that leave the target early, through an adapter: exact text, rows shared by training and
+decoding, nothing read twice."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from drafttrain.data.datamodule import collate
 from drafttrain.decoding.costs import measure_costs
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
-from drafttrain.drafter.base import Fresh
+from drafttrain.drafter.base import Committed
 from drafttrain.drafter.early_exit import EarlyExit
 from drafttrain.drafter.inside import InsideState
 from drafttrain.errors import InputError
@@ -27,7 +28,9 @@ from tests.decoding.test_loop import SMALL, p_value
 from tests.drafter.inside import PLAIN, PROMPTS, TREES, check_entries, counted, texts, watched
 
 
-def make(family: str = "llama", *, stirred: bool = True, **settings: Any) -> tuple[Target, EarlyExit]:
+def make(
+    family: str = "llama", *, stirred: bool = True, **settings: Any
+) -> tuple[Target, EarlyExit]:
     """A drafter behind the middle layer, its adapter no longer what it begins as."""
     target = load.tiny(family=family)
     torch.manual_seed(0)
@@ -46,10 +49,13 @@ def features(target: Target, batch: Batch, drafter: EarlyExit) -> Features:
     """Copied, so that gradients can flow through what is made of them."""
     found = target.features(batch.input_ids, batch.lengths, drafter.needs)
     hidden = found.last_hidden
-    return Features(None if hidden is None else hidden.clone(), {layer: value.clone() for layer, value in found.layers.items()})
+    return Features(
+        None if hidden is None else hidden.clone(),
+        {layer: value.clone() for layer, value in found.layers.items()},
+    )
 
 
-# --- the text is the target's ------------------------------------------------------------------------------------------
+# --- the text is the target's ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -62,7 +68,9 @@ def test_a_new_adapter_behind_the_last_layer_is_the_target(family: str, tree: Tr
     limit = 1 + 3 * (tree.max_depth + 1)
     outputs, tally = decode(target, drafter, PROMPTS, Plan(tree), max_new_tokens=limit, stop_ids=())
     assert tally.tau == tree.max_depth + 1 and tally.rounds == 3 * len(PROMPTS)
-    assert texts(outputs) == texts(decode(target, None, PROMPTS, PLAIN, max_new_tokens=limit, stop_ids=())[0])
+    assert texts(outputs) == texts(
+        decode(target, None, PROMPTS, PLAIN, max_new_tokens=limit, stop_ids=())[0]
+    )
 
 
 @pytest.mark.field("F52")
@@ -79,7 +87,9 @@ def test_greedy_output_is_the_targets_own(family: str, settings: dict[str, Any],
     target, drafter = make(family, **settings)
     plain = texts(decode(target, None, PROMPTS, PLAIN, max_new_tokens=20, stop_ids=())[0])
     stop = (plain[0][7], plain[1][13])
-    outputs, tally = decode(target, drafter, PROMPTS, Plan(TREES[tree]), max_new_tokens=20, stop_ids=stop)
+    outputs, tally = decode(
+        target, drafter, PROMPTS, Plan(TREES[tree]), max_new_tokens=20, stop_ids=stop
+    )
     for ids, output in zip(plain, outputs, strict=True):
         end = next((i + 1 for i, token in enumerate(ids) if token in stop), len(ids))
         assert output.ids == ids[:end]
@@ -109,22 +119,35 @@ def test_a_sampled_row_does_not_depend_on_its_neighbours(tree: str) -> None:
     plan = Plan(TREES[tree], Policy(1.0))
     together, _ = decode(target, drafter, PROMPTS, plan, max_new_tokens=16, stop_ids=(), seed=4)
     for number, prompt in enumerate(PROMPTS):
-        alone, _ = decode(target, drafter, [prompt], plan, max_new_tokens=16, stop_ids=(), seed=4, row_numbers=[number])
+        alone, _ = decode(
+            target,
+            drafter,
+            [prompt],
+            plan,
+            max_new_tokens=16,
+            stop_ids=(),
+            seed=4,
+            row_numbers=[number],
+        )
         assert alone[0].ids == together[number].ids
 
 
 def test_an_adapter_in_low_precision_leaves_the_text_alone() -> None:
     target, drafter = make()
     half = drafter.at(torch.bfloat16)
-    assert {p.dtype for p in half.parameters()} == {torch.bfloat16} and half.begins == 1
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16} and half.shared_layer == 1
     outputs, _ = decode(target, half, PROMPTS, Plan(TREES["tree"]), max_new_tokens=12, stop_ids=())
-    assert texts(outputs) == texts(decode(target, None, PROMPTS, PLAIN, max_new_tokens=12, stop_ids=())[0])
+    assert texts(outputs) == texts(
+        decode(target, None, PROMPTS, PLAIN, max_new_tokens=12, stop_ids=())[0]
+    )
     same = drafter.at(torch.float32)
     assert same.settings() == drafter.settings()
-    assert all(torch.equal(a, b) for a, b in zip(same.parameters(), drafter.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(same.parameters(), drafter.parameters(), strict=True)
+    )
 
 
-# --- rows ----------------------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tree", ["chain", "tree", "confident"])
@@ -133,31 +156,39 @@ def test_no_layer_reads_a_token_twice(exit_layer: int, tree: str) -> None:
     target, drafter = make(exit_layer=exit_layer)
     growth = TREES[tree]
     with counted(target) as counts:
-        _, tally = decode(target, drafter, PROMPTS[:1], Plan(growth, Policy(1.0)), max_new_tokens=9, stop_ids=())
+        _, tally = decode(
+            target, drafter, PROMPTS[:1], Plan(growth, Policy(1.0)), max_new_tokens=9, stop_ids=()
+        )
     assert counts == [len(PROMPTS[0]) + tally.rounds * (growth.size + 1)] * 3
 
 
 @pytest.mark.field("F39")
 @pytest.mark.parametrize("tree", ["chain", "tree", "dynamic"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
-def test_the_targets_cache_keeps_the_text_alone(family: str, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_targets_cache_keeps_the_text_alone(
+    family: str, tree: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In its order, whatever the order in which drafts were read."""
     target, drafter = make(family)
     with watched(monkeypatch) as seen:
-        outputs, tally = decode(target, drafter, PROMPTS, Plan(TREES[tree]), max_new_tokens=12, stop_ids=())
+        outputs, tally = decode(
+            target, drafter, PROMPTS, Plan(TREES[tree]), max_new_tokens=12, stop_ids=()
+        )
     assert check_entries(target, outputs, seen) >= 6 and tally.accepted
 
 
 @pytest.mark.field("F10")
 @pytest.mark.parametrize("tree", ["chain", "tree"])
-def test_a_round_drafts_what_training_would_guess(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_drafts_what_training_would_guess(
+    tree: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The law behind the anchor, from its own cache, is that of one pass over the whole text."""
     target, drafter = make("mistral")
     rounds: list[tuple[list[int], Tensor]] = []
     extend = EarlyExit.extend
 
-    def spy(self: EarlyExit, state: InsideState, fresh: Fresh) -> tuple[Tensor, Tensor]:
-        out = extend(self, state, fresh)
+    def spy(self: EarlyExit, state: InsideState, committed: Committed) -> tuple[Tensor, Tensor]:
+        out = extend(self, state, committed)
         rounds.append((state.rows.lengths.tolist(), out[1].clone()))  # type: ignore[attr-defined]
         return out
 
@@ -172,13 +203,17 @@ def test_a_round_drafts_what_training_would_guess(tree: str, monkeypatch: pytest
             logits = drafter.head(drafter(stream, torch.arange(text.shape[1])[None]))[0]
             for lengths, found in rounds:
                 if len(lengths) == len(PROMPTS):
-                    torch.testing.assert_close(found[number], logits[lengths[number] - 1], rtol=1e-3, atol=1e-3)
+                    torch.testing.assert_close(
+                        found[number], logits[lengths[number] - 1], rtol=1e-3, atol=1e-3
+                    )
                     compared += 1
     assert compared >= 6
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
-def test_every_drafted_node_equals_one_pass_over_its_path(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_drafted_node_equals_one_pass_over_its_path(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, drafter = make(family)
     tree, read = Tree.expansion([2, 2, 1]), list[Tensor]()
     expand = EarlyExit.expand
@@ -189,14 +224,19 @@ def test_every_drafted_node_equals_one_pass_over_its_path(family: str, monkeypat
         return out
 
     monkeypatch.setattr(EarlyExit, "expand", spy)
-    prompts, lengths = torch.randint(3, 320, (2, 31), generator=torch.Generator().manual_seed(1)), torch.tensor([31, 17])
+    prompts, lengths = (
+        torch.randint(3, 320, (2, 31), generator=torch.Generator().manual_seed(1)),
+        torch.tensor([31, 17]),
+    )
     with torch.inference_mode():
         cache, state = target.new_cache(2, 64), drafter.open(2, 64)
         drafter.attach(state, cache)
         stream = target.step(prompts, cache, layers=(1,)).layers[1]
         cache.commit(lengths - 1)
-        fresh = Fresh(Features(layers={1: stream[:, :-1]}), prompts[:, 1:], lengths - 1, first=prompts[:, 0])
-        proposal = drafter.propose(state, fresh, tree, Policy(), None)
+        committed = Committed(
+            Features(layers={1: stream[:, :-1]}), prompts[:, 1:], lengths - 1, first=prompts[:, 0]
+        )
+        proposal = drafter.propose(state, committed, tree, Policy(), None)
         assert state.rows.lengths.tolist() == [31, 17] and cache.lengths.tolist() == [30, 16]
         compared = 0
         for logits, nodes in zip(read, tree.levels(), strict=False):
@@ -207,8 +247,12 @@ def test_every_drafted_node_equals_one_pass_over_its_path(family: str, monkeypat
                     at = tree.parents[at]
                 for b, length in enumerate(lengths.tolist()):
                     text = torch.cat((prompts[b, :length], proposal.tokens[b, path]))[None]
-                    found = target.features(text, torch.tensor([text.shape[1]]), drafter.needs).layers[1]
-                    plain = drafter.head(drafter(found, torch.arange(text.shape[1])[None])[:, -1])[0]
+                    found = target.features(
+                        text, torch.tensor([text.shape[1]]), drafter.needs
+                    ).layers[1]
+                    plain = drafter.head(drafter(found, torch.arange(text.shape[1])[None])[:, -1])[
+                        0
+                    ]
                     torch.testing.assert_close(logits[b, place], plain, rtol=1e-3, atol=1e-3)
                     compared += 1
     assert compared == 2 * (2 + 4)
@@ -216,7 +260,9 @@ def test_every_drafted_node_equals_one_pass_over_its_path(family: str, monkeypat
 
 def test_guesses_are_what_is_drafted_behind_the_text() -> None:
     target, drafter = make()
-    outputs, tally = decode(target, drafter, PROMPTS[:1], Plan(Tree.chain(1)), max_new_tokens=24, stop_ids=())
+    outputs, tally = decode(
+        target, drafter, PROMPTS[:1], Plan(Tree.chain(1)), max_new_tokens=24, stop_ids=()
+    )
     ids = PROMPTS[0] + outputs[0].ids
     batch = collate([row(ids, [0] * len(PROMPTS[0]) + [1] * len(outputs[0].ids))])
     guesses = drafter.guesses(batch, features(target, batch, drafter))[0, :, 0]
@@ -232,16 +278,25 @@ def test_costs_can_be_measured() -> None:
     target, drafter = make()
     trees = [Tree.chain(2), Tree.expansion([2, 1])]
     found = measure_costs(target, drafter, Policy(), trees, context=8, repeats=1)
-    assert set(found.drafted) == set(trees) and set(found.verified) == {0, 2, 4} and all(v > 0 for v in found.drafted.values())
+    assert (
+        set(found.drafted) == set(trees)
+        and set(found.verified) == {0, 2, 4}
+        and all(v > 0 for v in found.drafted.values())
+    )
 
 
-# --- training --------------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 @pytest.mark.field("F09")
-@pytest.mark.parametrize("settings", [{}, {"draft_ids": list(range(0, 320, 2))}, {"mlp": 32}], ids=["whole", "few tokens", "mlp"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"draft_ids": list(range(0, 320, 2))}, {"mlp": 32}],
+    ids=["full_pass", "few tokens", "mlp"],
+)
 def test_the_loss_of_every_label_by_hand(settings: dict[str, Any]) -> None:
-    """Row i, of the stream behind the exit, predicts x_{i+1} against the target's law there; the weight is the label's mask."""
+    """Row i, of the stream behind the exit, predicts x_{i+1} against the target's law there; the
+    weight is the label's mask."""
     weights = {"forward_kl": 0.5, "total_variation": 2.0, "cross_entropy": 1.0}
     target, drafter = make(**settings, loss=weights, chunk=3)
     ids, mask = [10, 11, 12, 13, 14, 20, 22, 24, 27], [0, 1, 0, 0, 0, 1, 1, 1, 1]
@@ -277,7 +332,11 @@ def test_only_the_adapter_gets_a_gradient() -> None:
     batch = collate([row([10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 1, 1])])
     drafter.loss(batch, features(target, batch, drafter)).total.backward()
     assert {name.partition(".")[0] for name, _ in drafter.named_parameters()} == {"block", "norm"}
-    zero = ("block.mlp.gate", "block.mlp.up", "block.mlp.norm")  # behind a projection that begins as zero
+    zero = (
+        "block.mlp.gate",
+        "block.mlp.up",
+        "block.mlp.norm",
+    )  # behind a projection that begins as zero
     for name, parameter in drafter.named_parameters():
         assert parameter.grad is not None
         assert bool(parameter.grad.any()) != name.startswith(zero), name
@@ -293,24 +352,33 @@ def test_short_rows_and_rows_without_labels_give_no_nan(ids: list[int]) -> None:
         loss = drafter.loss(batch, features(target, batch, drafter))
         loss.total.backward()
         assert torch.isfinite(loss.total) and int(loss.count) == sum(mask)
-        assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in drafter.parameters())
+        assert all(
+            p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in drafter.parameters()
+        )
         guesses = drafter.guesses(batch, features(target, batch, drafter))
         assert (guesses >= 0).sum() == sum(mask)
 
 
 def test_text_alone_needs_no_law() -> None:
     _, drafter = make(loss={"cross_entropy": 1.0, "forward_kl": 0.0})
-    assert drafter.needs == Needs(layers=(1,)) and make()[1].needs == Needs(last_hidden=True, layers=(1,))
+    assert drafter.needs == Needs(layers=(1,)) and make()[1].needs == Needs(
+        last_hidden=True, layers=(1,)
+    )
 
 
 def test_it_begins_as_the_targets_head_on_the_exit_layer_and_learns() -> None:
     target, drafter = make(stirred=False, exit_layer=0, mlp=64)
     (output,), _ = decode(target, None, PROMPTS[:1], PLAIN, max_new_tokens=40, stop_ids=())
     batch = collate([row(PROMPTS[0] + output.ids, [0] * 4 + [1] * 40)])
-    true, frozen = features(target, batch, drafter), {name: p.clone() for name, p in target.model.named_parameters()}
+    true, frozen = (
+        features(target, batch, drafter),
+        {name: p.clone() for name, p in target.model.named_parameters()},
+    )
     with torch.no_grad():
         stream = true.layers[0]
-        torch.testing.assert_close(drafter(stream, torch.arange(44)[None]), target.base.norm(stream))
+        torch.testing.assert_close(
+            drafter(stream, torch.arange(44)[None]), target.base.norm(stream)
+        )
     plan = Plan(Tree.chain(4))
     before = decode(target, drafter, PROMPTS[:1], plan, max_new_tokens=40, stop_ids=())[1].tau
     adam = torch.optim.Adam(drafter.parameters(), lr=3e-3)
@@ -327,7 +395,7 @@ def test_it_begins_as_the_targets_head_on_the_exit_layer_and_learns() -> None:
     assert all(torch.equal(p, frozen[name]) for name, p in target.model.named_parameters())
 
 
-# --- the block -------------------------------------------------------------------------------------------------------------
+# --- the block ------------------------------------------------------------------------------------
 
 
 @pytest.mark.field("F36")
@@ -368,7 +436,10 @@ def test_a_block_through_a_cache_is_the_block(mlp: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"exit_layer": 3}, "exit_layer=3: needs the number of a layer of target tiny-llama, from 0 to 2"),
+        (
+            {"exit_layer": 3},
+            "exit_layer=3: needs the number of a layer of target tiny-llama, from 0 to 2",
+        ),
         ({"exit_layer": -1}, "exit_layer=-1"),
         ({"exit_layer": 1.0}, "exit_layer=1.0"),
         ({"exit_layer": True}, "exit_layer=True"),

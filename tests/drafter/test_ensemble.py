@@ -1,4 +1,5 @@
-"""Drafters side by side: the target's own text, each member's own cache and chance, and what does not fit together."""
+"""Drafters side by side: the target's own text, each member's own cache and chance, and what does
+not fit together."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
-from drafttrain.drafter.base import Drafter, Fresh
+from drafttrain.drafter.base import Committed, Drafter
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.ensemble import Ensemble
 from drafttrain.drafter.medusa import Medusa
@@ -35,7 +36,12 @@ PROMPTS = [[3, 5, 7, 9, 3, 5], [11], list(range(20, 44))]
 MEMBERS: dict[str, Callable[[Target], list[Drafter]]] = {
     "two models": lambda target: [Ssm(target, layers=[0, 2]), Ssm(target, layers=[1])],
     "alike": lambda target: [Ssm(target, layers=[0]), Ssm(target, layers=[0])],
-    "all kinds": lambda target: [Eagle1(target), NGram(target), Medusa(target, heads=2), Suffix(target)],
+    "all kinds": lambda target: [
+        Eagle1(target),
+        NGram(target),
+        Medusa(target, heads=2),
+        Suffix(target),
+    ],
 }
 FORESTS: dict[tuple[str, str], Growth] = {
     ("two models", "chains"): forest([4, 3]),
@@ -45,7 +51,12 @@ FORESTS: dict[tuple[str, str], Growth] = {
     ("alike", "copies"): Tree.expansion([2, 1]),
     ("all kinds", "chains"): Tree.chain(3),
     ("all kinds", "a tree each"): Forest(
-        (Tree.expansion([2, 1]), Tree.chain(4), Tree.expansion([2]), Dynamic(depth=2, top_k=2, total=3))
+        (
+            Tree.expansion([2, 1]),
+            Tree.chain(4),
+            Tree.expansion([2]),
+            Dynamic(depth=2, top_k=2, total=3),
+        )
     ),
 }
 IDS = [" ".join(name) for name in FORESTS]
@@ -65,7 +76,7 @@ def texts(outputs: list[Any]) -> list[list[int]]:
     return [output.ids for output in outputs]
 
 
-# --- the text is the target's ------------------------------------------------------------------------------------------
+# --- the text is the target's ---------------------------------------------------------------------
 
 
 @pytest.mark.field("F52")
@@ -84,13 +95,28 @@ def test_greedy_output_is_the_targets_own(name: tuple[str, str], target: Target)
 
 @pytest.mark.parametrize("policy", [Policy(), Policy(1.0)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", [*FORESTS][1::2], ids=IDS[1::2])
-def test_a_rows_text_and_counts_are_its_own(name: tuple[str, str], policy: Policy, target: Target) -> None:
+def test_a_rows_text_and_counts_are_its_own(
+    name: tuple[str, str], policy: Policy, target: Target
+) -> None:
     drafter, plan = made(name[0], target), Plan(FORESTS[name], policy)
     stop = (decode(target, None, PROMPTS[:1], PLAIN, max_new_tokens=8, stop_ids=())[0][0].ids[5],)
     together, _ = decode(target, drafter, PROMPTS, plan, max_new_tokens=14, stop_ids=stop, seed=4)
     for row, prompt in enumerate(PROMPTS):
-        (alone,), _ = decode(target, drafter, [prompt], plan, max_new_tokens=14, stop_ids=stop, seed=4, row_numbers=[row])
-        assert (alone.ids, alone.runs, alone.tally) == (together[row].ids, together[row].runs, together[row].tally)
+        (alone,), _ = decode(
+            target,
+            drafter,
+            [prompt],
+            plan,
+            max_new_tokens=14,
+            stop_ids=stop,
+            seed=4,
+            row_numbers=[row],
+        )
+        assert (alone.ids, alone.runs, alone.tally) == (
+            together[row].ids,
+            together[row].runs,
+            together[row].tally,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +124,16 @@ def small() -> tuple[Target, Ensemble]:
     """Two models over 8 tokens, so that they often propose the same one."""
     target = load.tiny(**{**SMALL, "layers": 3})  # type: ignore[arg-type]
     torch.manual_seed(0)
-    return target, Ensemble(target, members=[Ssm(target, layers=[0]), Ssm(target, layers=[0, 1])]).eval()  # type: ignore[return-value]
+    return target, Ensemble(
+        target, members=[Ssm(target, layers=[0]), Ssm(target, layers=[0, 1])]
+    ).eval()  # type: ignore[return-value]
 
 
 LAWS = {
     "chains": Plan(forest([2, 2]), Policy(1.0)),
-    "drawn and likeliest": Plan(Forest((Tree.expansion([2, 1]), Dynamic(depth=2, top_k=2, total=3))), Policy(0.8)),
+    "drawn and likeliest": Plan(
+        Forest((Tree.expansion([2, 1]), Dynamic(depth=2, top_k=2, total=3))), Policy(0.8)
+    ),
     "likeliest alone": Plan(forest([2, 2]), Policy(1.0), sampled=False),
     "ended early": Plan(Forest((Confident(k=2, stop_below=0.3), Tree.chain(2))), Policy(1.0)),
 }
@@ -111,7 +141,9 @@ LAWS = {
 
 @pytest.mark.field("F53")
 @pytest.mark.parametrize("name", LAWS)
-def test_first_three_tokens_follow_the_targets_law(small: tuple[Target, Ensemble], name: str) -> None:
+def test_first_three_tokens_follow_the_targets_law(
+    small: tuple[Target, Ensemble], name: str
+) -> None:
     assert p_value(*small, LAWS[name], rows=3000) > 1e-3
 
 
@@ -121,21 +153,36 @@ def test_a_member_that_copies_keeps_the_law_too() -> None:
     prompt = (3, 5, 2, 3, 5)
     for members in ([NGram(target), Ssm(target, layers=[0])], [NGram(target), Suffix(target)]):
         drafter = Ensemble(target, members=members).eval()
-        assert p_value(target, drafter, Plan(Tree.expansion([2, 1]), Policy(1.0)), rows=1500, prompt=prompt) > 1e-3
+        assert (
+            p_value(
+                target, drafter, Plan(Tree.expansion([2, 1]), Policy(1.0)), rows=1500, prompt=prompt
+            )
+            > 1e-3
+        )
 
 
 def test_they_do_propose_the_same_tokens(small: tuple[Target, Ensemble]) -> None:
     target, drafter = small
-    outputs, tally = decode(target, drafter, [[3, 5, 2]], Plan(forest([2, 2])), max_new_tokens=20, stop_ids=())
-    assert tally.drafted < 4 * tally.rounds, "a path that both propose is read once where nothing is drawn"
-    assert texts(outputs) == texts(decode(target, None, [[3, 5, 2]], PLAIN, max_new_tokens=20, stop_ids=())[0])
+    outputs, tally = decode(
+        target, drafter, [[3, 5, 2]], Plan(forest([2, 2])), max_new_tokens=20, stop_ids=()
+    )
+    assert tally.drafted < 4 * tally.rounds, (
+        "a path that both propose is read once where nothing is drawn"
+    )
+    assert texts(outputs) == texts(
+        decode(target, None, [[3, 5, 2]], PLAIN, max_new_tokens=20, stop_ids=())[0]
+    )
 
 
-def test_each_member_draws_with_numbers_of_its_own(small: tuple[Target, Ensemble], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_member_draws_with_numbers_of_its_own(
+    small: tuple[Target, Ensemble], monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, drafter = small
     given: list[Tensor | None] = []
     propose = Ssm.propose
-    monkeypatch.setattr(Ssm, "propose", lambda self, *more: given.append(more[4]) or propose(self, *more))
+    monkeypatch.setattr(
+        Ssm, "propose", lambda self, *more: given.append(more[4]) or propose(self, *more)
+    )
     plan = Plan(Forest((Tree.expansion([2, 1]), Tree.chain(3))), Policy(1.0))
     decode(target, drafter, [[3, 5, 2]] * 2, plan, max_new_tokens=2, stop_ids=())
     one, two = given
@@ -147,43 +194,54 @@ def test_each_member_draws_with_numbers_of_its_own(small: tuple[Target, Ensemble
     assert given[0] is not None and given[1] is None, "what takes the likeliest draws nothing"
 
 
-# --- what each member knows ----------------------------------------------------------------------------------------------
+# --- what each member knows -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tree", [forest([3, 2]), Forest((Tree.expansion([2, 2]), Tree.expansion([2])))], ids=["chains", "trees"])
+@pytest.mark.parametrize(
+    "tree",
+    [forest([3, 2]), Forest((Tree.expansion([2, 2]), Tree.expansion([2])))],
+    ids=["chains", "trees"],
+)
 def test_after_every_round_each_members_cache_holds_one_plain_forward(
     tree: Forest, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A draft that another member proposed and the target kept is read as true text; refused ones leave nothing."""
+    """A draft that another member proposed and the target kept is read as true text; refused ones
+    leave nothing."""
     drafter = made("two models", target)
     rounds: list[tuple[Ssm, list[int], Tensor]] = []
     extend = Ssm.extend
 
-    def spy(self: Ssm, state: Any, fresh: Fresh) -> tuple[Tensor, Tensor]:
-        out = extend(self, state, fresh)
+    def spy(self: Ssm, state: Any, committed: Committed) -> tuple[Tensor, Tensor]:
+        out = extend(self, state, committed)
         rounds.append((self, state.cache.lengths.tolist(), out[1].clone()))
         return out
 
     monkeypatch.setattr(Ssm, "extend", spy)
     outputs, _ = decode(target, drafter, PROMPTS, Plan(tree), max_new_tokens=12, stop_ids=())
-    whole = [torch.tensor([prompt + output.ids]) for prompt, output in zip(PROMPTS, outputs, strict=True)]
+    whole = [
+        torch.tensor([prompt + output.ids]) for prompt, output in zip(PROMPTS, outputs, strict=True)
+    ]
     seen = dict.fromkeys(map(id, drafter.drafters), 0)
     with torch.inference_mode():
         for member, lengths, logits in rounds:
             if len(lengths) < len(PROMPTS):
                 continue  # rows have left
             for text, known, found in zip(whole, lengths, logits, strict=True):
-                plain = member.head(member.network.whole(text[:, :known])[:, -1])[0]
+                plain = member.head(member.network.full_pass(text[:, :known])[:, -1])[0]
                 torch.testing.assert_close(found, plain, rtol=1e-3, atol=1e-3)
                 seen[id(member)] += 1
     assert len(seen) == 2 and min(seen.values()) >= 6
 
 
-def test_a_member_without_a_tree_is_not_asked(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_without_a_tree_is_not_asked(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drafter = made("two models", target)
     asked: list[Drafter] = []
     propose = Ssm.propose
-    monkeypatch.setattr(Ssm, "propose", lambda self, *given: asked.append(self) or propose(self, *given))
+    monkeypatch.setattr(
+        Ssm, "propose", lambda self, *given: asked.append(self) or propose(self, *given)
+    )
     decode(target, drafter, PROMPTS, Plan(forest([0, 3])), max_new_tokens=6, stop_ids=())
     assert asked and set(map(id, asked)) == {id(drafter.drafters[1])}
 
@@ -196,7 +254,7 @@ def test_rows_are_known_by_their_numbers(target: Target) -> None:
     assert state.rows == [3] and all(own.cache.rows == 1 for own in state.members)
 
 
-# --- what it is ----------------------------------------------------------------------------------------------------------
+# --- what it is -----------------------------------------------------------------------------------
 
 
 def test_a_copy_for_decoding_is_the_same_ensemble(target: Target) -> None:
@@ -205,9 +263,13 @@ def test_a_copy_for_decoding_is_the_same_ensemble(target: Target) -> None:
     half = drafter.at(torch.bfloat16)
     assert isinstance(half, Ensemble) and half.settings() == drafter.settings()
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16} and not half.training
-    assert not any(p.requires_grad for p in half.parameters()) and any(p.requires_grad for p in drafter.parameters())
+    assert not any(p.requires_grad for p in half.parameters()) and any(
+        p.requires_grad for p in drafter.parameters()
+    )
     outputs, _ = decode(target, half, PROMPTS, Plan(Tree.chain(2)), max_new_tokens=8, stop_ids=())
-    assert texts(outputs) == texts(decode(target, None, PROMPTS, PLAIN, max_new_tokens=8, stop_ids=())[0])
+    assert texts(outputs) == texts(
+        decode(target, None, PROMPTS, PLAIN, max_new_tokens=8, stop_ids=())[0]
+    )
     copies = Ensemble(target, members=[NGram(target), Suffix(target)])
     assert not copies.can_draw and copies.dtype is None and copies.needs == Needs()
 
@@ -215,7 +277,9 @@ def test_a_copy_for_decoding_is_the_same_ensemble(target: Target) -> None:
 def test_a_tree_for_one_is_grown_by_each(target: Target) -> None:
     drafter = made("all kinds", target)
     grown = drafter.shaped(Tree.chain(4))
-    assert grown == Forest((Tree.chain(4), Tree.chain(4), Tree.chain(2), Tree.chain(4))), "no deeper than a member can"
+    assert grown == Forest((Tree.chain(4), Tree.chain(4), Tree.chain(2), Tree.chain(4))), (
+        "no deeper than a member can"
+    )
     assert drafter.shaped(grown) is grown and drafter.shaped(Tree.chain(0)) == Tree.chain(0)
     plan = Plan(Tree.chain(4), Policy(1.0)).made_by(drafter)
     assert (plan.tree, plan.rule_name, plan.guarantee) == (grown, "multi_step", "distribution")
@@ -227,7 +291,12 @@ def test_a_tree_for_one_is_grown_by_each(target: Target) -> None:
     [
         (forest([1, 2]), "has 2 trees, this ensemble 4 members"),
         (forest([1, 1, 3, 1]), "member 3 is 3 deep, this drafter fills 2"),
-        (Forest((Tree.chain(1), Dynamic(depth=2, top_k=2, total=3), Tree.chain(1), Tree.chain(1))), "member 2 is a Dynamic, NGram"),
+        (
+            Forest(
+                (Tree.chain(1), Dynamic(depth=2, top_k=2, total=3), Tree.chain(1), Tree.chain(1))
+            ),
+            "member 2 is a Dynamic, NGram",
+        ),
         (forest([400, 400, 0, 400]), "1200 nodes are asked for"),
     ],
 )

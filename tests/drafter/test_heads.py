@@ -1,4 +1,5 @@
-"""Medusa's and Hydra's heads: labels, start, loss, the tokens they read, exactness, and trees calibrated on their accuracy."""
+"""Medusa's and Hydra's heads: labels, start, loss, the tokens they read, exactness, and trees
+calibrated on their accuracy."""
 
 import itertools
 import json
@@ -10,7 +11,7 @@ from torch.nn import functional
 from drafttrain.data.datamodule import ConversationData, collate
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
-from drafttrain.drafter.base import Fresh
+from drafttrain.drafter.base import Committed
 from drafttrain.drafter.hydra_heads import HydraHeads
 from drafttrain.drafter.medusa import Medusa
 from drafttrain.errors import InputError
@@ -30,7 +31,11 @@ from tests.training.parts import write_tiny_set
 
 KINDS = {"medusa": Medusa, "hydra_heads": HydraHeads}
 PROMPTS = [[3, 5, 7, 9], [11], [20, 21, 22, 23, 24, 25, 26]]
-TREES = {"chain": Tree.chain(3), "tree": Tree.expansion([3, 2, 1]), "dynamic": Dynamic(depth=3, top_k=3, total=8)}
+TREES = {
+    "chain": Tree.chain(3),
+    "tree": Tree.expansion([3, 2, 1]),
+    "dynamic": Dynamic(depth=3, top_k=3, total=8),
+}
 
 
 def stirred(drafter, seed=0):
@@ -52,9 +57,11 @@ def logits_behind_two_siblings(target, drafter):
     x = torch.tensor([[7, 8, 9, 10, 11]])
     hidden = target.features(x[:, :-1], torch.tensor([4]), Needs(last_hidden=True)).last_hidden
     with torch.inference_mode():
-        start, _ = drafter.extend(None, Fresh(Features(hidden), x[:, 1:], torch.tensor([4])))
-        among = torch.eye(2, dtype=torch.bool)[None]
-        _, logits = drafter.expand(None, torch.tensor([[30, 40]]), start[:, None].expand(-1, 2, -1), 1, among)
+        start, _ = drafter.extend(None, Committed(Features(hidden), x[:, 1:], torch.tensor([4])))
+        tree_mask = torch.eye(2, dtype=torch.bool)[None]
+        _, logits = drafter.expand(
+            None, torch.tensor([[30, 40]]), start[:, None].expand(-1, 2, -1), 1, tree_mask
+        )
     return logits[0]
 
 
@@ -70,7 +77,8 @@ def features(target, batch: Batch) -> Features:
 @pytest.mark.field("F09")
 @pytest.mark.parametrize("kind", KINDS)
 def test_alignment_of_five_prompt_and_four_answer_tokens(kind, monkeypatch):
-    """The dump (label's position, feature index, label, weight) of every head: head k reads h_t and predicts x_{t+k+1}."""
+    """The dump (label's position, feature index, label, weight) of every head: head k reads h_t and
+    predicts x_{t+k+1}."""
     target, drafter = make(kind, stir=False)
     ids = [10, 11, 12, 13, 14, 20, 21, 22, 23]
     batch = row(ids, [0] * 5 + [1] * 4)
@@ -79,7 +87,9 @@ def test_alignment_of_five_prompt_and_four_answer_tokens(kind, monkeypatch):
 
     def spy(hidden, valid, weights, labels, heads, goal, loss, *, trained, chunk):
         seen.update(hidden=hidden, valid=valid, weights=weights, labels=labels)
-        return Judged(hidden.sum(), torch.zeros(3, 1), torch.zeros(len(labels), 3, dtype=torch.int64))
+        return Judged(
+            hidden.sum(), torch.zeros(3, 1), torch.zeros(len(labels), 3, dtype=torch.int64)
+        )
 
     monkeypatch.setattr("drafttrain.drafter.heads.losses.heads_over_vocabulary", spy)
     loss = drafter.loss(batch, true)
@@ -140,12 +150,18 @@ def plain_loss(target, drafter, batch, true, by_text):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("own_head", [False, True])
 @pytest.mark.parametrize("loss", ["cross_entropy", "soft_cross_entropy"])
-@pytest.mark.parametrize("draft_ids", [None, list(range(0, 320, 2))], ids=["whole", "half"])
+@pytest.mark.parametrize("draft_ids", [None, list(range(0, 320, 2))], ids=["full_pass", "half"])
 def test_loss_and_gradients_equal_a_plain_computation(kind, own_head, loss, draft_ids):
-    target, drafter = make(kind, own_head=own_head, loss=loss, draft_ids=draft_ids, blocks=2, chunk=3)
+    target, drafter = make(
+        kind, own_head=own_head, loss=loss, draft_ids=draft_ids, blocks=2, chunk=3
+    )
     chance = torch.Generator().manual_seed(1)
     rows = [
-        (torch.randint(3, 300, (n,), generator=chance), torch.tensor([False] * (n - m) + [True] * m), i)
+        (
+            torch.randint(3, 300, (n,), generator=chance),
+            torch.tensor([False] * (n - m) + [True] * m),
+            i,
+        )
         for i, (n, m) in enumerate([(12, 8), (6, 5), (4, 1)])
     ]
     batch = collate(rows)
@@ -157,7 +173,9 @@ def test_loss_and_gradients_equal_a_plain_computation(kind, own_head, loss, draf
     assert int(made.count) == count
     made.total.backward()
     for p, slope in zip(drafter.parameters(), wanted, strict=True):
-        torch.testing.assert_close(p.grad, torch.zeros_like(p) if slope is None else slope, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            p.grad, torch.zeros_like(p) if slope is None else slope, rtol=1e-3, atol=1e-4
+        )
     for k in (1, 2, 3):
         hits = [hit for head, hit in found if head == k]
         assert made.parts[f"head_{k}_top1"] == (sum(hits), len(hits))
@@ -175,8 +193,12 @@ def test_later_heads_without_a_label_give_no_nan(kind, length):
     loss = drafter.loss(batch, features(target, batch))
     loss.total.backward()
     assert torch.isfinite(loss.total) and int(loss.count) == (length > 2)
-    assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in drafter.parameters())
-    assert [int(loss.parts[f"head_{k}_top1"][1]) for k in (1, 2, 3)] == [int(length > k + 1) for k in (1, 2, 3)]
+    assert all(
+        p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in drafter.parameters()
+    )
+    assert [int(loss.parts[f"head_{k}_top1"][1]) for k in (1, 2, 3)] == [
+        int(length > k + 1) for k in (1, 2, 3)
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -202,9 +224,18 @@ def test_greedy_output_is_the_targets_own(kind, family, tree):
     plain, _ = decode(target, None, PROMPTS, Plan(Tree.chain(0)), max_new_tokens=16, stop_ids=())
     stop = (plain[1].ids[9],)
     for rows, stop_ids, limit in ((1, (), 16), (3, (), 16), (3, stop, 16), (3, (), 2)):
-        outputs, _ = decode(target, drafter, PROMPTS[:rows], Plan(TREES[tree]), max_new_tokens=limit, stop_ids=stop_ids)
+        outputs, _ = decode(
+            target,
+            drafter,
+            PROMPTS[:rows],
+            Plan(TREES[tree]),
+            max_new_tokens=limit,
+            stop_ids=stop_ids,
+        )
         for own, output in zip(plain, outputs, strict=False):
-            end = next((i + 1 for i, token in enumerate(own.ids) if token in stop_ids), len(own.ids))
+            end = next(
+                (i + 1 for i, token in enumerate(own.ids) if token in stop_ids), len(own.ids)
+            )
             assert output.ids == own.ids[: min(end, limit)]
 
 
@@ -235,19 +266,22 @@ def test_typical_acceptance_changes_the_law(small):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_drafted_node_is_what_its_head_says_of_the_path_to_it(kind):
-    """Decoding feeds head k what training does: features of the last position read, the anchor and the drafts before."""
+    """Decoding feeds head k what training does: features of the last position read, the anchor and
+    the drafts before."""
     target, drafter = make(kind)
     x = torch.tensor([[7, 8, 9, 10, 11]])
     hidden = target.features(x[:, :-1], torch.tensor([4]), Needs(last_hidden=True)).last_hidden
     tree = Tree.expansion([2, 2, 1])
     with torch.inference_mode():
-        fresh = Fresh(Features(hidden), x[:, 1:], torch.tensor([4]))
-        proposal = drafter.propose(drafter.open(1, 32), fresh, tree, Policy(), None)
+        committed = Committed(Features(hidden), x[:, 1:], torch.tensor([4]))
+        proposal = drafter.propose(drafter.open(1, 32), committed, tree, Policy(), None)
         for node in range(tree.size):
             path, k = [node], tree.depths[node]
             while tree.parents[path[0]] >= 0:
                 path.insert(0, tree.parents[path[0]])
-            text = [10, 11] + [int(proposal.tokens[0, step]) for step in path[:-1]]  # x_t .. x_{t+k}
+            text = [10, 11] + [
+                int(proposal.tokens[0, step]) for step in path[:-1]
+            ]  # x_t .. x_{t+k}
             out = drafter.outputs(hidden[:, -1:], torch.tensor([text]), k)
             choice = drafter.project(out[0, 0], k).topk(2).indices
             assert int(proposal.tokens[0, node]) == int(choice[tree.ranks[node]])
@@ -272,7 +306,9 @@ def test_an_overfitted_sample_is_decoded_at_near_full_depth(kind, own_head):
     for k in (1, 2, 3):
         hits, count = loss.parts[f"head_{k}_top1"]
         assert float(hits / count) > 0.95
-    _, tally = decode(target, drafter.eval(), [prompt], Plan(Tree.chain(3)), max_new_tokens=40, stop_ids=())
+    _, tally = decode(
+        target, drafter.eval(), [prompt], Plan(Tree.chain(3)), max_new_tokens=40, stop_ids=()
+    )
     assert tally.tau > 3.6, tally
 
 
@@ -283,7 +319,9 @@ def test_guesses_are_each_heads_own():
     found = drafter.guesses(batch, true)
     assert found.shape == (1, 10, 3) and bool((found[0, :4] == -1).all())
     for place, k in itertools.product(range(4, 10), (1, 2, 3)):
-        out = drafter.outputs(true.last_hidden[:, place - k - 1 : place - k], batch.input_ids[:, : k + 1], k)
+        out = drafter.outputs(
+            true.last_hidden[:, place - k - 1 : place - k], batch.input_ids[:, : k + 1], k
+        )
         assert int(found[0, place, k - 1]) == int(drafter.project(out[0, 0], k).argmax())
 
 
@@ -305,13 +343,17 @@ def test_accuracy_is_hits_over_the_comparisons_made(kind, tmp_path):
                     continue
                 counts[k - 1] += 1
                 out = drafter.outputs(
-                    true.last_hidden[:, place - k - 1 : place - k], batch.input_ids[:, place - k - 1 : place], k
+                    true.last_hidden[:, place - k - 1 : place - k],
+                    batch.input_ids[:, place - k - 1 : place],
+                    k,
                 )
                 best = drafter.project(out[0, 0], k).topk(4).indices.tolist()
                 label = int(batch.input_ids[0, place])
                 if label in best:
                     hits[k - 1][best.index(label)] += 1
-    assert sum(map(sum, hits)) > 0 and counts[0] > counts[1] > counts[2], "labels that only the first heads reach"
+    assert sum(map(sum, hits)) > 0 and counts[0] > counts[1] > counts[2], (
+        "labels that only the first heads reach"
+    )
     for k in range(3):
         assert found[k] == pytest.approx([hit / counts[k] for hit in hits[k]])
 
@@ -323,7 +365,13 @@ def test_rows_set_aside_are_not_trained_on(tmp_path):
     rest = ConversationData(folder, set_aside=2).indices
     aside = ConversationData(folder, set_aside=2, take_set_aside=True).indices
     assert rest + aside == whole and len(aside) == 2
-    for settings in ({"set_aside": 6}, {"set_aside": 7}, {"set_aside": -1}, {"set_aside": 1.5}, {"take_set_aside": True}):
+    for settings in (
+        {"set_aside": 6},
+        {"set_aside": 7},
+        {"set_aside": -1},
+        {"set_aside": 1.5},
+        {"take_set_aside": True},
+    ):
         with pytest.raises(InputError, match="set_aside"):
             ConversationData(folder, **settings)
 
@@ -387,7 +435,10 @@ def test_a_package_cannot_ask_for_more_than_it_holds(kind, changes, message, tmp
 def test_a_calibrated_tree_that_heads_cannot_fill_is_refused(kind):
     _, drafter = make(kind, heads=2, draft_ids=[0, 1, 5, 9])
     check_calibrated(4 + 16, drafter, "final.calibrated")
-    with pytest.raises(InputError, match=r"final\.calibrated=21: the 4 best choices of 2 heads fill 20 nodes at most"):
+    with pytest.raises(
+        InputError,
+        match=r"final\.calibrated=21: the 4 best choices of 2 heads fill 20 nodes at most",
+    ):
         check_calibrated(21, drafter, "final.calibrated")
     with pytest.raises(InputError, match="at most 1024 can be checked"):
         check_calibrated(5000, drafter, "final.calibrated")

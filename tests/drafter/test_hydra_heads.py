@@ -10,7 +10,9 @@ from tests.drafter.test_heads import logits_behind_two_siblings, make
 def test_the_first_block_takes_features_and_tokens_to_the_targets_width():
     target = load.tiny()
     d = target.width
-    assert sum(p.numel() for p in HydraHeads(target, heads=2).parameters()) == sum(2 * (k + 1) * d * d + d for k in (1, 2))
+    assert sum(p.numel() for p in HydraHeads(target, heads=2).parameters()) == sum(
+        2 * (k + 1) * d * d + d for k in (1, 2)
+    )
     z = torch.randn(5, 3 * d)
     torch.testing.assert_close(TokenBlock(d, 2)(z), z[:, :d])
 
@@ -22,7 +24,9 @@ def test_embeddings_weigh_as_much_as_features():
     quiet = HydraHeads(target, heads=2)
     ids = torch.arange(3, 300)
     torch.testing.assert_close(quiet.embed(ids), drafter.embed(ids), rtol=0.1, atol=0.1)
-    torch.testing.assert_close(quiet.embed(ids).pow(2).mean().sqrt(), torch.tensor(1.0), rtol=0.1, atol=0.1)
+    torch.testing.assert_close(
+        quiet.embed(ids).pow(2).mean().sqrt(), torch.tensor(1.0), rtol=0.1, atol=0.1
+    )
 
 
 def test_what_was_drafted_is_read_behind_it():

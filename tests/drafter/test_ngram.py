@@ -53,7 +53,8 @@ def test_what_a_text_leads_to(target: Target, name: str) -> None:
 
 
 def followed(text: Sequence[int], most: int, least: int) -> list[tuple[int, int]]:
-    """Every place behind an earlier match: (longest match, place), the longest and then the latest first."""
+    """Every place behind an earlier match: (longest match, place), the longest and then the latest
+    first."""
     longest: dict[int, int] = {}
     for n in range(least, min(most, len(text)) + 1):
         for place in range(n, len(text)):
@@ -68,7 +69,11 @@ def test_a_level_is_that_of_a_brute_force_search(target: Target) -> None:
         text = [chance.randrange(4) for _ in range(chance.randint(1, 40))]
         most = chance.randint(1, 4)
         least = chance.randint(1, most)
-        found = drafts(NGram(target, max_ngram=most, min_ngram=least, prefer="recent", occurrences=99), text, Tree.expansion([4]))
+        found = drafts(
+            NGram(target, max_ngram=most, min_ngram=least, prefer="recent", occurrences=99),
+            text,
+            Tree.expansion([4]),
+        )
         expected = list(dict.fromkeys(text[place] for _, place in followed(text, most, least)))
         assert [token for token, _ in found] == expected, (text, most, least)
 
@@ -78,7 +83,10 @@ def test_nodes_keep_their_numbers_in_the_shape(target: Target) -> None:
     found = propose(NGram(target, max_ngram=1), [[1, 2, 3, 1, 2, 4, 1]], tree)
     assert found.places is not None and rows_of(found) == [[(2, -1), (4, 0), (3, 0)]]
     assert found.places.tolist() == [[0, 3, 4]]
-    assert all(tree.depths[place] == depth for place, depth in zip(found.places[0].tolist(), [1, 2, 2], strict=True))
+    assert all(
+        tree.depths[place] == depth
+        for place, depth in zip(found.places[0].tolist(), [1, 2, 2], strict=True)
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Answers that the drafter writes itself: behind the right prompts, its own, the same again, and judged by the target."""
+"""Answers that the drafter writes itself: behind the right prompts, its own, the same again, and
+judged by the target."""
 
 from __future__ import annotations
 
@@ -52,8 +53,12 @@ def test_answers_depend_on_the_generator_alone(target: Target) -> None:
     torch.manual_seed(2)
     again = write_answers(drafter, batch(), EVERY, OnPolicy(1.0, 12), generator())
     other = write_answers(drafter, batch(), EVERY, OnPolicy(1.0, 12), generator(1))
-    assert torch.equal(first.input_ids, again.input_ids) and torch.equal(first.loss_mask, again.loss_mask)
-    assert first.input_ids.shape != other.input_ids.shape or not torch.equal(first.input_ids, other.input_ids)
+    assert torch.equal(first.input_ids, again.input_ids) and torch.equal(
+        first.loss_mask, again.loss_mask
+    )
+    assert first.input_ids.shape != other.input_ids.shape or not torch.equal(
+        first.input_ids, other.input_ids
+    )
 
 
 def test_a_prompt_ends_where_an_answer_begins(target: Target) -> None:
@@ -63,7 +68,10 @@ def test_a_prompt_ends_where_an_answer_begins(target: Target) -> None:
         starts = written.loss_mask.int().argmax(1).tolist()
         assert starts[0] == 5 and starts[1] in (4, 12) and 1 <= starts[2] <= 9
         for place, (start, length) in enumerate(zip(starts, written.lengths.tolist(), strict=True)):
-            assert written.input_ids[place, :start].tolist() == batch().input_ids[place, :start].tolist()
+            assert (
+                written.input_ids[place, :start].tolist()
+                == batch().input_ids[place, :start].tolist()
+            )
             assert written.loss_mask[place].nonzero()[:, 0].tolist() == list(range(start, length))
             assert 1 <= length - start <= 3
         seen |= {("two", starts[1]), ("every", starts[2])}
@@ -74,10 +82,16 @@ def test_a_prompt_ends_where_an_answer_begins(target: Target) -> None:
 def test_greedy_answers_are_the_drafters_own_text(target: Target) -> None:
     drafter = drafter_of(target, own=["embedding", "norm", "head"]).eval()
     written = write_answers(drafter, batch(), EVERY, OnPolicy(1.0, 9, 0.0), generator())
-    for ids, mask, length in zip(written.input_ids, written.loss_mask, written.lengths.tolist(), strict=True):
+    for ids, mask, length in zip(
+        written.input_ids, written.loss_mask, written.lengths.tolist(), strict=True
+    ):
         start = int(mask.int().argmax())
         out = drafter.model.generate(
-            ids[None, :start], max_new_tokens=9, do_sample=False, eos_token_id=list(target.stop_ids), pad_token_id=0
+            ids[None, :start],
+            max_new_tokens=9,
+            do_sample=False,
+            eos_token_id=list(target.stop_ids),
+            pad_token_id=0,
         )
         assert out[0].tolist() == ids[:length].tolist()
 
@@ -124,7 +138,9 @@ def test_the_share_of_rows() -> None:
 
 def test_the_loss_on_its_own_answers_by_hand(target: Target) -> None:
     """The target's law there, and no text to learn by heart."""
-    drafter = drafter_of(target, loss={"reverse_kl": 1.0, "cross_entropy": 1.0}, on_policy=1.0, on_policy_tokens=6)
+    drafter = drafter_of(
+        target, loss={"reverse_kl": 1.0, "cross_entropy": 1.0}, on_policy=1.0, on_policy_tokens=6
+    )
     given = batch()
     features = target.features(given.input_ids, given.lengths, Needs(last_hidden=True))
     loss = drafter.loss(given, features, generator=generator(3))
@@ -132,7 +148,9 @@ def test_the_loss_on_its_own_answers_by_hand(target: Target) -> None:
     rows = drafter.on_policy.chosen(given, chance)
     written = write_answers(drafter, given, rows, drafter.on_policy, chance)
     expected = 0.0
-    for ids, mask, length in zip(written.input_ids, written.loss_mask, written.lengths.tolist(), strict=True):
+    for ids, mask, length in zip(
+        written.input_ids, written.loss_mask, written.lengths.tolist(), strict=True
+    ):
         with torch.no_grad():
             p = target.model(input_ids=ids[None, :length]).logits[0].log_softmax(-1)
             q = drafter.model(input_ids=ids[None, :length]).logits[0].log_softmax(-1)
@@ -150,19 +168,29 @@ def test_both_kinds_of_rows_in_one_batch(target: Target) -> None:
     drafter = drafter_of(target, on_policy=0.5, on_policy_tokens=6)
     given = batch()
     features = target.features(given.input_ids, given.lengths, Needs(last_hidden=True))
-    seed = next(s for s in range(50) if int(drafter.on_policy.chosen(given, generator(s)).sum()) == 1)
+    seed = next(
+        s for s in range(50) if int(drafter.on_policy.chosen(given, generator(s)).sum()) == 1
+    )
     loss = drafter.loss(given, features, generator=generator(seed))
     chance = generator(seed)
     rows = drafter.on_policy.chosen(given, chance)
     written = write_answers(drafter, given, rows, drafter.on_policy, chance)
     stays = (~rows).nonzero()[:, 0].tolist()
-    kept = Batch(given.input_ids[stays], given.loss_mask[stays], given.lengths[stays], given.row_ids[stays])
-    alone = drafter.loss(kept, target.features(kept.input_ids, kept.lengths, Needs(last_hidden=True)))
-    own = drafter.loss(written, target.features(written.input_ids, written.lengths, Needs(last_hidden=True)))
+    kept = Batch(
+        given.input_ids[stays], given.loss_mask[stays], given.lengths[stays], given.row_ids[stays]
+    )
+    alone = drafter.loss(
+        kept, target.features(kept.input_ids, kept.lengths, Needs(last_hidden=True))
+    )
+    own = drafter.loss(
+        written, target.features(written.input_ids, written.lengths, Needs(last_hidden=True))
+    )
     torch.testing.assert_close(loss.total, alone.total + own.total, rtol=1e-4, atol=1e-4)
     assert int(loss.count) == int(alone.count) + int(own.count)
     loss.total.backward()
-    assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in drafter.parameters())
+    assert all(
+        p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in drafter.parameters()
+    )
 
 
 def test_a_resumed_run_writes_and_learns_the_same_bits(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Texts that are remembered: what is held, drafts as from a corpus of them, the target's own text, and measurements kept apart."""
+"""Texts that are remembered: what is held, drafts as from a corpus of them, the target's own text,
+and measurements kept apart."""
 
 from __future__ import annotations
 
@@ -49,11 +50,12 @@ def own(target: Target) -> tuple[Target, list[list[int]], list[list[int]]]:
     return target, prompts, [output.ids for output in plain]
 
 
-# What is held ------------------------------------------------------------------------------------------------------
+# What is held -------------------------------------------------------------------------------------
 
 
 def told(held: list[list[int]], text: Sequence[int], room: int) -> list[list[int]]:
-    """The rule: the end of a text that is too long, in the place of the latest if it begins with that, the oldest out."""
+    """The rule: the end of a text that is too long, in the place of the latest if it begins with
+    that, the oldest out."""
     new = list(text)[-room:]
     held = held[:-1] if held and new[: len(held[-1])] == held[-1] else list(held)
     held.append(new)
@@ -69,7 +71,8 @@ def some_text(chance: random.Random, alphabet: int, most: int, held: list[list[i
 
 @pytest.mark.parametrize("alphabet", [1, 2, 4])
 def test_it_holds_the_latest_texts_and_counts_their_strings(alphabet: int) -> None:
-    """Counts and the order of latest places are those of an automaton of these texts alone; what has left counts nothing."""
+    """Counts and the order of latest places are those of an automaton of these texts alone; what
+    has left counts nothing."""
     chance = random.Random(alphabet)
     left = 0
     for _ in range(8):
@@ -83,9 +86,20 @@ def test_it_holds_the_latest_texts_and_counts_their_strings(alphabet: int) -> No
             known = strings(held, longest)
             ever |= known.keys()
             states = {string: state_of(memory.automaton, string) for string in known}
-            assert all(state is not None and memory.automaton.count[state] == len(known[s]) for s, state in states.items())
-            latest = {known[s][-1]: memory.automaton.latest[state] for s, state in states.items() if state is not None}
-            assert all(memory.automaton.latest[state] == latest[known[s][-1]] for s, state in states.items() if state is not None)
+            assert all(
+                state is not None and memory.automaton.count[state] == len(known[s])
+                for s, state in states.items()
+            )
+            latest = {
+                known[s][-1]: memory.automaton.latest[state]
+                for s, state in states.items()
+                if state is not None
+            }
+            assert all(
+                memory.automaton.latest[state] == latest[known[s][-1]]
+                for s, state in states.items()
+                if state is not None
+            )
             assert [latest[place] for place in sorted(latest)] == sorted(latest.values())
             for string in ever - known.keys():
                 state = state_of(memory.automaton, string)
@@ -108,24 +122,41 @@ def test_what_is_held_is_bounded_and_no_text_costs_a_walk_over_all() -> None:
     assert max(appended) <= 2
 
 
-# Drafts ------------------------------------------------------------------------------------------------------------
+# Drafts -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("with_corpus", [False, True], ids=["remembered", "remembered and corpus"])
 def test_drafts_are_those_of_a_corpus_of_the_same_texts(target: Target, with_corpus: bool) -> None:
-    """For a row that was begun before the texts were there, and for one that is begun behind them."""
+    """For a row that was begun before the texts were there, and for one that is begun behind
+    them."""
     chance = random.Random(0)
     drafted = 0
     for _ in range(25):
         alphabet, most, room = chance.randint(1, 5), chance.randint(1, 5), chance.randint(4, 60)
-        settings: dict[str, Any] = {"max_match": most, "min_match": chance.randint(1, most), "deepest": 4}
-        texts = [[chance.randrange(alphabet + 1) for _ in range(chance.randint(1, 15))] for _ in range(3)] if with_corpus else []
+        settings: dict[str, Any] = {
+            "max_match": most,
+            "min_match": chance.randint(1, most),
+            "deepest": 4,
+        }
+        texts = (
+            [
+                [chance.randrange(alphabet + 1) for _ in range(chance.randint(1, 15))]
+                for _ in range(3)
+            ]
+            if with_corpus
+            else []
+        )
         first = [token for text in texts for token in (*text, -1)]
-        drafter = Suffix(target, remember=room, **settings, **({"corpus": "x", "corpus_ids": first} if with_corpus else {}))
-        begun, row, held = drafter.memory(), list[int](), list[list[int]]()
+        drafter = Suffix(
+            target,
+            remember=room,
+            **settings,
+            **({"corpus": "x", "corpus_ids": first} if with_corpus else {}),
+        )
+        partial_pass, row, held = drafter.memory(), list[int](), list[list[int]]()
         for _ in range(12):
             text = some_text(chance, alphabet, 15, held)
-            drafter.keep([text])
+            drafter.remember_texts([text])
             held = told(held, text, room)
             ids = [*first, *(token for text in held for token in (*text, -1))]
             corpus = Suffix(target, corpus="x", corpus_ids=ids, **settings).memory()
@@ -135,17 +166,23 @@ def test_drafts_are_those_of_a_corpus_of_the_same_texts(target: Target, with_cor
                 later.append(token)
             for _ in range(3):
                 row.append(chance.randrange(alphabet))
-                for one in (begun, corpus, later):
+                for one in (partial_pass, corpus, later):
                     one.append(row[-1])
                 for tree in TREES:
                     wanted = copied(corpus, corpus.root(), tree)
-                    assert copied(begun, begun.root(), tree) == wanted == copied(later, later.root(), tree), (held, row, settings)
+                    assert (
+                        copied(partial_pass, partial_pass.root(), tree)
+                        == wanted
+                        == copied(later, later.root(), tree)
+                    ), (held, row, settings)
                     drafted += len(wanted.tokens)
     assert drafted > 1000
 
 
 @pytest.mark.parametrize(("remember", "held"), [(100, True), (0, False)])
-def test_memory_is_held_while_it_is_read(target: Target, monkeypatch: pytest.MonkeyPatch, remember: int, held: bool) -> None:
+def test_memory_is_held_while_it_is_read(
+    target: Target, monkeypatch: pytest.MonkeyPatch, remember: int, held: bool
+) -> None:
     """Where there is one: drafters without it never wait for each other."""
     found: list[bool] = []
 
@@ -154,7 +191,13 @@ def test_memory_is_held_while_it_is_read(target: Target, monkeypatch: pytest.Mon
         return copied(*given)
 
     monkeypatch.setattr("drafttrain.drafter.base.copied", looked)
-    decode(target, Suffix(target, remember=remember), [[3, 4, 3, 4, 3]], Plan(Tree.chain(2)), max_new_tokens=6)
+    decode(
+        target,
+        Suffix(target, remember=remember),
+        [[3, 4, 3, 4, 3]],
+        Plan(Tree.chain(2)),
+        max_new_tokens=6,
+    )
     assert found and set(found) == {held} and not ALONE.locked()
 
 
@@ -172,7 +215,10 @@ def test_rows_of_many_calls_at_once(target: Target) -> None:
         except BaseException as error:
             failed.append(error)
 
-    jobs = [lambda text: drafter.keep([text]), *[lambda text: propose(drafter, [text, text[:9]], Tree.expansion([3, 2, 1]))] * 2]
+    jobs = [
+        lambda text: drafter.remember_texts([text]),
+        *[lambda text: propose(drafter, [text, text[:9]], Tree.expansion([3, 2, 1]))] * 2,
+    ]
     sys.setswitchinterval(1e-6)
     try:
         threads = [threading.Thread(target=work, args=(job,)) for job in jobs]
@@ -188,15 +234,26 @@ def test_rows_of_many_calls_at_once(target: Target) -> None:
     assert list(drafter.earlier.texts) == texts[-7:]
 
 
-# Decoding ----------------------------------------------------------------------------------------------------------
+# Decoding -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tree", [Tree.chain(6), Tree.expansion([3, 2, 1]), Dynamic(depth=4, top_k=3, total=9)], ids=TREE_NAMES)
+@pytest.mark.parametrize(
+    "tree",
+    [Tree.chain(6), Tree.expansion([3, 2, 1]), Dynamic(depth=4, top_k=3, total=9)],
+    ids=TREE_NAMES,
+)
 def test_greedy_text_is_the_targets_own_whatever_is_remembered(own: Any, tree: Growth) -> None:
     target, prompts, plain = own
     drafter, plan = Suffix(target, remember=2000), Plan(tree)
     kept = []
-    for stop, limit in (((), LIMIT), ((), LIMIT), ((plain[0][4], plain[1][9]), LIMIT), ((), 5), ((), 1), ((), 0)):
+    for stop, limit in (
+        ((), LIMIT),
+        ((), LIMIT),
+        ((plain[0][4], plain[1][9]), LIMIT),
+        ((), 5),
+        ((), 1),
+        ((), 0),
+    ):
         outputs, tally = decode(target, drafter, prompts, plan, max_new_tokens=limit, stop_ids=stop)
         for ids, output in zip(plain, outputs, strict=True):
             end = next((i + 1 for i, token in enumerate(ids) if token in stop), len(ids))
@@ -205,31 +262,57 @@ def test_greedy_text_is_the_targets_own_whatever_is_remembered(own: Any, tree: G
     assert kept[1] > kept[0] + 3 * len(prompts), "what was decoded before is not drafted from"
     # Texts that begin as these rows do, and go on otherwise.
     wrong = Suffix(target, remember=2000)
-    wrong.keep([[*prompt, *ids[:6], *reversed(ids)] for prompt, ids in zip(prompts, plain, strict=True)])
+    wrong.remember_texts(
+        [[*prompt, *ids[:6], *reversed(ids)] for prompt, ids in zip(prompts, plain, strict=True)]
+    )
     outputs, tally = decode(target, wrong, prompts, plan, max_new_tokens=LIMIT, stop_ids=())
     assert [output.ids for output in outputs] == plain and tally.drafted > tally.accepted > 0
 
 
-@pytest.mark.parametrize("policy", [Policy(), Policy(0.8), Policy(0.8, repetition_penalty=1.2)], ids=["greedy", "sampled", "penal"])
+@pytest.mark.parametrize(
+    "policy",
+    [Policy(), Policy(0.8), Policy(0.8, repetition_penalty=1.2)],
+    ids=["greedy", "sampled", "penal"],
+)
 def test_rows_of_one_call_are_on_their_own(own: Any, policy: Policy) -> None:
-    """All begin with what earlier calls left, whatever stands beside them and whenever that ends."""
+    """All begin with what earlier calls left, whatever stands beside them and whenever that
+    ends."""
     target, prompts, plain = own
     plan, stop = Plan(Tree.expansion([2, 1, 1]), policy), (plain[0][7], plain[2][3])
 
     def filled() -> Suffix:
         drafter = Suffix(target, remember=2000)
-        drafter.keep([[*prompt, *ids[:20]] for prompt, ids in zip(prompts, plain, strict=True)])
+        drafter.remember_texts(
+            [[*prompt, *ids[:20]] for prompt, ids in zip(prompts, plain, strict=True)]
+        )
         return drafter
 
     drafter = filled()
-    together, tally = decode(target, drafter, prompts, plan, max_new_tokens=LIMIT, stop_ids=stop, seed=4)
+    together, tally = decode(
+        target, drafter, prompts, plan, max_new_tokens=LIMIT, stop_ids=stop, seed=4
+    )
     assert tally.accepted > 2 and len({len(output.runs) for output in together}) > 1
     for row, prompt in enumerate(prompts):
-        (alone,), _ = decode(target, filled(), [prompt], plan, max_new_tokens=LIMIT, stop_ids=stop, seed=4, row_numbers=[row])
-        assert (alone.ids, alone.runs, alone.nodes) == (together[row].ids, together[row].runs, together[row].nodes)
+        (alone,), _ = decode(
+            target,
+            filled(),
+            [prompt],
+            plan,
+            max_new_tokens=LIMIT,
+            stop_ids=stop,
+            seed=4,
+            row_numbers=[row],
+        )
+        assert (alone.ids, alone.runs, alone.nodes) == (
+            together[row].ids,
+            together[row].runs,
+            together[row].nodes,
+        )
         assert alone.tally == together[row].tally
     assert drafter.earlier is not None
-    assert list(drafter.earlier.texts)[-len(prompts) :] == [[*p, *o.ids] for p, o in zip(prompts, together, strict=True)]
+    assert list(drafter.earlier.texts)[-len(prompts) :] == [
+        [*p, *o.ids] for p, o in zip(prompts, together, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("tree", [Tree.chain(2), Tree.expansion([2, 2])], ids=["chain", "tree"])
@@ -250,7 +333,9 @@ def test_a_speculator_remembers_from_call_to_call(own: Any) -> None:
     assert isinstance(drafter, Suffix) and drafter.earlier is not None
     settings: dict[str, Any] = {"max_new_tokens": LIMIT, "stop_ids": ()}
     _, first = speculator.generate(prompts[:1], **settings)
-    speculator.generate(prompts[1:2], plan=PLAIN, **settings)  # Nothing was drafted: it is not this drafter's.
+    speculator.generate(
+        prompts[1:2], plan=PLAIN, **settings
+    )  # Nothing was drafted: it is not this drafter's.
     for _ in speculator.stream(prompts[2], max_new_tokens=300, stop_ids=()):
         break  # What nobody read to its end was not decoded to its end.
     assert list(drafter.earlier.texts) == [[*prompts[0], *plain[0]]]
@@ -263,15 +348,19 @@ def test_a_speculator_remembers_from_call_to_call(own: Any) -> None:
     assert list(drafter.earlier.texts) == [[*turn, *output.ids]]
     off = Suffix(target)
     decode(target, off, prompts, Plan(Tree.chain(4)), **settings)
-    assert off.earlier is None and off.afresh() is off and off.remembers == 0
+    assert off.earlier is None and off.without_memory() is off and off.remembers == 0
 
 
-# Measuring ---------------------------------------------------------------------------------------------------------
+# Measuring ----------------------------------------------------------------------------------------
 
 
 def test_a_measurement_sees_only_what_it_has_decoded_itself(own: Any) -> None:
     target, prompts, _ = own
-    drafter, plan, other = Suffix(target, remember=2000), Plan(Tree.chain(4)), Plan(Tree.expansion([2, 1]))
+    drafter, plan, other = (
+        Suffix(target, remember=2000),
+        Plan(Tree.chain(4)),
+        Plan(Tree.expansion([2, 1])),
+    )
     settings: dict[str, Any] = {"max_new_tokens": LIMIT, "stop_ids": ()}
     assert drafter.earlier is not None
     first = measure_acceptance(target, drafter, prompts, plan, batch=1, **settings)
@@ -282,16 +371,28 @@ def test_a_measurement_sees_only_what_it_has_decoded_itself(own: Any) -> None:
     forgetful = measure_acceptance(target, Suffix(target), prompts, plan, batch=1, **settings)
     assert again.tallies == first.tallies and first.tallies[0] == forgetful.tallies[0]
     # Every way of decoding has its own memory, and what warmed it up is not in it.
-    raced = race([Entrant(target, drafter, one) for one in (plan, other, plan)], prompts, warmup=2, **settings)
+    raced = race(
+        [Entrant(target, drafter, one) for one in (plan, other, plan)],
+        prompts,
+        warmup=2,
+        **settings,
+    )
     assert raced[0].tallies == raced[2].tallies == first.tallies
-    assert raced[1].tallies == measure_acceptance(target, drafter, prompts, other, batch=1, **settings).tallies
+    assert (
+        raced[1].tallies
+        == measure_acceptance(target, drafter, prompts, other, batch=1, **settings).tallies
+    )
     assert list(drafter.earlier.texts) == held
     assert (first.row()["remember"], first.row()["repeated_prompts"]) == (2000, 0)
     assert (forgetful.row()["remember"], forgetful.row()["repeated_prompts"]) == (0, 0)
     # A prompt that comes again is helped by its own answer, and the row says so.
-    twice = measure_acceptance(target, drafter, [*prompts, *prompts], plan, batch=len(prompts), **settings)
+    twice = measure_acceptance(
+        target, drafter, [*prompts, *prompts], plan, batch=len(prompts), **settings
+    )
     before, behind = twice.tallies[: len(prompts)], twice.tallies[len(prompts) :]
-    assert before == forgetful.tallies and sum(one.rounds for one in behind) < sum(one.rounds for one in before)
+    assert before == forgetful.tallies and sum(one.rounds for one in behind) < sum(
+        one.rounds for one in before
+    )
     assert twice.row()["repeated_prompts"] == len(prompts)
 
 
@@ -302,11 +403,15 @@ def test_members_of_an_ensemble_remember(own: Any) -> None:
     plan = Plan(both.shaped(Tree.chain(3)))
     settings: dict[str, Any] = {"max_new_tokens": LIMIT, "stop_ids": ()}
     measured = measure_acceptance(target, both, prompts, plan, batch=2, **settings)
-    assert remembering.earlier is not None and not remembering.earlier.texts and measured.remember == 2000
+    assert (
+        remembering.earlier is not None
+        and not remembering.earlier.texts
+        and measured.remember == 2000
+    )
     rounds = followed(target, both, prompts, Tree.chain(3), max_new_tokens=LIMIT, batch=2)
     assert rounds and not remembering.earlier.texts
     one, first = decode(target, both, prompts, plan, **settings)
     two, second = decode(target, both, prompts, plan, **settings)
     assert [o.ids for o in one] == [o.ids for o in two] == plain and second.rounds < first.rounds
     assert len(remembering.earlier.texts) == 2 * len(prompts)
-    assert Ensemble(target, members=[NGram(target)]).afresh().remembers == 0
+    assert Ensemble(target, members=[NGram(target)]).without_memory().remembers == 0

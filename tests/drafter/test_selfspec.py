@@ -1,4 +1,5 @@
-"""The target drafting for itself without some of its sub-layers: exact text, true keys and values, no vain reading."""
+"""The target drafting for itself without some of its sub-layers: exact text, true keys and values,
+no vain reading."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from drafttrain.data.datamodule import collate
 from drafttrain.decoding.costs import measure_costs
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
-from drafttrain.drafter.base import Fresh
+from drafttrain.drafter.base import Committed
 from drafttrain.drafter.selfspec import SelfSpec
 from drafttrain.errors import InputError
 from drafttrain.flow import Features, Needs
@@ -26,7 +27,11 @@ SKIPS: dict[str, dict[str, Any]] = {
     "a layer": {"skip_attention": [1], "skip_mlp": [1]},
     "the first attention": {"skip_attention": [0]},
     "parts of two": {"skip_attention": [2], "skip_mlp": [1]},
-    "the last, few tokens": {"skip_attention": [2], "skip_mlp": [2], "draft_ids": list(range(0, 320, 2))},
+    "the last, few tokens": {
+        "skip_attention": [2],
+        "skip_mlp": [2],
+        "draft_ids": list(range(0, 320, 2)),
+    },
 }
 
 
@@ -35,7 +40,7 @@ def make(family: str = "llama", **settings: Any) -> tuple[Target, SelfSpec]:
     return target, SelfSpec(target, **(settings or SKIPS["parts of two"]))
 
 
-# --- the text is the target's ------------------------------------------------------------------------------------------
+# --- the text is the target's ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tree", [Tree.chain(4), Tree.expansion([2, 2, 1])], ids=["chain", "tree"])
@@ -43,15 +48,24 @@ def make(family: str = "llama", **settings: Any) -> tuple[Target, SelfSpec]:
 def test_with_nothing_left_out_everything_is_accepted(family: str, tree: Tree) -> None:
     target = load.tiny(family=family)
     limit = 1 + 3 * (tree.max_depth + 1)
-    outputs, tally = decode(target, SelfSpec(target), PROMPTS, Plan(tree), max_new_tokens=limit, stop_ids=())
+    outputs, tally = decode(
+        target, SelfSpec(target), PROMPTS, Plan(tree), max_new_tokens=limit, stop_ids=()
+    )
     assert tally.tau == tree.max_depth + 1 and tally.rounds == 3 * len(PROMPTS)
-    assert texts(outputs) == texts(decode(target, None, PROMPTS, PLAIN, max_new_tokens=limit, stop_ids=())[0])
+    assert texts(outputs) == texts(
+        decode(target, None, PROMPTS, PLAIN, max_new_tokens=limit, stop_ids=())[0]
+    )
 
 
 def test_drawn_drafts_of_the_whole_target_are_accepted_too() -> None:
     target = load.tiny()
     plan = Plan(Tree.chain(3), Policy(1.0))
-    assert decode(target, SelfSpec(target), PROMPTS, plan, max_new_tokens=1 + 3 * 4, stop_ids=())[1].tau == 4
+    assert (
+        decode(target, SelfSpec(target), PROMPTS, plan, max_new_tokens=1 + 3 * 4, stop_ids=())[
+            1
+        ].tau
+        == 4
+    )
 
 
 @pytest.mark.field("F52")
@@ -67,7 +81,9 @@ def test_greedy_output_is_the_targets_own(family: str, skips: str, tree: str) ->
     target, drafter = make(family, **SKIPS[skips])
     plain = texts(decode(target, None, PROMPTS, PLAIN, max_new_tokens=20, stop_ids=())[0])
     stop = (plain[0][7], plain[1][13])
-    outputs, tally = decode(target, drafter, PROMPTS, Plan(TREES[tree]), max_new_tokens=20, stop_ids=stop)
+    outputs, tally = decode(
+        target, drafter, PROMPTS, Plan(TREES[tree]), max_new_tokens=20, stop_ids=stop
+    )
     for ids, output in zip(plain, outputs, strict=True):
         end = next((i + 1 for i, token in enumerate(ids) if token in stop), len(ids))
         assert output.ids == ids[:end]
@@ -95,34 +111,50 @@ def test_a_sampled_row_does_not_depend_on_its_neighbours(tree: str) -> None:
     plan = Plan(TREES[tree], Policy(1.0))
     together, _ = decode(target, drafter, PROMPTS, plan, max_new_tokens=16, stop_ids=(), seed=4)
     for number, prompt in enumerate(PROMPTS):
-        alone, _ = decode(target, drafter, [prompt], plan, max_new_tokens=16, stop_ids=(), seed=4, row_numbers=[number])
+        alone, _ = decode(
+            target,
+            drafter,
+            [prompt],
+            plan,
+            max_new_tokens=16,
+            stop_ids=(),
+            seed=4,
+            row_numbers=[number],
+        )
         assert alone[0].ids == together[number].ids
 
 
-# --- what is read ----------------------------------------------------------------------------------------------------------
+# --- what is read ---------------------------------------------------------------------------------
 
 
 @pytest.mark.field("F39")
 @pytest.mark.parametrize("tree", ["chain", "tree", "dynamic"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
-def test_the_targets_cache_keeps_its_own_keys_and_values(family: str, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_targets_cache_keeps_its_own_keys_and_values(
+    family: str, tree: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not those that a draft makes behind what it leaves out, and in the order of the text."""
     target, drafter = make(family)
     with watched(monkeypatch) as seen:
-        outputs, tally = decode(target, drafter, PROMPTS, Plan(TREES[tree]), max_new_tokens=12, stop_ids=())
+        outputs, tally = decode(
+            target, drafter, PROMPTS, Plan(TREES[tree]), max_new_tokens=12, stop_ids=()
+        )
     assert check_entries(target, outputs, seen) >= 6
     assert tally.accepted, "a path that was accepted is moved together"
 
 
 @pytest.mark.parametrize("tree", TREES)
 def test_a_layer_reads_a_token_twice_only_where_the_draft_differs(tree: str) -> None:
-    """A draft reads the anchor and what has children. Layers before the first that lacks something need not read these again."""
+    """A draft reads the anchor and what has children. Layers before the first that lacks something
+    need not read these again."""
     growth: Growth = TREES[tree]
     target = load.tiny(layers=4)
     drafter = SelfSpec(target, skip_attention=[1, 2], skip_mlp=[1])
     prompt = PROMPTS[0]
     with counted(target) as counts:
-        (output,), tally = decode(target, drafter, [prompt], Plan(growth, Policy(1.0)), max_new_tokens=9, stop_ids=())
+        (output,), tally = decode(
+            target, drafter, [prompt], Plan(growth, Policy(1.0)), max_new_tokens=9, stop_ids=()
+        )
     rounds = tally.rounds
     drafted = growth.size if tree != "dynamic" else None
     verified = len(prompt) + rounds * (growth.size + 1)
@@ -188,7 +220,8 @@ def test_a_reduced_vocabulary_is_proposed_from_alone(monkeypatch: pytest.MonkeyP
 
 
 def test_its_drafts_are_those_of_the_silenced_target_over_true_entries() -> None:
-    """The first draft of a round: what the target without these parts says of the anchor, over keys and values of the whole one."""
+    """The first draft of a round: what the target without these parts says of the anchor, over keys
+    and values of the whole one."""
     target, drafter = make(skip_attention=[2], skip_mlp=[1])
     text = torch.tensor([PROMPTS[2]])
     with torch.inference_mode():
@@ -197,36 +230,54 @@ def test_its_drafts_are_those_of_the_silenced_target_over_true_entries() -> None
         cache.commit(torch.tensor([text.shape[1] - 1]))
         state = drafter.open(1, 64)
         drafter.attach(state, cache)
-        fresh = Fresh(Features(), text[:, 1:], torch.tensor([text.shape[1] - 1]), first=text[:, 0])
-        proposal = drafter.propose(state, fresh, Tree.chain(1), Policy(), None)
+        committed = Committed(
+            Features(), text[:, 1:], torch.tensor([text.shape[1] - 1]), first=text[:, 0]
+        )
+        proposal = drafter.propose(state, committed, Tree.chain(1), Policy(), None)
         before = [tensor.clone() for tensor in (*cache.keys, *cache.values)]
         layers = target.decoder_layers
         layers[2].self_attn.o_proj.weight.zero_()
         layers[1].mlp.down_proj.weight.zero_()
         expected = target.head(target.step(text[:, -1:], cache).hidden)[0, 0]
     assert int(proposal.tokens) == int(expected.argmax())
-    assert all(torch.equal(a[:, :, :29], b[:, :, :29]) for a, b in zip(before, (*cache.keys, *cache.values), strict=True))
+    assert all(
+        torch.equal(a[:, :, :29], b[:, :, :29])
+        for a, b in zip(before, (*cache.keys, *cache.values), strict=True)
+    )
 
 
 def test_costs_can_be_measured() -> None:
     target, drafter = make(skip_attention=[1], skip_mlp=[1])
     trees = [Tree.chain(2), Tree.expansion([2, 1])]
     found = measure_costs(target, drafter, Policy(), trees, context=8, repeats=1)
-    assert set(found.drafted) == set(trees) and set(found.verified) == {0, 2, 4} and all(v > 0 for v in found.drafted.values())
+    assert (
+        set(found.drafted) == set(trees)
+        and set(found.verified) == {0, 2, 4}
+        and all(v > 0 for v in found.drafted.values())
+    )
 
 
-# --- what it is ------------------------------------------------------------------------------------------------------------
+# --- what it is -----------------------------------------------------------------------------------
 
 
 def test_it_has_nothing_of_its_own() -> None:
     target, drafter = make()
-    assert not drafter.state_dict() and not list(drafter.parameters()) and not drafter.learns and drafter.can_draw
+    assert (
+        not drafter.state_dict()
+        and not list(drafter.parameters())
+        and not drafter.learns
+        and drafter.can_draw
+    )
     assert (drafter.dtype, drafter.device, drafter.needs) == (target.dtype, target.device, Needs())
     assert drafter.at(torch.bfloat16) is drafter
     other = load.tiny(seed=1)
     moved = drafter.at(torch.float32, other)
     assert moved.target is other and moved.settings() == drafter.settings()
-    assert drafter.begins == 0 and SelfSpec(target, skip_mlp=[0]).begins is None and SelfSpec(target).begins == 2
+    assert (
+        drafter.shared_layer == 0
+        and SelfSpec(target, skip_mlp=[0]).shared_layer is None
+        and SelfSpec(target).shared_layer == 2
+    )
     batch = collate([(torch.tensor([3, 4, 5]), torch.tensor([False, True, True]), 0)])
     with pytest.raises(InputError, match="nothing to train"):
         drafter.loss(batch, Features())
@@ -238,7 +289,9 @@ def test_the_share_of_weights_that_a_draft_reads() -> None:
     head = target.output.weight.numel()
     whole = sum(attention) + sum(mlp) + head
     assert SelfSpec(target).share == 1
-    assert SelfSpec(target, skip_attention=[0], skip_mlp=[2]).share == pytest.approx((whole - attention[0] - mlp[2]) / whole)
+    assert SelfSpec(target, skip_attention=[0], skip_mlp=[2]).share == pytest.approx(
+        (whole - attention[0] - mlp[2]) / whole
+    )
     few = SelfSpec(target, draft_ids=list(range(80)))
     assert few.share == pytest.approx((whole - head * 3 / 4) / whole)
     assert "skip_mlp" in few.describe()
@@ -246,15 +299,18 @@ def test_the_share_of_weights_that_a_draft_reads() -> None:
 
 def test_without_the_targets_cache_it_says_what_it_needs() -> None:
     _, drafter = make()
-    fresh = Fresh(Features(), torch.tensor([[4]]), torch.tensor([1]))
+    committed = Committed(Features(), torch.tensor([[4]]), torch.tensor([1]))
     with pytest.raises(ValueError, match=r"attach\(state, cache\)"):
-        drafter.propose(drafter.open(1, 8), fresh, Tree.chain(1), Policy(), None)
+        drafter.propose(drafter.open(1, 8), committed, Tree.chain(1), Policy(), None)
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"skip_attention": [3]}, r"skip_attention=\[3\]: .* target tiny-llama, numbers from 0 to 2"),
+        (
+            {"skip_attention": [3]},
+            r"skip_attention=\[3\]: .* target tiny-llama, numbers from 0 to 2",
+        ),
         ({"skip_mlp": [-1]}, r"skip_mlp=\[-1\]"),
         ({"skip_mlp": [0, 0]}, "each once"),
         ({"skip_mlp": [True]}, "needs a list of layers"),

@@ -1,4 +1,5 @@
-"""A small causal LM as drafter: its origins, what it borrows, the rows that training and decoding share, and exact text."""
+"""A small causal LM as drafter: its origins, what it borrows, the rows that training and decoding
+share, and exact text."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from drafttrain.data.datamodule import collate
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
-from drafttrain.drafter.base import Fresh
+from drafttrain.drafter.base import Committed
 from drafttrain.drafter.lending import Lent
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
@@ -66,7 +67,7 @@ def texts(outputs: list[Any]) -> list[list[int]]:
     return [output.ids for output in outputs]
 
 
-# --- the text is the target's ------------------------------------------------------------------------------------------
+# --- the text is the target's ---------------------------------------------------------------------
 
 
 @pytest.mark.field("F10", "F35")
@@ -77,7 +78,9 @@ def test_a_cut_of_all_layers_accepts_everything(family: str, tree: Tree) -> None
     limit = 1 + 3 * (tree.max_depth + 1)
     outputs, tally = decode(target, drafter, PROMPTS, Plan(tree), max_new_tokens=limit, stop_ids=())
     assert tally.tau == tree.max_depth + 1 and tally.rounds == 3 * len(PROMPTS)
-    assert texts(outputs) == texts(decode(target, None, PROMPTS, PLAIN, max_new_tokens=limit, stop_ids=())[0])
+    assert texts(outputs) == texts(
+        decode(target, None, PROMPTS, PLAIN, max_new_tokens=limit, stop_ids=())[0]
+    )
 
 
 def test_drawn_drafts_of_all_layers_are_accepted_too() -> None:
@@ -90,13 +93,18 @@ def test_drawn_drafts_of_all_layers_are_accepted_too() -> None:
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize(
     ("family", "origin"),
-    [*((family, "cut") for family in load.TINY), *(("llama", origin) for origin in ORIGINS if origin != "cut")],
+    [
+        *((family, "cut") for family in load.TINY),
+        *(("llama", origin) for origin in ORIGINS if origin != "cut"),
+    ],
 )
 def test_greedy_output_is_the_targets_own(family: str, origin: str, tree: str) -> None:
     target, drafter = make(family, **ORIGINS[origin])
     plain = texts(decode(target, None, PROMPTS, PLAIN, max_new_tokens=20, stop_ids=())[0])
     stop = (plain[0][7], plain[1][13])
-    outputs, tally = decode(target, drafter, PROMPTS, Plan(TREES[tree]), max_new_tokens=20, stop_ids=stop)
+    outputs, tally = decode(
+        target, drafter, PROMPTS, Plan(TREES[tree]), max_new_tokens=20, stop_ids=stop
+    )
     for ids, output in zip(plain, outputs, strict=True):
         end = next((i + 1 for i, token in enumerate(ids) if token in stop), len(ids))
         assert output.ids == ids[:end]
@@ -126,11 +134,20 @@ def test_a_sampled_row_does_not_depend_on_its_neighbours(tree: str) -> None:
     plan = Plan(TREES[tree], Policy(1.0))
     together, _ = decode(target, drafter, PROMPTS, plan, max_new_tokens=16, stop_ids=(), seed=4)
     for number, prompt in enumerate(PROMPTS):
-        alone, _ = decode(target, drafter, [prompt], plan, max_new_tokens=16, stop_ids=(), seed=4, row_numbers=[number])
+        alone, _ = decode(
+            target,
+            drafter,
+            [prompt],
+            plan,
+            max_new_tokens=16,
+            stop_ids=(),
+            seed=4,
+            row_numbers=[number],
+        )
         assert alone[0].ids == together[number].ids
 
 
-# --- rows ----------------------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.field("F39")
@@ -144,14 +161,16 @@ def test_after_every_round_the_cache_holds_one_plain_forward(
     rounds: list[tuple[list[int], Tensor]] = []
     extend = Ssm.extend
 
-    def spy(self: Ssm, state: Any, fresh: Fresh) -> tuple[Tensor, Tensor]:
-        out = extend(self, state, fresh)
+    def spy(self: Ssm, state: Any, committed: Committed) -> tuple[Tensor, Tensor]:
+        out = extend(self, state, committed)
         rounds.append((state.cache.lengths.tolist(), out[1].clone()))
         return out
 
     monkeypatch.setattr(Ssm, "extend", spy)
     outputs, _ = decode(target, drafter, PROMPTS, Plan(TREES[tree]), max_new_tokens=12, stop_ids=())
-    whole = [torch.tensor([prompt + output.ids]) for prompt, output in zip(PROMPTS, outputs, strict=True)]
+    whole = [
+        torch.tensor([prompt + output.ids]) for prompt, output in zip(PROMPTS, outputs, strict=True)
+    ]
     assert rounds[0][0] == [len(prompt) + 1 for prompt in PROMPTS]
     compared = 0
     with torch.inference_mode():
@@ -159,14 +178,16 @@ def test_after_every_round_the_cache_holds_one_plain_forward(
             if len(lengths) < len(PROMPTS):
                 continue  # rows have left
             for text, known, found in zip(whole, lengths, logits, strict=True):
-                plain = drafter.head(drafter.network.whole(text[:, :known])[:, -1])[0]
+                plain = drafter.head(drafter.network.full_pass(text[:, :known])[:, -1])[0]
                 torch.testing.assert_close(found, plain, rtol=1e-3, atol=1e-3)
                 compared += 1
     assert compared >= 6
 
 
 @pytest.mark.parametrize("family", load.TINY)
-def test_every_drafted_node_equals_a_plain_forward_over_its_path(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_drafted_node_equals_a_plain_forward_over_its_path(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Positions and masks of drafted nodes, also where a window slides over them."""
     _, drafter = make(family)
     tree, read = Tree.expansion([2, 2, 2, 1]), []
@@ -184,8 +205,8 @@ def test_every_drafted_node_equals_a_plain_forward_over_its_path(family: str, mo
     )
     with torch.inference_mode():
         state = drafter.open(2, 64)
-        fresh = Fresh(Features(), prompts[:, 1:], lengths - 1, first=prompts[:, 0])
-        proposal = drafter.propose(state, fresh, tree, Policy(), None)
+        committed = Committed(Features(), prompts[:, 1:], lengths - 1, first=prompts[:, 0])
+        proposal = drafter.propose(state, committed, tree, Policy(), None)
         assert state.cache.lengths.tolist() == [31, 17]
         compared = 0
         for logits, nodes in zip(read, tree.levels(), strict=False):
@@ -196,7 +217,7 @@ def test_every_drafted_node_equals_a_plain_forward_over_its_path(family: str, mo
                     at = tree.parents[at]
                 for b, length in enumerate(lengths.tolist()):
                     text = torch.cat((prompts[b, :length], proposal.tokens[b, path]))[None]
-                    plain = drafter.head(drafter.network.whole(text)[:, -1])[0]
+                    plain = drafter.head(drafter.network.full_pass(text)[:, -1])[0]
                     torch.testing.assert_close(logits[b, place], plain, rtol=1e-3, atol=1e-3)
                     compared += 1
     assert compared == 2 * (2 + 4 + 8)
@@ -238,7 +259,8 @@ def test_the_loss_of_every_label_by_hand(origin: str) -> None:
 
 
 def test_labels_count_by_their_weights() -> None:
-    """A label of weight 0 is none, one of weight 2 is there twice, and the loss is divided by the sum of all weights."""
+    """A label of weight 0 is none, one of weight 2 is there twice, and the loss is divided by the
+    sum of all weights."""
     target, drafter = make(layers=[0, 2], loss={"forward_kl": 1.0, "cross_entropy": 0.5})
     one, two = row([10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 1, 1]), row([5, 6, 7, 8], [0, 0, 1, 1], 1)
     batch = collate([one, two])
@@ -262,14 +284,20 @@ def test_labels_count_by_their_weights() -> None:
 
 def test_its_own_answers_count_as_the_rows_they_stand_for() -> None:
     target, drafter = make(layers=[0, 2], on_policy=1.0, on_policy_tokens=4)
-    batch = collate([row([10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 1, 1]), row([5, 6, 7, 8], [0, 0, 1, 1], 1)])
+    batch = collate(
+        [row([10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 1, 1]), row([5, 6, 7, 8], [0, 0, 1, 1], 1)]
+    )
     chance = torch.Generator().manual_seed(0)
     plain = drafter.loss(batch, features(target, batch), generator=chance)
     chance = torch.Generator().manual_seed(0)
     weights = torch.tensor([[3.0], [0.0]]).expand(2, 6)
-    weighed = drafter.loss(replace(batch, weights=weights), features(target, batch), generator=chance)
+    weighed = drafter.loss(
+        replace(batch, weights=weights), features(target, batch), generator=chance
+    )
     chance = torch.Generator().manual_seed(0)
-    other = drafter.loss(replace(batch, weights=3.0 - weights), features(target, batch), generator=chance)
+    other = drafter.loss(
+        replace(batch, weights=3.0 - weights), features(target, batch), generator=chance
+    )
     torch.testing.assert_close(weighed.total + other.total, 3 * plain.total)
     assert 0 < float(weighed.total.detach()) < 3 * float(plain.total.detach())
     assert float(weighed.count + other.count) == 3 * float(plain.count)
@@ -278,17 +306,28 @@ def test_its_own_answers_count_as_the_rows_they_stand_for() -> None:
 @pytest.mark.parametrize("origin", ["cut", "cut, reduced vocabulary", "new"])
 def test_the_overlap_of_every_label_by_hand(origin: str) -> None:
     target, drafter = make(**ORIGINS[origin], chunk=2)
-    batch = collate([row([10, 11, 12, 13, 14, 15], [0, 0, 1, 0, 1, 1]), row([5, 6, 7, 8], [0, 0, 1, 1], 1)])
+    batch = collate(
+        [row([10, 11, 12, 13, 14, 15], [0, 0, 1, 0, 1, 1]), row([5, 6, 7, 8], [0, 0, 1, 1], 1)]
+    )
     found = drafter.overlap(batch, features(target, batch))
     assert found.shape == batch.input_ids.shape and not found[~batch.loss_mask].any()
     for place, label in batch.loss_mask.nonzero().tolist():
         text = batch.input_ids[place, :label][None]
         with torch.no_grad():
             p = target.model(input_ids=text).logits[0, -1].softmax(-1)
-            q = drafter.to_target_law(drafter.head(drafter.network.whole(text)[:, -1]).softmax(-1))[0]
-        assert float(found[place, label]) == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-4)
+            q = drafter.to_target_probs(
+                drafter.head(drafter.network.full_pass(text)[:, -1]).softmax(-1)
+            )[0]
+        assert float(found[place, label]) == pytest.approx(
+            float(torch.minimum(p, q).sum()), abs=1e-4
+        )
     whole = Ssm(target, layers=[0, 1, 2])
-    torch.testing.assert_close(whole.overlap(batch, features(target, batch))[batch.loss_mask], torch.ones(5), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        whole.overlap(batch, features(target, batch))[batch.loss_mask],
+        torch.ones(5),
+        rtol=1e-4,
+        atol=1e-4,
+    )
 
 
 def test_the_gradient_is_that_of_the_plain_computation() -> None:
@@ -316,7 +355,9 @@ def test_short_rows_and_rows_without_labels_give_no_nan(ids: list[int]) -> None:
         loss = drafter.loss(batch, features(target, batch))
         loss.total.backward()
         assert torch.isfinite(loss.total) and int(loss.count) == sum(mask)
-        assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in drafter.parameters())
+        assert all(
+            p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in drafter.parameters()
+        )
 
 
 @pytest.mark.field("F33")
@@ -327,7 +368,9 @@ def test_padding_changes_nothing() -> None:
     with torch.no_grad():
         together = drafter.loss(both, features(target, both))
         alone = [drafter.loss(one, features(target, one)) for one in apart]
-    torch.testing.assert_close(together.total, alone[0].total + alone[1].total, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        together.total, alone[0].total + alone[1].total, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_text_alone_needs_no_features() -> None:
@@ -337,13 +380,16 @@ def test_text_alone_needs_no_features() -> None:
     loss = drafter.loss(batch, Features())
     logits = drafter.model(input_ids=batch.input_ids).logits[0, 1:3]
     torch.testing.assert_close(
-        loss.total, torch.nn.functional.cross_entropy(logits, torch.tensor([12, 13]), reduction="sum")
+        loss.total,
+        torch.nn.functional.cross_entropy(logits, torch.tensor([12, 13]), reduction="sum"),
     )
 
 
 def test_guesses_are_what_is_drafted_behind_the_text() -> None:
     target, drafter = make()
-    outputs, tally = decode(target, drafter, PROMPTS[:1], Plan(Tree.chain(1)), max_new_tokens=24, stop_ids=())
+    outputs, tally = decode(
+        target, drafter, PROMPTS[:1], Plan(Tree.chain(1)), max_new_tokens=24, stop_ids=()
+    )
     ids = PROMPTS[0] + outputs[0].ids
     batch = collate([row(ids, [0] * len(PROMPTS[0]) + [1] * len(outputs[0].ids))])
     guesses = drafter.guesses(batch, Features())[0, :, 0]
@@ -359,20 +405,27 @@ def test_it_learns_a_text_by_distillation() -> None:
     target, drafter = make(layers=2)
     (output,), _ = decode(target, None, PROMPTS[:1], PLAIN, max_new_tokens=40, stop_ids=())
     batch = collate([row(PROMPTS[0] + output.ids, [0] * 4 + [1] * 40)])
-    true, frozen = features(target, batch), {name: p.clone() for name, p in target.model.named_parameters()}
-    before = decode(target, drafter, PROMPTS[:1], Plan(Tree.chain(4)), max_new_tokens=40, stop_ids=())[1].tau
+    true, frozen = (
+        features(target, batch),
+        {name: p.clone() for name, p in target.model.named_parameters()},
+    )
+    before = decode(
+        target, drafter, PROMPTS[:1], Plan(Tree.chain(4)), max_new_tokens=40, stop_ids=()
+    )[1].tau
     adam = torch.optim.Adam(drafter.parameters(), lr=3e-3)
     for _ in range(60):
         adam.zero_grad()
         loss = drafter.loss(batch, true)
         (loss.total / loss.count).backward()
         adam.step()
-    after = decode(target, drafter, PROMPTS[:1], Plan(Tree.chain(4)), max_new_tokens=40, stop_ids=())[1].tau
+    after = decode(
+        target, drafter, PROMPTS[:1], Plan(Tree.chain(4)), max_new_tokens=40, stop_ids=()
+    )[1].tau
     assert before is not None and after is not None and before < 1.5 and after > 3
     assert all(torch.equal(p, frozen[name]) for name, p in target.model.named_parameters())
 
 
-# --- what it owns ----------------------------------------------------------------------------------------------------------
+# --- what it owns ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", load.TINY)
@@ -383,10 +436,19 @@ def test_a_cut_owns_its_layers_alone(family: str) -> None:
     assert sum(p.numel() for p in drafter.parameters()) == sum(p.numel() for p in copied)
     assert len([module for module in drafter.modules() if isinstance(module, Lent)]) == 3
     for mine, theirs in zip(
-        drafter.network.decoder_layers, (target.decoder_layers[0], target.decoder_layers[2]), strict=True
+        drafter.network.decoder_layers,
+        (target.decoder_layers[0], target.decoder_layers[2]),
+        strict=True,
     ):
-        for (name, a), (other, b) in zip(mine.named_parameters(), theirs.named_parameters(), strict=True):
-            assert name == other and torch.equal(a, b) and a.data_ptr() != b.data_ptr() and a.requires_grad
+        for (name, a), (other, b) in zip(
+            mine.named_parameters(), theirs.named_parameters(), strict=True
+        ):
+            assert (
+                name == other
+                and torch.equal(a, b)
+                and a.data_ptr() != b.data_ptr()
+                and a.requires_grad
+            )
     assert drafter.describe()["borrowed"] == "embedding, norm, head"
 
 
@@ -394,13 +456,20 @@ def test_tied_parts_are_one() -> None:
     target = load.tiny(tie_word_embeddings=True)
     assert target.output.weight is target.embedding.weight
     together = Ssm(target, layers=[0], own=ALL)
-    assert together.network.output.weight is together.network.embedding.weight is not target.embedding.weight
+    assert (
+        together.network.output.weight
+        is together.network.embedding.weight
+        is not target.embedding.weight
+    )
     apart = Ssm(target, layers=[0], own=["head"])
     assert (
         apart.network.embedding.weight is target.embedding.weight
         and apart.network.output.weight is not target.output.weight
     )
-    assert together.trained_vocabulary == ("model.model.embed_tokens.weight", "model.lm_head.weight")
+    assert together.trained_vocabulary == (
+        "model.model.embed_tokens.weight",
+        "model.lm_head.weight",
+    )
     assert apart.trained_vocabulary == ("model.lm_head.weight",)
 
 
@@ -413,20 +482,24 @@ def test_a_copy_for_decoding_is_the_same_drafter(origin: str) -> None:
     ids = torch.arange(3, 12)[None]
     with torch.inference_mode():
         same = drafter.at(torch.float32)
-        assert torch.equal(same.head(same.network.whole(ids)), drafter.head(drafter.network.whole(ids)))
+        assert torch.equal(
+            same.head(same.network.full_pass(ids)), drafter.head(drafter.network.full_pass(ids))
+        )
         half = drafter.at(torch.bfloat16)
         assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
         assert {b.dtype for b in half.model.buffers() if b.is_floating_point()} <= {torch.float32}
-        assert half.network.whole(ids).dtype == torch.bfloat16
+        assert half.network.full_pass(ids).dtype == torch.bfloat16
     outputs, _ = decode(target, half, PROMPTS, Plan(Tree.chain(3)), max_new_tokens=8, stop_ids=())
-    assert texts(outputs) == texts(decode(target, None, PROMPTS, PLAIN, max_new_tokens=8, stop_ids=())[0])
+    assert texts(outputs) == texts(
+        decode(target, None, PROMPTS, PLAIN, max_new_tokens=8, stop_ids=())[0]
+    )
 
 
 def test_a_target_in_low_precision_lends_in_the_drafters_dtype() -> None:
     target = load.tiny(dtype="bfloat16")
     drafter = Ssm(target, layers=[0, 2])
     assert {p.dtype for p in drafter.parameters()} == {torch.float32}
-    assert drafter.network.whole(torch.arange(3, 9)[None]).dtype == torch.float32
+    assert drafter.network.full_pass(torch.arange(3, 9)[None]).dtype == torch.float32
 
 
 def test_dropout_of_the_family_is_left_out() -> None:
@@ -436,10 +509,10 @@ def test_dropout_of_the_family_is_left_out() -> None:
         drafter = Ssm(target, **settings).train()  # type: ignore[arg-type]
         ids = torch.arange(3, 12)[None]
         with torch.no_grad():
-            assert torch.equal(drafter.network.whole(ids), drafter.network.whole(ids))
+            assert torch.equal(drafter.network.full_pass(ids), drafter.network.full_pass(ids))
 
 
-# --- from a directory ------------------------------------------------------------------------------------------------------
+# --- from a directory -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -454,18 +527,22 @@ def test_a_directory_of_another_family_drafts(directory: Path) -> None:
     ids = torch.arange(3, 12)[None]
     with torch.inference_mode():
         theirs = load.tiny(family="qwen2", width=32, layers=2, seed=3).model(input_ids=ids).logits
-        torch.testing.assert_close(drafter.head(drafter.network.whole(ids)), theirs)
+        torch.testing.assert_close(drafter.head(drafter.network.full_pass(ids)), theirs)
     settings = drafter.settings()
     assert settings["path"] is None and json.loads(json.dumps(settings)) == settings
     again = drafter.at(torch.float32)
-    assert torch.equal(again.network.whole(ids), drafter.network.whole(ids))
+    assert torch.equal(again.network.full_pass(ids), drafter.network.full_pass(ids))
     outputs, _ = decode(target, again, PROMPTS, Plan(TREES["tree"]), max_new_tokens=8, stop_ids=())
-    assert texts(outputs) == texts(decode(target, None, PROMPTS, PLAIN, max_new_tokens=8, stop_ids=())[0])
+    assert texts(outputs) == texts(
+        decode(target, None, PROMPTS, PLAIN, max_new_tokens=8, stop_ids=())[0]
+    )
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
     load.tiny(vocab_size=300).model.save_pretrained(tmp_path / "fewer")
-    with pytest.raises(InputError, match=r"300 embeddings and 300 logits, target tiny-llama has 320"):
+    with pytest.raises(
+        InputError, match=r"300 embeddings and 300 logits, target tiny-llama has 320"
+    ):
         Ssm(load.tiny(), path=str(tmp_path / "fewer"))
 
 
@@ -495,14 +572,22 @@ def test_code_of_a_directory_is_not_run(directory: Path) -> None:
     code = f"import pathlib\npathlib.Path({str(directory / 'marker')!r}).touch()\n"
     (directory / "configuration_mystery.py").write_text(code)
     (directory / "config.json").write_text(
-        json.dumps({"model_type": "mystery", "auto_map": {"AutoConfig": "configuration_mystery.MysteryConfig"}})
+        json.dumps(
+            {
+                "model_type": "mystery",
+                "auto_map": {"AutoConfig": "configuration_mystery.MysteryConfig"},
+            }
+        )
     )
     with pytest.raises(InputError, match="own Python code, which is never run"):
         Ssm(load.tiny(), path=str(directory))
     with pytest.raises(InputError, match="without code of its own"):
         Ssm(
             load.tiny(),
-            config={"model_type": "llama", "auto_map": {"AutoConfig": "configuration_mystery.MysteryConfig"}},
+            config={
+                "model_type": "llama",
+                "auto_map": {"AutoConfig": "configuration_mystery.MysteryConfig"},
+            },
         )
     assert not (directory / "marker").exists()
 
@@ -514,7 +599,9 @@ def edit(directory: Path, **changes: Any) -> None:
 
 def test_an_adapter_beside_the_weights_is_refused(directory: Path) -> None:
     """transformers would read its weights, pickled or not, and name another model's."""
-    (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "somewhere/else", "peft_type": "LORA"}')
+    (directory / "adapter_config.json").write_text(
+        '{"base_model_name_or_path": "somewhere/else", "peft_type": "LORA"}'
+    )
     with pytest.raises(InputError, match="holds an adapter"):
         Ssm(load.tiny(), path=str(directory))
 

@@ -1,4 +1,5 @@
-"""Suffix decoding: known texts, a brute-force search over text and corpus, and the corpus itself."""
+"""Suffix decoding: known texts, a brute-force search over text and corpus, and the corpus
+itself."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ CASES: dict[str, tuple[dict[str, Any], list[int], Growth, list[tuple[int, int]]]
     "too short a match": ({"min_match": 2}, [5, 6, 5], CHAIN, []),
     "most frequent": ({}, [1, 3, 1, 3, 1, 4, 1], PAIR, [(3, -1), (4, -1), (1, 0), (1, 1)]),
     "the latest of equals": ({}, [1, 3, 1, 4, 1], PAIR, [(4, -1), (3, -1), (1, 0), (1, 1)]),
-    # Behind 1: 2 twice (then 3, 4), 5 once. Behind 1 2 each of 3, 4 once: 2 .67, 5 .33, and 2 4 and 2 3 .33 each.
+    # Behind 1: 2 twice (then 3, 4), 5 once. Behind 1 2 each of 3, 4 once: 2 .67, 5 .33, and 2 4 and
+    # 2 3 .33 each.
     "a budget": ({}, [1, 2, 3, 1, 2, 4, 1, 5, 1], Dynamic(depth=2, top_k=2, total=3), [(2, -1), (5, -1), (4, 0)]),
     "sure enough": ({}, [1, 2, 3, 1, 2, 4, 1, 5, 1], Confident(k=4, stop_below=0.6), [(2, -1)]),
 }  # fmt: skip
@@ -52,8 +54,8 @@ def test_what_a_text_leads_to(target: Target, name: str) -> None:
 
 
 class Searched:
-    """The definition, by looking through everything. A place is (number of the text, index of a token); texts: the corpus,
-    then the row's own."""
+    """The definition, by looking through everything. A place is (number of the text, index of a
+    token); texts: the corpus, then the row's own."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self.texts = [list(text) for text in texts]
@@ -72,7 +74,9 @@ class Searched:
                 return found
         return None
 
-    def children(self, node: list[tuple[int, int]], most: int) -> list[tuple[int, float, list[tuple[int, int]]]]:
+    def children(
+        self, node: list[tuple[int, int]], most: int
+    ) -> list[tuple[int, float, list[tuple[int, int]]]]:
         groups: dict[int, list[tuple[int, int]]] = {}
         for number, place in node:
             if place < len(self.texts[number]):
@@ -81,12 +85,16 @@ class Searched:
 
         def rank(token: int) -> tuple[int, int, int]:
             own = [place for number, place in groups[token] if number == last]
-            others = [self.starts[number] + place for number, place in groups[token] if number < last]
+            others = [
+                self.starts[number] + place for number, place in groups[token] if number < last
+            ]
             return len(groups[token]), max(own, default=-1), max(others, default=-1)
 
         whole = sum(map(len, groups.values()))
         best = sorted(groups, key=rank, reverse=True)[:most]
-        return [(t, len(groups[t]) / whole, [(n, place + 1) for n, place in groups[t]]) for t in best]
+        return [
+            (t, len(groups[t]) / whole, [(n, place + 1) for n, place in groups[t]]) for t in best
+        ]
 
 
 TREES: list[Growth] = [
@@ -100,16 +108,27 @@ TREES: list[Growth] = [
 
 @pytest.mark.parametrize("with_corpus", [False, True], ids=["text", "text and corpus"])
 def test_drafts_are_those_of_a_brute_force_search(target: Target, with_corpus: bool) -> None:
-    """In texts of few different tokens, so that matches, ties and repetitions abound; after every single token."""
+    """In texts of few different tokens, so that matches, ties and repetitions abound; after every
+    single token."""
     chance = random.Random(0)
     drafted = 0
     for _ in range(60):
         alphabet, most = chance.randint(1, 5), chance.randint(1, 5)
         least = chance.randint(1, most)
-        corpus = [[chance.randrange(alphabet + 1) for _ in range(chance.randint(1, 15))] for _ in range(3)] if with_corpus else []
+        corpus = (
+            [
+                [chance.randrange(alphabet + 1) for _ in range(chance.randint(1, 15))]
+                for _ in range(3)
+            ]
+            if with_corpus
+            else []
+        )
         settings: dict[str, Any] = {"max_match": most, "min_match": least, "deepest": 4}
         if with_corpus:
-            settings |= {"corpus": "texts", "corpus_ids": [token for text in corpus for token in (*text, -1)]}
+            settings |= {
+                "corpus": "texts",
+                "corpus_ids": [token for text in corpus for token in (*text, -1)],
+            }
         row = Suffix(target, **settings).memory()
         text: list[int] = []
         for _ in range(30):
@@ -178,9 +197,14 @@ def test_a_corpus_is_the_training_rows_of_a_set(target: Target, tmp_path: Path) 
     away = [read.row(i)[0].tolist() for i in read.indices(HELD_OUT)]
     whole = Suffix(target, corpus=str(folder))
     assert whole.corpus_ids is not None
-    assert whole.corpus_ids.tolist() == [token for row in kept for token in (*row, -1)] and len(away) == 3
+    assert (
+        whole.corpus_ids.tolist() == [token for row in kept for token in (*row, -1)]
+        and len(away) == 3
+    )
     for row in kept:
-        assert drafts(whole, [7, row[1]], Tree.chain(9)) == [(token, i - 1) for i, token in enumerate(row[2:])]
+        assert drafts(whole, [7, row[1]], Tree.chain(9)) == [
+            (token, i - 1) for i, token in enumerate(row[2:])
+        ]
     for row in away:
         assert drafts(whole, [7, row[1]], Tree.chain(9)) == []
     two = Suffix(target, corpus=str(folder), corpus_tokens=14)

@@ -1,4 +1,5 @@
-"""Drafters of the embedded target that know some of its answers by heart: made in seconds, and really accepted."""
+"""Drafters of the embedded target that know some of its answers by heart: made in seconds, and
+really accepted."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def made(kind: str, target: Target, words: list[int]) -> tuple[Drafter, float]:
     """A new drafter, and a rate to learn at."""
     settings: dict[str, Any] = {"draft_ids": words, "chunk": 128}
     if kind == "Eagle1":
-        return Eagle1(target, regression=10.0, classification=1.0, balance_input=True, **settings), 3e-3
+        return Eagle1(
+            target, regression=10.0, classification=1.0, balance_input=True, **settings
+        ), 3e-3
     if kind == "Medusa":
         return Medusa(target, heads=3, **settings), 2e-3
     return Ssm(target, layers=[0, 1, 29], **settings), 5e-4

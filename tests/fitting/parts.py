@@ -14,8 +14,19 @@ from drafttrain import fit
 from drafttrain.reporting.progress import ConsoleProgress
 from drafttrain.training.checkpoint import read_checkpoint
 
-QUICK = ["final.prompts=2", "final.max_new_tokens=6", "final.speed_prompts=1", "final.speed_new_tokens=6"]
-UNMEASURED = ["eval.every=null", "eval.prompts=0", "eval.sim_rows=0", "final.prompts=0", "final.speed_prompts=0"]
+QUICK = [
+    "final.prompts=2",
+    "final.max_new_tokens=6",
+    "final.speed_prompts=1",
+    "final.speed_new_tokens=6",
+]
+UNMEASURED = [
+    "eval.every=null",
+    "eval.prompts=0",
+    "eval.sim_rows=0",
+    "final.prompts=0",
+    "final.speed_prompts=0",
+]
 
 
 def words(folder: Path, run: Path, *more: str) -> list[str]:

@@ -1,4 +1,5 @@
-"""Several small models in one command: fitted one after the other, packaged as one, and gone on with where a run was broken off."""
+"""Several small models in one command: fitted one after the other, packaged as one, and gone on
+with where a run was broken off."""
 
 from __future__ import annotations
 
@@ -39,12 +40,43 @@ def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(folder: Path, run: Path, *more: str) -> list[str]:
-    small = ["target=tiny", "data=set", f"data.path={folder}", "data.temperatures=null", "data.set_aside=4"]
-    small += ["drafter.layers=[0, 2]", "draft_vocab=64", "trainer.max_steps=3", "trainer.max_epochs=null", "trainer.log_every=1"]
-    small += ["boost.reference=4", "boost.match=1", "boost.least_gain=0", "boost.share_new_tokens=16", "boost.nodes=5"]
-    small += ["eval.prompts=2", "eval.max_new_tokens=6", "final.prompts=2", "final.max_new_tokens=6", "checkpoint.every=1"]
+    small = [
+        "target=tiny",
+        "data=set",
+        f"data.path={folder}",
+        "data.temperatures=null",
+        "data.set_aside=4",
+    ]
+    small += [
+        "drafter.layers=[0, 2]",
+        "draft_vocab=64",
+        "trainer.max_steps=3",
+        "trainer.max_epochs=null",
+        "trainer.log_every=1",
+    ]
+    small += [
+        "boost.reference=4",
+        "boost.match=1",
+        "boost.least_gain=0",
+        "boost.share_new_tokens=16",
+        "boost.nodes=5",
+    ]
+    small += [
+        "eval.prompts=2",
+        "eval.max_new_tokens=6",
+        "final.prompts=2",
+        "final.max_new_tokens=6",
+        "checkpoint.every=1",
+    ]
     small += ["final.speed.chain_2=null", "final.speed.chain_3=null"]
-    return ["experiment=specinfer", *small, f"run_dir={run}", "final.speed_prompts=1", "final.speed_new_tokens=6", *more]
+    return [
+        "experiment=specinfer",
+        *small,
+        f"run_dir={run}",
+        "final.speed_prompts=1",
+        "final.speed_new_tokens=6",
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +99,26 @@ def test_one_command_makes_an_ensemble(target: Target, calm: Path) -> None:
     metrics = json.loads((run / "package" / "metrics.json").read_text())
     one, two = metrics["settings"]["members"]
     assert (one["member"], one["rows"], two["member"]) == (1, 18, 2) and len(two["overlap"]) == 2
-    assert two["rows"] == 18 - one["marked_covered"] < 18 and one["marked"] == 18, "some rows were covered, and left out"
+    assert two["rows"] == 18 - one["marked_covered"] < 18 and one["marked"] == 18, (
+        "some rows were covered, and left out"
+    )
     assert two["union"] == pytest.approx(one["union"] + two["gain"])
     assert metrics["settings"]["ended"] == "all of boost.members=2 are fitted"
     rows = {int(row["step"]): row for row in read_metrics(run / "metrics.csv")}
     assert rows[1]["boost/coverage"] == one["coverage"] and rows[1]["boost/left"] == one["left"]
     assert rows[2]["boost/gain"] == two["gain"] and rows[2]["boost/overlap_1"] == two["overlap"][0]
-    assert [row["step"] for row in read_metrics(run / "members" / "member-2" / "metrics.csv")] == [1, 2, 3]
+    assert [row["step"] for row in read_metrics(run / "members" / "member-2" / "metrics.csv")] == [
+        1,
+        2,
+        3,
+    ]
 
     speculator = load_package(run / "package", target)
     assert isinstance(speculator.drafter, Ensemble) and isinstance(speculator.plan.tree, Forest)
-    last = [read_checkpoint(run / "members" / f"member-{k}" / "checkpoints" / "best.ckpt")["weights"] for k in (1, 2)]
+    last = [
+        read_checkpoint(run / "members" / f"member-{k}" / "checkpoints" / "best.ckpt")["weights"]
+        for k in (1, 2)
+    ]
     for number, weights in enumerate(last):
         for name, value in speculator.drafter.drafters[number].named_parameters():
             assert value.float().equal(weights[f"drafter.{name}"].to(value.dtype).float()), name
@@ -93,8 +134,10 @@ def test_one_command_makes_an_ensemble(target: Target, calm: Path) -> None:
     fits = [*training["members"], *training["marking"]]
     assert training["marking"], "those that only marked rows took time too"
     tokens = sum(one["supervised_tokens_seen"] for one in fits)
-    assert training_of(read_config(run / "package"))[1] == tokens > sum(
-        one["supervised_tokens_seen"] for one in training["members"]
+    assert (
+        training_of(read_config(run / "package"))[1]
+        == tokens
+        > sum(one["supervised_tokens_seen"] for one in training["members"])
     )
 
 
@@ -114,37 +157,69 @@ class Signal(ConsoleProgress):
 
 
 def test_a_run_broken_off_goes_on_between_and_within_fits_to_the_same_weights(
-    folder: Path, calm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    calm: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
         patch.setattr(learning, "ConsoleProgress", Signal)
         fit.main(words(folder, run))
     said = capsys.readouterr().out
-    assert stopped.value.code == 143 and f"continue with resume=last run_dir={run}" in said.replace("\n", "")
-    assert {path.name for path in (run / "members" / "member-1").glob("fold-*")} == {"fold-1", "fold-2"}
-    assert not (run / "package").exists() and not (run / "members" / "member-1" / "marks.ckpt").exists()
+    assert stopped.value.code == 143 and f"continue with resume=last run_dir={run}" in said.replace(
+        "\n", ""
+    )
+    assert {path.name for path in (run / "members" / "member-1").glob("fold-*")} == {
+        "fold-1",
+        "fold-2",
+    }
+    assert (
+        not (run / "package").exists()
+        and not (run / "members" / "member-1" / "marks.ckpt").exists()
+    )
 
     fit.main([*words(folder, run), "resume=last"])
     said = capsys.readouterr().out
-    assert said.count("training is already done") == 2, "the member and the model of the first fold are not fitted anew"
+    assert said.count("training is already done") == 2, (
+        "the member and the model of the first fold are not fitted anew"
+    )
     assert re.search("goes on behind update [12],", said) and "references matched" in said
     assert (run / "package" / TENSORS).read_bytes() == (calm / "package" / TENSORS).read_bytes()
-    assert training_of(read_config(run / "package"))[1] == training_of(read_config(calm / "package"))[1]
-    lines = [[row for row in read_metrics(one / "metrics.csv") if "boost/gain" in row] for one in (run, calm)]
+    assert (
+        training_of(read_config(run / "package"))[1]
+        == training_of(read_config(calm / "package"))[1]
+    )
+    lines = [
+        [row for row in read_metrics(one / "metrics.csv") if "boost/gain" in row]
+        for one in (run, calm)
+    ]
     assert lines[0] == lines[1] and len(lines[0]) == 2
 
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("drafter._target_", "drafttrain.drafter.eagle1.Eagle1", "boost: Eagle1 is no language model"),
+        (
+            "drafter._target_",
+            "drafttrain.drafter.eagle1.Eagle1",
+            "boost: Eagle1 is no language model",
+        ),
         ("resume", "x.ckpt", "give resume=last"),
         ("export_assistant", True, "none of which stands for all"),
         ("data.set_aside", 0, "boost.nodes needs rows that are not trained on"),
         ("boost.match", 90, "boost.match=90 is above boost.reference=16"),
-        ("boost.members", 300, "the tree, grown by each of boost.members=300: 1200 nodes are asked for, at most 1024"),
-        ("joint", {**OmegaConf.load(conf_dir() / "joint" / "lora.yaml"), "rank": 0}, "set joint=null"),
+        (
+            "boost.members",
+            300,
+            "the tree, grown by each of boost.members=300: 1200 nodes are asked for, at most 1024",
+        ),
+        (
+            "joint",
+            {**OmegaConf.load(conf_dir() / "joint" / "lora.yaml"), "rank": 0},
+            "set joint=null",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_early(config: Any, key: str, value: Any, message: str) -> None:
@@ -166,12 +241,18 @@ def test_several_processes_are_refused(config: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_refusal_leaves_the_folder_free(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(boosting, "learn", lambda *_, **__: pytest.fail("something was fitted"))
     for more, said in (
         (["boost.removal=token", "drafter.on_policy=0.5"], "others are learned"),
-        (["boost.share_new_tokens=600"], "no row set aside leaves 600 tokens of the target's context"),
+        (
+            ["boost.share_new_tokens=600"],
+            "no row set aside leaves 600 tokens of the target's context",
+        ),
     ):
         with pytest.raises(SystemExit) as stopped:
             fit.main(words(folder, tmp_path / "run", *more))
@@ -182,6 +263,11 @@ def test_a_refusal_leaves_the_folder_free(
 def test_another_procedure_is_another_run(target: Target, folder: Path, config: Any) -> None:
     data, now = ConversationData(folder), plain(config)
     facts = procedure_facts(now, target, data)
-    for key, value, same in (("eta", 2.0, False), ("match", 1, False), ("nodes", 4, True), ("share_new_tokens", 99, True)):
+    for key, value, same in (
+        ("eta", 2.0, False),
+        ("match", 1, False),
+        ("nodes", 4, True),
+        ("share_new_tokens", 99, True),
+    ):
         other = {**now, "boost": {**now["boost"], key: value}}
         assert (procedure_facts(other, target, data) == facts) == same, key

@@ -1,4 +1,5 @@
-"""The door as a person uses it: every experiment ends in a package; what is wrong is refused early; a killed run goes on."""
+"""The door as a person uses it: every experiment ends in a package; what is wrong is refused early;
+a killed run goes on."""
 
 from __future__ import annotations
 
@@ -40,27 +41,49 @@ UNTRAINED = ["ngram", "selfspec", "suffix"]
 """Experiments whose drafters learn nothing."""
 SEVERAL = ["specinfer"]
 """Experiments that fit more than one drafter: see test_boosting.py."""
-EXPERIMENTS = sorted({path.stem for path in (conf_dir() / "experiment").glob("*.yaml")} - {*UNTRAINED, *SEVERAL})
+EXPERIMENTS = sorted(
+    {path.stem for path in (conf_dir() / "experiment").glob("*.yaml")} - {*UNTRAINED, *SEVERAL}
+)
 WITH_HEADS = ("medusa1", "medusa2", "hydra_heads")
 
 
-# --- it works ----------------------------------------------------------------------------------------------------------
+# --- it works -------------------------------------------------------------------------------------
 
 
 @pytest.mark.field("F52")
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_experiment_fits_and_packages(target: Target, folder: Path, tmp_path: Path, experiment: str) -> None:
+def test_every_experiment_fits_and_packages(
+    target: Target, folder: Path, tmp_path: Path, experiment: str
+) -> None:
     run = tmp_path / "run"
-    small = ["target=tiny", "data=set", f"data.path={folder}", "data.temperatures=null", "data.set_aside=4"]
+    small = [
+        "target=tiny",
+        "data=set",
+        f"data.path={folder}",
+        "data.temperatures=null",
+        "data.set_aside=4",
+    ]
     small += ["trainer.max_steps=3", "trainer.max_epochs=null"]
-    small += ["trainer.log_every=1", "eval.every=2", "eval.prompts=2", "eval.max_new_tokens=6", "eval.speed_prompts=0"]
+    small += [
+        "trainer.log_every=1",
+        "eval.every=2",
+        "eval.prompts=2",
+        "eval.max_new_tokens=6",
+        "eval.speed_prompts=0",
+    ]
     vocabulary = [] if "paper" in experiment else ["draft_vocab=64"]
     # What names layers that only the experiment's own target has.
-    small += {"ssm": ["drafter.layers=[0, 2]"], "early_exit": ["drafter.exit_layer=1"]}.get(experiment, [])
+    small += {"ssm": ["drafter.layers=[0, 2]"], "early_exit": ["drafter.exit_layer=1"]}.get(
+        experiment, []
+    )
     fit.main([f"experiment={experiment}", f"run_dir={run}", *small, *vocabulary, *QUICK])
     names = {path.name for path in run.iterdir()}
     pictures = {"acceptance.png"} | ({"heads.png"} if experiment in WITH_HEADS else set())
-    assert names == {"config.yaml", "metrics.csv", "checkpoints", "package", "run.json", "report.html"} | pictures
+    assert (
+        names
+        == {"config.yaml", "metrics.csv", "checkpoints", "package", "run.json", "report.html"}
+        | pictures
+    )
     rows = read_metrics(run / "metrics.csv")
     assert [row["step"] for row in rows] == [1, 2, 3] and all("train/loss" in row for row in rows)
     assert all("val/tau" in row and "sim/tau" in row for row in rows[1:])
@@ -68,7 +91,10 @@ def test_every_experiment_fits_and_packages(target: Target, folder: Path, tmp_pa
     assert len(metrics["rows"]) > 1 and all(row["tau"] >= 1 for row in metrics["rows"])
     assert {row["measured"] for row in metrics["rows"]} == {"acceptance", "speed"}
     held_out = read_set(folder).prompts()
-    assert metrics["settings"]["prompts_digest"] == digest_of(held_out[:2]) and metrics["settings"]["device"] == "cpu"
+    assert (
+        metrics["settings"]["prompts_digest"] == digest_of(held_out[:2])
+        and metrics["settings"]["device"] == "cpu"
+    )
     seconds, tokens = training_of(read_config(run / "package"))
     assert seconds is not None and seconds >= 0 and tokens
 
@@ -89,18 +115,40 @@ def test_every_experiment_fits_and_packages(target: Target, folder: Path, tmp_pa
 
 
 @pytest.mark.parametrize("own_head", ["false", "true"])
-def test_heads_are_measured_calibrated_and_packaged(target: Target, folder: Path, tmp_path: Path, own_head: str) -> None:
+def test_heads_are_measured_calibrated_and_packaged(
+    target: Target, folder: Path, tmp_path: Path, own_head: str
+) -> None:
     run = tmp_path / "run"
-    more = ["drafter=medusa", "drafter.heads=3", f"drafter.own_head={own_head}", "tree.k=3", "data.set_aside=4"]
+    more = [
+        "drafter=medusa",
+        "drafter.heads=3",
+        f"drafter.own_head={own_head}",
+        "tree.k=3",
+        "data.set_aside=4",
+    ]
     more += ["final.calibrated=[6]", "final.calibrated_speed=[3]"]
-    more += [f"final.speed.{name}=null" for name in ("chain_4", "chain_5", "tree_2x2x1", "tree_3x1x1")]
+    more += [
+        f"final.speed.{name}=null" for name in ("chain_4", "chain_5", "tree_2x2x1", "tree_3x1x1")
+    ]
     more += ["final.acceptance.chain_4=null", "final.acceptance.static_25=null"]
     fit.main(words(folder, run, *more))
     rows = read_metrics(run / "metrics.csv")
-    assert all(f"train/head_{k}_top{n}" in row for row in rows for k in (1, 2, 3) for n in (1, 5, 10) if "train/loss" in row)
+    assert all(
+        f"train/head_{k}_top{n}" in row
+        for row in rows
+        for k in (1, 2, 3)
+        for n in (1, 5, 10)
+        if "train/loss" in row
+    )
     last = rows[-1]
     for k in (1, 2, 3):
-        assert 0 <= last[f"sim/head_{k}_top1"] <= last[f"sim/head_{k}_top5"] <= last[f"sim/head_{k}_top10"] <= 1
+        assert (
+            0
+            <= last[f"sim/head_{k}_top1"]
+            <= last[f"sim/head_{k}_top5"]
+            <= last[f"sim/head_{k}_top10"]
+            <= 1
+        )
     metrics = json.loads((run / "package" / "metrics.json").read_text())
     found = {row["label"]: row for row in metrics["rows"]}
     assert found["calibrated_6"]["nodes"] == 6 and found["calibrated_3 alone"]["nodes"] == 3
@@ -108,7 +156,9 @@ def test_heads_are_measured_calibrated_and_packaged(target: Target, folder: Path
     assert len(table) == 3 and all(len(row) == 10 and sum(row) <= 1 for row in table)
     speculator = load_package(run / "package", target)
     drafted, tally = speculator.generate([[5, 6, 7], [9, 8, 7, 6]], max_new_tokens=10)
-    plain, _ = speculator.generate([[5, 6, 7], [9, 8, 7, 6]], max_new_tokens=10, plan=Plan(Tree.chain(0)))
+    plain, _ = speculator.generate(
+        [[5, 6, 7], [9, 8, 7, 6]], max_new_tokens=10, plan=Plan(Tree.chain(0))
+    )
     assert [output.ids for output in drafted] == [output.ids for output in plain] and tally.drafted
 
 
@@ -132,22 +182,40 @@ def test_what_learns_nothing_is_measured_and_packaged(
         small += [f"drafter.corpus={folder}", "drafter.corpus_tokens=300", "drafter.remember=500"]
     if experiment == "selfspec":
         pytest.importorskip("optuna")
-        small += ["drafter.skip_attention=[1]", "drafter.skip_mlp=[2]", "search.trials=3", "search.prompts=2"]
+        small += [
+            "drafter.skip_attention=[1]",
+            "drafter.skip_mlp=[2]",
+            "search.trials=3",
+            "search.prompts=2",
+        ]
         small += ["search.max_new_tokens=5", "search.first_tokens=16"]
     fit.main([f"experiment={experiment}", f"run_dir={run}", *small])
     searched = {"search.json"} if experiment == "selfspec" else set()
     written = {"config.yaml", "metrics.csv", "acceptance.png", "package", "run.json", "report.html"}
     assert {path.name for path in run.iterdir()} == written | searched
     seconds = json.loads((run / "run.json").read_text())["seconds"]
-    assert list(seconds) == ["loading", *(["searching"] if searched else []), "measuring", "packaging"]
+    assert list(seconds) == [
+        "loading",
+        *(["searching"] if searched else []),
+        "measuring",
+        "packaging",
+    ]
     out = " ".join(capsys.readouterr().out.split())
-    assert "course" not in out and ("decoded before in the same measurement" in out) == (experiment == "suffix")
+    assert "course" not in out and ("decoded before in the same measurement" in out) == (
+        experiment == "suffix"
+    )
     (row,) = read_metrics(run / "metrics.csv")
     assert not any(name.startswith(("train/", "val/", "sim/")) for name in row)
     metrics = json.loads((run / "package" / "metrics.json").read_text())
-    assert {row["measured"] for row in metrics["rows"]} == {"acceptance", "speed"} and len(metrics["rows"]) > 3
+    assert {row["measured"] for row in metrics["rows"]} == {"acceptance", "speed"} and len(
+        metrics["rows"]
+    ) > 3
     assert all(row["tau"] >= 1 and row["guarantee"] == "greedy" for row in metrics["rows"])
-    assert all(row["same_as_plain"] == row["prompts"] for row in metrics["rows"] if row["measured"] == "speed")
+    assert all(
+        row["same_as_plain"] == row["prompts"]
+        for row in metrics["rows"]
+        if row["measured"] == "speed"
+    )
     assert {row["remember"] for row in metrics["rows"]} == {500 if experiment == "suffix" else 0}
     config = json.loads((run / "package" / "config.json").read_text())
     assert config["training"]["training"] is None and config["trained_length"] is None
@@ -159,55 +227,117 @@ def test_what_learns_nothing_is_measured_and_packaged(
     assert [output.ids for output in drafted] == [output.ids for output in plain] and tally.drafted
 
 
-def test_a_dynamic_tree_is_measured_while_training_and_packaged(target: Target, folder: Path, tmp_path: Path) -> None:
-    """`drafter=eagle1 tree=dynamic` is EAGLE-2. A tree that the final measurement does not name is measured all the same."""
+def test_a_dynamic_tree_is_measured_while_training_and_packaged(
+    target: Target, folder: Path, tmp_path: Path
+) -> None:
+    """`drafter=eagle1 tree=dynamic` is EAGLE-2. A tree that the final measurement does not name is
+    measured all the same."""
     tree = Dynamic(depth=3, top_k=2, total=5)
-    chosen = ["tree=dynamic", *(f"tree.{name}={getattr(tree, name)}" for name in ("depth", "top_k", "total"))]
-    others = [f"final.speed.{name}=null" for name in ("chain_5", "tree_2x2x1", "tree_3x1x1", *(f"chain_{k}" for k in range(1, 5)))]
+    chosen = [
+        "tree=dynamic",
+        *(f"tree.{name}={getattr(tree, name)}" for name in ("depth", "top_k", "total")),
+    ]
+    others = [
+        f"final.speed.{name}=null"
+        for name in ("chain_5", "tree_2x2x1", "tree_3x1x1", *(f"chain_{k}" for k in range(1, 5)))
+    ]
     others += ["final.acceptance.chain_4=null", "final.acceptance.static_25=null"]
-    fit.main(words(folder, tmp_path / "run", *chosen, "trainer.max_steps=2", "eval.every=1", *others, *QUICK))
+    fit.main(
+        words(
+            folder,
+            tmp_path / "run",
+            *chosen,
+            "trainer.max_steps=2",
+            "eval.every=1",
+            *others,
+            *QUICK,
+        )
+    )
     rows = json.loads((tmp_path / "run" / "package" / "metrics.json").read_text())["rows"]
     assert [(row["label"], row["growth"], row["nodes"], row["depth"]) for row in rows] == [
         ("dynamic_3x2x5", "dynamic", 5, 3),
         ("dynamic_3x2x5 alone", "dynamic", 5, 3),
     ]
-    assert all("val/accept@3_count" in row or row["val/tau"] >= 1 for row in read_metrics(tmp_path / "run" / "metrics.csv"))
+    assert all(
+        "val/accept@3_count" in row or row["val/tau"] >= 1
+        for row in read_metrics(tmp_path / "run" / "metrics.csv")
+    )
     speculator = load_package(tmp_path / "run" / "package", target)
     assert speculator.plan == Plan(tree)
     drafted, tally = speculator.generate([[5, 6, 7], [9, 8, 7, 6]], max_new_tokens=10)
-    plain, _ = speculator.generate([[5, 6, 7], [9, 8, 7, 6]], max_new_tokens=10, plan=Plan(Tree.chain(0)))
+    plain, _ = speculator.generate(
+        [[5, 6, 7], [9, 8, 7, 6]], max_new_tokens=10, plan=Plan(Tree.chain(0))
+    )
     assert [output.ids for output in drafted] == [output.ids for output in plain] and tally.drafted
 
 
-def test_the_page_of_a_run_is_made_from_its_folder_alone(target: Target, folder: Path, tmp_path: Path) -> None:
-    """Samples are what the packaged plan decodes, a measured tree has the hits of its nodes, and `report` makes the same page."""
+def test_the_page_of_a_run_is_made_from_its_folder_alone(
+    target: Target, folder: Path, tmp_path: Path
+) -> None:
+    """Samples are what the packaged plan decodes, a measured tree has the hits of its nodes, and
+    `report` makes the same page."""
     run = tmp_path / "run"
-    trees = [f"final.speed.{name}=null" for name in ("chain_2", "chain_3", "chain_4", "chain_5", "tree_3x1x1")]
-    few = ["trainer.max_steps=4", "eval.every=2", "eval.prompts=2", "eval.max_new_tokens=6", "final.prompts=2"]
-    few += ["final.max_new_tokens=12", "final.speed_prompts=2", "final.speed_new_tokens=12", "final.samples=2"]
+    trees = [
+        f"final.speed.{name}=null"
+        for name in ("chain_2", "chain_3", "chain_4", "chain_5", "tree_3x1x1")
+    ]
+    few = [
+        "trainer.max_steps=4",
+        "eval.every=2",
+        "eval.prompts=2",
+        "eval.max_new_tokens=6",
+        "final.prompts=2",
+    ]
+    few += [
+        "final.max_new_tokens=12",
+        "final.speed_prompts=2",
+        "final.speed_new_tokens=12",
+        "final.samples=2",
+    ]
     fit.main(words(folder, run, *few, *trees))
     noted = json.loads((run / "run.json").read_text())
-    assert list(noted["seconds"]) == ["loading", "training", "measuring", "packaging"] and min(noted["seconds"].values()) >= 0
+    assert (
+        list(noted["seconds"]) == ["loading", "training", "measuring", "packaging"]
+        and min(noted["seconds"].values()) >= 0
+    )
     speculator = load_package(run / "package", target)
-    assert noted["samples"]["tree"] == speculator.plan.tree.title and noted["samples"]["written_in"] == "ids"
+    assert (
+        noted["samples"]["tree"] == speculator.plan.tree.title
+        and noted["samples"]["written_in"] == "ids"
+    )
     passes: list[dict[str, Any]] = []
-    for prompt, answer in zip(read_set(folder).prompts(2), noted["samples"]["answers"], strict=True):
+    for prompt, answer in zip(
+        read_set(folder).prompts(2), noted["samples"]["answers"], strict=True
+    ):
         (output,), _ = speculator.generate([prompt], max_new_tokens=12, plan=Plan(Tree.chain(0)))
         assert answer["prompt"] == " ".join(map(str, prompt)) and answer["finish"] == output.finish
         text = "".join("".join(one["drafts"]) + one["own"] for one in answer["passes"])
-        assert [int(word) for word in text.split()] == output.ids and answer["passes"][0]["drafts"] == []
+        assert [int(word) for word in text.split()] == output.ids and answer["passes"][0][
+            "drafts"
+        ] == []
         passes += answer["passes"]
-    rows = {row["label"]: row for row in json.loads((run / "package" / "metrics.json").read_text())["rows"]}
-    best = max((row for row in rows.values() if row["speedup"] is not None), key=lambda row: row["speedup"])
-    assert best["tree"] == noted["samples"]["tree"] and best["tokens"] == sum(one["tokens"] for one in passes)
-    assert best["rounds"] == len(passes) - 2
-    assert best["accepted_per_round"] * best["rounds"] == pytest.approx(sum(len(one["drafts"]) for one in passes))
-    assert len(rows["static_25"]["node_counts"]) == 25 and rows["tree_2x2x1 alone"]["plain_seconds"].keys() == {
-        *("prefill", "draft", "verify", "host")
+    rows = {
+        row["label"]: row
+        for row in json.loads((run / "package" / "metrics.json").read_text())["rows"]
     }
+    best = max(
+        (row for row in rows.values() if row["speedup"] is not None), key=lambda row: row["speedup"]
+    )
+    assert best["tree"] == noted["samples"]["tree"] and best["tokens"] == sum(
+        one["tokens"] for one in passes
+    )
+    assert best["rounds"] == len(passes) - 2
+    assert best["accepted_per_round"] * best["rounds"] == pytest.approx(
+        sum(len(one["drafts"]) for one in passes)
+    )
+    assert len(rows["static_25"]["node_counts"]) == 25 and rows["tree_2x2x1 alone"][
+        "plain_seconds"
+    ].keys() == {*("prefill", "draft", "verify", "host")}
     text = (run / "report.html").read_text()
     root = parsed(text)
-    assert [node.text for node in root.all("h2")] == ["run"] and not root.one("run-1").classed("missing")
+    assert [node.text for node in root.all("h2")] == ["run"] and not root.one("run-1").classed(
+        "missing"
+    )
     (table,) = root.one("run-1-measured").all("table")
     assert [(cells[0].text, cells[4].values()) for cells in table.cells()] == [
         (label, [row["tau"]]) for label, row in rows.items()
@@ -225,12 +355,16 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
     fit.main(words(folder, tmp_path / "run", "trainer.max_steps=2"))
     assert "not available" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "run.json").read_text())["samples"] is None
-    assert "there was no held-out prompt to decode" in (tmp_path / "run" / "report.html").read_text()
+    assert (
+        "there was no held-out prompt to decode" in (tmp_path / "run" / "report.html").read_text()
+    )
     assert json.loads((tmp_path / "run" / "package" / "metrics.json").read_text())["rows"] == []
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["last.ckpt"]
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "last.ckpt"
+    ]
 
 
-# --- what is wrong is refused --------------------------------------------------------------------------------------------
+# --- what is wrong is refused ---------------------------------------------------------------------
 
 
 @pytest.mark.field("F14", "F61", "F62")
@@ -249,52 +383,108 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
         (["experiment=smok"], "Did you mean smoke"),
         (["tree=chain", "tree.k=0"], "the tree is empty"),
         (["tree=dynamic", "tree.depth=5", "tree.total=4"], "tree.total is 4, below tree.depth 5"),
-        (["tree=dynamic", "tree.top_k=65", "tree.total=70"], "65 children, this drafter proposes from 64 tokens"),
+        (
+            ["tree=dynamic", "tree.top_k=65", "tree.total=70"],
+            "65 children, this drafter proposes from 64 tokens",
+        ),
         (["tree=chain", "tree.stop_below=1.5"], "tree.stop_below is 1.5"),
         (["tree=medusa", "tree.name=octopus"], "no Medusa tree 'octopus'"),
         (["tree=file"], "needs tree.path=..."),
         (["tree=file", "tree.path=/nowhere.json"], "/nowhere.json does not exist"),
         (["tree=sequoia", "tree.rates=[0.8,0.7]"], "add up to 1.5"),
         (["tree=dynamic", "tree.topk=3"], "Did you mean tree.top_k"),
-        (["+final.speed.wide={_target_:drafttrain.tree.topology.Tree.expansion,widths:[80]}"], "wide: a node has 80"),
+        (
+            ["+final.speed.wide={_target_:drafttrain.tree.topology.Tree.expansion,widths:[80]}"],
+            "wide: a node has 80",
+        ),
         (["data.max_length=3"], "no supervised token"),
         (["target.seed=1"], "another target"),
-        (["target=hf", "target.path=/nowhere/at/all"], "target.path=/nowhere/at/all does not exist"),
+        (
+            ["target=hf", "target.path=/nowhere/at/all"],
+            "target.path=/nowhere/at/all does not exist",
+        ),
         (["target.max_position_embeddings=16"], "no setting target.max_position_embeddings"),
         (["resume=last"], "holds nothing to resume"),
         (["resume=no.ckpt"], "path of a checkpoint"),
         (["drafter.divergence=l2"], "loss l2 is not known"),
         (["drafter=ngram"], "draft_vocab=64: NGram has no draft vocabulary"),
         (["drafter=ngram", "draft_vocab=0", "resume=last"], "resume=last: NGram learns nothing"),
-        (["drafter=ngram", "draft_vocab=0", "joint=lora"], "joint: NGram learns nothing, so a target cannot be trained with it"),
-        (["drafter=ngram", "draft_vocab=0", "boost=collective"], "boost: NGram learns nothing, so there is nothing to fit"),
-        (["drafter=suffix", "draft_vocab=0", "init_from=/nowhere"], "init_from=/nowhere: Suffix learns nothing"),
-        (["drafter=suffix", "draft_vocab=0", "export_assistant=true"], "export_assistant: Suffix learns nothing"),
-        (["drafter=ngram", "draft_vocab=0", "drafter.max_ngram=0"], "max_ngram=0: needs a whole number"),
+        (
+            ["drafter=ngram", "draft_vocab=0", "joint=lora"],
+            "joint: NGram learns nothing, so a target cannot be trained with it",
+        ),
+        (
+            ["drafter=ngram", "draft_vocab=0", "boost=collective"],
+            "boost: NGram learns nothing, so there is nothing to fit",
+        ),
+        (
+            ["drafter=suffix", "draft_vocab=0", "init_from=/nowhere"],
+            "init_from=/nowhere: Suffix learns nothing",
+        ),
+        (
+            ["drafter=suffix", "draft_vocab=0", "export_assistant=true"],
+            "export_assistant: Suffix learns nothing",
+        ),
+        (
+            ["drafter=ngram", "draft_vocab=0", "drafter.max_ngram=0"],
+            "max_ngram=0: needs a whole number",
+        ),
         (["drafter=ngram", "draft_vocab=0", "tree=dynamic"], "is a Dynamic, NGram can fill: Tree"),
-        (["drafter=ngram", "draft_vocab=0", "final.calibrated=[8]", "data.set_aside=2"], "NGram has no heads"),
-        (["drafter=ngram", "draft_vocab=0", "drafter.min_gram=2"], "Did you mean drafter.min_ngram"),
+        (
+            ["drafter=ngram", "draft_vocab=0", "final.calibrated=[8]", "data.set_aside=2"],
+            "NGram has no heads",
+        ),
+        (
+            ["drafter=ngram", "draft_vocab=0", "drafter.min_gram=2"],
+            "Did you mean drafter.min_ngram",
+        ),
         (["drafter=suffix", "draft_vocab=0", "tree.k=30"], "30 deep, this drafter fills 24"),
-        (["drafter=suffix", "draft_vocab=0", "drafter.corpus=builtin:smollm2"], "belongs to another target"),
-        (["drafter=selfspec"], "skip_attention=[10, 12, 14, 16, 18, 20, 22, 24]: needs a list of layers of target tiny-llama"),
+        (
+            ["drafter=suffix", "draft_vocab=0", "drafter.corpus=builtin:smollm2"],
+            "belongs to another target",
+        ),
+        (
+            ["drafter=selfspec"],
+            "skip_attention=[10, 12, 14, 16, 18, 20, 22, 24]: needs a list of layers of target "
+            "tiny-llama",
+        ),
         (["drafter=selfspec", "init_from=/nowhere"], "init_from=/nowhere: SelfSpec learns nothing"),
         (["drafter=selfspec", "search=skips", "search.trials=0"], "search.trials=0"),
-        (["search=skips"], "search chooses what drafter=selfspec leaves out, the drafter is Eagle1: set search=null"),
-        (["drafter=early_exit"], "exit_layer=5: needs the number of a layer of target tiny-llama, from 0 to 2"),
+        (
+            ["search=skips"],
+            "search chooses what drafter=selfspec leaves out, the drafter is Eagle1: set "
+            "search=null",
+        ),
+        (
+            ["drafter=early_exit"],
+            "exit_layer=5: needs the number of a layer of target tiny-llama, from 0 to 2",
+        ),
         (["drafter=early_exit", "drafter.exit_layr=1"], "Did you mean drafter.exit_layer"),
         (["features.keep_dtype=int4"], "features.keep_dtype=int4"),
-        (["draft_vocab=2"], "final.acceptance.static_25: a node has 4 children, this drafter proposes from"),
+        (
+            ["draft_vocab=2"],
+            "final.acceptance.static_25: a node has 4 children, this drafter proposes from",
+        ),
         (["tree=chain", "tree.k=2000"], "the tree: 2000 nodes are asked for"),
         (["tree=chain", "tree.k=1.5"], "chain length is 1.5"),
         (["final.acceptance=null"], "final.acceptance=None: needs trees by name"),
         (["final.speed.chain_4=5"], "final.speed.chain_4=5: needs a tree"),
         (["optim.warmup=nan"], "optim.warmup=nan"),
         (["optim.betas=0.9"], "optim.betas=0.9"),
-        (["final.calibrated=[8]"], "final.calibrated needs rows that are not trained on: set data.set_aside"),
-        (["final.calibrated=[8]", "data.set_aside=4"], "Eagle1 has no heads whose accuracy could make a tree"),
+        (
+            ["final.calibrated=[8]"],
+            "final.calibrated needs rows that are not trained on: set data.set_aside",
+        ),
+        (
+            ["final.calibrated=[8]", "data.set_aside=4"],
+            "Eagle1 has no heads whose accuracy could make a tree",
+        ),
         (["final.calibrated=[0]"], "needs a list of numbers of nodes"),
         (["drafter=medusa", "drafter.heads=0"], "heads=0"),
-        (["drafter=medusa", "drafter.head=3"], "there is no setting drafter.head. Did you mean drafter.heads"),
+        (
+            ["drafter=medusa", "drafter.head=3"],
+            "there is no setting drafter.head. Did you mean drafter.heads",
+        ),
         (["drafter=medusa", "drafter.heads=2"], "4 deep, this drafter fills 2"),
         (["data.limit_rows=x"], "limit_rows=x: needs a whole number"),
         (["data.temperatures=[a]"], "temperatures=['a']: needs a list of numbers"),
@@ -306,11 +496,20 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
         (["joint=5"], "joint=5: there is no joint 5. Choices: lora"),
         (["joint={}"], "give joint=lora, or null"),
         (["drafter=null"], "drafter=null: fit needs one drafter, of eagle1"),
-        (["drafter._target_=drafttrain.nowhere"], "drafter._target_=drafttrain.nowhere cannot be imported"),
+        (
+            ["drafter._target_=drafttrain.nowhere"],
+            "drafter._target_=drafttrain.nowhere cannot be imported",
+        ),
         (["drafter._target_=builtins.dict"], "drafter._target_=builtins.dict is no drafter"),
         (["final=null"], "final holds several settings"),
-        (["init_from=/nowhere"], "init_from=/nowhere cannot be used: package=/nowhere does not exist"),
-        (["drafter=medusa", "drafter.heads=4", "final.calibrated=[2000]", "data.set_aside=4"], "2000 nodes are asked for"),
+        (
+            ["init_from=/nowhere"],
+            "init_from=/nowhere cannot be used: package=/nowhere does not exist",
+        ),
+        (
+            ["drafter=medusa", "drafter.heads=4", "final.calibrated=[2000]", "data.set_aside=4"],
+            "2000 nodes are asked for",
+        ),
         (["target.vocab_size=x"], "target.vocab_size=x: needs a whole number"),
         (["target.width=30"], "needs a multiple of 8"),
         (["resume=5"], "resume=5: needs a path"),
@@ -325,7 +524,10 @@ def test_wrong_settings(
 
 
 def test_a_place_that_cannot_take_the_package_is_found_before_training(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = tmp_path / "run"
     (run / "package").mkdir(parents=True)
@@ -337,11 +539,19 @@ def test_a_place_that_cannot_take_the_package_is_found_before_training(
 
 
 def test_what_rows_and_prompts_refuse_comes_before_long_work(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("optuna")
     monkeypatch.setattr(SkipSearch, "run", lambda *_, **__: pytest.fail("something was searched"))
-    selfspec = ["drafter=selfspec", "drafter.skip_attention=[1]", "drafter.skip_mlp=[]", "search=skips"]
+    selfspec = [
+        "drafter=selfspec",
+        "drafter.skip_attention=[1]",
+        "drafter.skip_mlp=[]",
+        "search=skips",
+    ]
     said = refusal(capsys, words(folder, tmp_path / "run", *selfspec, "final.max_new_tokens=600"))
     assert "none of the 4 held-out prompts leaves 600 of the target's 512 tokens" in said
     monkeypatch.setattr(fit, "load_target", lambda *_: pytest.fail("the target was loaded"))
@@ -372,37 +582,68 @@ def test_a_folder_of_somebody_is_not_taken_for_a_run(
     loose.unlink()
     (mine / "config.yaml").touch()
     Run(mine).clear_scratch()
-    assert {path: path.read_bytes() for path in mine.rglob("*") if path.is_file() and path.name != "config.yaml"} == before
+    assert {
+        path: path.read_bytes()
+        for path in mine.rglob("*")
+        if path.is_file() and path.name != "config.yaml"
+    } == before
     (mine / "scratch" / "1").mkdir()
     (mine / "scratch" / "1" / "features.bin").touch()
     (mine / "checkpoints").mkdir()
-    for name in (".last.ckpt-a_b1", ".update-00000012.ckpt-link", ".last.ckpt", "last.ckpt-mine", ".notes-1"):
+    for name in (
+        ".last.ckpt-a_b1",
+        ".update-00000012.ckpt-link",
+        ".last.ckpt",
+        "last.ckpt-mine",
+        ".notes-1",
+    ):
         (mine / "checkpoints" / name).touch()
     Run(mine).clear_scratch()
     assert not (mine / "scratch" / "1").exists() and (mine / "scratch" / "thesis.tex").exists()
-    assert {path.name for path in (mine / "checkpoints").iterdir()} == {".last.ckpt", "last.ckpt-mine", ".notes-1"}
+    assert {path.name for path in (mine / "checkpoints").iterdir()} == {
+        ".last.ckpt",
+        "last.ckpt-mine",
+        ".notes-1",
+    }
 
 
-def test_checkpoints_that_are_none_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_that_are_none_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     last = tmp_path / "run" / "checkpoints" / "last.ckpt"
     last.parent.mkdir(parents=True)
     torch.save({"format": FORMAT, "weights": {}}, last)
-    assert "last.ckpt lacks optimiser" in refusal(capsys, words(folder, tmp_path / "run", "resume=last"))
+    assert "last.ckpt lacks optimiser" in refusal(
+        capsys, words(folder, tmp_path / "run", "resume=last")
+    )
     other = tmp_path / "other.ckpt"
     other.write_bytes(b"\x80\x02.")
-    assert "cannot be read as a checkpoint" in refusal(capsys, words(folder, tmp_path / "run", f"resume={other}"))
+    assert "cannot be read as a checkpoint" in refusal(
+        capsys, words(folder, tmp_path / "run", f"resume={other}")
+    )
     assert last.exists()
 
 
 @pytest.mark.field("F05", "F07", "F63")
-def test_data_that_cannot_be_learned_from(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is not a conversation set" in refusal(capsys, words(tmp_path / "none", tmp_path / "run"))
+def test_data_that_cannot_be_learned_from(
+    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "is not a conversation set" in refusal(
+        capsys, words(tmp_path / "none", tmp_path / "run")
+    )
     manifest = {"target": {"name": target.name, "fingerprint": target.fingerprint}}
     masked = tmp_path / "masked"
-    write_set(masked, [Row(i, (3, 4, 5), (), ("stop",)) for i in range(3)], manifest=manifest, held_out=0)
+    write_set(
+        masked, [Row(i, (3, 4, 5), (), ("stop",)) for i in range(3)], manifest=manifest, held_out=0
+    )
     assert "3 no supervised token" in refusal(capsys, words(masked, tmp_path / "run"))
     long = tmp_path / "long"
-    write_set(long, [Row(0, tuple(range(3, 250)) * 3, ((5, 700),), ("stop",))], manifest=manifest, held_out=0)
+    write_set(
+        long,
+        [Row(0, tuple(range(3, 250)) * 3, ((5, 700),), ("stop",))],
+        manifest=manifest,
+        held_out=0,
+    )
     said = refusal(capsys, words(long, tmp_path / "run", "trainer.batch_tokens=4096"))
     assert "the target's context holds 512: set data.max_length=512" in said
     damaged = write_tiny_set(target, tmp_path / "damaged", rows=6, held_out=1)
@@ -425,11 +666,18 @@ def test_a_crash_before_the_first_checkpoint_leaves_the_folder_free(
 
 
 @pytest.mark.field("F28")
-def test_a_full_disk(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     usage = type("Usage", (), {"free": 1000})
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage)
-        assert "MB free, checkpoints and package need" in refusal(capsys, words(folder, tmp_path / "run", *UNMEASURED))
+        assert "MB free, checkpoints and package need" in refusal(
+            capsys, words(folder, tmp_path / "run", *UNMEASURED)
+        )
     assert not (tmp_path / "run").exists()
 
     def full(*args: Any, **kwargs: Any) -> None:
@@ -440,11 +688,16 @@ def test_a_full_disk(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "run" / "package").exists()
 
 
-def test_a_limit_of_file_sizes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_limit_of_file_sizes(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, more = tmp_path / "run", [*UNMEASURED, "trainer.max_steps=2"]
     with file_limit(30_000):
         said = refusal(capsys, words(folder, run, *more))
-    assert "a file grew larger than this system allows while writing" in said and "last.ckpt: raise the limit (ulimit -f)" in said
+    assert (
+        "a file grew larger than this system allows while writing" in said
+        and "last.ckpt: raise the limit (ulimit -f)" in said
+    )
     assert not list((run / "checkpoints").iterdir()) and not (run / "package").exists()
     fit.main([*words(folder, run, *more), "resume=last"])
     assert "starts from the beginning" in capsys.readouterr().out and (run / "package").exists()
@@ -452,7 +705,11 @@ def test_a_limit_of_file_sizes(folder: Path, tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.field("F21")
 def test_a_used_folder_and_a_run_that_is_not_the_same(
-    target: Target, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    target: Target,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = tmp_path / "run"
     once = words(folder, run, *UNMEASURED, "trainer.max_steps=3")
@@ -483,14 +740,18 @@ def test_a_used_folder_and_a_run_that_is_not_the_same(
     assert "trainer.log_every was 2, is 3" in said and "training is already done" in said
 
 
-# --- stopped and killed --------------------------------------------------------------------------------------------------
+# --- stopped and killed ---------------------------------------------------------------------------
 
 
 @pytest.mark.field("F18", "F19")
 def test_killed_and_stopped_runs_go_on_to_the_same_weights(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """SIGTERM, then SIGKILL to the resumed run, then the rest: bit for bit the weights of a run that was left alone."""
+    """SIGTERM, then SIGKILL to the resumed run, then the rest: bit for bit the weights of a run
+    that was left alone."""
     run, calm = tmp_path / "run", tmp_path / "calm"
     more = ["trainer.batch_tokens=256", "trainer.max_steps=80", "checkpoint.every=5", *UNMEASURED]
     last = run / "checkpoints" / "last.ckpt"
@@ -521,25 +782,49 @@ def test_killed_and_stopped_runs_go_on_to_the_same_weights(
     assert [row["train/lr"] for row in ours] == [row["train/lr"] for row in theirs]
     # A window that a stop cut in two is logged as its second part.
     assert sum(a["train/loss"] != b["train/loss"] for a, b in zip(ours, theirs, strict=True)) <= 2
-    assert (run / "package" / "drafter.safetensors").read_bytes() == (calm / "package" / "drafter.safetensors").read_bytes()
+    assert (run / "package" / "drafter.safetensors").read_bytes() == (
+        calm / "package" / "drafter.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.field("F23", "F33", "F45")
 @pytest.mark.processes
 def test_two_processes_give_the_weights_of_one(folder: Path, tmp_path: Path) -> None:
-    """An epoch is one update here: three batches alone, and four over two processes, one of which has no label."""
+    """An epoch is one update here: three batches alone, and four over two processes, one of which
+    has no label."""
     one, two = tmp_path / "one", tmp_path / "two"
-    more = ["features.keep_dtype=float32", "drafter.noise=0", "trainer.batch_tokens=1024", "trainer.max_steps=4", "eval.every=2"]
+    more = [
+        "features.keep_dtype=float32",
+        "drafter.noise=0",
+        "trainer.batch_tokens=1024",
+        "trainer.max_steps=4",
+        "eval.every=2",
+    ]
     more += ["trainer.accelerator=cpu", *QUICK]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    command += ["--main_process_port", "0", "-m", "drafttrain.fit", *words(folder, two, *more, "trainer.accumulate=2")]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+    ]
+    command += [
+        "--main_process_port",
+        "0",
+        "-m",
+        "drafttrain.fit",
+        *words(folder, two, *more, "trainer.accumulate=2"),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr[-3000:]
     fit.main(words(folder, one, *more, "trainer.accumulate=4"))
     a, b = weights(one), weights(two)
     for name in a:
-        torch.testing.assert_close(b[name], a[name], rtol=1e-5, atol=1e-5 * float(a[name].float().abs().max()))
+        torch.testing.assert_close(
+            b[name], a[name], rtol=1e-5, atol=1e-5 * float(a[name].float().abs().max())
+        )
     states = [read_checkpoint(run / "checkpoints" / "last.ckpt") for run in (one, two)]
     assert states[0]["progress"]["supervised"] == states[1]["progress"]["supervised"]
     assert states[0]["keeper"] == states[1]["keeper"]

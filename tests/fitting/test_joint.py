@@ -1,4 +1,5 @@
-"""Medusa-2 through the doors: fit, package, evaluate, generate; two stages; stopped runs; several processes."""
+"""Medusa-2 through the doors: fit, package, evaluate, generate; two stages; stopped runs; several
+processes."""
 
 from __future__ import annotations
 
@@ -26,8 +27,17 @@ from tests.forked import pair
 from tests.helpers import save_target, tiny_chat_target
 from tests.training.parts import same, write_tiny_set
 
-HEADS = ["drafter=medusa", "drafter.heads=3", "tree.k=3", "final.acceptance.chain_4=null", "final.acceptance.static_25=null"]
-HEADS += [f"final.speed.{name}=null" for name in ("tree_2x2x1", "tree_3x1x1", *(f"chain_{k}" for k in range(1, 6)))]
+HEADS = [
+    "drafter=medusa",
+    "drafter.heads=3",
+    "tree.k=3",
+    "final.acceptance.chain_4=null",
+    "final.acceptance.static_25=null",
+]
+HEADS += [
+    f"final.speed.{name}=null"
+    for name in ("tree_2x2x1", "tree_3x1x1", *(f"chain_{k}" for k in range(1, 6)))
+]
 JOINT = [*HEADS, *QUICK, "joint=lora", "joint.rank=4"]
 TUNED = "greedy, relative to the tuned target"
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6]]
@@ -44,19 +54,31 @@ def test_fit_packages_what_it_measured(
     more = ["joint.ramp=constant", "joint.lambda_0=0.2", "final.change_rows=3"]
     fit.main(words(folder, run, *JOINT, *more))
     said = " ".join(capsys.readouterr().out.split())
-    assert "trained jointly by an adapter of rank 4 on 21 linears" in said and "computed anew for every batch" in said
+    assert (
+        "trained jointly by an adapter of rank 4 on 21 linears" in said
+        and "computed anew for every batch" in said
+    )
     assert "what joint training did to the target, on 3 held-out rows" in said
     log = read_log(run / "metrics.csv")
     assert all(row["train/lambda_0"] == pytest.approx(0.2) for row in log if "train/loss" in row)
-    assert any("train/kl" in row and "train/heads" in row for row in log) and any("val/tau" in row for row in log)
+    assert any("train/kl" in row and "train/heads" in row for row in log) and any(
+        "val/tau" in row for row in log
+    )
     best = weights(run, "best")
     assert {name.partition(".")[0] for name in best} == {"drafter", "adapter"}
     package = run / "package"
     stored = load_file(package / ADAPTER)
-    kept = {name.removeprefix("adapter.weights.").replace("/", "."): w for name, w in best.items() if name.startswith("adapter.")}
+    kept = {
+        name.removeprefix("adapter.weights.").replace("/", "."): w
+        for name, w in best.items()
+        if name.startswith("adapter.")
+    }
     assert same(stored, kept)
     assert any(float(w.abs().max()) > 0 for name, w in stored.items() if name.endswith(".B"))
-    assert same(load_file(package / TENSORS), {n.removeprefix("drafter."): w for n, w in best.items() if n.startswith("drafter.")})
+    assert same(
+        load_file(package / TENSORS),
+        {n.removeprefix("drafter."): w for n, w in best.items() if n.startswith("drafter.")},
+    )
     metrics = read_metrics(package)
     assert {row["guarantee"] for row in metrics["rows"]} == {TUNED}
     moved = metrics["target_change"]
@@ -70,7 +92,9 @@ def test_fit_packages_what_it_measured(
     found = []
     for dtype in ("float32", "bfloat16"):  # whichever was faster
         speculator = load_package(package, target, dtype=dtype)
-        again = speculator.measure_acceptance(prompts[:2], Plan(Tree.chain(3)), max_new_tokens=6, batch=16)
+        again = speculator.measure_acceptance(
+            prompts[:2], Plan(Tree.chain(3)), max_new_tokens=6, batch=16
+        )
         found.append((again.tally.tau, again.tally.rounds))
     assert (row["tau"], row["rounds"]) in found
 
@@ -81,9 +105,22 @@ def prompts_of(folder: Path) -> list[list[int]]:
     return ConversationData(folder).set.prompts()
 
 
-def test_rank_0_and_no_weight_reproduce_the_frozen_target(target: Target, folder: Path, tmp_path: Path) -> None:
+def test_rank_0_and_no_weight_reproduce_the_frozen_target(
+    target: Target, folder: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    fit.main(words(folder, run, *HEADS, *QUICK, "joint=lora", "joint.rank=0", "joint.lambda_0=0", "trainer.max_steps=3"))
+    fit.main(
+        words(
+            folder,
+            run,
+            *HEADS,
+            *QUICK,
+            "joint=lora",
+            "joint.rank=0",
+            "joint.lambda_0=0",
+            "trainer.max_steps=3",
+        )
+    )
     package = run / "package"
     assert "adapter" not in read_config(package) and not (package / ADAPTER).exists()
     assert {row["guarantee"] for row in read_metrics(package)["rows"]} == {"greedy"}
@@ -91,11 +128,17 @@ def test_rank_0_and_no_weight_reproduce_the_frozen_target(target: Target, folder
     assert speculator.target is target
     plain = load_package(package, load.tiny())
     assert text(speculator) == text(plain, Plan(Tree.chain(0)))
-    start = {name: value for name, value in load_file(package / TENSORS).items() if name != "draft_ids"}
-    assert not any(value.any() for value in start.values()), "heads begin as the identity, and nothing moved them"
+    start = {
+        name: value for name, value in load_file(package / TENSORS).items() if name != "draft_ids"
+    }
+    assert not any(value.any() for value in start.values()), (
+        "heads begin as the identity, and nothing moved them"
+    )
 
 
-def test_two_stages(target: Target, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_stages(
+    target: Target, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     fit.main(words(folder, one, *HEADS, *QUICK, "trainer.max_steps=4"))
     begin = [*JOINT, f"init_from={one / 'package'}"]
@@ -121,20 +164,36 @@ def test_two_stages(target: Target, folder: Path, tmp_path: Path, capsys: pytest
         (["joint.rank=x"], "joint.rank=x"),
         (["joint.linears=[nope]"], "linears: nope is none of target"),
         (["joint.lamda_0=1"], "Did you mean joint.lambda_0"),
-        (["target=hf", "target.path=/nowhere", "target.pack=true"], "packed weights cannot be trained jointly"),
-        (["trainer.max_steps=null", "trainer.max_minutes=1", "optim.schedule=constant", "optim.warmup=2"], "ramp=sine counts"),
+        (
+            ["target=hf", "target.path=/nowhere", "target.pack=true"],
+            "packed weights cannot be trained jointly",
+        ),
+        (
+            [
+                "trainer.max_steps=null",
+                "trainer.max_minutes=1",
+                "optim.schedule=constant",
+                "optim.warmup=2",
+            ],
+            "ramp=sine counts",
+        ),
     ],
 )
 def test_wrong_settings(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
 ) -> None:
-    kept = [word for word in JOINT if not (more == ["drafter=eagle1"] and word.startswith("drafter"))]
+    kept = [
+        word for word in JOINT if not (more == ["drafter=eagle1"] and word.startswith("drafter"))
+    ]
     assert said in refusal(capsys, words(folder, tmp_path / "run", *kept, *more))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_stopped_run_goes_on_to_the_same_package(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run, calm = tmp_path / "run", tmp_path / "calm"
     more = [*JOINT, "joint.dropout=0.2", "checkpoint.every=5", "eval.every=6"]
@@ -142,7 +201,9 @@ def test_a_stopped_run_goes_on_to_the_same_package(
         patch.setattr(learning, "ConsoleProgress", Signal)
         fit.main(words(folder, run, *more))
     assert stopped.value.code == 143 and signal.getsignal(signal.SIGTERM) is not None
-    assert "joint.rank was 4, is 5" in refusal(capsys, [*words(folder, run, *more, "joint.rank=5"), "resume=last"])
+    assert "joint.rank was 4, is 5" in refusal(
+        capsys, [*words(folder, run, *more, "joint.rank=5"), "resume=last"]
+    )
     fit.main([*words(folder, run, *more), "resume=last"])
     fit.main(words(folder, calm, *more))
     assert same(weights(run), weights(calm)) and same(weights(run, "best"), weights(calm, "best"))
@@ -153,14 +214,22 @@ def test_a_stopped_run_goes_on_to_the_same_package(
 @pytest.mark.processes
 def test_two_processes_give_the_weights_of_one(folder: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    more = [*JOINT, "joint.dropout=0", "joint.lambda_0=0.2", "joint.ramp=constant", "trainer.batch_tokens=1024"]
+    more = [
+        *JOINT,
+        "joint.dropout=0",
+        "joint.lambda_0=0.2",
+        "joint.ramp=constant",
+        "trainer.batch_tokens=1024",
+    ]
     more += ["trainer.max_steps=3", "eval.every=null", "trainer.accelerator=cpu"]
     pair(fit.main, words(folder, two, *more, "trainer.accumulate=2"), said=tmp_path / "said")
     fit.main(words(folder, one, *more, "trainer.accumulate=4"))
     a, b = weights(one), weights(two)
     assert a.keys() == b.keys() and any(name.startswith("adapter.") for name in a)
     for name in a:
-        torch.testing.assert_close(b[name], a[name], rtol=1e-3, atol=1e-4 * float(a[name].float().abs().max()) + 1e-6)
+        torch.testing.assert_close(
+            b[name], a[name], rtol=1e-3, atol=1e-4 * float(a[name].float().abs().max()) + 1e-6
+        )
     states = [read_checkpoint(run / "checkpoints" / "last.ckpt") for run in (one, two)]
     assert states[0]["progress"]["supervised"] == states[1]["progress"]["supervised"]
 
@@ -170,8 +239,15 @@ def test_evaluate_tune_and_generate_speak_of_the_tuned_target(
 ) -> None:
     chat = tiny_chat_target(stop_bias=1.0)
     save_target(chat, tmp_path / "target")
-    own = ["target=hf", f"target.path={tmp_path / 'target'}", "target.dtype=float32", "target.device=cpu"]
-    here = load.hf(str(tmp_path / "target"), dtype="float32", device="cpu", attention="sdpa", pack=False)
+    own = [
+        "target=hf",
+        f"target.path={tmp_path / 'target'}",
+        "target.dtype=float32",
+        "target.device=cpu",
+    ]
+    here = load.hf(
+        str(tmp_path / "target"), dtype="float32", device="cpu", attention="sdpa", pack=False
+    )
     folder = write_tiny_set(here, tmp_path / "set")
     run = tmp_path / "run"
     fit.main(words(folder, run, *JOINT, "joint.lambda_0=1", *own, "trainer.max_steps=6"))
@@ -179,9 +255,25 @@ def test_evaluate_tune_and_generate_speak_of_the_tuned_target(
     capsys.readouterr()
 
     common = [*own, package, "dtype=float32", "max_new_tokens=8"]
-    sizes = ["chains=[2]", "trees=[package]", "temperatures=[0.0]", "limit=3", "speed_prompts=1", "change_rows=4"]
+    sizes = [
+        "chains=[2]",
+        "trees=[package]",
+        "temperatures=[0.0]",
+        "limit=3",
+        "speed_prompts=1",
+        "change_rows=4",
+    ]
     out = tmp_path / "evaluation"
-    evaluate.main([*common, *sizes, "exactness=true", "exactness_draws=160", f"prompts={folder}", f"run_dir={out}"])
+    evaluate.main(
+        [
+            *common,
+            *sizes,
+            "exactness=true",
+            "exactness_draws=160",
+            f"prompts={folder}",
+            f"run_dir={out}",
+        ]
+    )
     result = json.loads((out / evaluate.RESULT).read_text())
     assert {row["guarantee"] for row in result["rows"]} == {TUNED}
     assert result["target_change"]["rows"] == 4 and result["target_change"]["kl"] > 0
@@ -191,7 +283,9 @@ def test_evaluate_tune_and_generate_speak_of_the_tuned_target(
     assert "what joint training did to the target, on 4 held-out rows" in said
 
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "hello"}) + "\n")
-    evaluate.main([*common, *sizes, f"prompts={tmp_path / 'prompts.jsonl'}", f"run_dir={tmp_path / 'file'}"])
+    evaluate.main(
+        [*common, *sizes, f"prompts={tmp_path / 'prompts.jsonl'}", f"run_dir={tmp_path / 'file'}"]
+    )
     assert json.loads((tmp_path / "file" / evaluate.RESULT).read_text())["target_change"] is None
     assert "a file of prompts holds no answers" in " ".join(capsys.readouterr().err.split())
 

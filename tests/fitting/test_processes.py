@@ -1,4 +1,5 @@
-"""`fit` in several processes, as people start it: accelerate, torchrun, by hand. Takes minutes: pytest -m slow."""
+"""`fit` in several processes, as people start it: accelerate, torchrun, by hand. Takes minutes:
+pytest -m slow."""
 
 from __future__ import annotations
 
@@ -21,34 +22,66 @@ from tests.fitting.parts import UNMEASURED, weights, words
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 ROOT = Path(__file__).resolve().parents[2]
-MEASURED = ["features.keep_dtype=float32", "drafter.noise=0", "trainer.batch_tokens=1024", "trainer.accelerator=cpu"]
+MEASURED = [
+    "features.keep_dtype=float32",
+    "drafter.noise=0",
+    "trainer.batch_tokens=1024",
+    "trainer.accelerator=cpu",
+]
 EPOCH = [*MEASURED, *UNMEASURED]
 """An epoch is an update, so that one process and two have the same rows in each."""
 
 
 def accelerate(*arguments: str) -> list[str]:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+    ]
     return [*command, "--main_process_port", "0", "-m", "drafttrain.fit", *arguments]
 
 
 def torchrun(*arguments: str) -> list[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
     return [*command, "-m", "drafttrain.fit", *arguments]
 
 
 def started(command: Sequence[str], more: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(more or {})}
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
 def by_hand(script: str, arguments: Sequence[str]) -> list[subprocess.Popen[str]]:
     """Both processes without a launcher, which would end one when the other ends."""
     port = str(20000 + time.time_ns() // 1000 % 30000)
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     command = [sys.executable, "-c", script, *arguments]
-    return [started(command, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    return [
+        started(command, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
 
 
 def said(process: subprocess.Popen[str], code: int | None = 0, timeout: float = 300) -> str:
@@ -97,7 +130,13 @@ def test_200_steps_of_two_processes_are_those_of_one(
 def test_mixed_precision_and_accumulation(folder: Path, tmp_path: Path, strategy: str) -> None:
     common = [*EPOCH, "trainer.precision=bf16-mixed", "trainer.max_steps=20"]
     two, alone = tmp_path / "two", tmp_path / "alone"
-    said(started(torchrun(*words(folder, two, *common, "trainer.accumulate=2", f"trainer.strategy={strategy}"))))
+    said(
+        started(
+            torchrun(
+                *words(folder, two, *common, "trainer.accumulate=2", f"trainer.strategy={strategy}")
+            )
+        )
+    )
     fit.main(words(folder, alone, *common, "trainer.accumulate=4"))
     close(two, alone, 0.02)
     ours, theirs = (read_metrics(path / "metrics.csv")[-1]["train/loss"] for path in (two, alone))
@@ -106,11 +145,23 @@ def test_mixed_precision_and_accumulation(folder: Path, tmp_path: Path, strategy
 
 
 def test_evaluation_while_the_drafter_is_shared_out(folder: Path, tmp_path: Path) -> None:
-    """Processes decode different shares and read different numbers of held-out rows, and measure what one process measures."""
-    more = [*MEASURED, "trainer.max_steps=4", "eval.every=2", "eval.prompts=3", "eval.sim_rows=3", "eval.speed_prompts=1"]
+    """Processes decode different shares and read different numbers of held-out rows, and measure
+    what one process measures."""
+    more = [
+        *MEASURED,
+        "trainer.max_steps=4",
+        "eval.every=2",
+        "eval.prompts=3",
+        "eval.sim_rows=3",
+        "eval.speed_prompts=1",
+    ]
     more += ["final.prompts=2", "final.speed_prompts=0"]
     two, alone = tmp_path / "two", tmp_path / "alone"
-    said(started(torchrun(*words(folder, two, *more, "trainer.accumulate=2", "trainer.strategy=fsdp"))))
+    said(
+        started(
+            torchrun(*words(folder, two, *more, "trainer.accumulate=2", "trainer.strategy=fsdp"))
+        )
+    )
     fit.main(words(folder, alone, *more, "trainer.accumulate=4"))
     rows = [read_metrics(path / "metrics.csv") for path in (two, alone)]
     measured = [[row for row in one if "val/tau" in row] for one in rows]
@@ -123,10 +174,19 @@ def test_evaluation_while_the_drafter_is_shared_out(folder: Path, tmp_path: Path
 
 def test_a_run_goes_on_by_another_strategy(folder: Path, tmp_path: Path) -> None:
     run, calm = tmp_path / "run", tmp_path / "calm"
-    more = [*EPOCH, "trainer.accumulate=2", "checkpoint.every=5", "trainer.max_steps=20", "optim.horizon=20"]
+    more = [
+        *EPOCH,
+        "trainer.accumulate=2",
+        "checkpoint.every=5",
+        "trainer.max_steps=20",
+        "optim.horizon=20",
+    ]
     said(started(torchrun(*words(folder, calm, *more))))
-    begun = [*words(folder, run, *more, "trainer.strategy=fsdp"), "trainer.max_minutes=0.0001"]
-    said(started(torchrun(*begun)))
+    partial_pass = [
+        *words(folder, run, *more, "trainer.strategy=fsdp"),
+        "trainer.max_minutes=0.0001",
+    ]
+    said(started(torchrun(*partial_pass)))
     assert read_checkpoint(run / "checkpoints" / "last.ckpt")["progress"]["updates"] < 20
     told = said(started(torchrun(*words(folder, run, *more, "resume=last"))))
     assert "trainer.strategy was fsdp, is ddp" in told
@@ -134,13 +194,28 @@ def test_a_run_goes_on_by_another_strategy(folder: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("first", [1, 2])
-def test_a_run_goes_on_in_another_number_of_processes(folder: Path, tmp_path: Path, first: int) -> None:
+def test_a_run_goes_on_in_another_number_of_processes(
+    folder: Path, tmp_path: Path, first: int
+) -> None:
     """Noise is drawn too: it belongs to the micro-batch, whoever reads it."""
     run, calm = tmp_path / "run", tmp_path / "calm"
-    more = [*UNMEASURED, "features.keep_dtype=float32", "trainer.batch_tokens=1024", "trainer.accelerator=cpu", "optim.horizon=12"]
+    more = [
+        *UNMEASURED,
+        "features.keep_dtype=float32",
+        "trainer.batch_tokens=1024",
+        "trainer.accelerator=cpu",
+        "optim.horizon=12",
+    ]
 
     def part(processes: int, steps: int, *also: str) -> None:
-        told = words(folder, run, *more, f"trainer.accumulate={2 // processes}", f"trainer.max_steps={steps}", *also)
+        told = words(
+            folder,
+            run,
+            *more,
+            f"trainer.accumulate={2 // processes}",
+            f"trainer.max_steps={steps}",
+            *also,
+        )
         if processes == 1:
             fit.main(told)
         else:
@@ -156,7 +231,7 @@ def test_a_run_goes_on_in_another_number_of_processes(folder: Path, tmp_path: Pa
     close(run, calm, 1e-5)
 
 
-# --- lost, failed, slow --------------------------------------------------------------------------------------------------
+# --- lost, failed, slow ---------------------------------------------------------------------------
 
 
 def pid_of(rank: int, started_by: int) -> int:
@@ -187,7 +262,9 @@ LONG = [*EPOCH, "trainer.accumulate=2", "trainer.max_steps=100000", "checkpoint.
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("launcher", [accelerate, torchrun])
-def test_killing_one_ends_the_other_within_a_minute(folder: Path, tmp_path: Path, launcher: Any, strategy: str) -> None:
+def test_killing_one_ends_the_other_within_a_minute(
+    folder: Path, tmp_path: Path, launcher: Any, strategy: str
+) -> None:
     run = tmp_path / "run"
     process = started(launcher(*words(folder, run, *LONG, f"trainer.strategy={strategy}")))
     until(run / "checkpoints" / "last.ckpt", process)
@@ -196,7 +273,9 @@ def test_killing_one_ends_the_other_within_a_minute(folder: Path, tmp_path: Path
     began = time.monotonic()
     told = said(process, None, timeout=60)
     assert process.returncode != 0 and time.monotonic() - began < 60
-    assert "drafttrain.fit (rank 0): rank 1 (process " in told and "is gone: it was killed" in told, told[-4000:]
+    assert (
+        "drafttrain.fit (rank 0): rank 1 (process " in told and "is gone: it was killed" in told
+    ), told[-4000:]
     assert not Path(f"/proc/{other}").exists()
     assert read_checkpoint(run / "checkpoints" / "last.ckpt")["progress"]["updates"] >= 5
 
@@ -227,7 +306,9 @@ fit.main(sys.argv[1:])
 """
 
 
-def test_without_a_launcher_a_killed_process_ends_the_other_too(folder: Path, tmp_path: Path) -> None:
+def test_without_a_launcher_a_killed_process_ends_the_other_too(
+    folder: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     left, killed = by_hand(PLAIN, words(folder, run, *LONG))
     until(run / "checkpoints" / "last.ckpt", left)
@@ -235,20 +316,34 @@ def test_without_a_launcher_a_killed_process_ends_the_other_too(folder: Path, tm
     began = time.monotonic()
     told = said(left, 1, timeout=60)
     assert time.monotonic() - began < 60
-    assert f": rank 1 (process {killed.pid}) is gone: it was killed" in told and "Traceback" not in told
+    assert (
+        f": rank 1 (process {killed.pid}) is gone: it was killed" in told
+        and "Traceback" not in told
+    )
     killed.communicate()
 
 
 def test_processes_with_different_settings_are_refused(folder: Path, tmp_path: Path) -> None:
     port = str(20000 + time.time_ns() // 1000 % 30000)
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     each = [words(folder, tmp_path / "run", *LONG, *more) for more in ([], ["optim.lr=0.5"])]
     both = [
-        started([sys.executable, "-c", PLAIN, *each[rank]], {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        started(
+            [sys.executable, "-c", PLAIN, *each[rank]],
+            {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
         for rank in range(2)
     ]
     for process in both:
-        assert "ranks 0 and 1 were started with different settings (optim.lr is 0.002 and 0.5)" in said(process, 2, timeout=60)
+        assert (
+            "ranks 0 and 1 were started with different settings (optim.lr is 0.002 and 0.5)"
+            in said(process, 2, timeout=60)
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -262,6 +357,9 @@ def test_slow_preparation_hangs_nobody(folder: Path, tmp_path: Path) -> None:
     short = [*EPOCH, "trainer.accumulate=2", "trainer.max_steps=2"]
     left, slow = by_hand(SLOW, words(folder, tmp_path / "run", *short))
     told = said(left)
-    assert "drafttrain.fit (rank 0): waits before the first update for rank 1 (loads the target)" in told
+    assert (
+        "drafttrain.fit (rank 0): waits before the first update for rank 1 (loads the target)"
+        in told
+    )
     said(slow)
     assert len(list(tmp_path.iterdir())) == 1

@@ -1,4 +1,5 @@
-"""A run that was killed, or that the disk stopped, ends like one that was left alone: bit for bit, row for row."""
+"""A run that was killed, or that the disk stopped, ends like one that was left alone: bit for bit,
+row for row."""
 
 from __future__ import annotations
 
@@ -53,9 +54,15 @@ fit.main(sys.argv[2:])
 
 
 def start(notes: Path, arguments: Sequence[str]) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
     command = [sys.executable, "-c", CHILD, str(notes), *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def noted(notes: Path) -> list[tuple[int, list[int]]]:
@@ -69,7 +76,9 @@ def equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+        return (
+            isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+        )
     if isinstance(a, list | tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
     return bool(a == b)
@@ -80,8 +89,19 @@ def equal(a: Any, b: Any) -> bool:
 @pytest.mark.processes
 def test_twenty_kills_at_random_change_nothing(folder: Path, tmp_path: Path) -> None:
     run, calm = tmp_path / "run", tmp_path / "calm"
-    more = [f"trainer.max_steps={UPDATES}", "trainer.batch_tokens=512", "trainer.accumulate=2", "trainer.log_every=10"]
-    more += ["checkpoint.every=3", "checkpoint.keep=2", "eval.every=20", "eval.speed_prompts=0", "eval.max_new_tokens=6"]
+    more = [
+        f"trainer.max_steps={UPDATES}",
+        "trainer.batch_tokens=512",
+        "trainer.accumulate=2",
+        "trainer.log_every=10",
+    ]
+    more += [
+        "checkpoint.every=3",
+        "checkpoint.keep=2",
+        "eval.every=20",
+        "eval.speed_prompts=0",
+        "eval.max_new_tokens=6",
+    ]
     more += ["final.prompts=0", "final.speed_prompts=0"]
     process = start(tmp_path / "calm.jsonl", words(folder, calm, *more))
     said, _ = process.communicate(timeout=600)
@@ -111,12 +131,18 @@ def test_twenty_kills_at_random_change_nothing(folder: Path, tmp_path: Path) -> 
     assert process.returncode == 0, said
     parts.append(noted(tmp_path / "last.jsonl"))
 
-    # Every micro-batch that was ever read is the undisturbed run's; those that the result was made of are each there once.
+    # Every micro-batch that was ever read is the undisturbed run's; those that the result was made
+    # of are each there once.
     assert all(rows == rows_of[position] for part in parts for position, rows in part)
     ends = [part[0][0] for part in parts[1:]] + [len(undisturbed)]
-    kept = [entry for part, end in zip(parts, ends, strict=True) for entry in part if entry[0] < end]
+    kept = [
+        entry for part, end in zip(parts, ends, strict=True) for entry in part if entry[0] < end
+    ]
     assert kept == undisturbed and [position for position, _ in kept] == list(range(len(kept)))
-    train, seen = sorted(ConversationData(folder).indices), [row for _, rows in kept for row in rows]
+    train, seen = (
+        sorted(ConversationData(folder).indices),
+        [row for _, rows in kept for row in rows],
+    )
     epochs = [sorted(seen[at : at + len(train)]) for at in range(0, len(seen), len(train))]
     assert len(epochs) > 10 and all(epoch == train for epoch in epochs[:-1])
 
@@ -131,8 +157,12 @@ def test_twenty_kills_at_random_change_nothing(folder: Path, tmp_path: Path) -> 
             state["settings"].pop("run_dir")
             state["settings"].pop("resume")
         assert all(equal(ours[part], theirs[part]) for part in theirs), name
-    assert (run / "package" / "drafter.safetensors").read_bytes() == (calm / "package" / "drafter.safetensors").read_bytes()
-    ours, theirs = ({row["step"]: row for row in read_metrics(path / "metrics.csv")} for path in (run, calm))
+    assert (run / "package" / "drafter.safetensors").read_bytes() == (
+        calm / "package" / "drafter.safetensors"
+    ).read_bytes()
+    ours, theirs = (
+        {row["step"]: row for row in read_metrics(path / "metrics.csv")} for path in (run, calm)
+    )
     assert list(ours) == list(theirs)
     for step in theirs:
         for key in ("train/lr", "val/tau", "val/rounds", "sim/loss"):
@@ -140,7 +170,10 @@ def test_twenty_kills_at_random_change_nothing(folder: Path, tmp_path: Path) -> 
 
 
 def test_a_run_that_is_being_made_is_not_made_twice(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever takes a run for dead that is not must not write between its checkpoints."""
     monkeypatch.setattr(journal, "_lock", functools.partial(journal._lock, patience=0))
@@ -148,10 +181,13 @@ def test_a_run_that_is_being_made_is_not_made_twice(
     (run / "scratch" / "0").mkdir(parents=True)
     for name in ("config.yaml", "scratch/0/features.bin"):
         (run / name).touch()
-    with journal.alone_in(run):
+    with journal.locked(run):
         said = refusal(capsys, words(folder, run, "resume=last"))
-    assert f"{run} is being written by another process: wait for it" in said and (run / "scratch/0/features.bin").exists()
-    with journal.alone_in(run):  # The refused one has let go of it.
+    assert (
+        f"{run} is being written by another process: wait for it" in said
+        and (run / "scratch/0/features.bin").exists()
+    )
+    with journal.locked(run):  # The refused one has let go of it.
         pass
 
 
@@ -164,7 +200,10 @@ def test_a_run_without_its_last_checkpoint_is_not_begun_anew(
     (run / "metrics.csv").write_text("kept")
     (run / "checkpoints" / "update-00000004.ckpt").touch()
     said = refusal(capsys, words(folder, run, "resume=last"))
-    assert "has lost last.ckpt: go on from another one (update-00000004.ckpt) by resume=<its path>" in said
+    assert (
+        "has lost last.ckpt: go on from another one (update-00000004.ckpt) by resume=<its path>"
+        in said
+    )
     (run / "checkpoints" / "last.ckpt").symlink_to("last.ckpt")
     said = refusal(capsys, words(folder, run, "resume=last"))
     assert "last.ckpt is a link that leads nowhere: go on from another one (update-" in said
@@ -173,7 +212,10 @@ def test_a_run_without_its_last_checkpoint_is_not_begun_anew(
 
 @pytest.mark.field("F18")
 def test_a_disk_that_fills_up_leaves_a_checkpoint_to_go_on_from(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run, calm = tmp_path / "run", tmp_path / "calm"
     save, room = torch.save, 2
@@ -196,7 +238,10 @@ def test_a_disk_that_fills_up_leaves_a_checkpoint_to_go_on_from(
         patch.setattr(torch, "save", filling)
         fit.main(words(folder, run, *UNMEASURED, "checkpoint.keep=1"))
     assert stopped.value.code == 2 and "the disk is full while writing" in capsys.readouterr().err
-    left = {path.name: read_checkpoint(path)["progress"]["updates"] for path in (run / "checkpoints").iterdir()}
+    left = {
+        path.name: read_checkpoint(path)["progress"]["updates"]
+        for path in (run / "checkpoints").iterdir()
+    }
     assert left == {"last.ckpt": 4, "update-00000004.ckpt": 4}
     fit.main([*words(folder, run, *UNMEASURED, "checkpoint.keep=1"), "resume=last"])
     assert "goes on behind update 4," in capsys.readouterr().out

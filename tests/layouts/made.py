@@ -34,7 +34,9 @@ def stirred(drafter: Drafter, seed: int = 0) -> Any:
     return drafter.eval()
 
 
-def directory(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], file: str = "model.safetensors") -> Path:
+def directory(
+    path: Path, config: dict[str, Any], tensors: dict[str, Tensor], file: str = "model.safetensors"
+) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / file)
@@ -99,10 +101,14 @@ def read_back(path: Path, target: Target) -> Any:
 def same(mine: Drafter, theirs: Drafter) -> bool:
     """Bit for bit."""
     a, b = mine.state_dict(), theirs.state_dict()
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+    return a.keys() == b.keys() and all(
+        torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a
+    )
 
 
 def drafts(target: Target, drafter: Drafter, depth: int = 3) -> list[Any]:
     """Greedy text and how much of it was drafted, round by round."""
-    outputs, _ = decode(target, drafter, PROMPTS, Plan(Tree.chain(depth)), max_new_tokens=6, stop_ids=())
+    outputs, _ = decode(
+        target, drafter, PROMPTS, Plan(Tree.chain(depth)), max_new_tokens=6, stop_ids=()
+    )
     return [(output.ids, output.runs) for output in outputs]

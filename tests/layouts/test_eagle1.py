@@ -1,4 +1,5 @@
-"""EAGLE-1 for vLLM, SGLang and EAGLE's code: there and back bit for bit, computed as engines do, every fault by its name."""
+"""EAGLE-1 for vLLM, SGLang and EAGLE's code: there and back bit for bit, computed as engines do,
+every fault by its name."""
 
 from __future__ import annotations
 
@@ -54,7 +55,14 @@ def made(target: Target, **settings: Any) -> Eagle1:
         return stirred(Eagle1(target, **settings))
 
 
-def exported(folder: Path, target: Target, drafter: Eagle1, engine: str, dtype: str = "float32", **options: Any) -> Path:
+def exported(
+    folder: Path,
+    target: Target,
+    drafter: Eagle1,
+    engine: str,
+    dtype: str = "float32",
+    **options: Any,
+) -> Path:
     packed(folder / "package", drafter, target, dtype=dtype)
     export_package(folder / "package", target, engine, folder / "out", **options)
     return folder / "out"
@@ -67,21 +75,30 @@ def tiny() -> Target:
 
 @pytest.mark.field("F41")
 @pytest.mark.parametrize("engine", eagle1.ENGINES)
-@pytest.mark.parametrize("settings", [{}, {"draft_ids": IDS, "noise": 0.2}], ids=["whole", "reduced"])
-def test_there_and_back(engine: str, settings: dict[str, Any], tiny: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"draft_ids": IDS, "noise": 0.2}], ids=["whole", "reduced"]
+)
+def test_there_and_back(
+    engine: str, settings: dict[str, Any], tiny: Target, tmp_path: Path
+) -> None:
     drafter = made(tiny, **settings)
     out = exported(tmp_path, tiny, drafter, engine)
     assert names(out) == {}
     again = read_back(out, tiny)
     assert same(drafter, again) and again.settings() == drafter.settings()
     folder = packed(tmp_path / "again", again, tiny)
-    assert (folder / "drafter.safetensors").read_bytes() == (tmp_path / "package/drafter.safetensors").read_bytes()
+    assert (folder / "drafter.safetensors").read_bytes() == (
+        tmp_path / "package/drafter.safetensors"
+    ).read_bytes()
     assert drafts(tiny, drafter) == drafts(tiny, again)
     (out / origin.FILE).unlink()  # as a foreign one
     assert names(out, engine) == {}
     foreign = read_back(out, tiny)
     assert torch.equal(foreign.fc.weight, drafter.fc.weight) and foreign.choices == 320
-    assert all(torch.equal(a, b) for a, b in zip(foreign.layer.parameters(), drafter.layer.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(foreign.layer.parameters(), drafter.layer.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("engine", eagle1.ENGINES)
@@ -95,7 +112,9 @@ def test_other_families(engine: str, family: str, tmp_path: Path) -> None:
     assert "sliding_window" not in told
     if family == "qwen2":
         assert told.get("qkv_bias", False) == (engine != "sglang")
-        assert told["architectures"] == (["Qwen2ForCausalLMEagle"] if engine == "sglang" else ["LlamaForCausalLM"])
+        assert told["architectures"] == (
+            ["Qwen2ForCausalLMEagle"] if engine == "sglang" else ["LlamaForCausalLM"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -112,20 +131,27 @@ def test_other_families(engine: str, family: str, tmp_path: Path) -> None:
 def test_the_file_computes_what_the_drafter_does(
     engine: str, family: str, scaling: dict[str, Any] | None, spelling: str, tmp_path: Path
 ) -> None:
-    """As an engine does it: the block by config.json, [embedding; feature] into fc, no norm before attention, none behind."""
+    """As an engine does it: the block by config.json, [embedding; feature] into fc, no norm before
+    attention, none behind."""
     more = {} if scaling is None else {"rope_parameters": scaling}
     target = load.tiny(family=family, **more)
     drafter = made(target)
     out = exported(tmp_path, target, drafter, engine)
     told, held = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
-    for key in {"both": (), "old": ("rope_parameters",), "new": ("rope_theta", "rope_scaling")}[spelling]:
+    for key in {"both": (), "old": ("rope_parameters",), "new": ("rope_theta", "rope_scaling")}[
+        spelling
+    ]:
         told.pop(key)
     make_config, make_layer, make_rope = KINDS[told["model_type"]]
     read = make_config(**{key: value for key, value in told.items() if key != "model_type"})
     read._attn_implementation = "eager"
     layer, rope = make_layer(read, 0).eval(), make_rope(read)
     layer.input_layernorm = torch.nn.Identity()
-    inner = {name.removeprefix("layers.0."): tensor for name, tensor in held.items() if name.startswith("layers.0.")}
+    inner = {
+        name.removeprefix("layers.0."): tensor
+        for name, tensor in held.items()
+        if name.startswith("layers.0.")
+    }
     layer.load_state_dict(inner)
     ids = torch.randint(3, 320, (1, 80), generator=torch.Generator().manual_seed(2))
     hidden = target.features(ids, torch.tensor([80]), Needs(last_hidden=True)).last_hidden
@@ -135,21 +161,33 @@ def test_the_file_computes_what_the_drafter_does(
         x = torch.cat((target.embed(ids[:, 1:]), hidden[:, :-1]), -1) @ held["fc.weight"].T
         x = x + held.get("fc.bias", torch.zeros(WIDTH))
         mask = torch.full((79, 79), torch.finfo(torch.float32).min).triu(1)[None, None]
-        theirs = layer(x, attention_mask=mask, position_ids=places, position_embeddings=rope(x, places))
+        theirs = layer(
+            x, attention_mask=mask, position_ids=places, position_embeddings=rope(x, places)
+        )
         theirs = theirs[0] if isinstance(theirs, tuple) else theirs
-        torch.testing.assert_close(theirs, drafter(hidden[:, :-1], ids[:, 1:], places), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            theirs, drafter(hidden[:, :-1], ids[:, 1:], places), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_names_and_config(tiny: Target, tmp_path: Path) -> None:
-    """Columns of the embedding first; nothing borrowed in the file, no norm before attention; sizes are the target's."""
+    """Columns of the embedding first; nothing borrowed in the file, no norm before attention; sizes
+    are the target's."""
     drafter = made(tiny)
     out = exported(tmp_path, tiny, drafter, "vllm")
     held = load_file(out / "model.safetensors")
     ours = drafter.fc.weight.detach()
-    assert torch.equal(held["fc.weight"][:, :WIDTH], ours[:, WIDTH:]) and torch.equal(held["fc.weight"][:, WIDTH:], ours[:, :WIDTH])
+    assert torch.equal(held["fc.weight"][:, :WIDTH], ours[:, WIDTH:]) and torch.equal(
+        held["fc.weight"][:, WIDTH:], ours[:, :WIDTH]
+    )
     attention = [f"layers.0.self_attn.{name}_proj.weight" for name in "qkvo"]
     mlp = [f"layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
-    assert held.keys() == {"fc.weight", *attention, *mlp, "layers.0.post_attention_layernorm.weight"}
+    assert held.keys() == {
+        "fc.weight",
+        *attention,
+        *mlp,
+        "layers.0.post_attention_layernorm.weight",
+    }
     told = json.loads((out / "config.json").read_text())
     expected = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -171,7 +209,10 @@ def test_biases_of_fc(tiny: Target, tmp_path: Path) -> None:
         export_package(tmp_path / "package", tiny, "vllm", tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
     for engine in ("sglang", "eagle"):
-        out = export_package(tmp_path / "package", tiny, engine, tmp_path / engine) and tmp_path / engine
+        out = (
+            export_package(tmp_path / "package", tiny, engine, tmp_path / engine)
+            and tmp_path / engine
+        )
         assert names(out) == {} and same(with_bias, read_back(out, tiny))
         assert json.loads((out / "config.json").read_text())["bias"] == (engine == "eagle")
     none = exported(tmp_path / "none", tiny, made(tiny), "sglang")
@@ -179,7 +220,9 @@ def test_biases_of_fc(tiny: Target, tmp_path: Path) -> None:
     zero = made(tiny, bias=True)
     with torch.no_grad():
         zero.fc.bias.zero_()
-    assert "fc.bias" not in load_file(exported(tmp_path / "zero", tiny, zero, "vllm") / "model.safetensors")
+    assert "fc.bias" not in load_file(
+        exported(tmp_path / "zero", tiny, zero, "vllm") / "model.safetensors"
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_neox"])
@@ -193,14 +236,24 @@ def test_blocks_that_no_engine_runs(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "settings", "message"),
     [
-        ("eagle", {"attention_bias": True}, r"biases in its blocks that eagle does not read; to=vllm"),
+        (
+            "eagle",
+            {"attention_bias": True},
+            r"biases in its blocks that eagle does not read; to=vllm",
+        ),
         ("sglang", {"mlp_bias": True}, r"biases in its blocks that sglang does not read"),
         ("vllm", {"hidden_act": "gelu"}, "vllm runs silu alone"),
         ("eagle", {"head_dim": 8}, r"attention heads do not make up its width.*to=vllm"),
-        ("eagle", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}, "no RoPE of type dynamic"),
+        (
+            "eagle",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+            "no RoPE of type dynamic",
+        ),
     ],
 )
-def test_what_one_engine_does_not_run(engine: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_one_engine_does_not_run(
+    engine: str, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     target = load.tiny(**settings)
     packed(tmp_path / "package", made(target), target)
     with pytest.raises(InputError, match=message):
@@ -209,16 +262,22 @@ def test_what_one_engine_does_not_run(engine: str, settings: dict[str, Any], mes
 
 
 def test_reduced_vocabularies(tiny: Target, tmp_path: Path) -> None:
-    """SGLang takes a list of ids; in the others EAGLE-1 speaks the target's whole head, which is said."""
+    """SGLang takes a list of ids; in the others EAGLE-1 speaks the target's whole head, which is
+    said."""
     packed(tmp_path / "package", made(tiny, draft_ids=IDS), tiny)
     found = export_package(tmp_path / "package", tiny, "sglang", tmp_path / "sglang")
     assert json.loads((tmp_path / "sglang" / eagle1.TOKEN_MAP).read_text()) == IDS
     assert "--speculative-token-map" in found.command and "torch.save" in found.notes[0]
-    found = export_package(tmp_path / "package", tiny, "sglang", tmp_path / "whole", vocabulary="whole")
+    found = export_package(
+        tmp_path / "package", tiny, "sglang", tmp_path / "whole", vocabulary="whole"
+    )
     assert not (tmp_path / "whole" / eagle1.TOKEN_MAP).exists() and "token-map" not in found.command
     assert read_back(tmp_path / "whole", tiny).choices == 320
     found = export_package(tmp_path / "package", tiny, "vllm", tmp_path / "vllm")
-    assert "drafts from 100 tokens" in found.notes[0] and read_back(tmp_path / "vllm", tiny).choices == 100
+    assert (
+        "drafts from 100 tokens" in found.notes[0]
+        and read_back(tmp_path / "vllm", tiny).choices == 100
+    )
     with pytest.raises(InputError, match=r"vocabulary=reduced: EAGLE-1 in vllm.*to=sglang"):
         export_package(tmp_path / "package", tiny, "vllm", tmp_path / "no", vocabulary="reduced")
     packed(tmp_path / "package", made(tiny), tiny)
@@ -234,13 +293,19 @@ def test_dtypes(tiny: Target, tmp_path: Path) -> None:
     assert told["dtype"] == told["torch_dtype"] == "bfloat16"
     assert torch.equal(read_back(half, tiny).fc.weight, drafter.fc.weight.bfloat16().float())
     other = exported(tmp_path / "b", tiny, drafter, "eagle", dtype="bfloat16")
-    assert names(other) == {} and read_back(other, tiny) is not None, "an embedding in bfloat16 is still the target's"
+    assert names(other) == {} and read_back(other, tiny) is not None, (
+        "an embedding in bfloat16 is still the target's"
+    )
     export_package(tmp_path / "a/package", tiny, "vllm", tmp_path / "f16", dtype="float16")
-    assert {t.dtype for t in load_file(tmp_path / "f16/model.safetensors").values()} == {torch.float16}
+    assert {t.dtype for t in load_file(tmp_path / "f16/model.safetensors").values()} == {
+        torch.float16
+    }
     with torch.no_grad():
         drafter.fc.weight[0, 0] = 1e6
     packed(tmp_path / "large", drafter, tiny)
-    with pytest.raises(InputError, match=r"infinite weights in fc\.weight as float16.*dtype=float32"):
+    with pytest.raises(
+        InputError, match=r"infinite weights in fc\.weight as float16.*dtype=float32"
+    ):
         export_package(tmp_path / "large", tiny, "vllm", tmp_path / "no", dtype="float16")
     assert not (tmp_path / "no").exists()
 
@@ -265,7 +330,7 @@ def test_an_index_that_is_right(good: Path, tmp_path: Path) -> None:
     assert names(path, "vllm") == {}
 
 
-# --- faults --------------------------------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 
 
 def map_of(path: Path, ids: Any) -> None:
@@ -277,7 +342,9 @@ def index_of(path: Path, file: Any) -> None:
     (path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(held, file)}))
 
 
-QKV = {f"layers.0.self_attn.{name}_proj.bias": torch.zeros(64 if name == "q" else 32) for name in "qkv"}
+QKV = {
+    f"layers.0.self_attn.{name}_proj.bias": torch.zeros(64 if name == "q" else 32) for name in "qkv"
+}
 NEW_ALONE = both(config(rope_theta=DROP), config(rope_parameters__rope_theta=5e5))
 FAULTS: dict[str, tuple[str, Edit, str, bool]] = {
     "norm": ("vllm", put("layers.0.input_layernorm.weight", 64), "norm-before-attention", True),
@@ -373,12 +440,19 @@ def test_faults_by_name(fault: str, good: Path, tmp_path: Path) -> None:
         (config(hidden_size=32), "width-differs", "vllm", True),
         (config(max_position_embeddings=64), "positions-short", "sglang", True),
         (config(max_position_embeddings=64), "positions-short", "vllm", False),
-        (config(rope_theta=5e5, rope_parameters__rope_theta=5e5), "rope-differs-from-target", "vllm", True),
+        (
+            config(rope_theta=5e5, rope_parameters__rope_theta=5e5),
+            "rope-differs-from-target",
+            "vllm",
+            True,
+        ),
         (put("embed_tokens.weight", 320, 64), "embedding-differs", "eagle", True),
         (put("embed_tokens.weight", 320, 64), "embedding-differs", "vllm", True),
     ],
 )
-def test_faults_beside_the_target(edit: Edit, name: str, engine: str, fatal: bool, good: Path, tmp_path: Path) -> None:
+def test_faults_beside_the_target(
+    edit: Edit, name: str, engine: str, fatal: bool, good: Path, tmp_path: Path
+) -> None:
     path = Path(shutil.copytree(good / engine, tmp_path / "head"))
     assert names(path, engine, good / "target") == {}
     edit(path)
@@ -394,7 +468,7 @@ def test_the_engine_is_found(good: Path, tmp_path: Path, tiny: Target) -> None:
         names(out, "medusa")
 
 
-# --- foreign heads ---------------------------------------------------------------------------------------------------------
+# --- foreign heads --------------------------------------------------------------------------------
 
 
 def as_speculators(path: Path) -> None:
@@ -431,7 +505,10 @@ def test_a_speculators_directory(good: Path, tmp_path: Path, tiny: Target) -> No
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (config(rope_theta=DROP, rope_parameters__rope_theta=5e5), "base of 500000, the target with 10000"),
+        (
+            config(rope_theta=DROP, rope_parameters__rope_theta=5e5),
+            "base of 500000, the target with 10000",
+        ),
         (config(hidden_size=32), "hidden_size is 32, the target's is 64"),
         (config(rms_norm_eps=0.1), r"rms_norm_eps is 0\.1"),
         (put("fc.weight", 64, 64), r"fc\.weight is F32 \[64, 64\], needs \[64, 128\]"),
@@ -448,20 +525,27 @@ def test_a_speculators_directory(good: Path, tmp_path: Path, tiny: Target) -> No
         ),
     ],
 )
-def test_heads_that_cannot_be_taken_over(edit: Edit, message: str, good: Path, tmp_path: Path, tiny: Target) -> None:
+def test_heads_that_cannot_be_taken_over(
+    edit: Edit, message: str, good: Path, tmp_path: Path, tiny: Target
+) -> None:
     path = Path(shutil.copytree(good / "vllm", tmp_path / "head"))
     edit(path)
     with pytest.raises(InputError, match=message):
         read_back(path, tiny)
 
 
-def test_a_released_head_with_its_embedding_in_float16(good: Path, tmp_path: Path, tiny: Target) -> None:
-    """As EAGLE's authors publish them: everything in float16, the embedding with it, `rope_theta` alone."""
+def test_a_released_head_with_its_embedding_in_float16(
+    good: Path, tmp_path: Path, tiny: Target
+) -> None:
+    """As EAGLE's authors publish them: everything in float16, the embedding with it, `rope_theta`
+    alone."""
     path = Path(shutil.copytree(good / "eagle", tmp_path / "head"))
     tensors(lambda t: t.update({name: tensor.half() for name, tensor in t.items()}))(path)
     config(rope_parameters=DROP, rope_scaling=DROP)(path)
     assert names(path, "eagle", good / "target") == {}
-    assert torch.equal(read_back(path, tiny).fc.weight, read_back(good / "eagle", tiny).fc.weight.half().float())
+    assert torch.equal(
+        read_back(path, tiny).fc.weight, read_back(good / "eagle", tiny).fc.weight.half().float()
+    )
 
 
 def test_an_export_is_of_its_target_alone(tiny: Target, tmp_path: Path) -> None:

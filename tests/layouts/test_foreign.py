@@ -1,4 +1,5 @@
-"""Heads that drafttrain does not write: EAGLE-3, P-EAGLE, DFlash, DSpark, MTP, speculators' directories; every known fault."""
+"""Heads that drafttrain does not write: EAGLE-3, P-EAGLE, DFlash, DSpark, MTP, speculators'
+directories; every known fault."""
 
 from __future__ import annotations
 
@@ -14,19 +15,36 @@ from torch import Tensor
 
 from drafttrain.errors import InputError
 from drafttrain.layouts import eagle3, vocabulary
-from tests.layouts.made import DROP, Edit, both, config, directory, drop, names, put, read_back, tensors
+from tests.layouts.made import (
+    DROP,
+    Edit,
+    both,
+    config,
+    directory,
+    drop,
+    names,
+    put,
+    read_back,
+    tensors,
+)
 
 V, W, H, MLP, STATES, LAYERS = 64, 16, 16, 24, 3, 8
 """Vocabulary, draft vocabulary, width, MLP, captured states, and the target's layers."""
 IDS = torch.arange(1, 2 * W, 2)
-ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}, "rope_theta": 1e5, "rope_scaling": None}
+ROPE = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+    "rope_theta": 1e5,
+    "rope_scaling": None,
+}
 BLOCK: dict[str, Any] = {
     "hidden_size": H, "intermediate_size": MLP, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
     "vocab_size": V, "max_position_embeddings": 128, "hidden_act": "silu", "rms_norm_eps": 1e-6, **ROPE,
 }  # fmt: skip
 
 
-def block(prefix: str, reads: int = H, norms: tuple[str, ...] = (), q_norms: bool = False) -> dict[str, Tensor]:
+def block(
+    prefix: str, reads: int = H, norms: tuple[str, ...] = (), q_norms: bool = False
+) -> dict[str, Tensor]:
     shapes = {
         "self_attn.q_proj": (16, reads), "self_attn.k_proj": (8, reads), "self_attn.v_proj": (8, reads),
         "self_attn.o_proj": (H, 16), "mlp.gate_proj": (MLP, H), "mlp.up_proj": (MLP, H), "mlp.down_proj": (H, MLP),
@@ -37,7 +55,12 @@ def block(prefix: str, reads: int = H, norms: tuple[str, ...] = (), q_norms: boo
 
 
 def make_target(path: Path) -> Path:
-    told = {**BLOCK, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": LAYERS}
+    told = {
+        **BLOCK,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": LAYERS,
+    }
     chance = torch.Generator().manual_seed(0)
     return directory(path, told, {"model.embed_tokens.weight": torch.randn(V, H, generator=chance)})
 
@@ -50,7 +73,11 @@ def make_eagle3(path: Path, **changes: Any) -> Path:
         "eagle_config": {"use_aux_hidden_state": True, eagle3.KEY: [1, 3, 4]}, **changes,
     }  # fmt: skip
     held = block("midlayer.", 2 * H, ("hidden_norm", "input_layernorm"))
-    held |= {"fc.weight": torch.ones(H, STATES * H), "norm.weight": torch.ones(H), "lm_head.weight": torch.ones(W, H)}
+    held |= {
+        "fc.weight": torch.ones(H, STATES * H),
+        "norm.weight": torch.ones(H),
+        "lm_head.weight": torch.ones(W, H),
+    }
     return directory(path, told, held | vocabulary.maps_of(IDS, V))
 
 
@@ -60,7 +87,11 @@ def make_dflash(path: Path, **changes: Any) -> Path:
         "num_target_layers": LAYERS, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": False,
         "dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 4, 6]}, **changes,
     }  # fmt: skip
-    held = {"fc.weight": torch.ones(H, STATES * H), "hidden_norm.weight": torch.ones(H), "norm.weight": torch.ones(H)}
+    held = {
+        "fc.weight": torch.ones(H, STATES * H),
+        "hidden_norm.weight": torch.ones(H),
+        "norm.weight": torch.ones(H),
+    }
     for layer in range(2):
         held |= block(f"layers.{layer}.", norms=("input_layernorm",), q_norms=True)
     return directory(path, told, held)
@@ -89,7 +120,9 @@ def make_native(path: Path, **changes: Any) -> Path:
     make_dflash(path, **told)
     config(dflash_config=DROP)(path)
     tensors(lambda t: t.update({"encoder.fc.weight": t.pop("fc.weight")}))(path)
-    tensors(lambda t: t.update({"encoder.output_norm_enc.weight": t.pop("hidden_norm.weight")}))(path)
+    tensors(lambda t: t.update({"encoder.output_norm_enc.weight": t.pop("hidden_norm.weight")}))(
+        path
+    )
     return path
 
 
@@ -109,7 +142,13 @@ def make_speculators(path: Path, kind: str) -> Path:
             **outer, "architectures": ["Eagle3DraftModel"], "draft_vocab_size": W, "norm_before_residual": False,
             eagle3.KEY: [2, 4, 5], "transformer_layer_config": layer,
         }  # fmt: skip
-        tensors(lambda t: [t.update({n.replace("midlayer", "layers.0"): t.pop(n)}) for n in list(t) if n.startswith("mid")])(path)
+        tensors(
+            lambda t: [
+                t.update({n.replace("midlayer", "layers.0"): t.pop(n)})
+                for n in list(t)
+                if n.startswith("mid")
+            ]
+        )(path)
         put("embed_tokens.weight", V, H)(path)
         if kind == "peagle":
             told |= {"architectures": ["PEagleDraftModel"], "mask_token_id": 3}
@@ -128,7 +167,12 @@ def make_speculators(path: Path, kind: str) -> Path:
 
 
 def make_mtp(path: Path) -> Path:
-    told = {**BLOCK, "architectures": ["MiMoForCausalLM"], "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    told = {
+        **BLOCK,
+        "architectures": ["MiMoForCausalLM"],
+        "num_hidden_layers": 2,
+        "num_nextn_predict_layers": 1,
+    }
     parts = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
     heads = {f"model.mtp_layers.0.{part}.weight": torch.ones(2) for part in parts}
     return directory(path, told, {"model.embed_tokens.weight": torch.ones(V, H), **heads})
@@ -140,7 +184,10 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "dspark": make_dspark,
     "native": make_native,
     "mtp": make_mtp,
-    **{f"speculators {kind}": partial(make_speculators, kind=kind) for kind in ("eagle3", "peagle", "dflash", "dspark")},
+    **{
+        f"speculators {kind}": partial(make_speculators, kind=kind)
+        for kind in ("eagle3", "peagle", "dflash", "dspark")
+    },
 }
 RUNNER = {"runner": False}
 """DSpark needs vLLM's second model runner."""
@@ -317,10 +364,17 @@ def test_faults_by_name(fault: str, tmp_path: Path) -> None:
     ids=str,
 )
 @pytest.mark.parametrize(("kind", "engine"), GOOD)
-def test_values_that_engines_cannot_read(kind: str, engine: str, values: dict[str, Any], tmp_path: Path) -> None:
+def test_values_that_engines_cannot_read(
+    kind: str, engine: str, values: dict[str, Any], tmp_path: Path
+) -> None:
     path = MAKERS[kind](tmp_path / "head")
     block = kind.startswith("speculators") and "dtype" not in values and "torch_dtype" not in values
-    config(**{f"transformer_layer_config__{key}" if block else key: value for key, value in values.items()})(path)
+    config(
+        **{
+            f"transformer_layer_config__{key}" if block else key: value
+            for key, value in values.items()
+        }
+    )(path)
     assert names(path, engine).get("config-value") is True
 
 

@@ -1,4 +1,5 @@
-"""Draft models: a directory that transformers loads and drafts with, there and back bit for bit, faults by name."""
+"""Draft models: a directory that transformers loads and drafts with, there and back bit for bit,
+faults by name."""
 
 from __future__ import annotations
 
@@ -19,7 +20,19 @@ from drafttrain.layouts import origin
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from tests.helpers import save_target
-from tests.layouts.made import DROP, Edit, config, drafts, drop, names, put, read_back, same, stirred, tensors
+from tests.layouts.made import (
+    DROP,
+    Edit,
+    config,
+    drafts,
+    drop,
+    names,
+    put,
+    read_back,
+    same,
+    stirred,
+    tensors,
+)
 from tests.packaging.made import packed
 
 ORIGINS: dict[str, dict[str, Any]] = {
@@ -53,7 +66,9 @@ def test_there_and_back(name: str, tied: bool, tmp_path: Path) -> None:
     assert all(torch.equal(mine[key], theirs[key]) for key in mine if key in theirs)
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.inference_mode():
-        torch.testing.assert_close(foreign.model(input_ids=ids).logits, drafter.model(input_ids=ids).logits)
+        torch.testing.assert_close(
+            foreign.model(input_ids=ids).logits, drafter.model(input_ids=ids).logits
+        )
 
 
 @pytest.mark.parametrize("engine", ["hf", "vllm", "sglang"])
@@ -61,14 +76,25 @@ def test_transformers_drafts_with_it(engine: str, target: Target, tmp_path: Path
     drafter = made(target, "cut")
     packed(tmp_path / "package", drafter, target)
     found = export_package(tmp_path / "package", target, engine, tmp_path / "out")
-    assistant, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assistant, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == target.tokenizer.get_vocab()  # type: ignore[union-attr]
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == target.tokenizer.get_vocab()
+    )  # type: ignore[union-attr]
     ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
-    common: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    common: dict[str, Any] = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     plain = target.model.generate(ids, **common)
     assert torch.equal(target.model.generate(ids, assistant_model=assistant, **common), plain)
-    word = {"hf": "assistant_model", "vllm": '"method": "draft_model"', "sglang": "STANDALONE"}[engine]
+    word = {"hf": "assistant_model", "vllm": '"method": "draft_model"', "sglang": "STANDALONE"}[
+        engine
+    ]
     assert word in found.command and "drafts from 100 tokens" in found.notes[0]
     assert names(tmp_path / "out", engine, save_target(target, tmp_path / "target")) == {}
 
@@ -78,11 +104,16 @@ def test_both_spellings_of_rope_and_nothing_of_this_machine(tmp_path: Path) -> N
     packed(tmp_path / "package", made(target), target, dtype="bfloat16")
     export_package(tmp_path / "package", target, "hf", tmp_path / "out")
     told = json.loads((tmp_path / "out/config.json").read_text())
-    assert told["rope_theta"] == 5e5 and told["rope_scaling"]["type"] == told["rope_parameters"]["rope_type"] == "linear"
+    assert (
+        told["rope_theta"] == 5e5
+        and told["rope_scaling"]["type"] == told["rope_parameters"]["rope_type"] == "linear"
+    )
     for key in ("_name_or_path", "transformers_version", "auto_map", "quantization_config"):
         assert key not in told
     assert told["dtype"] == "bfloat16"
-    assert {t.dtype for t in load_file(tmp_path / "out/model.safetensors").values()} == {torch.bfloat16}
+    assert {t.dtype for t in load_file(tmp_path / "out/model.safetensors").values()} == {
+        torch.bfloat16
+    }
     read = AutoConfig.from_pretrained(tmp_path / "out")
     assert read.rope_parameters["rope_theta"] == 5e5 and read.rope_parameters["factor"] == 2.0
     with pytest.raises(InputError, match="speaks the target's whole vocabulary"):
@@ -113,8 +144,16 @@ FAULTS: dict[str, tuple[Edit, str, bool]] = {
     "another tokenizer": (other_tokenizer, "tokenizer-differs", True),
     "no positions": (config(max_position_embeddings=0), "config-value", True),
     "a mask id beyond": (config(pard_token=320), "mask-token-out-of-range", True),
-    "a nested mask id beyond": (config(dflash_config__mask_token_id=-1), "mask-token-out-of-range", True),
-    "inherited quantisation": (config(quantization_config={"quant_method": "fp8"}), "quantised-config", True),
+    "a nested mask id beyond": (
+        config(dflash_config__mask_token_id=-1),
+        "mask-token-out-of-range",
+        True,
+    ),
+    "inherited quantisation": (
+        config(quantization_config={"quant_method": "fp8"}),
+        "quantised-config",
+        True,
+    ),
     "code of its own": (config(auto_map={"AutoConfig": "x.Y"}), "remote-code", False),
     "a layer more": (config(num_hidden_layers=3), "tensor-missing", True),
     "layers without end": (config(num_hidden_layers=10**9), "config-value", True),
@@ -123,7 +162,11 @@ FAULTS: dict[str, tuple[Edit, str, bool]] = {
     "missing": (drop("model.layers.1.mlp.up_proj.weight"), "tensor-missing", True),
     "unknown": (put("model.stranger", 2), "tensor-unknown", True),
     "shape": (put("lm_head.weight", 300, 32), "tensor-shape", True),
-    "infinite": (tensors(lambda t: t["lm_head.weight"][0, :1].fill_(torch.inf)), "not-finite", True),
+    "infinite": (
+        tensors(lambda t: t["lm_head.weight"][0, :1].fill_(torch.inf)),
+        "not-finite",
+        True,
+    ),
     "two bases": (config(rope_theta=5e5), "rope-spellings-disagree", True),
 }
 

@@ -1,4 +1,5 @@
-"""Medusa's heads for vLLM and in FasterDecoding's layout: there and back bit for bit, computed as engines do, faults by name."""
+"""Medusa's heads for vLLM and in FasterDecoding's layout: there and back bit for bit, computed as
+engines do, faults by name."""
 
 from __future__ import annotations
 
@@ -90,7 +91,10 @@ def test_the_file_computes_what_the_drafter_does(case: str, tiny: Target, tmp_pa
     held = load_file(tmp_path / "out" / ("model.safetensors" if engine == "vllm" else medusa.FILE))
     if engine == "vllm":
         count, blocks, form = told["num_heads"], told["num_hidden_layers"], "blocks.{}.layers.{}"
-        heads = [held["lm_head.weight" if told["original_lm_head"] else f"lm_heads.{j}.weight"] for j in range(count)]
+        heads = [
+            held["lm_head.weight" if told["original_lm_head"] else f"lm_heads.{j}.weight"]
+            for j in range(count)
+        ]
     else:
         count, blocks, form = told["medusa_num_heads"], told["medusa_num_layers"], "{}.{}.linear"
         heads = [held[f"{j}.{blocks}.weight"] for j in range(count)]
@@ -123,11 +127,31 @@ def test_no_key_of_the_target_that_vllm_would_rename(tiny: Target, tmp_path: Pat
     ("settings", "options", "message"),
     [
         ({"blocks": 2}, {"engine": "medusa"}, r"each head has 2 blocks of its own.*to=vllm"),
-        ({"own_head": True, "draft_ids": IDS}, {"engine": "medusa"}, r"to=medusa: these heads learned 100 of 320"),
-        ({"own_head": True, "draft_ids": IDS}, {"engine": "vllm"}, r"to=vllm: these heads learned 100.*draft_vocab=0"),
-        ({"own_head": True, "draft_ids": IDS}, {"engine": "vllm", "vocabulary": "whole"}, "these heads learned 100 of 320"),
-        ({"draft_ids": IDS}, {"engine": "medusa", "vocabulary": "reduced"}, "no engine loads Medusa heads that speak a reduced"),
-        ({"draft_ids": IDS}, {"engine": "vllm", "vocabulary": "reduced"}, "no engine loads Medusa heads that speak a reduced"),
+        (
+            {"own_head": True, "draft_ids": IDS},
+            {"engine": "medusa"},
+            r"to=medusa: these heads learned 100 of 320",
+        ),
+        (
+            {"own_head": True, "draft_ids": IDS},
+            {"engine": "vllm"},
+            r"to=vllm: these heads learned 100.*draft_vocab=0",
+        ),
+        (
+            {"own_head": True, "draft_ids": IDS},
+            {"engine": "vllm", "vocabulary": "whole"},
+            "these heads learned 100 of 320",
+        ),
+        (
+            {"draft_ids": IDS},
+            {"engine": "medusa", "vocabulary": "reduced"},
+            "no engine loads Medusa heads that speak a reduced",
+        ),
+        (
+            {"draft_ids": IDS},
+            {"engine": "vllm", "vocabulary": "reduced"},
+            "no engine loads Medusa heads that speak a reduced",
+        ),
         ({}, {"engine": "sglang"}, "sglang loads no such drafter; give to=vllm or to=medusa"),
         ({}, {"engine": "speculators"}, "give to=vllm or to=medusa"),
     ],
@@ -137,7 +161,9 @@ def test_heads_that_a_layout_cannot_hold(
 ) -> None:
     packed(tmp_path / "package", made(tiny, **settings), tiny)
     with pytest.raises(InputError, match=message):
-        export_package(tmp_path / "package", tiny, options.pop("engine"), tmp_path / "out", **options)
+        export_package(
+            tmp_path / "package", tiny, options.pop("engine"), tmp_path / "out", **options
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -146,23 +172,31 @@ def test_the_target_is_named_without_its_folder(tiny: Target, tmp_path: Path) ->
     packed(tmp_path / "package", made(target), target)
     export_package(tmp_path / "package", target, "medusa", out := tmp_path / "out")
     assert json.loads((out / "config.json").read_text())["base_model_name_or_path"] == "the target"
-    assert not [path for path in out.rglob("*") if path.is_file() and str(tmp_path).encode() in path.read_bytes()]
+    assert not [
+        path
+        for path in out.rglob("*")
+        if path.is_file() and str(tmp_path).encode() in path.read_bytes()
+    ]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "medusa"])
-def test_heads_that_borrow_speak_the_whole_vocabulary(engine: str, tiny: Target, tmp_path: Path) -> None:
+def test_heads_that_borrow_speak_the_whole_vocabulary(
+    engine: str, tiny: Target, tmp_path: Path
+) -> None:
     """vLLM 0.32 has code for a reduced one, but its loader stops at the map."""
     packed(tmp_path / "package", made(tiny, draft_ids=IDS), tiny)
     found = export_package(tmp_path / "package", tiny, engine, tmp_path / "out")
     assert "drafts from 100 tokens, these heads from all" in found.notes[0]
     assert read_back(tmp_path / "out", tiny).choices == 100, "drafttrain's own word for it"
-    export_package(tmp_path / "package", tiny, "vllm", out := tmp_path / "whole", vocabulary="whole")
+    export_package(
+        tmp_path / "package", tiny, "vllm", out := tmp_path / "whole", vocabulary="whole"
+    )
     held = load_file(out / "model.safetensors")
     assert held["lm_head.weight"].shape == (320, 64) and "token_map" not in held
     assert names(out) == {} and read_back(out, tiny).choices == 320
 
 
-# --- faults --------------------------------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 
 BIASES = [f"blocks.{j}.layers.0.bias" for j in range(3)]
 FAULTS: dict[str, tuple[str, Edit, str]] = {
@@ -233,25 +267,33 @@ def shared_blocks(path: Path, tiny: Target, *, equal: bool) -> Path:
     for j, head in enumerate(drafter.heads):
         for i, block in enumerate(head):
             linear = head[0].linear if equal else block.linear
-            held |= {f"{j}.{i}.linear.{name}": p.detach().clone() for name, p in linear.named_parameters()}
+            held |= {
+                f"{j}.{i}.linear.{name}": p.detach().clone()
+                for name, p in linear.named_parameters()
+            }
         held[f"{j}.2.weight"] = torch.ones(320, 64)
-    return directory(path, {"medusa_num_heads": 3, "medusa_num_layers": 2, "vocab_size": 320}, held, medusa.FILE)
+    return directory(
+        path, {"medusa_num_heads": 3, "medusa_num_layers": 2, "vocab_size": 320}, held, medusa.FILE
+    )
 
 
 def test_blocks_that_fasterdecoding_shares(tiny: Target, tmp_path: Path) -> None:
     assert names(shared_blocks(tmp_path / "a", tiny, equal=False)) == {"medusa-shared-blocks": True}
     assert names(shared_blocks(tmp_path / "b", tiny, equal=True)) == {}
     read = read_back(tmp_path / "b", tiny)
-    assert read.blocks == 2 and torch.equal(read.heads[1][0].linear.weight, read.heads[1][1].linear.weight)
+    assert read.blocks == 2 and torch.equal(
+        read.heads[1][0].linear.weight, read.heads[1][1].linear.weight
+    )
     packed(tmp_path / "package", read, tiny)
     export_package(tmp_path / "package", tiny, "medusa", tmp_path / "out")
 
 
-# --- foreign heads ---------------------------------------------------------------------------------------------------------
+# --- foreign heads --------------------------------------------------------------------------------
 
 
 def test_a_token_map_in_any_order(good: Path, tiny: Target, tmp_path: Path) -> None:
-    """Engines list tokens by their frequency: ids are sorted, and the rows of every head with them."""
+    """Engines list tokens by their frequency: ids are sorted, and the rows of every head with
+    them."""
     path = Path(shutil.copytree(good / "reduced", tmp_path / "head"))
     order = torch.randperm(100, generator=torch.Generator().manual_seed(4))
 
@@ -264,7 +306,9 @@ def test_a_token_map_in_any_order(good: Path, tiny: Target, tmp_path: Path) -> N
     assert same(read_back(path, tiny), read_back(good / "reduced", tiny))
 
 
-def test_heads_without_biases_and_with_one_trained_projection(good: Path, tiny: Target, tmp_path: Path) -> None:
+def test_heads_without_biases_and_with_one_trained_projection(
+    good: Path, tiny: Target, tmp_path: Path
+) -> None:
     path = Path(shutil.copytree(good / "borrowed", tmp_path / "head"))
     shared = torch.randn(320, 64, generator=torch.Generator().manual_seed(5))
     tensors(lambda t: [t.pop(name) for name in BIASES])(path)
@@ -293,10 +337,15 @@ def test_speculators_offsets_become_ids(good: Path, tiny: Target, tmp_path: Path
         (put("lm_heads.0.weight", 321, 64), r"needs \[320, 64\]"),
         (put("lm_heads.0.weight", 320, 64, value=float("nan")), "NaN or infinite"),
         (tensors(lambda t: t.update(token_map=torch.tensor([3, 3]))), "each of its ids once"),
-        (tensors(lambda t: t.update(token_map=torch.zeros(2, 2, dtype=torch.int64))), "token_map is int64"),
+        (
+            tensors(lambda t: t.update(token_map=torch.zeros(2, 2, dtype=torch.int64))),
+            "token_map is int64",
+        ),
     ],
 )
-def test_heads_that_cannot_be_taken_over(edit: Edit, message: str, good: Path, tiny: Target, tmp_path: Path) -> None:
+def test_heads_that_cannot_be_taken_over(
+    edit: Edit, message: str, good: Path, tiny: Target, tmp_path: Path
+) -> None:
     path = Path(shutil.copytree(good / "own", tmp_path / "head"))
     edit(path)
     with pytest.raises(InputError, match=message):

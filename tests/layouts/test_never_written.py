@@ -1,4 +1,5 @@
-"""What goes wrong in engines without a word, and what no export has, whatever its target tempts it to copy."""
+"""What goes wrong in engines without a word, and what no export has, whatever its target tempts it
+to copy."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ MAKERS: dict[type[Drafter], Callable[[Target], Drafter]] = {
     Medusa: lambda target: Medusa(target, heads=3),
     Ssm: lambda target: Ssm(target, layers=[0, 2]),
 }
-PAIRS = [(kind, engine) for kind, layout in LAYOUTS.items() if kind in MAKERS for engine in layout.ENGINES]
+PAIRS = [
+    (kind, engine)
+    for kind, layout in LAYOUTS.items()
+    if kind in MAKERS
+    for engine in layout.ENGINES
+]
 METHODS = {
     (Eagle1, "vllm"): '"method": "eagle"', (Eagle1, "sglang"): "--speculative-algorithm EAGLE ",
     (Eagle1, "eagle"): "use_eagle3=False", (Medusa, "vllm"): '"method": "medusa"', (Medusa, "medusa"): "text-generation-launcher",
@@ -42,30 +48,47 @@ METHODS = {
 def tempting() -> Target:
     """Tied, another base of RoPE, a long context: what heads must not take, or must not lose."""
     return load.tiny(
-        tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 5e5}, max_position_embeddings=4096
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        max_position_embeddings=4096,
     )
 
 
 @pytest.mark.parametrize(("kind", "engine"), PAIRS)
-def test_what_no_export_has(kind: type[Drafter], engine: str, tempting: Target, tmp_path: Path) -> None:
+def test_what_no_export_has(
+    kind: type[Drafter], engine: str, tempting: Target, tmp_path: Path
+) -> None:
     packed(tmp_path / "package", stirred(MAKERS[kind](tempting)), tempting)
-    found = export_package(tmp_path / "package", tempting, engine, out := tmp_path / "out", tokens=2)
+    found = export_package(
+        tmp_path / "package", tempting, engine, out := tmp_path / "out", tokens=2
+    )
     told = json.loads((out / "config.json").read_text())
     (file,) = out.glob("*.safetensors")
     held = load_file(file)
-    assert METHODS[kind, engine] in found.command and str(out) in found.command and shlex.split(found.command)
-    assert not {"quantization_config", "compression_config", "auto_map", "_name_or_path"} & told.keys()
+    assert (
+        METHODS[kind, engine] in found.command
+        and str(out) in found.command
+        and shlex.split(found.command)
+    )
+    assert (
+        not {"quantization_config", "compression_config", "auto_map", "_name_or_path"} & told.keys()
+    )
     # No map of a draft vocabulary in a place where it is another's, and no pickle.
     assert not {"d2t", "t2d"} & held.keys() and "draft_vocab_size" not in told
     assert not [path for path in out.rglob("*") if path.suffix in (".bin", ".pt", ".pth", ".pkl")]
     # A draft model may tie its own two; a head that did would speak with its embedding.
     assert told.get("tie_word_embeddings", False) == (kind is Ssm)
     if kind is not Medusa:
-        assert told["rope_theta"] == told["rope_parameters"]["rope_theta"] == 5e5 and told["rope_scaling"] is None
+        assert (
+            told["rope_theta"] == told["rope_parameters"]["rope_theta"] == 5e5
+            and told["rope_scaling"] is None
+        )
         assert told["max_position_embeddings"] == 4096
     if kind is Eagle1:
         assert "embed_tokens.weight" not in held or engine == "eagle"
-        assert not {"lm_head.weight", "norm.weight", "layers.0.input_layernorm.weight"} & held.keys()
+        assert (
+            not {"lm_head.weight", "norm.weight", "layers.0.input_layernorm.weight"} & held.keys()
+        )
         assert told["bias"] is False and ("fc.bias" in held) == (engine == "sglang")
     if kind is Medusa:
         assert told["medusa_fc_bias"] is True and told["hidden_size"] == 64
@@ -88,13 +111,16 @@ def test_an_embedding_that_is_padded_otherwise_than_the_head(engine: str, tmp_pa
     model.set_input_embeddings(nn.Embedding(384, 64))
     target = Target(model, None, "padded")
     packed(tmp_path / "package", stirred(Eagle1(target)), target)
-    with pytest.raises(InputError, match="embeds 384 tokens and speaks 320: engines know one vocabulary size"):
+    with pytest.raises(
+        InputError, match="embeds 384 tokens and speaks 320: engines know one vocabulary size"
+    ):
         export_package(tmp_path / "package", target, engine, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_fasterdecodings_heads_in_vllm(tmp_path: Path) -> None:
-    """vLLM maps their names, but knows neither their width nor, without a word, their biases; a pickle is not read here."""
+    """vLLM maps their names, but knows neither their width nor, without a word, their biases; a
+    pickle is not read here."""
     target = load.tiny()
     packed(tmp_path / "package", stirred(Medusa(target, heads=2, own_head=True)), target)
     export_package(tmp_path / "package", target, "medusa", out := tmp_path / "out")
@@ -109,8 +135,11 @@ def test_fasterdecodings_heads_in_vllm(tmp_path: Path) -> None:
     assert names(path) == {"pickled-weights": True}
 
 
-def test_a_draft_model_without_the_old_spelling_of_its_base(tempting: Target, tmp_path: Path) -> None:
-    """transformers 4 and 5 spell it in two places; a reader of the other one takes 10000 without a word."""
+def test_a_draft_model_without_the_old_spelling_of_its_base(
+    tempting: Target, tmp_path: Path
+) -> None:
+    """transformers 4 and 5 spell it in two places; a reader of the other one takes 10000 without a
+    word."""
     packed(tmp_path / "package", stirred(MAKERS[Ssm](tempting)), tempting)
     export_package(tmp_path / "package", tempting, "sglang", out := tmp_path / "out")
     assert names(out, "sglang") == {}

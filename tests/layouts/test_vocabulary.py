@@ -76,7 +76,9 @@ GOOD = vocabulary.maps_of(IDS, 8)
         ({}, 9, "draft-vocab-size"),
     ],
 )
-def test_invariants(held: dict[str, torch.Tensor], size: int, name: str | None, tmp_path: Path) -> None:
+def test_invariants(
+    held: dict[str, torch.Tensor], size: int, name: str | None, tmp_path: Path
+) -> None:
     head = open_directory(directory(tmp_path / "head", {}, {"x": torch.ones(1), **held}), "head")
     inspection = Inspection(head, "vllm")
     vocabulary.check(inspection, 8, size)

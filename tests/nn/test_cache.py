@@ -8,7 +8,9 @@ from drafttrain.nn.cache import KVCache
 
 def entries(values, rows):
     """(b s) numbers -> keys (b 1 s 1)."""
-    return torch.tensor(values, dtype=torch.float32)[:, None, :, None], None if rows is None else rows
+    return torch.tensor(values, dtype=torch.float32)[
+        :, None, :, None
+    ], None if rows is None else rows
 
 
 def keys(cache, row, upto=None):
@@ -62,20 +64,24 @@ def test_new_entries_of_some_layers_are_put_into_another_order():
         cache.update(*(sign * entries([[1, 2], [3, 0]], None)[0] for sign in (1, -1)), layer)
     cache.commit(torch.tensor([2, 1]))
     for layer in range(2):
-        cache.update(*(sign * entries([[10, 11, 12], [20, 21, 22]], None)[0] for sign in (1, -1)), layer)
+        cache.update(
+            *(sign * entries([[10, 11, 12], [20, 21, 22]], None)[0] for sign in (1, -1)), layer
+        )
     cache.arrange(torch.tensor([[0, 2, 1], [2, 0, 1]]), [0])
     assert cache.lengths.tolist() == [2, 1]
     assert keys(cache, 0, 5) == [1, 2, 10, 12, 11] and keys(cache, 1, 4) == [3, 22, 20, 21]
     assert torch.equal(cache.values[0], -cache.keys[0])
-    assert cache.keys[1][0, 0, :5, 0].tolist() == [1, 2, 10, 11, 12] and cache.keys[1][1, 0, :4, 0].tolist() == [3, 20, 21, 22]
+    assert cache.keys[1][0, 0, :5, 0].tolist() == [1, 2, 10, 11, 12] and cache.keys[1][
+        1, 0, :4, 0
+    ].tolist() == [3, 20, 21, 22]
 
 
 def test_mask_shows_the_prefix_and_the_ancestors_only():
     cache = KVCache(2, 10)
     write(cache, [[1, 2, 3], [4, 0, 0]])
     cache.commit(torch.tensor([3, 1]))
-    among = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool)
-    mask = cache.mask(among)
+    tree_mask = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool)
+    mask = cache.mask(tree_mask)
     assert mask.shape == (2, 1, 3, 6)
     assert mask[0, 0].int().tolist() == [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 1]]
     assert mask[1, 0].int().tolist() == [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0]]
@@ -88,7 +94,9 @@ def test_mask_over_scratch_of_earlier_passes(lengths):
     cache.commit(torch.tensor(lengths))
     write(cache, [[7, 8], [9, 10]])
     cache.set_lengths(cache.lengths + 2)  # scratch, to be taken back
-    mask = cache.mask(torch.tensor([[[True, False, True]]]))  # one new token over two scratch entries
+    mask = cache.mask(
+        torch.tensor([[[True, False, True]]])
+    )  # one new token over two scratch entries
     for row, length in enumerate(lengths):
         seen = mask[row, 0, 0].nonzero().flatten().tolist()
         assert seen == [*range(length), length, length + 2]

@@ -1,4 +1,5 @@
-"""Rows that were joined into a sequence give what they give alone: the masks place by place, and passes of every family."""
+"""Rows that were joined into a sequence give what they give alone: the masks place by place, and
+passes of every family."""
 
 from __future__ import annotations
 
@@ -21,12 +22,18 @@ SIZE = 64
 
 
 def packing(lengths: tuple[tuple[int, ...], ...] = LENGTHS, size: int = SIZE) -> Packing:
-    documents, positions = torch.full((len(lengths), size), -1), torch.zeros(len(lengths), size, dtype=torch.int64)
+    documents, positions = (
+        torch.full((len(lengths), size), -1),
+        torch.zeros(len(lengths), size, dtype=torch.int64),
+    )
     number = 0
     for sequence, rows in enumerate(lengths):
         start = 0
         for n in rows:
-            documents[sequence, start : start + n], positions[sequence, start : start + n] = number, torch.arange(n)
+            documents[sequence, start : start + n], positions[sequence, start : start + n] = (
+                number,
+                torch.arange(n),
+            )
             number, start = number + 1, start + n
     return Packing(documents, positions)
 
@@ -40,7 +47,9 @@ def brute(found: Packing, window: int | None) -> Tensor:
         for reading in range(s):
             for read in range(reading + 1):
                 near = window is None or reading - read < window
-                mask[sequence, reading, read] = documents[sequence][reading] == documents[sequence][read] and near
+                mask[sequence, reading, read] = (
+                    documents[sequence][reading] == documents[sequence][read] and near
+                )
     return mask
 
 
@@ -52,7 +61,9 @@ def test_both_masks_are_the_rule_place_by_place(window: int | None) -> None:
     expected = brute(found, window)
     assert torch.equal(isolation.dense(found, window=window)[:, 0], expected)
     b, s = found.document_ids.shape
-    assert torch.equal(create_mask(isolation.rule(found, window), b, 1, s, s, device="cpu")[:, 0], expected)
+    assert torch.equal(
+        create_mask(isolation.rule(found, window), b, 1, s, s, device="cpu")[:, 0], expected
+    )
     assert torch.equal(isolation.dense(found, 50, window)[:, 0], expected[:, :50, :50])
     assert bool(expected.any(-1).all()), "every place reads something, so that no softmax is empty"
 
@@ -62,7 +73,9 @@ def test_blocks_hold_every_place_that_may_be_read_and_few_others() -> None:
     found = packing(lengths, 512)
     made = isolation.blocks(found)
     held = made.to_dense()[:, 0].bool()  # b 4 4, blocks of 128
-    needed = isolation.dense(found)[:, 0].unflatten(1, (4, 128)).unflatten(3, (4, 128)).any(4).any(2)
+    needed = (
+        isolation.dense(found)[:, 0].unflatten(1, (4, 128)).unflatten(3, (4, 128)).any(4).any(2)
+    )
     assert torch.equal(held, needed) and 0 < made.sparsity() < 100
 
 
@@ -93,16 +106,23 @@ def test_joined_rows_have_the_features_that_they_have_alone(family: str) -> None
         row = ids[place][None]
         alone = target.features(row, torch.tensor([row.shape[1]]), needs)
         assert alone.last_hidden is not None
-        torch.testing.assert_close(joined.last_hidden[place], alone.last_hidden[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            joined.last_hidden[place], alone.last_hidden[0], rtol=1e-5, atol=1e-5
+        )
         for layer in needs.layers:
-            torch.testing.assert_close(joined.layers[layer][place], alone.layers[layer][0], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                joined.layers[layer][place], alone.layers[layer][0], rtol=1e-5, atol=1e-5
+            )
 
 
 def test_a_model_that_mixes_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target = load.tiny(layers=1, width=32, vocab_size=64)
-    whole = Target.whole
-    monkeypatch.setattr(Target, "whole", lambda self, ids, packing=None: whole(self, ids))
-    with pytest.raises(InputError, match=r"tiny-llama \(llama\) cannot keep rows apart in one sequence \(features differ by"):
+    whole = Target.full_pass
+    monkeypatch.setattr(Target, "full_pass", lambda self, ids, packing=None: whole(self, ids))
+    with pytest.raises(
+        InputError,
+        match=r"tiny-llama \(llama\) cannot keep rows apart in one sequence \(features differ by",
+    ):
         target.choose_isolation()
 
     def broken(self: Target, ids: Tensor, packing: Packing | None = None) -> Tensor:
@@ -110,8 +130,10 @@ def test_a_model_that_mixes_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
             raise ValueError("too many values to unpack")
         return whole(self, ids)
 
-    monkeypatch.setattr(Target, "whole", broken)
-    with pytest.raises(InputError, match=r"one sequence \(too many values to unpack\): set trainer.pack=null"):
+    monkeypatch.setattr(Target, "full_pass", broken)
+    with pytest.raises(
+        InputError, match=r"one sequence \(too many values to unpack\): set trainer.pack=null"
+    ):
         target.choose_isolation()
 
 
@@ -120,10 +142,20 @@ def test_flex_is_for_passes_without_gradients_and_leaves_no_trace() -> None:
 
     target = load.tiny(layers=1, width=32, vocab_size=64)
     target.isolates_by = isolation.FLEX
-    with target.told(packing()) as words:
-        assert isinstance(words["attention_mask"], Tensor) and target.model.config._attn_implementation == "sdpa"
-    with pytest.raises(ZeroDivisionError), torch.no_grad(), target.told(packing()) as words:
-        assert isinstance(words["attention_mask"], BlockMask) and target.model.config._attn_implementation == "flex_attention"
+    with target.packing_inputs(packing()) as words:
+        assert (
+            isinstance(words["attention_mask"], Tensor)
+            and target.model.config._attn_implementation == "sdpa"
+        )
+    with (
+        pytest.raises(ZeroDivisionError),
+        torch.no_grad(),
+        target.packing_inputs(packing()) as words,
+    ):
+        assert (
+            isinstance(words["attention_mask"], BlockMask)
+            and target.model.config._attn_implementation == "flex_attention"
+        )
         assert target.decoder_layers[0].self_attn.config._attn_implementation == "flex_attention"  # type: ignore[union-attr]
         _ = 1 / 0
     assert target.decoder_layers[0].self_attn.config._attn_implementation == "sdpa"  # type: ignore[union-attr]

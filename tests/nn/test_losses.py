@@ -23,7 +23,9 @@ def test_chunks_do_not_change_value_or_gradient(name, chunk):
     (0.3 * direct).backward()
 
     other = hidden.clone().requires_grad_()
-    total, choices = losses.over_vocabulary(other, teacher, lambda h: h @ weight.T, divergence, chunk=chunk)
+    total, choices = losses.over_vocabulary(
+        other, teacher, lambda h: h @ weight.T, divergence, chunk=chunk
+    )
     (0.3 * total).backward()
     torch.testing.assert_close(total, direct)
     torch.testing.assert_close(other.grad, one.grad)
@@ -37,7 +39,9 @@ def test_without_gradients_the_same_numbers_and_no_gradient_work(name, quiet, mo
     weight, teacher, hidden = (torch.randn(n, 5, generator=generator) for n in (13, 7, 7))
     divergence = losses.divergence(name)
     learning = hidden.clone().requires_grad_()
-    total, choices = losses.over_vocabulary(learning, teacher, lambda h: h @ weight.T, divergence, chunk=3)
+    total, choices = losses.over_vocabulary(
+        learning, teacher, lambda h: h @ weight.T, divergence, chunk=3
+    )
     assert total.requires_grad
 
     def head(part):
@@ -49,11 +53,19 @@ def test_without_gradients_the_same_numbers_and_no_gradient_work(name, quiet, mo
         raise AssertionError("a gradient was computed")
 
     monkeypatch.setattr(torch.autograd, "grad", refused)
-    modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "detached": contextlib.nullcontext}
+    modes = {
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+        "detached": contextlib.nullcontext,
+    }
     with modes[quiet]():
         given = hidden if quiet == "detached" else learning
         calm, picked = losses.over_vocabulary(given, teacher, head, divergence, chunk=3)
-    assert torch.equal(calm, total.detach()) and torch.equal(picked, choices) and not calm.requires_grad
+    assert (
+        torch.equal(calm, total.detach())
+        and torch.equal(picked, choices)
+        and not calm.requires_grad
+    )
 
 
 def test_divergences_by_hand():
@@ -78,7 +90,9 @@ def test_divergences_by_hand():
 
 def test_no_positions_give_zero_and_no_nan():
     hidden = torch.zeros(0, 4, requires_grad=True)
-    total, choices = losses.over_vocabulary(hidden, torch.zeros(0, 4), lambda h: h @ torch.ones(4, 3), losses.forward_kl)
+    total, choices = losses.over_vocabulary(
+        hidden, torch.zeros(0, 4), lambda h: h @ torch.ones(4, 3), losses.forward_kl
+    )
     total.backward()
     assert float(total.detach()) == 0.0 and choices.shape == (0,)
 

@@ -9,10 +9,19 @@ from drafttrain.errors import InputError
 from drafttrain.nn import losses
 from drafttrain.nn.mixture import TEXT, Mixture, mixed
 
-WEIGHTS = {TEXT: 0.3, "forward_kl": 0.5, "reverse_kl": 1.5, "jsd": 2.0, "total_variation": 0.7, "acceptance_log": 0.0}
+WEIGHTS = {
+    TEXT: 0.3,
+    "forward_kl": 0.5,
+    "reverse_kl": 1.5,
+    "jsd": 2.0,
+    "total_variation": 0.7,
+    "acceptance_log": 0.0,
+}
 
 
-def direct(logits: torch.Tensor, goal: torch.Tensor, labels: torch.Tensor, mixture: Mixture) -> dict[str, torch.Tensor]:
+def direct(
+    logits: torch.Tensor, goal: torch.Tensor, labels: torch.Tensor, mixture: Mixture
+) -> dict[str, torch.Tensor]:
     p, q = goal.softmax(-1), logits.softmax(-1)
     m = mixture.beta * p + (1 - mixture.beta) * q
     known = labels >= 0
@@ -20,7 +29,8 @@ def direct(logits: torch.Tensor, goal: torch.Tensor, labels: torch.Tensor, mixtu
         TEXT: -(q.gather(1, labels.clamp_min(0)[:, None])[:, 0].log() * known),
         "forward_kl": (p * (p / q).log()).sum(-1),
         "reverse_kl": (q * (q / p).log()).sum(-1),
-        "jsd": mixture.beta * (p * (p / m).log()).sum(-1) + (1 - mixture.beta) * (q * (q / m).log()).sum(-1),
+        "jsd": mixture.beta * (p * (p / m).log()).sum(-1)
+        + (1 - mixture.beta) * (q * (q / m).log()).sum(-1),
         "total_variation": (p - q).abs().sum(-1) / 2,
     }
     return {name: values[name].sum() for name in mixture.names}
@@ -88,7 +98,14 @@ def test_positions_may_count_differently() -> None:
     expected.backward()
     other = hidden.clone().requires_grad_()
     found = mixed(
-        other, labels, lambda h: h, mixture, teacher=goal, teacher_head=lambda h: h, weights=weights, chunk=2
+        other,
+        labels,
+        lambda h: h,
+        mixture,
+        teacher=goal,
+        teacher_head=lambda h: h,
+        weights=weights,
+        chunk=2,
     )
     found.total.backward()
     torch.testing.assert_close(found.total, expected)
@@ -100,10 +117,12 @@ def test_positions_may_count_differently() -> None:
 
 def test_text_alone_reads_no_law() -> None:
     mixture = Mixture({TEXT: 1.0, "forward_kl": 0.0})
-    assert not mixture.reads_law and mixture.reads_text
+    assert not mixture.reads_target_probs and mixture.reads_text
     hidden = torch.randn(4, 6, requires_grad=True)
     found = mixed(hidden, torch.tensor([0, 1, -1, 5]), lambda h: h, mixture)
-    torch.testing.assert_close(found.total, losses.cross_entropy(hidden, torch.tensor([0, 1, 0, 5]))[[0, 1, 3]].sum())
+    torch.testing.assert_close(
+        found.total, losses.cross_entropy(hidden, torch.tensor([0, 1, 0, 5]))[[0, 1, 3]].sum()
+    )
     with pytest.raises(ValueError, match="target's law"):
         mixed(hidden, torch.zeros(4, dtype=torch.int64), lambda h: h, Mixture({"forward_kl": 1.0}))
 
@@ -112,10 +131,19 @@ def test_no_positions_give_zero() -> None:
     hidden = torch.zeros(0, 4, requires_grad=True)
     nothing = torch.zeros(0, dtype=torch.int64)
     found = mixed(
-        hidden, nothing, lambda h: h, Mixture({"reverse_kl": 1.0}), teacher=torch.zeros(0, 4), teacher_head=lambda h: h
+        hidden,
+        nothing,
+        lambda h: h,
+        Mixture({"reverse_kl": 1.0}),
+        teacher=torch.zeros(0, 4),
+        teacher_head=lambda h: h,
     )
     found.total.backward()
-    assert float(found.total.detach()) == 0.0 and found.choices.shape == (0,) and hidden.grad is not None
+    assert (
+        float(found.total.detach()) == 0.0
+        and found.choices.shape == (0,)
+        and hidden.grad is not None
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""What is done to logits before temperature equals transformers' processors on each node's whole text; and min-p."""
+"""What is done to logits before temperature equals transformers' processors on each node's whole
+text; and min-p."""
 
 from __future__ import annotations
 
@@ -41,7 +42,11 @@ def theirs(policy: Policy, prompt: int, ids: list[int], row: Tensor) -> Tensor:
     """One row of logits by transformers' own processors, as `generate` lines them up."""
     found = LogitsProcessorList()
     if policy.logit_bias:
-        found.append(SequenceBiasLogitsProcessor({(token,): value for token, value in dict(policy.logit_bias).items()}))
+        found.append(
+            SequenceBiasLogitsProcessor(
+                {(token,): value for token, value in dict(policy.logit_bias).items()}
+            )
+        )
     if policy.repetition_penalty != 1:
         found.append(RepetitionPenaltyLogitsProcessor(float(policy.repetition_penalty)))
     if policy.min_new_tokens:
@@ -68,7 +73,12 @@ def test_processed_logits_are_transformers_own(policy: Policy, dtype: torch.dtyp
     logits[0, 1, 5] = -math.inf
     before = logits.clone()
     made, nothing = policy.processed(logits, text(), torch.tensor(DRAFTED))
-    assert policy.processes and not policy.only_cuts and made.dtype == torch.float32 and not nothing.any()
+    assert (
+        policy.processes
+        and not policy.only_cuts
+        and made.dtype == torch.float32
+        and not nothing.any()
+    )
     assert torch.equal(logits, before), "the caller's logits are left alone"
     for row, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
         for node, drafted in enumerate(DRAFTED[row]):
@@ -78,15 +88,21 @@ def test_processed_logits_are_transformers_own(policy: Policy, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("min_p", [0.05, 0.3, 1.0])
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 20, 0.9), (1.8, 0, 0.8)])
-def test_min_p_keeps_what_transformers_keeps(min_p: float, temperature: float, top_k: int, top_p: float) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 20, 0.9), (1.8, 0, 0.8)]
+)
+def test_min_p_keeps_what_transformers_keeps(
+    min_p: float, temperature: float, top_k: int, top_p: float
+) -> None:
     logits = logits_of(40, 60)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
     warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
     warpers.append(MinPLogitsWarper(min_p))
     expected = warpers(torch.zeros(40, 1, dtype=torch.int64), logits).softmax(-1)
-    torch.testing.assert_close(Policy(temperature, top_k, top_p, min_p).probs(logits), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        Policy(temperature, top_k, top_p, min_p).probs(logits), expected, rtol=1e-5, atol=1e-7
+    )
 
 
 def test_min_p_keeps_what_stands_on_the_threshold() -> None:
@@ -100,7 +116,12 @@ def test_where_nothing_is_left_the_logits_stay_and_it_is_told() -> None:
     logits = logits_of(3, 3, V)
 
     for value in (-math.inf, math.nan, math.inf):
-        policy = Policy(1.0, processors=(lambda ids, scores, value=value: torch.where(ids[:, -1:] == 2, value, scores),))
+        policy = Policy(
+            1.0,
+            processors=(
+                lambda ids, scores, value=value: torch.where(ids[:, -1:] == 2, value, scores),
+            ),
+        )
         made, nothing = policy.processed(logits, text(), torch.tensor(DRAFTED))
         assert nothing.tolist() == [[False, True, False], [False] * 3, [False] * 3]
         assert torch.equal(made, logits) and policy.probs(made).isfinite().all()
@@ -110,13 +131,19 @@ def test_ruled_out_tokens_have_probability_0() -> None:
     policy = Policy(0.5, 5, 0.9, 0.01, 1.5, 9, {token: -math.inf for token in range(2, V - 1)})
     made, nothing = policy.processed(logits_of(3, 3, V), text(), torch.tensor(DRAFTED))
     probs = policy.probs(made)
-    assert not nothing.any() and set(probs.nonzero()[:, 2].tolist()) <= {0, V - 1}, "1 is a stop token"
+    assert not nothing.any() and set(probs.nonzero()[:, 2].tolist()) <= {0, V - 1}, (
+        "1 is a stop token"
+    )
     torch.testing.assert_close(probs.sum(-1), torch.ones(3, 3))
 
 
 def test_a_policy_is_hashable_and_its_bias_is_kept_in_order() -> None:
     assert hash(Policy(logit_bias={7: 1, 2: -3})) == hash(Policy(logit_bias=((2, -3.0), (7, 1.0))))
-    assert not Policy(0.9, 3, 0.5).processes and Policy(0.9, 3, 0.5).only_cuts and not Policy(1.0, min_p=0.1).only_cuts
+    assert (
+        not Policy(0.9, 3, 0.5).processes
+        and Policy(0.9, 3, 0.5).only_cuts
+        and not Policy(1.0, min_p=0.1).only_cuts
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,7 +178,10 @@ def test_what_is_no_policy_is_refused(settings: dict[str, Any], message: str) ->
     ("policy", "message"),
     [
         (Policy(logit_bias={V: 1.0}), f"names token {V}, the target's vocabulary is 0..{V - 1}"),
-        (Policy(processors=(lambda ids, scores: scores[:, 1:],)), r"processor function gave \(\d, 11\)"),
+        (
+            Policy(processors=(lambda ids, scores: scores[:, 1:],)),
+            r"processor function gave \(\d, 11\)",
+        ),
         (Policy(processors=(lambda ids, scores: None,)), "gave NoneType for logits"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Sampling policies, draws by inverse of the cumulative weights, and chance that rows do not share."""
+"""Sampling policies, draws by inverse of the cumulative weights, and chance that rows do not
+share."""
 
 from __future__ import annotations
 
@@ -82,7 +83,12 @@ def test_policy_is_float32_and_adds_up() -> None:
 
 def test_masked_logits_stay_at_zero() -> None:
     logits = torch.tensor([0.0, -math.inf, 1.0, -math.inf])
-    for policy in (Policy(1.0), Policy(1.0, top_k=3), Policy(1.0, top_p=0.99999), Policy(3.0, 4, 0.9)):
+    for policy in (
+        Policy(1.0),
+        Policy(1.0, top_k=3),
+        Policy(1.0, top_p=0.99999),
+        Policy(3.0, 4, 0.9),
+    ):
         assert policy.probs(logits)[[1, 3]].tolist() == [0, 0]
 
 
@@ -127,8 +133,16 @@ def test_draw_follows_the_weights_exactly() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_draw_never_gives_weight_zero(dtype: torch.dtype) -> None:
-    edges = torch.tensor([0.0, 5e-324, 0.25, 0.5, 1 - 2.0**-24, 1 - 2.0**-53, 1.0], dtype=torch.float64)
-    for weights in ([0, 0, 1, 0, 1, 0, 0], [0, 1e-30, 0, 1, 0], [0, 1, 0, 1e-30, 0], [1e-38, 0], [0, 1e30, 0]):
+    edges = torch.tensor(
+        [0.0, 5e-324, 0.25, 0.5, 1 - 2.0**-24, 1 - 2.0**-53, 1.0], dtype=torch.float64
+    )
+    for weights in (
+        [0, 0, 1, 0, 1, 0, 0],
+        [0, 1e-30, 0, 1, 0],
+        [0, 1, 0, 1e-30, 0],
+        [1e-38, 0],
+        [0, 1e30, 0],
+    ):
         rows = torch.tensor(weights, dtype=dtype).expand(len(edges), -1)
         found = draw(rows, edges.to(dtype))
         assert (rows.gather(1, found[:, None]) > 0).all()
@@ -153,7 +167,9 @@ def test_draw_refuses_weights_that_are_no_law(bad: list[float]) -> None:
 def test_draws_without_replacement_follow_their_law_exactly() -> None:
     q = [Fraction(5, 10), Fraction(2, 10), Fraction(2, 10), Fraction(1, 10)]
     first, second = 10, 360  # 360: every sum of q without one token is a multiple of 1/360
-    u = torch.cartesian_prod(*((torch.arange(size, dtype=torch.float64) + 0.5) / size for size in (first, second)))
+    u = torch.cartesian_prod(
+        *((torch.arange(size, dtype=torch.float64) + 0.5) / size for size in (first, second))
+    )
     found = draw_without_replacement(torch.tensor([[float(x) for x in q]]).expand(len(u), -1), u)
     times = Counter(map(tuple, found.tolist()))
     expected = {(x, y): q[x] * q[y] / (1 - q[x]) for x in range(4) for y in range(4) if x != y}
@@ -161,7 +177,9 @@ def test_draws_without_replacement_follow_their_law_exactly() -> None:
 
 
 def test_draws_beyond_the_support_are_uniform_over_the_untried() -> None:
-    u = torch.cartesian_prod(*[(torch.arange(size, dtype=torch.float64) + 0.5) / size for size in (5, 1, 2, 1)])
+    u = torch.cartesian_prod(
+        *[(torch.arange(size, dtype=torch.float64) + 0.5) / size for size in (5, 1, 2, 1)]
+    )
     found = draw_without_replacement(torch.tensor([[0.6, 0.4, 0.0, 0.0]]).expand(len(u), -1), u)
     assert (found.sort(-1).values == torch.arange(4)).all()
     times = Counter(map(tuple, found.tolist()))
@@ -173,7 +191,9 @@ def test_draws_beyond_the_support_are_uniform_over_the_untried() -> None:
 def test_rows_reach_the_end_of_their_support_apart() -> None:
     probs = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.3, 0.2]])
     left = untried(probs, torch.tensor([[0], [0]]))
-    torch.testing.assert_close(left, torch.tensor([[0.0, 0.5, 0.5], [0.0, 0.6, 0.4]], dtype=torch.float64))
+    torch.testing.assert_close(
+        left, torch.tensor([[0.0, 0.5, 0.5], [0.0, 0.6, 0.4]], dtype=torch.float64)
+    )
     assert probs[0].tolist() == [1, 0, 0]
 
 

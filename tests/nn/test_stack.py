@@ -1,4 +1,5 @@
-"""Layers run one by one against the model's own pass; sub-layers left out against weights set to zero; passes that were begun."""
+"""Layers run one by one against the model's own pass; sub-layers left out against weights set to
+zero; passes that were begun."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from drafttrain.errors import InputError
-from drafttrain.flow import Begun
+from drafttrain.flow import PartialPass
 from drafttrain.nn.cache import KVCache
 from drafttrain.target import load
 from drafttrain.target.model import Target
@@ -55,11 +56,11 @@ def close(mine: Tensor, theirs: Tensor) -> None:
 def test_layers_one_by_one_are_the_models_own_pass(target: Target) -> None:
     ids, (own, ours) = new_tokens(TREE.size + 1), (prompted(target), prompted(target))
     with torch.inference_mode():
-        expected = target.read(ids, own, among=AMONG, depths=DEPTHS)
+        expected = target.read(ids, own, tree_mask=AMONG, depths=DEPTHS)
         stack = target.stack
         hidden = stack.embed(ids)
         spot = stack.spot(hidden, ours, AMONG, DEPTHS)
-        for step in stack.whole:
+        for step in stack.steps:
             hidden = stack.run(hidden, spot, [step])
         close(stack.norm(hidden), expected)
     for mine, theirs in zip(entries(ours, ids.shape[1]), entries(own, ids.shape[1]), strict=True):
@@ -68,7 +69,9 @@ def test_layers_one_by_one_are_the_models_own_pass(target: Target) -> None:
 
 @pytest.mark.parametrize("lacking", ["leaves", "others in each row", "none", "all but the anchor"])
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_a_pass_that_was_begun_ends_like_a_whole_one(target: Target, layer: int, lacking: str) -> None:
+def test_a_pass_that_was_begun_ends_like_a_whole_one(
+    target: Target, layer: int, lacking: str
+) -> None:
     n = TREE.size + 1
     ids, (own, ours) = new_tokens(n), (prompted(target), prompted(target))
     inner = [-1, *sorted(set(TREE.parents) - {-1})]
@@ -79,23 +82,30 @@ def test_a_pass_that_was_begun_ends_like_a_whole_one(target: Target, layer: int,
         "all but the anchor": [[-1]] * 3,
     }[lacking]
     longest = max(map(len, read))
-    # As a draft would have: tokens read in another order than the pass has them, some rows more of them than others.
-    order = torch.tensor([[node + 1 for node in (nodes + [-1] * longest)[:longest]] for nodes in read])
+    # As a draft would have: tokens read in another order than the pass has them, some rows more of
+    # them than others.
+    order = torch.tensor(
+        [[node + 1 for node in (nodes + [-1] * longest)[:longest]] for nodes in read]
+    )
     places = torch.full((3, n), -1)
     for row, nodes in enumerate(read):
         for place, node in enumerate(nodes):
             places[row, node + 1] = place
     with torch.inference_mode():
-        expected = target.step(ids, own, among=AMONG, depths=DEPTHS, layers=(layer, 2))
+        expected = target.step(ids, own, tree_mask=AMONG, depths=DEPTHS, layers=(layer, 2))
         stack = target.stack
         hidden = stack.embed(ids.gather(1, order))
         wide = AMONG.expand(3, -1, -1).gather(1, order[:, :, None].expand(-1, -1, n))
         real = torch.tensor([[place < len(nodes) for place in range(longest)] for nodes in read])
-        among = wide.gather(2, order[:, None].expand(-1, longest, -1)) & real[:, None] | torch.eye(longest, dtype=torch.bool)
-        spot = stack.spot(hidden, ours, among, DEPTHS.expand(3, -1).gather(1, order))
-        begun = Begun(layer, stack.run(hidden, spot, stack.whole[: layer + 1]), places)
+        tree_mask = wide.gather(2, order[:, None].expand(-1, longest, -1)) & real[
+            :, None
+        ] | torch.eye(longest, dtype=torch.bool)
+        spot = stack.spot(hidden, ours, tree_mask, DEPTHS.expand(3, -1).gather(1, order))
+        partial_pass = PartialPass(layer, stack.run(hidden, spot, stack.steps[: layer + 1]), places)
         lengths = ours.lengths.tolist()
-        found = target.step(ids, ours, among=AMONG, depths=DEPTHS, layers=(layer, 2), begun=begun)
+        found = target.step(
+            ids, ours, tree_mask=AMONG, depths=DEPTHS, layers=(layer, 2), partial_pass=partial_pass
+        )
         assert ours.lengths.tolist() == lengths == LENGTHS.tolist()
     close(found.hidden, expected.hidden)
     assert found.layers.keys() == expected.layers.keys()
@@ -108,10 +118,19 @@ def test_a_pass_that_was_begun_ends_like_a_whole_one(target: Target, layer: int,
 def test_a_layer_below_the_beginning_cannot_be_asked_for() -> None:
     target = load.tiny()
     cache = target.new_cache(1, 8)
-    begun = Begun(1, torch.zeros(1, 1, target.width), torch.zeros(1, 1, dtype=torch.int64))
+    partial_pass = PartialPass(
+        1, torch.zeros(1, 1, target.width), torch.zeros(1, 1, dtype=torch.int64)
+    )
     one = torch.ones(1, 1, 1, dtype=torch.bool)
     with pytest.raises(ValueError, match="layer 0 asked for"):
-        target.step(torch.tensor([[5]]), cache, among=one, depths=torch.zeros(1, 1, dtype=torch.int64), layers=(0,), begun=begun)
+        target.step(
+            torch.tensor([[5]]),
+            cache,
+            tree_mask=one,
+            depths=torch.zeros(1, 1, dtype=torch.int64),
+            layers=(0,),
+            partial_pass=partial_pass,
+        )
 
 
 def silenced(family: str, attention: set[int], mlp: set[int]) -> Target:
@@ -133,7 +152,9 @@ def silenced(family: str, attention: set[int], mlp: set[int]) -> Target:
     return target
 
 
-@pytest.mark.parametrize(("attention", "mlp"), [({1}, set()), (set(), {0, 2}), ({0, 1}, {1, 2}), ({0, 1, 2}, set())])
+@pytest.mark.parametrize(
+    ("attention", "mlp"), [({1}, set()), (set(), {0, 2}), ({0, 1}, {1, 2}), ({0, 1, 2}, set())]
+)
 def test_what_is_left_out_adds_nothing(target: Target, attention: set[int], mlp: set[int]) -> None:
     family = target.name.removeprefix("tiny-")
     ids, cache = new_tokens(9), KVCache(3, 9)
@@ -143,8 +164,13 @@ def test_what_is_left_out_adds_nothing(target: Target, attention: set[int], mlp:
         steps = stack.without(attention, mlp)
         hidden = stack.embed(ids)
         found = stack.norm(stack.run(hidden, stack.spot(hidden, cache), steps))
-        close(found, silenced(family, attention, mlp).base(input_ids=ids, use_cache=False).last_hidden_state)
-    assert [step.layer for step in steps] == [layer for layer in range(3) if layer not in attention & mlp]
+        close(
+            found,
+            silenced(family, attention, mlp).base(input_ids=ids, use_cache=False).last_hidden_state,
+        )
+    assert [step.layer for step in steps] == [
+        layer for layer in range(3) if layer not in attention & mlp
+    ]
     assert [len(cache.keys) > layer and bool(cache.keys[layer].any()) for layer in range(3)] == [
         layer not in attention for layer in range(3)
     ]
@@ -168,18 +194,29 @@ def test_sizes_are_those_of_the_parts(target: Target) -> None:
     attention, mlp = target.stack.sizes()
     for layer, one, other in zip(target.decoder_layers, attention, mlp, strict=True):
         norms = sum(p.numel() for name, p in layer.named_parameters() if "layernorm" in name)
-        assert one + other == sum(p.numel() for p in layer.parameters()) - norms and one > 0 and other > 0
+        assert (
+            one + other == sum(p.numel() for p in layer.parameters()) - norms
+            and one > 0
+            and other > 0
+        )
 
 
 def test_a_family_that_cannot_be_taken_apart_is_refused_by_name() -> None:
-    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64, attn_implementation="sdpa")
+    config = GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64, attn_implementation="sdpa"
+    )
     target = Target(GPT2LMHeadModel(config), None, "old")
-    with pytest.raises(InputError, match=r"target old \(gpt2\): its decoder layers cannot be run one by one .*; give a Llama"):
+    with pytest.raises(
+        InputError,
+        match=r"target old \(gpt2\): its decoder layers cannot be run one by one .*; give a Llama",
+    ):
         _ = target.stack
 
 
 def test_a_part_that_adds_something_by_itself_is_refused() -> None:
     target = load.tiny()
-    target.decoder_layers[1].register_forward_pre_hook(lambda _module, given: (given[0] + 1.0, *given[1:]))
+    target.decoder_layers[1].register_forward_pre_hook(
+        lambda _module, given: (given[0] + 1.0, *given[1:])
+    )
     with pytest.raises(InputError, match="cannot be left out"):
         target.stack.without({1}, set())

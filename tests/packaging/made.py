@@ -1,4 +1,5 @@
-"""A drafter that knows a few texts by heart, so that drafts are really accepted, and its package."""
+"""A drafter that knows a few texts by heart, so that drafts are really accepted, and its
+package."""
 
 from __future__ import annotations
 
@@ -28,20 +29,35 @@ def overfitted(
     stop_ids: tuple[int, ...] = (),
     **settings: Any,
 ) -> Eagle1:
-    """Trained on the target's own greedy answers to these prompts, until it has learned most of them."""
-    outputs, _ = decode(target, None, prompts, Plan(Tree.chain(0), policy or Policy()), max_new_tokens=tokens, stop_ids=stop_ids)
+    """Trained on the target's own greedy answers to these prompts, until it has learned most of
+    them."""
+    outputs, _ = decode(
+        target,
+        None,
+        prompts,
+        Plan(Tree.chain(0), policy or Policy()),
+        max_new_tokens=tokens,
+        stop_ids=stop_ids,
+    )
     rows = [prompt + output.ids for prompt, output in zip(prompts, outputs, strict=True)]
     longest = max(map(len, rows))
     batch = Batch(
         torch.tensor([row + [0] * (longest - len(row)) for row in rows]),
-        torch.tensor([[len(p) <= i < len(r) for i in range(longest)] for p, r in zip(prompts, rows, strict=True)]),
+        torch.tensor(
+            [
+                [len(p) <= i < len(r) for i in range(longest)]
+                for p, r in zip(prompts, rows, strict=True)
+            ]
+        ),
         torch.tensor([len(row) for row in rows]),
         torch.arange(len(rows)),
     )
     features = target.features(batch.input_ids, batch.lengths, Eagle1.needs)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        drafter = Eagle1(target, **{"regression": 0.2, "classification": 1.0, "balance_input": True, **settings})
+        drafter = Eagle1(
+            target, **{"regression": 0.2, "classification": 1.0, "balance_input": True, **settings}
+        )
     adam = torch.optim.Adam(drafter.parameters(), lr=1e-2)
     for _ in range(steps):
         adam.zero_grad()

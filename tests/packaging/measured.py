@@ -59,7 +59,11 @@ def row(speedup: float | None, tau: float, tree: str = "chain 3", **more: Any) -
     }
 
 
-SLOW = [row(None, 9.0, "static 25", measured="acceptance", prompts=4), row(0.8, 1.5, "chain 4"), row(1.1, 1.25)]
+SLOW = [
+    row(None, 9.0, "static 25", measured="acceptance", prompts=4),
+    row(0.8, 1.5, "chain 4"),
+    row(1.1, 1.25),
+]
 FAST = [row(1.6, 1.75), row(1.4, 1.9, "static 9")]
 OLD = [row(1.3, 1.5)]
 
@@ -71,10 +75,16 @@ def write_runs(target: Target, folder: Path) -> Path:
     torch.manual_seed(0)
     eagle = Eagle1(target)
     metrics = {"settings": {**SETTINGS, "drafter_dtype": "float32"}, "rows": SLOW}
-    begun = {"init_from": "elsewhere/first/package"}
-    provenance: dict[str, Any] = {"training": TRAINING, "config": begun}
+    partial_pass = {"init_from": "elsewhere/first/package"}
+    provenance: dict[str, Any] = {"training": TRAINING, "config": partial_pass}
     packed(folder / "slow" / "package", eagle, target, metrics=metrics, provenance=provenance)
     metrics = {"settings": {**SETTINGS, "drafter_dtype": None}, "rows": FAST}
-    packed(folder / "fast" / "package", NGram(target), target, metrics=metrics, provenance={"training": None})
+    packed(
+        folder / "fast" / "package",
+        NGram(target),
+        target,
+        metrics=metrics,
+        provenance={"training": None},
+    )
     packed(folder / "old" / "package", eagle, target, metrics={"settings": SETTINGS, "rows": OLD})
     return folder

@@ -1,4 +1,5 @@
-"""Packages side by side: found in any form, the bad one among good ones named, and nothing compared that is not equal."""
+"""Packages side by side: found in any form, the bad one among good ones named, and nothing compared
+that is not equal."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def found(*runs: Any) -> list[Path]:
     return find_packages(map(str, runs), lambda text: None)
 
 
-# --- found ---------------------------------------------------------------------------------------------------------------
+# --- found ----------------------------------------------------------------------------------------
 
 
 def test_packages_are_found_in_any_form(original: Path) -> None:
@@ -60,7 +61,10 @@ def test_packages_are_found_in_any_form(original: Path) -> None:
     assert said == [f"{original}: without a package, left out: stopped"]
     assert found(f"{original}/*") == packages
     assert found(*packages) == found(*(package.parent for package in packages)) == packages
-    assert found(original / "slow" / "package", original, original / "slow") == [packages[2], *packages[:2]]
+    assert found(original / "slow" / "package", original, original / "slow") == [
+        packages[2],
+        *packages[:2],
+    ]
     assert found(f"{original}/[fs]*") == [packages[0], packages[2]]
 
 
@@ -85,14 +89,18 @@ def test_what_is_no_path() -> None:
 
 
 def test_names_tell_runs_apart(tmp_path: Path) -> None:
-    paths = [tmp_path / "a" / "one" / "package", tmp_path / "b" / "one", tmp_path / "b" / "two" / "package"]
+    paths = [
+        tmp_path / "a" / "one" / "package",
+        tmp_path / "b" / "one",
+        tmp_path / "b" / "two" / "package",
+    ]
     assert names_of(paths) == ["a/one", "b/one", "b/two"]
     assert names_of(paths[1:]) == ["one", "two"] and names_of([]) == []
     (odd,) = names_of([tmp_path / os.fsdecode(b"caf\xe9")])
     assert odd == "caf?", "no report could be written with a name that is no UTF-8"
 
 
-# --- read ----------------------------------------------------------------------------------------------------------------
+# --- read -----------------------------------------------------------------------------------------
 
 
 def test_entries_say_what_a_drafter_costs(original: Path) -> None:
@@ -108,9 +116,18 @@ def test_entries_say_what_a_drafter_costs(original: Path) -> None:
         "begun_from": "first",
     }
     told = old.facts()
-    assert (told["training_seconds"], told["supervised_tokens"], told["begun_from"]) == (None, None, None)
+    assert (told["training_seconds"], told["supervised_tokens"], told["begun_from"]) == (
+        None,
+        None,
+        None,
+    )
     told = fast.facts()
-    assert (told["drafter"], told["parameters"], told["training_seconds"], told["supervised_tokens"]) == ("NGram", 0, 0.0, 0)
+    assert (
+        told["drafter"],
+        told["parameters"],
+        told["training_seconds"],
+        told["supervised_tokens"],
+    ) == ("NGram", 0, 0.0, 0)
     assert fastest_row(slow, 0.0) == SLOW[2] and fastest_row(fast, 0) == FAST[0]
     assert [entry.rows for entry in read_entries(found(original), measured=False)] == [[], [], []]
 
@@ -124,16 +141,32 @@ def test_costs_that_were_not_recorded_are_not_made_up(original: Path) -> None:
         ({"seconds": 10**400}, (None, None)),
         ({}, (None, None)),
         (None, (None, None)),
-        ({"members": [TRAINING, {"seconds": 3, "supervised_tokens_seen": 7}], "marking": [TRAINING]}, (123.0, 10007)),
+        (
+            {
+                "members": [TRAINING, {"seconds": 3, "supervised_tokens_seen": 7}],
+                "marking": [TRAINING],
+            },
+            (123.0, 10007),
+        ),
         ({"members": [TRAINING, {"seconds": 3}]}, (63.0, None)),
         ({"members": [TRAINING, "fast"]}, (None, None)),
         ({"members": []}, (None, None)),
     ):
         assert training_of({**config, "training": {"training": given}}) == wanted
     assert training_of({**config, "training": {}}) == (None, None)
-    copied = {"drafter": {"_target_": "drafttrain.drafter.ngram.NGram"}, "shape": {"parameters": 0}, "training": {}}
-    together = {"drafter": {"_target_": "drafttrain.drafter.ensemble.Ensemble"}, "shape": {"parameters": 5}, "training": {}}
-    assert training_of(copied) == (0.0, 0) and training_of(together) == (None, None), "its members were trained, elsewhere"
+    copied = {
+        "drafter": {"_target_": "drafttrain.drafter.ngram.NGram"},
+        "shape": {"parameters": 0},
+        "training": {},
+    }
+    together = {
+        "drafter": {"_target_": "drafttrain.drafter.ensemble.Ensemble"},
+        "shape": {"parameters": 5},
+        "training": {},
+    }
+    assert training_of(copied) == (0.0, 0) and training_of(together) == (None, None), (
+        "its members were trained, elsewhere"
+    )
     assert parameters_of({"shape": {"parameters": 7}, "adapter": {"parameters": 3}}) == 10
     assert parameters_of({"shape": {"parameters": 7}, "adapter": {"parameters": "many"}}) is None
 
@@ -153,11 +186,23 @@ def edit_rows(package: Path, **changes: Any) -> None:
 
 NODE = {"parent": -1, "kept": 1, "offered": 2}
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str, bool]] = {
-    "config cut short": (lambda p: (p / CONFIG).write_text('{"format": 1'), r"config\.json cannot be read", True),
+    "config cut short": (
+        lambda p: (p / CONFIG).write_text('{"format": 1'),
+        r"config\.json cannot be read",
+        True,
+    ),
     "no weights": (lambda p: (p / TENSORS).unlink(), r"lacks drafter\.safetensors", True),
-    "nothing in it": (lambda p: [path.unlink() for path in p.iterdir() if path.is_file()], "lacks config.json", True),
+    "nothing in it": (
+        lambda p: [path.unlink() for path in p.iterdir() if path.is_file()],
+        "lacks config.json",
+        True,
+    ),
     "a pickle": (lambda p: (p / "x.bin").write_bytes(b""), "x.bin: such files can run code", True),
-    "a foreign class": (lambda p: edit_config(p, lambda c: c["drafter"].update(_target_="os.system")), "'os.system'", True),
+    "a foreign class": (
+        lambda p: edit_config(p, lambda c: c["drafter"].update(_target_="os.system")),
+        "'os.system'",
+        True,
+    ),
     "another target": (
         lambda p: edit_config(p, lambda c: c["target"]["fingerprint"].update(weights="0")),
         r"belongs to another target \(weights 0 there, .*The first of them, \S*fast",
@@ -168,30 +213,122 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, bool]] = {
         "fingerprint lacks config",
         True,
     ),
-    "metrics cut short": (lambda p: (p / METRICS).write_text('{"rows": ['), r"metrics\.json cannot be read", False),
+    "metrics cut short": (
+        lambda p: (p / METRICS).write_text('{"rows": ['),
+        r"metrics\.json cannot be read",
+        False,
+    ),
     "no metrics": (lambda p: (p / METRICS).unlink(), r"metrics\.json is missing", False),
-    "metrics of another form": (lambda p: (p / METRICS).write_text("[1]"), "is not of the form", False),
-    "not a number": (lambda p: (p / METRICS).write_text('{"rows": [{"tau": NaN}]}'), "NaN is not a number", False),
-    "a wordy tau": (lambda p: edit_rows(p, tau="high"), "tau of a row is 'high', needs a number", False),
-    "half a tau": (lambda p: edit_rows(p, tau=10**400), "tau of a row is '1000.*needs a number", False),
-    "rounds without end": (lambda p: edit_rows(p, rounds=10**400), "rounds of a row .* a whole number", False),
-    "hits without end": (lambda p: edit_rows(p, node_counts=[{**NODE, "kept": 10**400}]), "node_counts of a row .* breadth", False),
-    "half of those timed": (lambda p: edit_rows(p, speed_prompts="x"), "speed_prompts of a row is 'x', needs a count", False),
-    "wordily behind": (lambda p: edit_rows(p, tau_behind_best_interval="xy"), "tau_behind_best_interval .* two numbers", False),
-    "half a character": (lambda p: edit_rows(p, label="\ud800"), r"metrics\.json holds half a character \('.ud800'\)", False),
-    "half a character in a name": (lambda p: edit_config(p, lambda c: c["target"].update(name="\udcff")), "half a char", True),
-    "half an interval": (lambda p: edit_rows(p, tau_interval=[1.0]), "tau_interval of a row .* needs two numbers", False),
-    "half the counts": (lambda p: edit_rows(p, accept_counts=[[1, 2]]), "needs two counts for every rate", False),
-    "half the intervals": (lambda p: edit_rows(p, accept_at_interval=[None]), "accept_at_interval of a row has 1 entries", False),
-    "wordy reach": (lambda p: edit_rows(p, reach=["x"]), "reach of a row .* needs a list of rates", False),
-    "lost time": (lambda p: edit_rows(p, seconds={"draft": -1}), "seconds of a row .* needs seconds by stage", False),
-    "lost plain time": (lambda p: edit_rows(p, plain_seconds=[1]), "plain_seconds of a row .* needs seconds by stage", False),
-    "half a token": (lambda p: edit_rows(p, tokens=0.5), "tokens of a row is '0.5', needs a count", False),
-    "ranks without rates": (lambda p: edit_rows(p, rank_rates=[["x"]]), "rank_rates of a row .* for each depth", False),
-    "a node below itself": (lambda p: edit_rows(p, node_counts=[{**NODE, "parent": 0}]), "node_counts of a row .* breadth", False),
-    "half a node": (lambda p: edit_rows(p, node_counts=[{"parent": -1, "kept": 1}]), "node_counts of a row .* breadth", False),
-    "too many nodes": (lambda p: edit_rows(p, node_counts=[NODE] * 1025), "node_counts of a row .* breadth", False),
-    "wordy rates": (lambda p: edit_rows(p, accept_at=["x"]), "accept_at of a row .* needs a list of rates", False),
+    "metrics of another form": (
+        lambda p: (p / METRICS).write_text("[1]"),
+        "is not of the form",
+        False,
+    ),
+    "not a number": (
+        lambda p: (p / METRICS).write_text('{"rows": [{"tau": NaN}]}'),
+        "NaN is not a number",
+        False,
+    ),
+    "a wordy tau": (
+        lambda p: edit_rows(p, tau="high"),
+        "tau of a row is 'high', needs a number",
+        False,
+    ),
+    "half a tau": (
+        lambda p: edit_rows(p, tau=10**400),
+        "tau of a row is '1000.*needs a number",
+        False,
+    ),
+    "rounds without end": (
+        lambda p: edit_rows(p, rounds=10**400),
+        "rounds of a row .* a whole number",
+        False,
+    ),
+    "hits without end": (
+        lambda p: edit_rows(p, node_counts=[{**NODE, "kept": 10**400}]),
+        "node_counts of a row .* breadth",
+        False,
+    ),
+    "half of those timed": (
+        lambda p: edit_rows(p, speed_prompts="x"),
+        "speed_prompts of a row is 'x', needs a count",
+        False,
+    ),
+    "wordily behind": (
+        lambda p: edit_rows(p, tau_behind_best_interval="xy"),
+        "tau_behind_best_interval .* two numbers",
+        False,
+    ),
+    "half a character": (
+        lambda p: edit_rows(p, label="\ud800"),
+        r"metrics\.json holds half a character \('.ud800'\)",
+        False,
+    ),
+    "half a character in a name": (
+        lambda p: edit_config(p, lambda c: c["target"].update(name="\udcff")),
+        "half a char",
+        True,
+    ),
+    "half an interval": (
+        lambda p: edit_rows(p, tau_interval=[1.0]),
+        "tau_interval of a row .* needs two numbers",
+        False,
+    ),
+    "half the counts": (
+        lambda p: edit_rows(p, accept_counts=[[1, 2]]),
+        "needs two counts for every rate",
+        False,
+    ),
+    "half the intervals": (
+        lambda p: edit_rows(p, accept_at_interval=[None]),
+        "accept_at_interval of a row has 1 entries",
+        False,
+    ),
+    "wordy reach": (
+        lambda p: edit_rows(p, reach=["x"]),
+        "reach of a row .* needs a list of rates",
+        False,
+    ),
+    "lost time": (
+        lambda p: edit_rows(p, seconds={"draft": -1}),
+        "seconds of a row .* needs seconds by stage",
+        False,
+    ),
+    "lost plain time": (
+        lambda p: edit_rows(p, plain_seconds=[1]),
+        "plain_seconds of a row .* needs seconds by stage",
+        False,
+    ),
+    "half a token": (
+        lambda p: edit_rows(p, tokens=0.5),
+        "tokens of a row is '0.5', needs a count",
+        False,
+    ),
+    "ranks without rates": (
+        lambda p: edit_rows(p, rank_rates=[["x"]]),
+        "rank_rates of a row .* for each depth",
+        False,
+    ),
+    "a node below itself": (
+        lambda p: edit_rows(p, node_counts=[{**NODE, "parent": 0}]),
+        "node_counts of a row .* breadth",
+        False,
+    ),
+    "half a node": (
+        lambda p: edit_rows(p, node_counts=[{"parent": -1, "kept": 1}]),
+        "node_counts of a row .* breadth",
+        False,
+    ),
+    "too many nodes": (
+        lambda p: edit_rows(p, node_counts=[NODE] * 1025),
+        "node_counts of a row .* breadth",
+        False,
+    ),
+    "wordy rates": (
+        lambda p: edit_rows(p, accept_at=["x"]),
+        "accept_at of a row .* needs a list of rates",
+        False,
+    ),
 }
 """Each with whether it matters where nothing measured is read."""
 UNREADABLE = ("metrics cut short", "no metrics", "metrics of another form", "not a number")
@@ -215,8 +352,12 @@ def test_one_bad_package_among_good_ones_is_named(name: str, place: Path) -> Non
 
 
 def test_a_first_package_without_a_whole_fingerprint(place: Path) -> None:
-    edit_config(place / "fast" / "package", lambda config: config["target"]["fingerprint"].pop("weights"))
-    with pytest.raises(InputError, match=r"1 of 3 packages .*fast/package: its target fingerprint lacks weights"):
+    edit_config(
+        place / "fast" / "package", lambda config: config["target"]["fingerprint"].pop("weights")
+    )
+    with pytest.raises(
+        InputError, match=r"1 of 3 packages .*fast/package: its target fingerprint lacks weights"
+    ):
         read_entries(found(place), measured=True)
 
 
@@ -224,8 +365,16 @@ def test_a_package_says_which_run_it_belongs_to(original: Path, tmp_path: Path) 
     shutil.copytree(original / "old" / "package", tmp_path / "lone")
     run, lone = read_entries([original / "fast" / "package", tmp_path / "lone"], measured=False)
     assert run.run_folder == (original / "fast").resolve() and lone.run_folder is None
-    assert with_rows(run).rows == FAST and with_rows(run).settings == {**SETTINGS, "drafter_dtype": None}
-    more = {"node_counts": [NODE], "seconds": {"draft": 0.5}, "tokens": 3, "rank_rates": [[0.5, None], None]}
+    assert with_rows(run).rows == FAST and with_rows(run).settings == {
+        **SETTINGS,
+        "drafter_dtype": None,
+    }
+    more = {
+        "node_counts": [NODE],
+        "seconds": {"draft": 0.5},
+        "tokens": 3,
+        "rank_rates": [[0.5, None], None],
+    }
     more |= {"reach": [0.5, 0.25, None], "accept_at_interval": [[0.25, 0.75], None, None]}
     edit_rows(tmp_path / "lone", **more)
     assert with_rows(lone).rows[0].items() >= more.items()
@@ -237,14 +386,22 @@ def test_rows_of_earlier_forms_have_gaps(place: Path) -> None:
     path.write_text(json.dumps({"rows": [given]}))
     (slow,) = read_entries(found(place / "slow"), measured=True)
     one = fastest_row(slow, 0.0)
-    assert one["accept_counts"] == [None] and one["speedup"] is None and one["tree"] is None and one["prompts"] is None
+    assert (
+        one["accept_counts"] == [None]
+        and one["speedup"] is None
+        and one["tree"] is None
+        and one["prompts"] is None
+    )
 
 
-# --- compared ------------------------------------------------------------------------------------------------------------
+# --- compared -------------------------------------------------------------------------------------
 
 
 def entry(name: str, settings: dict[str, Any], training: Any = None) -> Entry:
-    config = {"target": {"name": "t", "fingerprint": {"dtype": "float32"}}, "training": training or {}}
+    config = {
+        "target": {"name": "t", "fingerprint": {"dtype": "float32"}},
+        "training": training or {},
+    }
     return Entry(name, Path(name), config, settings, [row(1.0, 1.5)])
 
 
@@ -257,10 +414,26 @@ UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "seed": ({**SETTINGS, "seed": 3}, {}, r"seed \(3, there 0\)"),
     "limit": ({**SETTINGS, "max_new_tokens": 64}, {}, r"max_new_tokens \(64, there 16\)"),
     "split": ({**SETTINGS, "split": "train"}, {}, r"split \(train, there held_out\)"),
-    "prompts": ({**SETTINGS, "prompts_digest": "x"}, {}, r"prompts_digest \(x, there 0123456789abcdef\)"),
-    "unknown prompts": (WITHOUT_DIGEST, {}, r"prompts_digest \(not recorded, of talk, there 0123456789abcdef\)"),
-    "dtype": ({**SETTINGS, "target_dtype": "bfloat16"}, {}, r"target_dtype \(bfloat16, there float32\)"),
-    "two": ({**SETTINGS, "threads": 2, "seed": 1}, {}, r"seed \(1, there 0\), threads \(2, there 1\)"),
+    "prompts": (
+        {**SETTINGS, "prompts_digest": "x"},
+        {},
+        r"prompts_digest \(x, there 0123456789abcdef\)",
+    ),
+    "unknown prompts": (
+        WITHOUT_DIGEST,
+        {},
+        r"prompts_digest \(not recorded, of talk, there 0123456789abcdef\)",
+    ),
+    "dtype": (
+        {**SETTINGS, "target_dtype": "bfloat16"},
+        {},
+        r"target_dtype \(bfloat16, there float32\)",
+    ),
+    "two": (
+        {**SETTINGS, "threads": 2, "seed": 1},
+        {},
+        r"seed \(1, there 0\), threads \(2, there 1\)",
+    ),
     "a setting more": ({**SETTINGS, "patience": 1}, {}, r"patience \(1, there not recorded\)"),
     "count": (SETTINGS, {"prompts": 7}, r"prompts_of_row \(7, there 2\)"),
     "kind": (SETTINGS, {"measured": "acceptance"}, r"measured_for \(acceptance, there speed\)"),
@@ -272,7 +445,11 @@ UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", UNLIKE)
 def test_unlike_measurements_are_not_put_into_one_table(name: str) -> None:
     settings, changes, difference = UNLIKE[name]
-    entries = [entry("a", SETTINGS), entry("same", SETTINGS), entry("b", settings, set_of("sets/talk"))]
+    entries = [
+        entry("a", SETTINGS),
+        entry("same", SETTINGS),
+        entry("b", settings, set_of("sets/talk")),
+    ]
     rows = [row(1.0, 1.5), row(2.0, 2.5), row(1.0, 1.5, **changes)]
     with pytest.raises(InputError) as caught:
         measured_alike(entries, rows)
@@ -282,20 +459,31 @@ def test_unlike_measurements_are_not_put_into_one_table(name: str) -> None:
 
 
 def test_like_measurements_are_compared() -> None:
-    """What a drafter decodes in, and lists, are its own; without a digest the set's name tells prompts apart."""
+    """What a drafter decodes in, and lists, are its own; without a digest the set's name tells
+    prompts apart."""
     rows = [row(1.0, 1.5), row(2.0, 2.5)]
     own = {"drafter_dtype": "bfloat16", "package": "b", "head_accuracy": [[0.5]]}
     alike = measured_alike([entry("a", SETTINGS), entry("b", {**SETTINGS, **own})], rows)
-    assert alike.items() >= {"seed": 0, "split": "held_out", "temperature": 0.0, "prompts_of_row": 2}.items()
-    old = [entry("a", WITHOUT_DIGEST, set_of("here/talk")), entry("b", WITHOUT_DIGEST, set_of("there/talk"))]
+    assert (
+        alike.items()
+        >= {"seed": 0, "split": "held_out", "temperature": 0.0, "prompts_of_row": 2}.items()
+    )
+    old = [
+        entry("a", WITHOUT_DIGEST, set_of("here/talk")),
+        entry("b", WITHOUT_DIGEST, set_of("there/talk")),
+    ]
     assert measured_alike(old, rows)["prompts_digest"] == "not recorded, of talk"
     old[1] = entry("b", WITHOUT_DIGEST, set_of("other"))
-    with pytest.raises(InputError, match=r"prompts_digest \(not recorded, of other, there not recorded, of talk\)"):
+    with pytest.raises(
+        InputError, match=r"prompts_digest \(not recorded, of other, there not recorded, of talk\)"
+    ):
         measured_alike(old, rows)
 
 
 def test_a_temperature_that_was_not_measured() -> None:
-    with pytest.raises(InputError, match="nothing measured at temperature 1, only at 0: measure=true measures it"):
+    with pytest.raises(
+        InputError, match="nothing measured at temperature 1, only at 0: measure=true measures it"
+    ):
         fastest_row(entry("a", SETTINGS), 1.0)
     with pytest.raises(InputError, match=r"nothing measured at temperature 0: measure=true"):
         fastest_row(Entry("a", Path("a"), {}, {}, []), 0.0)

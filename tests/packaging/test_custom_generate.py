@@ -60,7 +60,9 @@ def model(saved: Path) -> Any:
 @pytest.fixture(autouse=True)
 def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of its own for the code that transformers copies; drafttrain counts as installed."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     try:
         importlib.metadata.version("drafttrain")
@@ -72,7 +74,9 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_package(model: Any, package: Path, ids: Any, **settings: Any) -> Any:
-    return model.generate(torch.as_tensor(ids), custom_generate=str(package), trust_remote_code=True, **settings)
+    return model.generate(
+        torch.as_tensor(ids), custom_generate=str(package), trust_remote_code=True, **settings
+    )
 
 
 def padded(prompts: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -83,21 +87,31 @@ def padded(prompts: list[list[int]]) -> dict[str, torch.Tensor]:
     }
 
 
-def test_one_prompt_equals_plain_greedy_and_our_runtime(model: Any, package: Path, target: Target) -> None:
+def test_one_prompt_equals_plain_greedy_and_our_runtime(
+    model: Any, package: Path, target: Target
+) -> None:
     plain = model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=40)
     ours = with_package(model, package, PROMPTS[:1], max_new_tokens=40)
     assert torch.equal(ours, plain) and ours.dtype == plain.dtype
     outputs, tally = drafttrain.load(package, target).generate(PROMPTS[:1], max_new_tokens=40)
     assert PROMPTS[0] + outputs[0].ids == ours[0].tolist()
-    assert tally.tau is not None and tally.tau > 1.5, "drafts must be accepted for this to show anything"
+    assert tally.tau is not None and tally.tau > 1.5, (
+        "drafts must be accepted for this to show anything"
+    )
 
 
-def test_a_batch_with_padding_equals_plain_greedy(model: Any, package: Path, target: Target) -> None:
+def test_a_batch_with_padding_equals_plain_greedy(
+    model: Any, package: Path, target: Target
+) -> None:
     inputs = padded(PROMPTS)
     plain = model.generate(**inputs, max_new_tokens=30)
-    ours = model.generate(**inputs, max_new_tokens=30, custom_generate=str(package), trust_remote_code=True)
+    ours = model.generate(
+        **inputs, max_new_tokens=30, custom_generate=str(package), trust_remote_code=True
+    )
     assert torch.equal(ours, plain)
-    assert torch.equal(with_package(model, package, inputs["input_ids"], max_new_tokens=9), plain[:, : 5 + 9])
+    assert torch.equal(
+        with_package(model, package, inputs["input_ids"], max_new_tokens=9), plain[:, : 5 + 9]
+    )
 
 
 def test_rows_that_end_early_are_filled_with_the_padding_id(model: Any, package: Path) -> None:
@@ -106,7 +120,9 @@ def test_rows_that_end_early_are_filled_with_the_padding_id(model: Any, package:
     for eos in ([int(free[0, 12])], [int(free[1, 9]), int(free[2, 20])]):
         settings: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": eos, "pad_token_id": 3}
         plain = model.generate(**inputs, **settings)
-        ours = model.generate(**inputs, **settings, custom_generate=str(package), trust_remote_code=True)
+        ours = model.generate(
+            **inputs, **settings, custom_generate=str(package), trust_remote_code=True
+        )
         assert torch.equal(ours, plain)
 
 
@@ -132,13 +148,17 @@ def test_settings_of_the_model_are_honoured(model: Any, package: Path) -> None:
     model.generation_config.max_new_tokens = 8
     assert with_package(model, package, PROMPTS[:1]).shape[1] == len(PROMPTS[0]) + 8
     model.generation_config.repetition_penalty = 1.3
-    assert torch.equal(with_package(model, package, PROMPTS[:1]), model.generate(torch.tensor(PROMPTS[:1])))
+    assert torch.equal(
+        with_package(model, package, PROMPTS[:1]), model.generate(torch.tensor(PROMPTS[:1]))
+    )
     model.generation_config.no_repeat_ngram_size = 2
     with pytest.raises(InputError, match="NoRepeatNGramLogitsProcessor"):
         with_package(model, package, PROMPTS[:1])
 
 
-def test_policies_that_read_the_text_equal_plain_greedy_in_a_batch_with_padding(model: Any, package: Path) -> None:
+def test_policies_that_read_the_text_equal_plain_greedy_in_a_batch_with_padding(
+    model: Any, package: Path
+) -> None:
     inputs = padded(PROMPTS)
     free = model.generate(**inputs, max_new_tokens=20)
     eos = [int(free[0, 8]), int(free[1, 9])]
@@ -147,11 +167,22 @@ def test_policies_that_read_the_text_equal_plain_greedy_in_a_batch_with_padding(
         {"min_new_tokens": 12},
         {"min_length": 17},
         {"sequence_bias": [[[int(free[2, 7])], -3.0]]},
-        {"repetition_penalty": 0.9, "min_new_tokens": 5, "sequence_bias": [[[eos[0]], -4.0], [[4], 1.0]]},
+        {
+            "repetition_penalty": 0.9,
+            "min_new_tokens": 5,
+            "sequence_bias": [[[eos[0]], -4.0], [[4], 1.0]],
+        },
     ):
-        more: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": eos, "pad_token_id": 3, **settings}
+        more: dict[str, Any] = {
+            "max_new_tokens": 20,
+            "eos_token_id": eos,
+            "pad_token_id": 3,
+            **settings,
+        }
         plain = model.generate(**inputs, **more)
-        ours = model.generate(**inputs, **more, custom_generate=str(package), trust_remote_code=True)
+        ours = model.generate(
+            **inputs, **more, custom_generate=str(package), trust_remote_code=True
+        )
         assert torch.equal(ours, plain), settings
     torch.manual_seed(0)
     drawn = model.generate(
@@ -159,18 +190,24 @@ def test_policies_that_read_the_text_equal_plain_greedy_in_a_batch_with_padding(
         custom_generate=str(package), trust_remote_code=True,
     )  # fmt: skip
     assert torch.equal(drawn[::2], drawn[1::2])
-    assert torch.equal(drawn[::2], model.generate(**inputs, max_new_tokens=8, repetition_penalty=1.3))
+    assert torch.equal(
+        drawn[::2], model.generate(**inputs, max_new_tokens=8, repetition_penalty=1.3)
+    )
 
 
 def test_sampling_follows_the_seed_and_the_policy(model: Any, package: Path) -> None:
     def draw(seed: int, **settings: Any) -> list[list[int]]:
         torch.manual_seed(seed)
-        return with_package(model, package, PROMPTS[:1], do_sample=True, max_new_tokens=10, **settings).tolist()
+        return with_package(
+            model, package, PROMPTS[:1], do_sample=True, max_new_tokens=10, **settings
+        ).tolist()
 
     several = draw(0, num_return_sequences=3, temperature=1.2)
     assert len(several) == 3 and len({tuple(row) for row in several}) == 3
     assert (
-        several == draw(0, num_return_sequences=3, temperature=1.2) != draw(1, num_return_sequences=3, temperature=1.2)
+        several
+        == draw(0, num_return_sequences=3, temperature=1.2)
+        != draw(1, num_return_sequences=3, temperature=1.2)
     )
     plain = model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=10).tolist()
     assert draw(2, top_k=1) == plain and draw(3, top_p=1e-6) == plain
@@ -197,7 +234,9 @@ def test_a_streamer_gets_every_token_once_and_in_order(model: Any, package: Path
 
 
 def test_an_output_object_on_demand(model: Any, package: Path) -> None:
-    found = with_package(model, package, PROMPTS[:1], max_new_tokens=5, return_dict_in_generate=True)
+    found = with_package(
+        model, package, PROMPTS[:1], max_new_tokens=5, return_dict_in_generate=True
+    )
     assert torch.equal(found.sequences, model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=5))
 
 
@@ -209,10 +248,14 @@ class Louder(transformers.LogitsProcessor):
 REFUSED: dict[str, dict[str, Any]] = {
     "beam search": {"num_beams": 3},
     "prompt_ignore_length": {
-        "logits_processor": transformers.LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=2)])
+        "logits_processor": transformers.LogitsProcessorList(
+            [RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=2)]
+        )
     },
     "another prompt length": {
-        "logits_processor": transformers.LogitsProcessorList([MinNewTokensLengthLogitsProcessor(1, 3, [EOS])])
+        "logits_processor": transformers.LogitsProcessorList(
+            [MinNewTokensLengthLogitsProcessor(1, 3, [EOS])]
+        )
     },
     "in the order": {
         "logits_processor": transformers.LogitsProcessorList(
@@ -222,7 +265,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "NoRepeatNGram": {"no_repeat_ngram_size": 2},
     "NoBadWords": {"bad_words_ids": [[5]]},
     "other stop tokens": {
-        "logits_processor": transformers.LogitsProcessorList([MinLengthLogitsProcessor(9, [EOS + 1])])
+        "logits_processor": transformers.LogitsProcessorList(
+            [MinLengthLogitsProcessor(9, [EOS + 1])]
+        )
     },
     "Typical": {"do_sample": True, "typical_p": 0.5},
     "ForcedEOS": {"forced_eos_token_id": 1},
@@ -254,7 +299,9 @@ def test_what_cannot_be_honoured_is_refused(reason: str, model: Any, package: Pa
         with_package(model, package, PROMPTS[:1], **settings)
 
 
-def test_stopping_criteria_end_a_text_where_they_end_plain_decoding(model: Any, package: Path) -> None:
+def test_stopping_criteria_end_a_text_where_they_end_plain_decoding(
+    model: Any, package: Path
+) -> None:
     """In the midst of accepted drafts too, in each row of a batch by itself."""
     inputs = padded(PROMPTS)
     free = model.generate(**inputs, max_new_tokens=30)[:, 5:]
@@ -263,11 +310,19 @@ def test_stopping_criteria_end_a_text_where_they_end_plain_decoding(model: Any, 
 
         def seen(ids: torch.Tensor, scores: Any, wanted: torch.Tensor = wanted) -> torch.Tensor:
             late = torch.tensor([len(row) > 9 for row in ids])
-            return torch.isin(ids[:, -1], wanted) & late & (ids[:, 4] != PROMPTS[0][-1])  # The first row's text goes on.
+            return (
+                torch.isin(ids[:, -1], wanted) & late & (ids[:, 4] != PROMPTS[0][-1])
+            )  # The first row's text goes on.
 
-        settings: dict[str, Any] = {"max_new_tokens": 30, "stopping_criteria": StoppingCriteriaList([seen]), "pad_token_id": 3}
+        settings: dict[str, Any] = {
+            "max_new_tokens": 30,
+            "stopping_criteria": StoppingCriteriaList([seen]),
+            "pad_token_id": 3,
+        }
         plain = model.generate(**inputs, **settings)
-        ours = model.generate(**inputs, **settings, custom_generate=str(package), trust_remote_code=True)
+        ours = model.generate(
+            **inputs, **settings, custom_generate=str(package), trust_remote_code=True
+        )
         assert torch.equal(ours, plain), place
         assert (plain[1:, -1] == 3).any(), "a text must end for this to show anything"
 
@@ -275,7 +330,10 @@ def test_stopping_criteria_end_a_text_where_they_end_plain_decoding(model: Any, 
 def test_a_time_that_is_up_ends_a_text(model: Any, package: Path) -> None:
     ours = with_package(model, package, PROMPTS[:1], max_new_tokens=40, max_time=1e-9)
     assert ours.shape[1] == len(PROMPTS[0]) + 1
-    assert with_package(model, package, PROMPTS[:1], max_new_tokens=9, max_time=60.0).shape[1] == len(PROMPTS[0]) + 9
+    assert (
+        with_package(model, package, PROMPTS[:1], max_new_tokens=9, max_time=60.0).shape[1]
+        == len(PROMPTS[0]) + 9
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 0), (2, 0), (0, 3)], ids=str)
@@ -304,7 +362,10 @@ def test_a_cache_that_holds_tokens_is_refused(model: Any, package: Path) -> None
 def test_without_trust_nothing_runs(model: Any, package: Path) -> None:
     with pytest.raises(ValueError, match="trust_remote_code"):
         model.generate(
-            torch.tensor(PROMPTS[:1]), custom_generate=str(package), trust_remote_code=False, max_new_tokens=3
+            torch.tensor(PROMPTS[:1]),
+            custom_generate=str(package),
+            trust_remote_code=False,
+            max_new_tokens=3,
         )
 
 
@@ -344,7 +405,9 @@ def test_a_model_of_other_weights_is_refused(package: Path) -> None:
         with_package(load.tiny(seed=2).model, package, PROMPTS[:1], max_new_tokens=3)
 
 
-def test_the_code_in_a_package_is_the_code_of_drafttrain(model: Any, package: Path, tmp_path: Path) -> None:
+def test_the_code_in_a_package_is_the_code_of_drafttrain(
+    model: Any, package: Path, tmp_path: Path
+) -> None:
     """The folder that a call names is the one that is read; without one it must be named."""
     ids = torch.tensor(PROMPTS[:1])
     named = hf_generate.generate(model, package=package, inputs=ids, max_new_tokens=5)

@@ -1,4 +1,5 @@
-"""Packages of several drafters: made of others, read back bit for bit, and refused where anything in them is off."""
+"""Packages of several drafters: made of others, read back bit for bit, and refused where anything
+in them is off."""
 
 from __future__ import annotations
 
@@ -67,32 +68,53 @@ def package(drafter: Ensemble, target: Target, tmp_path: Path) -> Path:
 
 
 def test_round_trip(package: Path, drafter: Ensemble, target: Target) -> None:
-    assert sorted(str(path.relative_to(package)) for path in package.rglob("*") if path.is_file()) == sorted(FILES)
+    assert sorted(
+        str(path.relative_to(package)) for path in package.rglob("*") if path.is_file()
+    ) == sorted(FILES)
     config = read_config(package)
     nodes = config["drafter"]["members"]
     assert [node["_target_"].rpartition(".")[2] for node in nodes] == ["Ssm", "Suffix", "Ssm"]
-    assert [node["draft_vocab"] for node in nodes] == [100, 320, 320] and "draft_ids" not in nodes[0]
-    assert config["drafter"].keys() == {"_target_", "members"} and config["shape"]["draft_vocab"] == 320
+    assert [node["draft_vocab"] for node in nodes] == [100, 320, 320] and "draft_ids" not in nodes[
+        0
+    ]
+    assert (
+        config["drafter"].keys() == {"_target_", "members"}
+        and config["shape"]["draft_vocab"] == 320
+    )
     torch.manual_seed(5)
     before = torch.get_rng_state()
     again = load_drafter(package, target)
     assert torch.equal(torch.get_rng_state(), before), "loading moved the random state"
-    assert isinstance(again, Ensemble) and again.settings() == drafter.settings() and not again.training
+    assert (
+        isinstance(again, Ensemble)
+        and again.settings() == drafter.settings()
+        and not again.training
+    )
     mine, theirs = drafter.state_dict(), again.state_dict()
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert mine.keys() == theirs.keys() and all(
+        torch.equal(mine[name], theirs[name]) for name in mine
+    )
     assert {"members.0.draft_ids", "members.1.corpus_ids"} <= load_file(package / TENSORS).keys()
-    assert not [name for name in load_file(package / TENSORS) if name.startswith("members.0") and "embed" in name]
+    assert not [
+        name
+        for name in load_file(package / TENSORS)
+        if name.startswith("members.0") and "embed" in name
+    ]
 
 
 @pytest.mark.parametrize("policy", [Policy(), Policy(1.0)], ids=["greedy", "sampled"])
-def test_it_decodes_like_the_live_ensemble(package: Path, drafter: Ensemble, target: Target, policy: Policy) -> None:
+def test_it_decodes_like_the_live_ensemble(
+    package: Path, drafter: Ensemble, target: Target, policy: Policy
+) -> None:
     from drafttrain.decoding.speculator import Speculator
 
     plan = Plan(FOREST, policy)
     speculator = drafttrain.load(package, target, dtype="float32")
     assert speculator.plan == Plan(FOREST)
     ours, _ = speculator.generate(PROMPTS, max_new_tokens=12, plan=plan, seed=4)
-    theirs, _ = Speculator(target, drafter, plan, dtype="float32").generate(PROMPTS, max_new_tokens=12, seed=4)
+    theirs, _ = Speculator(target, drafter, plan, dtype="float32").generate(
+        PROMPTS, max_new_tokens=12, seed=4
+    )
     assert [(o.ids, o.runs) for o in ours] == [(o.ids, o.runs) for o in theirs]
     if policy.greedy:
         plain, _ = speculator.generate(PROMPTS, max_new_tokens=12, plan=Plan(Tree.chain(0)))
@@ -101,12 +123,17 @@ def test_it_decodes_like_the_live_ensemble(package: Path, drafter: Ensemble, tar
 
 def test_the_card_says_what_it_is(package: Path) -> None:
     card = (package / CARD).read_text()
-    for words in ("draft side by side: Ssm, Suffix, Ssm", "a tree of 4 drafts, 2 deep by member 1; a chain of 2 by member 2"):
+    for words in (
+        "draft side by side: Ssm, Suffix, Ssm",
+        "a tree of 4 drafts, 2 deep by member 1; a chain of 2 by member 2",
+    ):
         assert words in card
     assert "under MIT" in card
 
 
-@pytest.mark.parametrize("tree", [FOREST, forest([0, 3]), Forest((Dynamic(depth=2, top_k=2, total=4), Tree.chain(1)))])
+@pytest.mark.parametrize(
+    "tree", [FOREST, forest([0, 3]), Forest((Dynamic(depth=2, top_k=2, total=4), Tree.chain(1)))]
+)
 def test_plan_round_trip(tree: Growth, tmp_path: Path) -> None:
     (tmp_path / DECODING).write_text(write_plan(Plan(tree, Policy(1.0))))
     assert read_plan(tmp_path / DECODING) == Plan(tree, Policy(1.0))
@@ -125,7 +152,7 @@ def test_trees_by_name() -> None:
         tree_of("600+600")
 
 
-# --- made of packages ------------------------------------------------------------------------------------------------------
+# --- made of packages -----------------------------------------------------------------------------
 
 
 def test_packages_become_members_and_an_ensembles_count_as_its_own(
@@ -135,10 +162,17 @@ def test_packages_become_members_and_an_ensembles_count_as_its_own(
     more = Eagle1(target)
     other = packed(tmp_path / "other", more, target)
     found = gathered(target, packages=[str(other), str(package)])
-    assert [type(member).__name__ for member in found.drafters] == ["Eagle1", "Ssm", "Suffix", "Ssm"]
+    assert [type(member).__name__ for member in found.drafters] == [
+        "Eagle1",
+        "Ssm",
+        "Suffix",
+        "Ssm",
+    ]
     assert found.settings()["members"][1:] == drafter.settings()["members"]
     assert torch.equal(found.state_dict()["members.0.fc.weight"], more.state_dict()["fc.weight"])
-    assert torch.equal(found.state_dict()["members.1.draft_ids"], drafter.state_dict()["members.0.draft_ids"])
+    assert torch.equal(
+        found.state_dict()["members.1.draft_ids"], drafter.state_dict()["members.0.draft_ids"]
+    )
 
 
 def test_packages_that_cannot_be_gathered(package: Path, target: Target, tmp_path: Path) -> None:
@@ -151,7 +185,13 @@ def test_packages_that_cannot_be_gathered(package: Path, target: Target, tmp_pat
     with pytest.raises(InputError, match="another target"):
         gathered(target, packages=[str(package), str(other)])
     config = json.loads((other / CONFIG).read_text())
-    config["adapter"] = {"rank": 1, "alpha": 1, "linears": ["q_proj"], "parameters": 1, "digest": ""}
+    config["adapter"] = {
+        "rank": 1,
+        "alpha": 1,
+        "linears": ["q_proj"],
+        "parameters": 1,
+        "digest": "",
+    }
     (other / CONFIG).write_text(json.dumps(config))
     (other / "adapter.safetensors").touch()
     with pytest.raises(InputError, match="trained jointly with its target"):
@@ -165,9 +205,23 @@ def test_the_door_measures_and_packages_an_ensemble(
     torch.manual_seed(0)
     one = packed(tmp_path / "one", Ssm(target, layers=[0]), target)
     two = packed(tmp_path / "two", NGram(target), target)
-    words = ["experiment=smoke", f"data.path={folder}", "draft_vocab=0", "drafter=ensemble", "tree=forest", "tree.trees=[2,3]"]
-    words += [f"drafter.packages=[{one},{two}]", f"run_dir={tmp_path / 'run'}", "final.acceptance.static_25=null"]
-    words += [f"final.speed.{name}=null" for name in ("chain_2", "chain_3", "chain_4", "chain_5", "tree_2x2x1", "tree_3x1x1")]
+    words = [
+        "experiment=smoke",
+        f"data.path={folder}",
+        "draft_vocab=0",
+        "drafter=ensemble",
+        "tree=forest",
+        "tree.trees=[2,3]",
+    ]
+    words += [
+        f"drafter.packages=[{one},{two}]",
+        f"run_dir={tmp_path / 'run'}",
+        "final.acceptance.static_25=null",
+    ]
+    words += [
+        f"final.speed.{name}=null"
+        for name in ("chain_2", "chain_3", "chain_4", "chain_5", "tree_2x2x1", "tree_3x1x1")
+    ]
     fit.main(words)
     rows = json.loads((tmp_path / "run" / "package" / "metrics.json").read_text())["rows"]
     assert [(row["label"], row["tree"], row["nodes"]) for row in rows] == [
@@ -182,11 +236,21 @@ def test_the_door_measures_and_packages_an_ensemble(
     capsys.readouterr()
     with pytest.raises(SystemExit):
         fit.main([*words, f"run_dir={tmp_path / 'other'}", "tree.trees=[2,3,4]"])
-    assert "the tree has 3 trees, this ensemble 2 members" in capsys.readouterr().err and not (tmp_path / "other").exists()
+    assert (
+        "the tree has 3 trees, this ensemble 2 members" in capsys.readouterr().err
+        and not (tmp_path / "other").exists()
+    )
 
 
 def test_what_an_ensemble_is_not_made_for_is_refused_early() -> None:
-    words = ["drafter=ensemble", "drafter.packages=[x]", "target=tiny", "data=set", "data.path=x", "tree=forest"]
+    words = [
+        "drafter=ensemble",
+        "drafter.packages=[x]",
+        "target=tiny",
+        "data=set",
+        "data.path=x",
+        "tree=forest",
+    ]
     config = compose("fit", words)
     for key, value, said in (
         ("resume", "last", "resume=last: Ensemble learns nothing"),
@@ -201,7 +265,7 @@ def test_what_an_ensemble_is_not_made_for_is_refused_early() -> None:
             settings.read_settings(other)
 
 
-# --- damage ------------------------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 
 def tensors(package: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -223,36 +287,69 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"unexpected members\.3\.fc",
     ),
     "a member lacks its tensors": (
-        lambda p: tensors(p, lambda t: [t.pop(name) for name in [*t] if name.startswith("members.2.")]),
+        lambda p: tensors(
+            p, lambda t: [t.pop(name) for name in [*t] if name.startswith("members.2.")]
+        ),
         r"missing members\.2\.",
     ),
-    "a member's ids missing": (lambda p: tensors(p, lambda t: t.pop(A)), r"lacks members\.0\.draft_ids, the ids of its 100"),
-    "a member's ids out of range": (lambda p: tensors(p, lambda t: t[A][-1].fill_(320)), r"members\.0\.draft_ids must ascend"),
-    "a member's ids of another number": (lambda p: members(p, lambda m: m[0].update(draft_vocab=99)), "needs I64 of 99 ids"),
+    "a member's ids missing": (
+        lambda p: tensors(p, lambda t: t.pop(A)),
+        r"lacks members\.0\.draft_ids, the ids of its 100",
+    ),
+    "a member's ids out of range": (
+        lambda p: tensors(p, lambda t: t[A][-1].fill_(320)),
+        r"members\.0\.draft_ids must ascend",
+    ),
+    "a member's ids of another number": (
+        lambda p: members(p, lambda m: m[0].update(draft_vocab=99)),
+        "needs I64 of 99 ids",
+    ),
     "a member's corpus missing": (
         lambda p: tensors(p, lambda t: t.pop("members.1.corpus_ids")),
         r"lacks members\.1\.corpus_ids, the text of its corpus builtin:talk",
     ),
     "NaN": (
-        lambda p: tensors(p, lambda t: next(v for v in t.values() if v.is_floating_point()).fill_(torch.nan)),
+        lambda p: tensors(
+            p, lambda t: next(v for v in t.values() if v.is_floating_point()).fill_(torch.nan)
+        ),
         "NaN or infinite",
     ),
     "no members": (lambda p: members(p, lambda m: m.clear()), "needs a list of drafters"),
     "fewer members": (lambda p: members(p, lambda m: m.pop()), r"unexpected members\.2\."),
-    "members swapped": (lambda p: members(p, lambda m: m.reverse()), r"lacks members\.1\.corpus_ids|members\.0"),
-    "a member of no class": (lambda p: members(p, lambda m: m[0].pop("_target_")), r"members\[0\] lacks _target_"),
-    "a member that is text": (lambda p: members(p, lambda m: m.__setitem__(0, "ssm")), r"members\[0\] lacks _target_"),
+    "members swapped": (
+        lambda p: members(p, lambda m: m.reverse()),
+        r"lacks members\.1\.corpus_ids|members\.0",
+    ),
+    "a member of no class": (
+        lambda p: members(p, lambda m: m[0].pop("_target_")),
+        r"members\[0\] lacks _target_",
+    ),
+    "a member that is text": (
+        lambda p: members(p, lambda m: m.__setitem__(0, "ssm")),
+        r"members\[0\] lacks _target_",
+    ),
     "a foreign class": (
         lambda p: members(p, lambda m: m[1].update(_target_="os.system")),
         "'os.system' is not a drafter of drafttrain",
     ),
     "an ensemble in it": (
-        lambda p: members(p, lambda m: m[1].update(_target_="drafttrain.drafter.ensemble.Ensemble")),
+        lambda p: members(
+            p, lambda m: m[1].update(_target_="drafttrain.drafter.ensemble.Ensemble")
+        ),
         r"members\[1\] is Ensemble: a member has no members of its own",
     ),
-    "a misspelt setting": (lambda p: members(p, lambda m: m[1].update(max_mach=m[1].pop("max_match"))), "did you mean max_match"),
-    "a setting of another kind": (lambda p: members(p, lambda m: m[1].update(max_match="x")), r"members\[1\]\.max_match is 'x'"),
-    "a setting too few": (lambda p: members(p, lambda m: m[2].pop("chunk")), r"members\[2\] lacks chunk"),
+    "a misspelt setting": (
+        lambda p: members(p, lambda m: m[1].update(max_mach=m[1].pop("max_match"))),
+        "did you mean max_match",
+    ),
+    "a setting of another kind": (
+        lambda p: members(p, lambda m: m[1].update(max_match="x")),
+        r"members\[1\]\.max_match is 'x'",
+    ),
+    "a setting too few": (
+        lambda p: members(p, lambda m: m[2].pop("chunk")),
+        r"members\[2\] lacks chunk",
+    ),
     "a tree too few": (
         lambda p: (p / DECODING).write_text(write_plan(Plan(forest([2, 2])))),
         "has 2 trees, this ensemble 3 members",

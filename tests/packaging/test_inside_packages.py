@@ -1,4 +1,5 @@
-"""Packages of drafters that are a part of the target: numbers of layers, an adapter's tensors, and nothing of the target."""
+"""Packages of drafters that are a part of the target: numbers of layers, an adapter's tensors, and
+nothing of the target."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def made(target: Target) -> dict[str, Inside]:
     found: dict[str, Inside] = {
         "selfspec": SelfSpec(target, skip_attention=[2], skip_mlp=[1, 2]),
         "selfspec, few tokens": SelfSpec(target, skip_mlp=[1], draft_ids=FEW),
-        "early_exit": EarlyExit(target, exit_layer=1, loss={"cross_entropy": 1.0, "forward_kl": 0.5}),
+        "early_exit": EarlyExit(
+            target, exit_layer=1, loss={"cross_entropy": 1.0, "forward_kl": 0.5}
+        ),
         "early_exit, few tokens": EarlyExit(target, exit_layer=0, heads=2, mlp=32, draft_ids=FEW),
     }
     with torch.no_grad():
@@ -59,7 +62,9 @@ def test_round_trip(name: str, target: Target, tmp_path: Path) -> None:
     drafter = made(target)[name].eval()
     folder = packed(tmp_path / "package", drafter, target, plan=Plan(Tree.expansion([2, 1])))
     tensors, config = load_file(folder / TENSORS), read_config(folder)
-    assert {*tensors} == {*drafter.state_dict()} and all(torch.equal(tensors[n], v) for n, v in drafter.state_dict().items())
+    assert {*tensors} == {*drafter.state_dict()} and all(
+        torch.equal(tensors[n], v) for n, v in drafter.state_dict().items()
+    )
     if name == "selfspec":
         assert not tensors and config["shape"]["parameters"] == 0
         assert (config["drafter"]["skip_attention"], config["drafter"]["skip_mlp"]) == ([2], [1, 2])
@@ -71,7 +76,9 @@ def test_round_trip(name: str, target: Target, tmp_path: Path) -> None:
     speculator = drafttrain.load(folder, target, dtype="float32")
     for policy in (Policy(), Policy(1.0)):
         plan = Plan(Tree.expansion([2, 1]), policy)
-        ours, _ = Speculator(target, drafter, plan, dtype="float32").generate(PROMPTS, max_new_tokens=12, seed=2)
+        ours, _ = Speculator(target, drafter, plan, dtype="float32").generate(
+            PROMPTS, max_new_tokens=12, seed=2
+        )
         theirs, _ = speculator.generate(PROMPTS, max_new_tokens=12, plan=plan, seed=2)
         assert [(o.ids, o.runs) for o in ours] == [(o.ids, o.runs) for o in theirs]
         if policy.greedy:
@@ -80,7 +87,10 @@ def test_round_trip(name: str, target: Target, tmp_path: Path) -> None:
 
 
 def test_the_card_says_what_it_is(target: Target, tmp_path: Path) -> None:
-    cards = {name: (packed(tmp_path / name, drafter, target) / CARD).read_text() for name, drafter in made(target).items()}
+    cards = {
+        name: (packed(tmp_path / name, drafter, target) / CARD).read_text()
+        for name, drafter in made(target).items()
+    }
     assert "attention of layers 2; MLP of layers 1, 2" in cards["selfspec"]
     assert "copied" not in cards["selfspec"] and "trained parameters" not in cards["selfspec"]
     assert "trained parameters" in cards["early_exit"]
@@ -99,11 +109,31 @@ def settings(**changed: Any) -> Callable[[Path], None]:
 DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "a layer beyond the last": ("selfspec", settings(skip_mlp=[3]), r"skip_mlp=\[3\].*from 0 to 2"),
     "a layer twice": ("selfspec", settings(skip_mlp=[1, 1]), "each once"),
-    "a layer that is no number": ("selfspec", settings(skip_attention=["1"]), "needs a list of layers"),
-    "layers that are no list": ("selfspec", settings(skip_attention="12"), "skip_attention is '12', needs list"),
-    "everything left out": ("selfspec", settings(skip_attention=[0, 1, 2], skip_mlp=[0, 1, 2]), "leave some to draft with"),
-    "a setting missing": ("selfspec", lambda p: edit_config(p, lambda c: c["drafter"].pop("skip_mlp")), "lacks skip_mlp"),
-    "a tensor too many": ("selfspec", lambda p: save_file({"fc": torch.zeros(2)}, p / TENSORS), "unexpected fc"),
+    "a layer that is no number": (
+        "selfspec",
+        settings(skip_attention=["1"]),
+        "needs a list of layers",
+    ),
+    "layers that are no list": (
+        "selfspec",
+        settings(skip_attention="12"),
+        "skip_attention is '12', needs list",
+    ),
+    "everything left out": (
+        "selfspec",
+        settings(skip_attention=[0, 1, 2], skip_mlp=[0, 1, 2]),
+        "leave some to draft with",
+    ),
+    "a setting missing": (
+        "selfspec",
+        lambda p: edit_config(p, lambda c: c["drafter"].pop("skip_mlp")),
+        "lacks skip_mlp",
+    ),
+    "a tensor too many": (
+        "selfspec",
+        lambda p: save_file({"fc": torch.zeros(2)}, p / TENSORS),
+        "unexpected fc",
+    ),
     "needs that it has not": (
         "selfspec",
         lambda p: edit_config(p, lambda c: c["needs"].update(layers=[1])),
@@ -111,7 +141,11 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     ),
     "an exit beyond the last": ("early_exit", settings(exit_layer=3), "exit_layer=3.*from 0 to 2"),
     "another exit": ("early_exit", settings(exit_layer=0), "needs are .* this drafter has"),
-    "an exit that is no number": ("early_exit", settings(exit_layer=1.5), "exit_layer is '1.5', needs int"),
+    "an exit that is no number": (
+        "early_exit",
+        settings(exit_layer=1.5),
+        "exit_layer is '1.5', needs int",
+    ),
     "another size": ("early_exit", settings(mlp=16), "missing block.mlp"),
     "a tensor of another shape": (
         "early_exit",
@@ -120,7 +154,9 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     ),
     "no number": (
         "early_exit",
-        lambda p: save_file({**load_file(p / TENSORS), "norm.weight": torch.full((64,), torch.nan)}, p / TENSORS),
+        lambda p: save_file(
+            {**load_file(p / TENSORS), "norm.weight": torch.full((64,), torch.nan)}, p / TENSORS
+        ),
         "NaN or infinite values in norm.weight",
     ),
 }

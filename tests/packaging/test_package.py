@@ -1,4 +1,5 @@
-"""Packages: whole round trips, and refusals that name what is wrong before anything is loaded or lost."""
+"""Packages: whole round trips, and refusals that name what is wrong before anything is loaded or
+lost."""
 
 from __future__ import annotations
 
@@ -25,7 +26,16 @@ from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError, disk_full
 from drafttrain.nn.sampling import Policy
 from drafttrain.packaging import decoding, reading, writing
-from drafttrain.packaging.manifest import CARD, CONFIG, DECODING, FILES, METRICS, TENSORS, read_config, read_metrics
+from drafttrain.packaging.manifest import (
+    CARD,
+    CONFIG,
+    DECODING,
+    FILES,
+    METRICS,
+    TENSORS,
+    read_config,
+    read_metrics,
+)
 from drafttrain.packaging.reading import load_drafter
 from drafttrain.packaging.writing import save_package
 from drafttrain.target import load
@@ -77,10 +87,12 @@ def tensors(package: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> No
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
-# --- round trips ---------------------------------------------------------------------------------------------------------
+# --- round trips ----------------------------------------------------------------------------------
 
 
 def test_round_trip_is_bit_for_bit(package: Path, target: Target, drafter: Eagle1) -> None:
@@ -92,11 +104,16 @@ def test_round_trip_is_bit_for_bit(package: Path, target: Target, drafter: Eagle
     assert again.settings() == drafter.settings() and not again.training
     mine, theirs = drafter.state_dict(), again.state_dict()
     assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) and mine[name].dtype == theirs[name].dtype for name in mine)
+    assert all(
+        torch.equal(mine[name], theirs[name]) and mine[name].dtype == theirs[name].dtype
+        for name in mine
+    )
     assert read_config(package)["trained_length"] == 64
 
 
-def test_loaded_package_decodes_like_the_live_drafter(package: Path, target: Target, drafter: Eagle1) -> None:
+def test_loaded_package_decodes_like_the_live_drafter(
+    package: Path, target: Target, drafter: Eagle1
+) -> None:
     from drafttrain.decoding.speculator import Speculator
 
     prompts, plan = [[5, 6, 7], [8, 9]], Plan(Tree.eagle1_static(), Policy(1.0))
@@ -122,7 +139,17 @@ def test_loaded_package_decodes_like_the_live_drafter(package: Path, target: Tar
         Plan(Tree.chain(3), Policy(0.0, 0, 1.0, 0.0, 1.3, 4, {5: -2.0, 17: -math.inf, 300: 1e-7})),
         Plan(Tree.chain(3), Policy(1.0, 0, 1.0, 0.05)),
     ],
-    ids=["plain", "tree", "chain", "block", "typical", "dynamic", "confident", "processed", "min_p"],
+    ids=[
+        "plain",
+        "tree",
+        "chain",
+        "block",
+        "typical",
+        "dynamic",
+        "confident",
+        "processed",
+        "min_p",
+    ],
 )
 def test_plan_round_trip(plan: Plan, tmp_path: Path) -> None:
     text = decoding.write_plan(plan)
@@ -163,7 +190,9 @@ def test_bfloat16_halves_the_weights(target: Target, drafter: Eagle1, tmp_path: 
     assert "MB" in told[0] and "bfloat16" in told[0]
     again = load_drafter(half, target).state_dict()
     for name, tensor in drafter.state_dict().items():
-        expected = tensor.to(torch.bfloat16).to(tensor.dtype) if tensor.is_floating_point() else tensor
+        expected = (
+            tensor.to(torch.bfloat16).to(tensor.dtype) if tensor.is_floating_point() else tensor
+        )
         assert torch.equal(again[name], expected), name
     with pytest.raises(InputError, match="float16"):
         packed(tmp_path / "other", drafter, target, dtype="float16")
@@ -179,10 +208,15 @@ def test_a_whole_vocabulary_needs_no_ids(target: Target, tmp_path: Path) -> None
 def test_nothing_of_the_vocabulary_is_inside(package: Path, target: Target) -> None:
     sizes = {name: tuple(t.shape) for name, t in load_file(package / TENSORS).items()}
     assert sizes and not [name for name, shape in sizes.items() if target.vocab_size in shape]
-    assert sum(p.stat().st_size for p in package.rglob("*") if p.is_file()) < 4 * target.vocab_size * target.width * 4
+    assert (
+        sum(p.stat().st_size for p in package.rglob("*") if p.is_file())
+        < 4 * target.vocab_size * target.width * 4
+    )
 
 
-def test_a_borrowed_embedding_is_never_written(target: Target, drafter: Eagle1, tmp_path: Path) -> None:
+def test_a_borrowed_embedding_is_never_written(
+    target: Target, drafter: Eagle1, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     odd = Eagle1(target)
     odd.register_parameter("embedding", torch.nn.Parameter(target.embedding.weight.clone()))
@@ -194,11 +228,24 @@ def test_a_borrowed_embedding_is_never_written(target: Target, drafter: Eagle1, 
 @pytest.mark.field("F64")
 def test_the_layout_and_the_card(target: Target, drafter: Eagle1, tmp_path: Path) -> None:
     folder = packed(
-        tmp_path / "package", drafter, target, metrics={"settings": {"prompts": 3}, "rows": ROWS}, licence="MIT"
+        tmp_path / "package",
+        drafter,
+        target,
+        metrics={"settings": {"prompts": 3}, "rows": ROWS},
+        licence="MIT",
     )
     assert sorted(snapshot(folder)) == sorted(FILES)
     card = (folder / CARD).read_text()
-    for word in ("tiny-llama", "2.12 [2.00, 2.25]", "0.75x", "**slower**", "0.50 -", "MIT", "64 tokens", "prompts 3"):
+    for word in (
+        "tiny-llama",
+        "2.12 [2.00, 2.25]",
+        "0.75x",
+        "**slower**",
+        "0.50 -",
+        "MIT",
+        "64 tokens",
+        "prompts 3",
+    ):
         assert word in card, word
     assert "drafttrain.load(" in card and "custom_generate=" in card
     assert read_metrics(folder)["rows"] == ROWS
@@ -222,39 +269,58 @@ def test_a_target_with_tied_embeddings_in_any_number_of_files(largest: str, tmp_
     tied.model.save_pretrained(tmp_path / "target", max_shard_size=largest)
     files = list((tmp_path / "target").glob("*.safetensors"))
     assert (len(files) > 1) == (largest != "1GB")
-    again = load.hf(str(tmp_path / "target"), dtype="float32", device="cpu", attention="sdpa", pack=False)
-    assert again.fingerprint == tied.fingerprint and again.output.weight.data_ptr() == again.embedding.weight.data_ptr()
+    again = load.hf(
+        str(tmp_path / "target"), dtype="float32", device="cpu", attention="sdpa", pack=False
+    )
+    assert (
+        again.fingerprint == tied.fingerprint
+        and again.output.weight.data_ptr() == again.embedding.weight.data_ptr()
+    )
     hidden = torch.randn(3, tied.width)
     assert torch.equal(again.head(hidden), tied.head(hidden))
     for name, ids in (("whole", None), ("reduced", list(range(1, 201, 2)))):
         torch.manual_seed(3)
         drafter = Eagle1(tied, draft_ids=ids).eval()
         other = load_drafter(packed(tmp_path / name, drafter, tied), again)
-        assert torch.equal(other.head(hidden), drafter.head(hidden)) and other.choices == (100 if ids else 320)
+        assert torch.equal(other.head(hidden), drafter.head(hidden)) and other.choices == (
+            100 if ids else 320
+        )
         state = drafter.state_dict()
         assert all(torch.equal(state[key], value) for key, value in other.state_dict().items())
-        drafted, _ = drafttrain.load(tmp_path / name, again, dtype="float32").generate([[5, 6, 7]], max_new_tokens=8)
-        plain, _ = drafttrain.load(tmp_path / name, tied).generate([[5, 6, 7]], max_new_tokens=8, plan=Plan(Tree.chain(0)))
+        drafted, _ = drafttrain.load(tmp_path / name, again, dtype="float32").generate(
+            [[5, 6, 7]], max_new_tokens=8
+        )
+        plain, _ = drafttrain.load(tmp_path / name, tied).generate(
+            [[5, 6, 7]], max_new_tokens=8, plan=Plan(Tree.chain(0))
+        )
         assert drafted[0].ids == plain[0].ids
 
 
 @pytest.mark.field("F44")
-def test_the_attention_that_a_target_was_trained_with_is_no_part_of_a_package(tmp_path: Path) -> None:
-    """A package names none: it decodes with whichever its target was loaded with here, to the same text."""
+def test_the_attention_that_a_target_was_trained_with_is_no_part_of_a_package(
+    tmp_path: Path,
+) -> None:
+    """A package names none: it decodes with whichever its target was loaded with here, to the same
+    text."""
     texts = []
     one, other = load.tiny(attention="eager"), load.tiny(attention="sdpa")
     torch.manual_seed(3)
     folder = packed(tmp_path / "package", Eagle1(one).eval(), one)
     assert one.fingerprint == other.fingerprint
-    assert not any(word in (folder / CONFIG).read_text() + (folder / DECODING).read_text() for word in ("eager", "sdpa"))
+    assert not any(
+        word in (folder / CONFIG).read_text() + (folder / DECODING).read_text()
+        for word in ("eager", "sdpa")
+    )
     for target in (one, other):
-        outputs, tally = drafttrain.load(folder, target, dtype="float32").generate([[5, 6, 7], [8, 9]], max_new_tokens=12)
+        outputs, tally = drafttrain.load(folder, target, dtype="float32").generate(
+            [[5, 6, 7], [8, 9]], max_new_tokens=12
+        )
         texts.append([output.ids for output in outputs])
         assert tally.drafted
     assert texts[0] == texts[1]
 
 
-# --- what is refused on reading --------------------------------------------------------------------------------------------
+# --- what is refused on reading -------------------------------------------------------------------
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing tensor": (lambda p: tensors(p, lambda t: t.pop("fc.weight")), r"missing fc\.weight"),
@@ -262,7 +328,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: tensors(p, lambda t: t.update({"fc.wait": t.pop("fc.weight")})),
         r"missing fc\.weight; unexpected fc\.wait",
     ),
-    "added tensor": (lambda p: tensors(p, lambda t: t.update(stranger=torch.zeros(2))), "unexpected stranger"),
+    "added tensor": (
+        lambda p: tensors(p, lambda t: t.update(stranger=torch.zeros(2))),
+        "unexpected stranger",
+    ),
     "wrong shape": (
         lambda p: tensors(p, lambda t: t.update({"fc.weight": torch.zeros(64, 64)})),
         r"fc\.weight is F32 \[64, 64\], needs F32 \[64, 128\]",
@@ -271,7 +340,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: tensors(p, lambda t: t.update({"fc.bias": t["fc.bias"].double()})),
         r"fc\.bias is F64 \[64\], needs F32 \[64\]",
     ),
-    "NaN": (lambda p: tensors(p, lambda t: t["fc.bias"][1].fill_(float("nan"))), r"NaN or infinite values in fc\.bias"),
+    "NaN": (
+        lambda p: tensors(p, lambda t: t["fc.bias"][1].fill_(float("nan"))),
+        r"NaN or infinite values in fc\.bias",
+    ),
     "infinity": (
         lambda p: tensors(p, lambda t: t["fc.weight"][0, 0].fill_(float("inf"))),
         r"NaN or infinite.*fc\.weight",
@@ -280,9 +352,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: tensors(p, lambda t: t["draft_ids"][-1].fill_(320)),
         r"draft_ids must ascend.*0\.\.319",
     ),
-    "ids negative": (lambda p: tensors(p, lambda t: t["draft_ids"][0].fill_(-1)), "draft_ids must ascend"),
-    "ids twice": (lambda p: tensors(p, lambda t: t["draft_ids"][1].fill_(1)), "draft_ids must ascend"),
-    "ids unsorted": (lambda p: tensors(p, lambda t: t["draft_ids"][1].fill_(9)), "draft_ids must ascend"),
+    "ids negative": (
+        lambda p: tensors(p, lambda t: t["draft_ids"][0].fill_(-1)),
+        "draft_ids must ascend",
+    ),
+    "ids twice": (
+        lambda p: tensors(p, lambda t: t["draft_ids"][1].fill_(1)),
+        "draft_ids must ascend",
+    ),
+    "ids unsorted": (
+        lambda p: tensors(p, lambda t: t["draft_ids"][1].fill_(9)),
+        "draft_ids must ascend",
+    ),
     "ids missing": (lambda p: tensors(p, lambda t: t.pop("draft_ids")), "lacks draft_ids"),
     "ids too many": (
         lambda p: tensors(p, lambda t: t.update(draft_ids=torch.arange(10**5))),
@@ -292,44 +373,88 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: tensors(p, lambda t: t.update(draft_ids=t["draft_ids"].float())),
         "draft_ids is F32",
     ),
-    "no safetensors": (lambda p: (p / TENSORS).write_bytes(b"\x80\x04not tensors"), "cannot be read"),
-    "cut off": (lambda p: os.truncate(p / TENSORS, (p / TENSORS).stat().st_size // 2), "cannot be read"),
+    "no safetensors": (
+        lambda p: (p / TENSORS).write_bytes(b"\x80\x04not tensors"),
+        "cannot be read",
+    ),
+    "cut off": (
+        lambda p: os.truncate(p / TENSORS, (p / TENSORS).stat().st_size // 2),
+        "cannot be read",
+    ),
     "file missing": (lambda p: (p / TENSORS).unlink(), rf"lacks {re.escape(TENSORS)}"),
     "plan missing": (lambda p: (p / DECODING).unlink(), rf"lacks {re.escape(DECODING)}"),
     "config is no JSON": (lambda p: (p / CONFIG).write_text("{"), "cannot be read"),
     "config nests without end": (lambda p: (p / CONFIG).write_text("[" * 10**6), "cannot be read"),
-    "config is a list": (lambda p: (p / CONFIG).write_text("[]"), "format None, this version reads 1"),
-    "a key twice": (lambda p: (p / CONFIG).write_text('{"format": 1, "format": 1}'), "'format' stands there twice"),
-    "future format": (lambda p: change(p / CONFIG, lambda c: c.update(format=2)), "format 2.*update drafttrain"),
-    "format true": (lambda p: change(p / CONFIG, lambda c: c.update(format=True)), "format True, this version reads 1"),
-    "unknown key": (lambda p: change(p / CONFIG, lambda c: c.update(mode="fast")), "unknown key 'mode'"),
+    "config is a list": (
+        lambda p: (p / CONFIG).write_text("[]"),
+        "format None, this version reads 1",
+    ),
+    "a key twice": (
+        lambda p: (p / CONFIG).write_text('{"format": 1, "format": 1}'),
+        "'format' stands there twice",
+    ),
+    "future format": (
+        lambda p: change(p / CONFIG, lambda c: c.update(format=2)),
+        "format 2.*update drafttrain",
+    ),
+    "format true": (
+        lambda p: change(p / CONFIG, lambda c: c.update(format=True)),
+        "format True, this version reads 1",
+    ),
+    "unknown key": (
+        lambda p: change(p / CONFIG, lambda c: c.update(mode="fast")),
+        "unknown key 'mode'",
+    ),
     "misspelt key": (
         lambda p: change(p / CONFIG, lambda c: c.update(nedes=c.pop("needs"))),
         "'nedes', did you mean needs",
     ),
     "misspelt setting": (
-        lambda p: change(p / CONFIG, lambda c: c["drafter"].update(niose=c["drafter"].pop("noise"))),
+        lambda p: change(
+            p / CONFIG, lambda c: c["drafter"].update(niose=c["drafter"].pop("noise"))
+        ),
         "'niose', did you mean noise",
     ),
-    "setting missing": (lambda p: change(p / CONFIG, lambda c: c["drafter"].pop("bias")), "drafter lacks bias"),
+    "setting missing": (
+        lambda p: change(p / CONFIG, lambda c: c["drafter"].pop("bias")),
+        "drafter lacks bias",
+    ),
     "setting of another kind": (
         lambda p: change(p / CONFIG, lambda c: c["drafter"].update(chunk="many")),
         r"chunk is 'many'",
     ),
-    "setting not a number": (lambda p: change(p / CONFIG, lambda c: c["drafter"].update(noise=float("nan"))), "NaN"),
-    "setting out of range": (lambda p: change(p / CONFIG, lambda c: c["drafter"].update(noise=-1.0)), "at least 0"),
+    "setting not a number": (
+        lambda p: change(p / CONFIG, lambda c: c["drafter"].update(noise=float("nan"))),
+        "NaN",
+    ),
+    "setting out of range": (
+        lambda p: change(p / CONFIG, lambda c: c["drafter"].update(noise=-1.0)),
+        "at least 0",
+    ),
     "setting for other tensors": (
         lambda p: change(p / CONFIG, lambda c: c["drafter"].update(bias=False)),
         r"unexpected fc\.bias",
     ),
-    "layers not recorded": (lambda p: change(p / CONFIG, lambda c: c["needs"].pop("layers")), "needs lacks layers"),
-    "other layers": (lambda p: change(p / CONFIG, lambda c: c["needs"].update(layers=[1])), r"needs are .*\[1\]"),
-    "no class": (lambda p: change(p / CONFIG, lambda c: c["drafter"].pop("_target_")), "lacks _target_"),
+    "layers not recorded": (
+        lambda p: change(p / CONFIG, lambda c: c["needs"].pop("layers")),
+        "needs lacks layers",
+    ),
+    "other layers": (
+        lambda p: change(p / CONFIG, lambda c: c["needs"].update(layers=[1])),
+        r"needs are .*\[1\]",
+    ),
+    "no class": (
+        lambda p: change(p / CONFIG, lambda c: c["drafter"].pop("_target_")),
+        "lacks _target_",
+    ),
     "other width": (
         lambda p: change(p / CONFIG, lambda c: c["shape"].update(width=128)),
         "width is 128, the target has 64",
     ),
-    "other dtype": (lambda p: change(p / CONFIG, lambda c: c["shape"].update(dtype="float8")), "float8"),
+    "other dtype": (
+        lambda p: change(p / CONFIG, lambda c: c["shape"].update(dtype="float8")),
+        "float8",
+    ),
     "other target": (
         lambda p: change(p / CONFIG, lambda c: c["target"]["fingerprint"].update(weights="0123")),
         "another target .weights 0123 there.*was trained for tiny-llama",
@@ -342,34 +467,78 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: change(p / CONFIG, lambda c: c.update(trained_length="long")),
         "trained_length",
     ),
-    "pickled weights": (lambda p: (p / "drafter.bin").write_bytes(b""), r"drafter\.bin.*only safetensors"),
-    "plan: unknown key": (lambda p: edit_plan(p, "rule: auto", "rule: auto\nbeams: 3"), "unknown key 'beams'"),
-    "plan: unknown rule": (lambda p: edit_plan(p, "rule: auto", "rule: magic"), "rule magic is not known"),
-    "plan: a rule that is a list": (lambda p: edit_plan(p, "rule: auto", "rule: [block]"), "not known: give auto or one"),
-    "plan: a rule for sampled text": (lambda p: edit_plan(p, "rule: auto", "rule: one_hot"), "at temperature 0"),
-    "plan: a rule that does not fit": (lambda p: edit_plan(p, "sampled: auto", "sampled: true"), "temperature above 0"),
+    "pickled weights": (
+        lambda p: (p / "drafter.bin").write_bytes(b""),
+        r"drafter\.bin.*only safetensors",
+    ),
+    "plan: unknown key": (
+        lambda p: edit_plan(p, "rule: auto", "rule: auto\nbeams: 3"),
+        "unknown key 'beams'",
+    ),
+    "plan: unknown rule": (
+        lambda p: edit_plan(p, "rule: auto", "rule: magic"),
+        "rule magic is not known",
+    ),
+    "plan: a rule that is a list": (
+        lambda p: edit_plan(p, "rule: auto", "rule: [block]"),
+        "not known: give auto or one",
+    ),
+    "plan: a rule for sampled text": (
+        lambda p: edit_plan(p, "rule: auto", "rule: one_hot"),
+        "at temperature 0",
+    ),
+    "plan: a rule that does not fit": (
+        lambda p: edit_plan(p, "sampled: auto", "sampled: true"),
+        "temperature above 0",
+    ),
     "plan: repeated path": (lambda p: edit_plan(p, "  - [0, 0]\n", "  - [0]\n"), "given twice"),
     "plan: orphan": (lambda p: edit_plan(p, "  - [0, 0]\n", "  - [1, 0]\n"), "has no parent"),
-    "plan: no path": (lambda p: edit_plan(p, "  - [0, 0]\n", "  - chain\n"), "'?chain'? is not a path"),
-    "plan: budget too small": (lambda p: edit_plan(p, "nodes: 4", "nodes: 3"), "nodes is 3, the tree has 4"),
-    "plan: endless tree": (lambda p: edit_plan(p, "tree:", "tree: 1000000000\nold:"), "unknown key 'old'"),
+    "plan: no path": (
+        lambda p: edit_plan(p, "  - [0, 0]\n", "  - chain\n"),
+        "'?chain'? is not a path",
+    ),
+    "plan: budget too small": (
+        lambda p: edit_plan(p, "nodes: 4", "nodes: 3"),
+        "nodes is 3, the tree has 4",
+    ),
+    "plan: endless tree": (
+        lambda p: edit_plan(p, "tree:", "tree: 1000000000\nold:"),
+        "unknown key 'old'",
+    ),
     "plan: python object": (
-        lambda p: edit_plan(p, "rule: auto", "rule: !!python/object/apply:os.system ['touch marker']"),
+        lambda p: edit_plan(
+            p, "rule: auto", "rule: !!python/object/apply:os.system ['touch marker']"
+        ),
         "could not determine a constructor",
     ),
     "plan: what refers elsewhere": (
         lambda p: edit_plan(p, "sampled: auto", "sampled: &a [1, 2]\nrule2: *a"),
         r"cannot be read: it refers to another place \(\*a\)",
     ),
-    "plan: what unfolds without end": (lambda p: edit_plan(p, "sampled: auto", f"sampled:\n{laughs()}"), "refers to another place"),
-    "plan: a key twice": (lambda p: edit_plan(p, "rule: auto", "rule: auto\nrule: block"), "the key 'rule' stands there twice"),
-    "plan: a pipe": (lambda p: ((p / DECODING).unlink(), os.mkfifo(p / DECODING)), "lacks decoding.yaml"),
+    "plan: what unfolds without end": (
+        lambda p: edit_plan(p, "sampled: auto", f"sampled:\n{laughs()}"),
+        "refers to another place",
+    ),
+    "plan: a key twice": (
+        lambda p: edit_plan(p, "rule: auto", "rule: auto\nrule: block"),
+        "the key 'rule' stands there twice",
+    ),
+    "plan: a pipe": (
+        lambda p: ((p / DECODING).unlink(), os.mkfifo(p / DECODING)),
+        "lacks decoding.yaml",
+    ),
     "plan: a number beyond floats": (
         lambda p: edit_plan(p, "temperature: 0.0", "temperature: 1" + "0" * 400),
         "a number of too many digits",
     ),
-    "a name that is none": (lambda p: change(p / CONFIG, lambda c: c["target"].update(name=5)), "target.name is 5, needs text"),
-    "a licence that is none": (lambda p: change(p / CONFIG, lambda c: c["target"].update(licence=[])), "target.licence is"),
+    "a name that is none": (
+        lambda p: change(p / CONFIG, lambda c: c["target"].update(name=5)),
+        "target.name is 5, needs text",
+    ),
+    "a licence that is none": (
+        lambda p: change(p / CONFIG, lambda c: c["target"].update(licence=[])),
+        "target.licence is",
+    ),
     "parameters in words": (
         lambda p: change(p / CONFIG, lambda c: c["shape"].update(parameters="many")),
         "shape.parameters is many, needs a whole number",
@@ -393,7 +562,9 @@ def edit_plan(package: Path, old: str, new: str) -> None:
 
 @pytest.mark.field("F37", "F40", "F43")
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_refused_by_name(name: str, package: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_is_refused_by_name(
+    name: str, package: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(package.parent)
     edit, message = DAMAGE[name]
     edit(package)
@@ -406,15 +577,43 @@ def test_damage_is_refused_by_name(name: str, package: Path, target: Target, mon
 @pytest.mark.parametrize(
     "rows",
     [
-        [{"accept_at": 5, "speedup": "fast", "tau": [1], "tau_interval": [], "temperature": 10**400}],
-        [{"speedup": True, "speedup_interval": [1], "nodes": {}, "growth": None, "rule": ["|"], "guarantee": {"a": 1}}],
-        [{"accept_at": [None, "x", [2]], "tau": 1e308, "tau_interval": ["a", "b"], "rounds": "\n| x"}],
+        [
+            {
+                "accept_at": 5,
+                "speedup": "fast",
+                "tau": [1],
+                "tau_interval": [],
+                "temperature": 10**400,
+            }
+        ],
+        [
+            {
+                "speedup": True,
+                "speedup_interval": [1],
+                "nodes": {},
+                "growth": None,
+                "rule": ["|"],
+                "guarantee": {"a": 1},
+            }
+        ],
+        [
+            {
+                "accept_at": [None, "x", [2]],
+                "tau": 1e308,
+                "tau_interval": ["a", "b"],
+                "rounds": "\n| x",
+            }
+        ],
         [3],
         "rows",
     ],
 )
-def test_garbage_in_the_metrics_does_not_keep_a_plan_from_being_changed(rows: Any, package: Path, target: Target) -> None:
-    (package / METRICS).write_text(json.dumps({"settings": [1], "rows": rows, "target_change": [0]}))
+def test_garbage_in_the_metrics_does_not_keep_a_plan_from_being_changed(
+    rows: Any, package: Path, target: Target
+) -> None:
+    (package / METRICS).write_text(
+        json.dumps({"settings": [1], "rows": rows, "target_change": [0]})
+    )
     writing.check_change(package)
     writing.change_plan(package, Plan(Tree.chain(2)))
     assert drafttrain.load(package, target).plan.tree == Tree.chain(2)
@@ -441,7 +640,9 @@ def test_changing_a_plan_writes_through_no_link(package: Path, tmp_path: Path) -
         writing.change_plan(package, Plan(Tree.chain(3)))
 
 
-def test_a_package_that_cannot_be_changed_is_found_early(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_cannot_be_changed_is_found_early(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writing.check_change(package)
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(InputError, match="write=false"):
@@ -451,7 +652,9 @@ def test_a_package_that_cannot_be_changed_is_found_early(package: Path, monkeypa
 def test_a_long_chain_is_read_in_a_moment(target: Target, tmp_path: Path) -> None:
     plan = Plan(Tree.chain(1000))
     (tmp_path / DECODING).write_text(decoding.write_plan(plan))
-    assert (tmp_path / DECODING).stat().st_size < 2000 and decoding.read_plan(tmp_path / DECODING) == plan
+    assert (tmp_path / DECODING).stat().st_size < 2000 and decoding.read_plan(
+        tmp_path / DECODING
+    ) == plan
 
 
 @pytest.mark.field("F67")
@@ -495,7 +698,9 @@ class _Marker:
 
 
 @pytest.mark.field("F67")
-@pytest.mark.parametrize("name", ["drafter.bin", "pytorch_model.bin", "drafter.pt", "drafter.ckpt", TENSORS])
+@pytest.mark.parametrize(
+    "name", ["drafter.bin", "pytorch_model.bin", "drafter.pt", "drafter.ckpt", TENSORS]
+)
 def test_nothing_is_unpickled(name: str, package: Path, target: Target, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     (package / name).write_bytes(pickle.dumps({"weights": _Marker(marker)}))
@@ -541,7 +746,9 @@ def test_another_target_is_refused(package: Path) -> None:
 
 
 def test_a_target_of_another_dtype_is_the_same_target(package: Path) -> None:
-    outputs, _ = drafttrain.load(package, load.tiny(dtype="bfloat16")).generate([[5, 6, 7]], max_new_tokens=5)
+    outputs, _ = drafttrain.load(package, load.tiny(dtype="bfloat16")).generate(
+        [[5, 6, 7]], max_new_tokens=5
+    )
     assert len(outputs[0].ids) == 5
 
 
@@ -606,7 +813,7 @@ def test_trees_that_are_none(value: Any) -> None:
         decoding.tree_of(value)
 
 
-# --- what is refused on writing --------------------------------------------------------------------------------------------
+# --- what is refused on writing -------------------------------------------------------------------
 
 
 def test_a_package_is_replaced_whole(package: Path, target: Target, drafter: Eagle1) -> None:
@@ -621,17 +828,25 @@ def test_an_empty_folder_is_used(target: Target, drafter: Eagle1, tmp_path: Path
 
 
 @pytest.mark.field("F69")
-@pytest.mark.parametrize("name", ["thesis.tex", ".hidden", "custom_generate/mine.py", "sub/deep.txt"])
-def test_foreign_files_are_refused_and_kept(name: str, package: Path, target: Target, drafter: Eagle1) -> None:
+@pytest.mark.parametrize(
+    "name", ["thesis.tex", ".hidden", "custom_generate/mine.py", "sub/deep.txt"]
+)
+def test_foreign_files_are_refused_and_kept(
+    name: str, package: Path, target: Target, drafter: Eagle1
+) -> None:
     (package / name).parent.mkdir(exist_ok=True)
     (package / name).write_text("mine")
     before = snapshot(package)
-    with pytest.raises(InputError, match=re.escape(name.split("/")[0] if name.startswith("sub") else name)):
+    with pytest.raises(
+        InputError, match=re.escape(name.split("/")[0] if name.startswith("sub") else name)
+    ):
         packed(package, drafter, target)
     assert snapshot(package) == before
 
 
-def test_a_folder_that_is_no_package_is_kept(target: Target, drafter: Eagle1, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_package_is_kept(
+    target: Target, drafter: Eagle1, tmp_path: Path
+) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "README.md").write_text("mine")
@@ -709,13 +924,17 @@ def test_a_full_disk_leaves_the_old_package(
     assert [p.name for p in package.parent.iterdir()] == ["package"]
 
 
-def test_a_limit_of_file_sizes_leaves_the_old_package(package: Path, target: Target, drafter: Eagle1) -> None:
+def test_a_limit_of_file_sizes_leaves_the_old_package(
+    package: Path, target: Target, drafter: Eagle1
+) -> None:
     before, size = snapshot(package), (package / TENSORS).stat().st_size
     for limit in (10, size // 2, size - 1):
         with file_limit(limit), pytest.raises((OSError, SafetensorError)) as caught:
             packed(package, drafter, target, plan=Plan(Tree.chain(1)))
         assert "a file grew larger than this system allows" in disk_full(caught.value)
-        assert snapshot(package) == before and [p.name for p in package.parent.iterdir()] == ["package"]
+        assert snapshot(package) == before and [p.name for p in package.parent.iterdir()] == [
+            "package"
+        ]
 
 
 def test_an_interruption_between_the_two_moves_leaves_the_old_package(
@@ -739,7 +958,12 @@ def test_an_interruption_between_the_two_moves_leaves_the_old_package(
 def test_metrics_need_their_form(target: Target, drafter: Eagle1, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rows"):
         save_package(
-            tmp_path / "p", drafter=drafter, target=target, plan=Plan(Tree.chain(1)), metrics={}, provenance={}
+            tmp_path / "p",
+            drafter=drafter,
+            target=target,
+            plan=Plan(Tree.chain(1)),
+            metrics={},
+            provenance={},
         )
     with pytest.raises(ValueError, match="JSON"):
         packed(tmp_path / "p", drafter, target, metrics={"rows": [{"tau": float("nan")}]})

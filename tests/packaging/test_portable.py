@@ -43,7 +43,10 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("HuggingFaceTB/SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
         ("https://arxiv.org/abs/2401.15077", "https://arxiv.org/abs/2401.15077"),
         ("builtin:smollm2", "builtin:smollm2"),
-        ("12 tokens / s, 1/2, and/or, </s>, <|im_end|>", "12 tokens / s, 1/2, and/or, </s>, <|im_end|>"),
+        (
+            "12 tokens / s, 1/2, and/or, </s>, <|im_end|>",
+            "12 tokens / s, 1/2, and/or, </s>, <|im_end|>",
+        ),
     ],
 )
 def test_of_an_absolute_path_the_last_name_is_kept(given: str, kept: str) -> None:
@@ -52,14 +55,32 @@ def test_of_an_absolute_path_the_last_name_is_kept(given: str, kept: str) -> Non
 
 
 def test_a_command_is_read_word_by_word() -> None:
-    words = ["python", "-m", "drafttrain.fit", "run_dir=/home/ann/my runs/a", "runs=[/x/b,runs/c]", "+data.path=/d/e=f", "seed=1"]
-    kept = ["python", "-m", "drafttrain.fit", "run_dir=a", "runs=[b,runs/c]", "+data.path=e=f", "seed=1"]
+    words = [
+        "python",
+        "-m",
+        "drafttrain.fit",
+        "run_dir=/home/ann/my runs/a",
+        "runs=[/x/b,runs/c]",
+        "+data.path=/d/e=f",
+        "seed=1",
+    ]
+    kept = [
+        "python",
+        "-m",
+        "drafttrain.fit",
+        "run_dir=a",
+        "runs=[b,runs/c]",
+        "+data.path=e=f",
+        "seed=1",
+    ]
     assert portable({"command": shlex.join(words)}) == {"command": shlex.join(kept)}
     assert portable({"command": "an open ' quote /home/ann/a"}) == {"command": "an open ' quote a"}
     assert portable({"command": None}) == {"command": None}
 
 
-def test_a_package_and_its_card_name_no_folder_of_this_machine(tmp_path: Path, data_folder: Path) -> None:
+def test_a_package_and_its_card_name_no_folder_of_this_machine(
+    tmp_path: Path, data_folder: Path
+) -> None:
     """Run folder, data and an earlier package are given by absolute paths, as anybody may."""
     first, second = tmp_path / "first run", tmp_path / "second"
     args = ["trainer.max_steps=2", "logger=none", *UNMEASURED]
@@ -71,8 +92,14 @@ def test_a_package_and_its_card_name_no_folder_of_this_machine(tmp_path: Path, d
             for folder in (tmp_path, data_folder, Path.cwd(), Path.home()):
                 assert f"{folder}/".encode() not in held, path
     told = json.loads((second / "package" / "config.json").read_text())["training"]
-    assert told["config"]["init_from"] == "first run/package" and told["config"]["run_dir"] == "second"
-    assert "run_dir=second" in told["command"] and "/" not in told["command"].replace("first run/package", "")
+    assert (
+        told["config"]["init_from"] == "first run/package" and told["config"]["run_dir"] == "second"
+    )
+    assert "run_dir=second" in told["command"] and "/" not in told["command"].replace(
+        "first run/package", ""
+    )
     (entry,) = read_entries([second / "package"], measured=True)
     assert entry.facts()["begun_from"] == "first run", "what that one cost comes on top"
-    assert str(second) in (read_record(entry).command or ""), "the run's folder knows the whole command"
+    assert str(second) in (read_record(entry).command or ""), (
+        "the run's folder knows the whole command"
+    )

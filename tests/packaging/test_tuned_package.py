@@ -1,4 +1,5 @@
-"""Packages that were trained jointly with their target: whole round trips, refused mix-ups, and words that say what is tuned."""
+"""Packages that were trained jointly with their target: whole round trips, refused mix-ups, and
+words that say what is tuned."""
 
 from __future__ import annotations
 
@@ -43,7 +44,14 @@ def heads_of(target: Target) -> Medusa:
 def packed(folder: Path, drafter: Medusa, target: Target, **metrics: Any) -> Path:
     plan = Plan(Tree.expansion([3, 2, 1]))
     rows = {"settings": {}, "rows": [], **metrics}
-    return save_package(folder, drafter=drafter, target=target, plan=plan, metrics=rows, provenance={"command": "a test"})
+    return save_package(
+        folder,
+        drafter=drafter,
+        target=target,
+        plan=plan,
+        metrics=rows,
+        provenance={"command": "a test"},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +68,12 @@ def live(target: Target) -> Speculator:
 @pytest.fixture(scope="module")
 def original(live: Speculator, tmp_path_factory: pytest.TempPathFactory) -> Path:
     measured = live.measure_acceptance(PROMPTS, max_new_tokens=8)
-    return packed(tmp_path_factory.mktemp("made") / "package", live.drafter, live.target, rows=[measured.row()])  # type: ignore[arg-type]
+    return packed(
+        tmp_path_factory.mktemp("made") / "package",
+        live.drafter,
+        live.target,
+        rows=[measured.row()],
+    )  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -90,7 +103,9 @@ def test_round_trip(package: Path, target: Target, live: Speculator) -> None:
     assert speculator.drafter.target is speculator.target
 
 
-def test_a_transformers_model_serves_as_target(package: Path, target: Target, live: Speculator, tmp_path: Path) -> None:
+def test_a_transformers_model_serves_as_target(
+    package: Path, target: Target, live: Speculator, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     target.model.save_pretrained(tmp_path / "target")
@@ -102,22 +117,34 @@ def test_a_transformers_model_serves_as_target(package: Path, target: Target, li
     outputs, _ = live.generate(ids, max_new_tokens=12)
     assert drafted[0].tolist() == ids[0] + outputs[0].ids and drafted.tolist() != own.tolist()
     assert with_package(model, package, ids, **settings).tolist() == drafted.tolist()
-    assert torch.equal(model.generate(torch.tensor(ids), **settings), own), "the model itself is not changed"
+    assert torch.equal(model.generate(torch.tensor(ids), **settings), own), (
+        "the model itself is not changed"
+    )
     said = (package / "custom_generate" / "generate.py").read_text()
     assert "text is that of the tuned model" in said and "{text}" not in said
 
 
-def test_the_files_say_what_is_tuned(package: Path, original: Path, target: Target, tmp_path: Path) -> None:
+def test_the_files_say_what_is_tuned(
+    package: Path, original: Path, target: Target, tmp_path: Path
+) -> None:
     config = read_config(package)
     assert config["target"]["fingerprint"] == target.fingerprint
     assert config["adapter"]["rank"] == 4 and config["adapter"]["parameters"] > 1000
-    assert sorted(str(p.relative_to(package)) for p in package.rglob("*") if p.is_file()) == sorted((*FILES, ADAPTER))
+    assert sorted(str(p.relative_to(package)) for p in package.rglob("*") if p.is_file()) == sorted(
+        (*FILES, ADAPTER)
+    )
     assert size_of(package) > (package / ADAPTER).stat().st_size
     (row,) = read_metrics(package)["rows"]
     assert row["guarantee"] == "greedy, relative to the tuned target"
     card = (package / CARD).read_text()
-    assert "This package changes the target" in card and "| greedy, relative to the tuned target |" in card
-    assert "*greedy, relative to the tuned target* is the same tokens as the target's greedy decoding, the target being" in card
+    assert (
+        "This package changes the target" in card
+        and "| greedy, relative to the tuned target |" in card
+    )
+    assert (
+        "*greedy, relative to the tuned target* is the same tokens as the target's greedy "
+        "decoding, the target being" in card
+    )
     assert "was not measured" in card
     change_plan(package, Plan(Tree.chain(2)))
     assert "This package changes the target" in (package / CARD).read_text()
@@ -125,21 +152,35 @@ def test_the_files_say_what_is_tuned(package: Path, original: Path, target: Targ
     from drafttrain.flow import Batch
 
     ids = torch.tensor([[5, 6, 7, 8, 9]])
-    told = change(target, second, [Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.tensor([5]), torch.tensor([0]))])
+    told = change(
+        target,
+        second,
+        [Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.tensor([5]), torch.tensor([0]))],
+    )
     assert told is not None
-    measured = packed(tmp_path / "measured", load_drafter(package, second), second, target_change=told)  # type: ignore[arg-type]
+    measured = packed(
+        tmp_path / "measured", load_drafter(package, second), second, target_change=told
+    )  # type: ignore[arg-type]
     assert f"{told['kl']:.4f} nats a token" in (measured / CARD).read_text()
     # An earlier package's adapter does not outlive it.
     plain = packed(package, heads_of(target), target)
     assert not (plain / ADAPTER).exists() and "adapter" not in read_config(plain)
-    assert TUNED not in (plain / CARD).read_text() and "changes the target" not in (plain / CARD).read_text()
+    assert (
+        TUNED not in (plain / CARD).read_text()
+        and "changes the target" not in (plain / CARD).read_text()
+    )
 
 
-def test_mixing_up_is_refused(package: Path, target: Target, live: Speculator, tmp_path: Path) -> None:
+def test_mixing_up_is_refused(
+    package: Path, target: Target, live: Speculator, tmp_path: Path
+) -> None:
     plain = packed(tmp_path / "plain", heads_of(target), target)
     with pytest.raises(InputError, match=r"another target .*adapter none there"):
         drafttrain.load(plain, live.target)
-    with pytest.raises(InputError, match=r"drafts for a tuned target, this is the original: open it with drafttrain\.load"):
+    with pytest.raises(
+        InputError,
+        match=r"drafts for a tuned target, this is the original: open it with drafttrain\.load",
+    ):
         load_drafter(package, target)
     other = tuned(target, made(target, linears=["q_proj"]))
     with pytest.raises(InputError, match=r"another target .*adapter"):
@@ -179,7 +220,9 @@ def moved(tensors: dict[str, torch.Tensor]) -> Any:
         (moved, "is not the adapter of this package"),
     ],
 )
-def test_a_bad_adapter_is_refused(package: Path, target: Target, edit: Callable[[Any], Any], said: str) -> None:
+def test_a_bad_adapter_is_refused(
+    package: Path, target: Target, edit: Callable[[Any], Any], said: str
+) -> None:
     tensors = load_file(package / ADAPTER)
     edit(tensors)
     save_file(tensors, package / ADAPTER)
@@ -192,18 +235,26 @@ def test_a_bad_adapter_is_refused(package: Path, target: Target, edit: Callable[
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (lambda config: config.pop("adapter"), f"holds {ADAPTER}, of which config.json says nothing"),
+        (
+            lambda config: config.pop("adapter"),
+            f"holds {ADAPTER}, of which config.json says nothing",
+        ),
         (lambda config: config["adapter"].pop("digest"), "adapter lacks digest"),
         (lambda config: config["adapter"].update(rank=0), "adapter.rank is 0"),
         (lambda config: config["adapter"].update(rank=8), "wrong shape or dtype"),
         (lambda config: config["adapter"].update(alpha="x"), "adapter.alpha is x"),
         (lambda config: config["adapter"].update(alpha=9.0), "is not the adapter of this package"),
         (lambda config: config["adapter"].update(linears="all"), "adapter.linears is all"),
-        (lambda config: config["adapter"].update(linears=["lm_head"]), "adapter.linears: lm_head is none of"),
+        (
+            lambda config: config["adapter"].update(linears=["lm_head"]),
+            "adapter.linears: lm_head is none of",
+        ),
         (lambda config: config["adapter"].update(scale=1), "unknown key 'scale'"),
     ],
 )
-def test_a_bad_config_is_refused(package: Path, target: Target, edit: Callable[[Any], Any], said: str) -> None:
+def test_a_bad_config_is_refused(
+    package: Path, target: Target, edit: Callable[[Any], Any], said: str
+) -> None:
     config = json.loads((package / CONFIG).read_text())
     edit(config)
     (package / CONFIG).write_text(json.dumps(config))

@@ -1,4 +1,5 @@
-"""Packages of drafters that are language models: one file for every tensor, and a directory that transformers reads."""
+"""Packages of drafters that are language models: one file for every tensor, and a directory that
+transformers reads."""
 
 from __future__ import annotations
 
@@ -16,7 +17,16 @@ from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
-from drafttrain.packaging.manifest import CARD, CONFIG, FILES, TENSORS, WHOLE, WHOLE_CONFIG, WHOLE_FILES, WHOLE_TENSORS
+from drafttrain.packaging.manifest import (
+    CARD,
+    CONFIG,
+    FILES,
+    STANDALONE,
+    STANDALONE_CONFIG,
+    STANDALONE_FILES,
+    STANDALONE_TENSORS,
+    TENSORS,
+)
 from drafttrain.packaging.reading import load_drafter
 from drafttrain.packaging.writing import change_plan
 from drafttrain.target import load
@@ -43,7 +53,9 @@ WHOLES = [name for name in ORIGINS if name not in ("cut", "cut, its own head")]
 def made(origin: str, target: Target, folder: Path) -> Ssm:
     settings = dict(ORIGINS[origin])
     if "path" in settings:
-        load.tiny(family="qwen2", width=32, layers=2, seed=3).model.save_pretrained(folder / "small")
+        load.tiny(family="qwen2", width=32, layers=2, seed=3).model.save_pretrained(
+            folder / "small"
+        )
         settings["path"] = str(folder / "small")
     torch.manual_seed(3)
     drafter = Ssm(target, **settings)
@@ -75,9 +87,12 @@ def test_round_trip_is_bit_for_bit(origin: str, tied: bool, tmp_path: Path) -> N
     assert again.settings() == drafter.settings() and not again.training
     mine, theirs = drafter.state_dict(), again.state_dict()
     assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) and mine[name].dtype == theirs[name].dtype for name in mine)
+    assert all(
+        torch.equal(mine[name], theirs[name]) and mine[name].dtype == theirs[name].dtype
+        for name in mine
+    )
     whole = origin in WHOLES
-    assert names(package) == sorted((*FILES, *(WHOLE_FILES if whole else ())))
+    assert names(package) == sorted((*FILES, *(STANDALONE_FILES if whole else ())))
     assert bool(load_file(package / TENSORS)) != whole, "a tensor is stored once"
     if origin == "cut":
         assert not [name for name, t in load_file(package / TENSORS).items() if 320 in t.shape]
@@ -96,13 +111,24 @@ def test_transformers_reads_it_and_drafts_with_it(origin: str, tied: bool, tmp_p
     target = load.tiny(tie_word_embeddings=tied)
     drafter = made(origin, target, tmp_path)
     package = packed(tmp_path / "package", drafter, target, export_assistant=True)  # type: ignore[arg-type]
-    assistant, report = AutoModelForCausalLM.from_pretrained(package / WHOLE, output_loading_info=True)
+    assistant, report = AutoModelForCausalLM.from_pretrained(
+        package / STANDALONE, output_loading_info=True
+    )
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    assert json.loads((package / WHOLE_CONFIG).read_text())["architectures"] == [type(drafter.model).__name__]
+    assert json.loads((package / STANDALONE_CONFIG).read_text())["architectures"] == [
+        type(drafter.model).__name__
+    ]
     ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
     with torch.inference_mode():
-        torch.testing.assert_close(assistant(input_ids=ids).logits, drafter.model(input_ids=ids).logits)
-    common: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        torch.testing.assert_close(
+            assistant(input_ids=ids).logits, drafter.model(input_ids=ids).logits
+        )
+    common: dict[str, Any] = {
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     plain = target.model.generate(ids, **common)
     assert torch.equal(target.model.generate(ids, assistant_model=assistant, **common), plain)
     said = (package / CARD).read_text()
@@ -116,10 +142,14 @@ def test_half_precision_halves_the_file(target: Target, tmp_path: Path) -> None:
     drafter = made("new", target, tmp_path)
     full = packed(tmp_path / "full", drafter, target)  # type: ignore[arg-type]
     half = packed(tmp_path / "half", drafter, target, dtype="bfloat16")  # type: ignore[arg-type]
-    assert (half / WHOLE_TENSORS).stat().st_size < 0.6 * (full / WHOLE_TENSORS).stat().st_size
-    assert json.loads((half / WHOLE_CONFIG).read_text())["dtype"] == "bfloat16"
+    assert (half / STANDALONE_TENSORS).stat().st_size < 0.6 * (
+        full / STANDALONE_TENSORS
+    ).stat().st_size
+    assert json.loads((half / STANDALONE_CONFIG).read_text())["dtype"] == "bfloat16"
     again, mine = load_drafter(half, target).state_dict(), drafter.state_dict()
-    assert all(torch.equal(again[name], mine[name].bfloat16().to(again[name].dtype)) for name in mine)
+    assert all(
+        torch.equal(again[name], mine[name].bfloat16().to(again[name].dtype)) for name in mine
+    )
 
 
 def test_one_package_replaces_another(target: Target, tmp_path: Path) -> None:
@@ -130,10 +160,10 @@ def test_one_package_replaces_another(target: Target, tmp_path: Path) -> None:
     packed(folder, Eagle1(target), target)
     assert names(folder) == sorted(FILES)
     packed(folder, made("new", target, tmp_path), target)  # type: ignore[arg-type]
-    (folder / WHOLE / "notes.txt").write_text("mine")
+    (folder / STANDALONE / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match=r"ssm/notes\.txt"):
         packed(folder, made("new", target, tmp_path), target)  # type: ignore[arg-type]
-    assert (folder / WHOLE / "notes.txt").read_text() == "mine"
+    assert (folder / STANDALONE / "notes.txt").read_text() == "mine"
 
 
 def test_what_is_no_language_model_is_not_exported(target: Target, tmp_path: Path) -> None:
@@ -145,7 +175,7 @@ def test_what_is_no_language_model_is_not_exported(target: Target, tmp_path: Pat
     other.config.quantization_config = {"quant_method": "fp8"}
     object.__setattr__(drafter, "target", other)
     with pytest.raises(InputError, match="quantised"):
-        drafter.whole()
+        drafter.standalone()
 
 
 def tensors(path: Path, edit: Any) -> None:
@@ -166,26 +196,52 @@ BY_CONFIG: dict[str, Any] = {"layers": None, "width": None, "heads": None}
 
 def as_llama(package: Path, **changes: Any) -> None:
     """The package describes its network by a config."""
-    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    sizes = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+    }
     config(package, **BY_CONFIG, config={"model_type": "llama", **sizes, **changes})
-
-
 
 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda p: tensors(p / WHOLE_TENSORS, lambda t: t.pop(EMBEDDING)), "missing model.model.embed_tokens.weight"),
-        (lambda p: tensors(p / WHOLE_TENSORS, lambda t: t.update(stranger=torch.zeros(2))), "unexpected stranger"),
-        (lambda p: tensors(p / WHOLE_TENSORS, lambda t: t.update({EMBEDDING: torch.zeros(3, 32)})), r"F32 \[3, 32\]"),
-        (lambda p: tensors(p / WHOLE_TENSORS, lambda t: t[EMBEDDING].fill_(float("nan"))), "NaN"),
         (
-            lambda p: tensors(p / TENSORS, lambda t: t.update({f"model.{EMBEDDING}": torch.zeros(320, 32)})),
+            lambda p: tensors(p / STANDALONE_TENSORS, lambda t: t.pop(EMBEDDING)),
+            "missing model.model.embed_tokens.weight",
+        ),
+        (
+            lambda p: tensors(p / STANDALONE_TENSORS, lambda t: t.update(stranger=torch.zeros(2))),
+            "unexpected stranger",
+        ),
+        (
+            lambda p: tensors(
+                p / STANDALONE_TENSORS, lambda t: t.update({EMBEDDING: torch.zeros(3, 32)})
+            ),
+            r"F32 \[3, 32\]",
+        ),
+        (
+            lambda p: tensors(p / STANDALONE_TENSORS, lambda t: t[EMBEDDING].fill_(float("nan"))),
+            "NaN",
+        ),
+        (
+            lambda p: tensors(
+                p / TENSORS, lambda t: t.update({f"model.{EMBEDDING}": torch.zeros(320, 32)})
+            ),
             "unexpected model",
         ),
-        (lambda p: (p / WHOLE_TENSORS).unlink(), "2 layers are described, the package holds 0 tensors"),
-        (lambda p: (p / WHOLE_TENSORS).write_bytes(b"\x80\x04"), "cannot be read"),
-        (lambda p: (p / WHOLE / "pytorch_model.bin").write_bytes(b""), r"pytorch_model\.bin.*only safetensors"),
+        (
+            lambda p: (p / STANDALONE_TENSORS).unlink(),
+            "2 layers are described, the package holds 0 tensors",
+        ),
+        (lambda p: (p / STANDALONE_TENSORS).write_bytes(b"\x80\x04"), "cannot be read"),
+        (
+            lambda p: (p / STANDALONE / "pytorch_model.bin").write_bytes(b""),
+            r"pytorch_model\.bin.*only safetensors",
+        ),
         (lambda p: config(p, layers=3), "missing"),
         (lambda p: config(p, layers=10**9), "from 1 to 1024"),
         (lambda p: config(p, layers=1024), "1024 layers are described"),
@@ -193,13 +249,22 @@ def as_llama(package: Path, **changes: Any) -> None:
         (lambda p: as_llama(p, hidden_size=1 << 15), "weights is described"),
         (lambda p: as_llama(p, num_hidden_layers=1 << 40), "layers are described"),
         (lambda p: as_llama(p, hidden_size="wide"), "no causal LM|no LlamaForCausalLM"),
-        (lambda p: as_llama(p, attn_implementation="someone/kernel"), "only what transformers itself"),
+        (
+            lambda p: as_llama(p, attn_implementation="someone/kernel"),
+            "only what transformers itself",
+        ),
         (lambda p: as_llama(p, quantization_config={"quant_method": "fp8"}), "is quantised"),
         (
-            lambda p: config(p, layers=None, width=None, heads=None, config={"model_type": "llama", "auto_map": {}}),
+            lambda p: config(
+                p,
+                layers=None,
+                width=None,
+                heads=None,
+                config={"model_type": "llama", "auto_map": {}},
+            ),
             "without code of its own",
         ),
-        (lambda p: config(p, **BY_CONFIG, path=str(p / WHOLE)), "names no directory"),
+        (lambda p: config(p, **BY_CONFIG, path=str(p / STANDALONE)), "names no directory"),
         (lambda p: config(p, own="head"), r"own is 'head', needs list"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

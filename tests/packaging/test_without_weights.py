@@ -1,4 +1,5 @@
-"""Packages of drafters that copy text: no weights inside, the text to copy from if there is one, all of it checked."""
+"""Packages of drafters that copy text: no weights inside, the text to copy from if there is one,
+all of it checked."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ def made(target: Target) -> dict[str, tuple[Retrieval, Growth]]:
     return {
         "ngram": (NGram(target, max_ngram=4, prefer="recent"), Tree.expansion([2, 1])),
         "suffix": (Suffix(target, max_match=5), Dynamic(depth=3, top_k=2, total=5)),
-        "suffix with a corpus": (Suffix(target, corpus="builtin:talk", corpus_ids=CORPUS), Tree.chain(5)),
+        "suffix with a corpus": (
+            Suffix(target, corpus="builtin:talk", corpus_ids=CORPUS),
+            Tree.chain(5),
+        ),
     }
 
 
@@ -49,7 +53,9 @@ def made(target: Target) -> dict[str, tuple[Retrieval, Growth]]:
 def test_round_trip(name: str, target: Target, tmp_path: Path) -> None:
     drafter, tree = made(target)[name]
     folder = packed(tmp_path / "package", drafter, target, plan=Plan(tree), trained_length=None)
-    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == sorted(FILES)
+    assert sorted(
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
+    ) == sorted(FILES)
     tensors = load_file(folder / TENSORS)
     assert [*tensors] == (["corpus_ids"] if "corpus" in name else [])
     config = read_config(folder)
@@ -62,10 +68,14 @@ def test_round_trip(name: str, target: Target, tmp_path: Path) -> None:
     for policy in (Policy(), Policy(1.0)):
         plan = Plan(tree, policy)
         ours, _ = speculator.generate([PROMPT, [3]], max_new_tokens=20, plan=plan, seed=2)
-        theirs, _ = drafttrain.load(folder, target, dtype="bfloat16").generate([PROMPT, [3]], max_new_tokens=20, plan=plan, seed=2)
+        theirs, _ = drafttrain.load(folder, target, dtype="bfloat16").generate(
+            [PROMPT, [3]], max_new_tokens=20, plan=plan, seed=2
+        )
         assert [o.runs for o in ours] == [o.runs for o in theirs]
         if policy.greedy:
-            plain, _ = speculator.generate([PROMPT, [3]], max_new_tokens=20, plan=Plan(Tree.chain(0)))
+            plain, _ = speculator.generate(
+                [PROMPT, [3]], max_new_tokens=20, plan=Plan(Tree.chain(0))
+            )
             assert [o.ids for o in ours] == [o.ids for o in plain]
 
 
@@ -73,22 +83,37 @@ def test_the_card_says_what_it_is(target: Target, tmp_path: Path) -> None:
     cards = {}
     for name, (drafter, _) in made(target).items():
         cards[name] = (packed(tmp_path / name, drafter, target, licence="MIT") / CARD).read_text()
-    assert all("nothing was trained" in card and "trained parameters" not in card for card in cards.values())
+    assert all(
+        "nothing was trained" in card and "trained parameters" not in card
+        for card in cards.values()
+    )
     assert "license" not in cards["suffix"] and "Nothing in here was learned" in cards["suffix"]
     told = cards["suffix with a corpus"]
     assert "conversations of builtin:talk that lie in here" in told and "under MIT" in told
 
 
-def test_what_is_remembered_is_a_setting_and_never_in_a_package(target: Target, tmp_path: Path) -> None:
+def test_what_is_remembered_is_a_setting_and_never_in_a_package(
+    target: Target, tmp_path: Path
+) -> None:
     drafter = Suffix(target, remember=500)
-    drafter.keep([PROMPT])
+    drafter.remember_texts([PROMPT])
     folder = packed(tmp_path / "package", drafter, target, plan=PLAN)
     again = load_drafter(folder, target)
-    assert isinstance(again, Suffix) and again.settings() == drafter.settings() and not load_file(folder / TENSORS)
+    assert (
+        isinstance(again, Suffix)
+        and again.settings() == drafter.settings()
+        and not load_file(folder / TENSORS)
+    )
     assert again.earlier is not None and not again.earlier.texts
     told = (folder / CARD).read_text()
-    assert "the latest 500 tokens of prompts and answers" in told and "need processes of their own" in told
-    assert "what was decoded in it before" not in (packed(tmp_path / "off", Suffix(target), target, plan=PLAN) / CARD).read_text()
+    assert (
+        "the latest 500 tokens of prompts and answers" in told
+        and "need processes of their own" in told
+    )
+    assert (
+        "what was decoded in it before"
+        not in (packed(tmp_path / "off", Suffix(target), target, plan=PLAN) / CARD).read_text()
+    )
 
 
 def edit_config(package: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
@@ -98,24 +123,60 @@ def edit_config(package: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a tensor too many": (lambda p: save_file({**load_file(p / TENSORS), "fc": torch.zeros(2)}, p / TENSORS), "unexpected fc"),
-    "no corpus": (lambda p: save_file({}, p / TENSORS), "lacks corpus_ids, the text of its corpus builtin:talk"),
-    "a corpus of floats": (lambda p: save_file({"corpus_ids": torch.ones(4)}, p / TENSORS), "lacks corpus_ids"),
+    "a tensor too many": (
+        lambda p: save_file({**load_file(p / TENSORS), "fc": torch.zeros(2)}, p / TENSORS),
+        "unexpected fc",
+    ),
+    "no corpus": (
+        lambda p: save_file({}, p / TENSORS),
+        "lacks corpus_ids, the text of its corpus builtin:talk",
+    ),
+    "a corpus of floats": (
+        lambda p: save_file({"corpus_ids": torch.ones(4)}, p / TENSORS),
+        "lacks corpus_ids",
+    ),
     "a corpus of ids beyond": (
         lambda p: save_file({"corpus_ids": torch.tensor([3, 999])}, p / TENSORS),
         "reach from 3 to 999, the target's vocabulary",
     ),
-    "a corpus that nobody names": (lambda p: edit_config(p, lambda c: c["drafter"].update(corpus=None)), "unexpected corpus_ids"),
-    "a corpus of another kind": (lambda p: edit_config(p, lambda c: c["drafter"].update(corpus=3)), "needs builtin"),
-    "a setting out of range": (lambda p: edit_config(p, lambda c: c["drafter"].update(max_match=0)), "max_match=0"),
-    "a setting of another kind": (lambda p: edit_config(p, lambda c: c["drafter"].update(max_match="x")), "max_match is 'x'"),
-    "a setting missing": (lambda p: edit_config(p, lambda c: c["drafter"].pop("deepest")), "lacks deepest"),
-    "a memory of words": (lambda p: edit_config(p, lambda c: c["drafter"].update(remember="x")), "remember is 'x', needs int"),
-    "a memory beyond bounds": (lambda p: edit_config(p, lambda c: c["drafter"].update(remember=-3)), "remember=-3"),
-    "other needs": (lambda p: edit_config(p, lambda c: c["needs"].update(last_hidden=True)), "needs are"),
+    "a corpus that nobody names": (
+        lambda p: edit_config(p, lambda c: c["drafter"].update(corpus=None)),
+        "unexpected corpus_ids",
+    ),
+    "a corpus of another kind": (
+        lambda p: edit_config(p, lambda c: c["drafter"].update(corpus=3)),
+        "needs builtin",
+    ),
+    "a setting out of range": (
+        lambda p: edit_config(p, lambda c: c["drafter"].update(max_match=0)),
+        "max_match=0",
+    ),
+    "a setting of another kind": (
+        lambda p: edit_config(p, lambda c: c["drafter"].update(max_match="x")),
+        "max_match is 'x'",
+    ),
+    "a setting missing": (
+        lambda p: edit_config(p, lambda c: c["drafter"].pop("deepest")),
+        "lacks deepest",
+    ),
+    "a memory of words": (
+        lambda p: edit_config(p, lambda c: c["drafter"].update(remember="x")),
+        "remember is 'x', needs int",
+    ),
+    "a memory beyond bounds": (
+        lambda p: edit_config(p, lambda c: c["drafter"].update(remember=-3)),
+        "remember=-3",
+    ),
+    "other needs": (
+        lambda p: edit_config(p, lambda c: c["needs"].update(last_hidden=True)),
+        "needs are",
+    ),
     "drawn drafts": (
         lambda p: (p / DECODING).write_text(
-            (p / DECODING).read_text().replace("sampled: false", "sampled: true").replace("temperature: 0.0", "temperature: 1.0")
+            (p / DECODING)
+            .read_text()
+            .replace("sampled: false", "sampled: true")
+            .replace("temperature: 0.0", "temperature: 1.0")
         ),
         "Suffix copies its drafts and draws none",
     ),
@@ -133,7 +194,9 @@ def test_damage_is_refused_by_name(name: str, target: Target, tmp_path: Path) ->
         drafttrain.load(package, target)
 
 
-def test_what_a_package_names_is_never_read(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_package_names_is_never_read(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from drafttrain.drafter import suffix
 
     def never(*_given: Any) -> Any:

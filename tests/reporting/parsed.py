@@ -1,4 +1,5 @@
-"""A page as a tree, read by the standard library's parser; whatever is not well formed is refused."""
+"""A page as a tree, read by the standard library's parser; whatever is not well formed is
+refused."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class Node:
         return found
 
     def classed(self, name: str) -> list[Node]:
-        return [node for node in self.walk() if name in (node.attributes.get("class") or "").split()]
+        return [
+            node for node in self.walk() if name in (node.attributes.get("class") or "").split()
+        ]
 
     @property
     def text(self) -> str:
@@ -38,7 +41,9 @@ class Node:
     def cells(self) -> list[list[Node]]:
         """Of a table, the cells of its body, row by row."""
         (body,) = self.all("tbody")
-        return [[cell for cell in row.walk() if cell.name in ("th", "td")] for row in body.all("tr")]
+        return [
+            [cell for cell in row.walk() if cell.name in ("th", "td")] for row in body.all("tr")
+        ]
 
     def values(self) -> list[float]:
         """The exact numbers in a cell."""
@@ -52,7 +57,9 @@ class _Reader(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         names = [name for name, _ in attrs]
-        assert len(set(names)) == len(names), f"an attribute stands twice in {self.get_starttag_text()}"
+        assert len(set(names)) == len(names), (
+            f"an attribute stands twice in {self.get_starttag_text()}"
+        )
         node = Node(tag, dict(attrs))
         self.open[-1].children.append(node)
         if tag not in VOID:

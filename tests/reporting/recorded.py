@@ -1,4 +1,5 @@
-"""A run's folder that holds everything a page tells, with texts of somebody who wants to be executed."""
+"""A run's folder that holds everything a page tells, with texts of somebody who wants to be
+executed."""
 
 from __future__ import annotations
 
@@ -102,7 +103,9 @@ def recorded(folder: Path, target: Target) -> Path:
     for step in range(1, 21):
         log.log_metrics({"train/loss": 5.0 / step}, step)
         if step % 10 == 0:
-            log.log_metrics({"val/tau": 1 + step / 40, "sim/tau": 1.5, "sim/loss": 3.0, "val/rounds": 400}, step)
+            log.log_metrics(
+                {"val/tau": 1 + step / 40, "sim/tau": 1.5, "sim/loss": 3.0, "val/rounds": 400}, step
+            )
             log.log_metrics({f"val/accept@{k}": 0.5 / k for k in (1, 2, 3)}, step)
             log.log_metrics({f"val/accept@{k}_count": 100.0 * k for k in (1, 2, 3)}, step)
     # Not by `write_noted`: half a surrogate pair can be read from JSON and never written as UTF-8.

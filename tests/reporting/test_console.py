@@ -1,4 +1,5 @@
-"""Progress tells rate, time left and the last numbers, in plain lines where there is no terminal."""
+"""Progress tells rate, time left and the last numbers, in plain lines where there is no
+terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ def said(out: Console) -> str:
 def test_words() -> None:
     assert [clock(s) for s in (None, 4.2, 61, 3723)] == ["?", "4s", "1:01", "1:02:03"]
     assert [amount(v) for v in (None, 0.1234, 12.34, 2400.4)] == ["?", "0.123", "12.3", "2,400"]
-    assert [room(v) for v in (0, 999, 1234, 5.6e9, 7e15)] == ["0 bytes", "999 bytes", "1.23 kB", "5.6 GB", "7e+03 TB"]
+    assert [room(v) for v in (0, 999, 1234, 5.6e9, 7e15)] == [
+        "0 bytes",
+        "999 bytes",
+        "1.23 kB",
+        "5.6 GB",
+        "7e+03 TB",
+    ]
     assert [cell(v) for v in (None, 1.23456, 3, "x")] == ["-", "1.235", "3", "x"]
     assert [cell(v) for v in ((1.0, 2.0), [0.5, None])] == ["1.000..2.000", "0.500 -"]
 
@@ -48,9 +55,17 @@ def test_rate_forgets_old_times_but_time_left_does_not() -> None:
 
 def test_track_yields_everything_and_ends_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     out = plain()
-    assert list(track(range(3), description="prompts", unit="prompt", interval=0, out=out)) == [0, 1, 2]
+    assert list(track(range(3), description="prompts", unit="prompt", interval=0, out=out)) == [
+        0,
+        1,
+        2,
+    ]
     lines = said(out).splitlines()
-    assert lines[0].startswith("prompts  1/3") and "left" in lines[0] and lines[-1].startswith("prompts  3 prompt  in")
+    assert (
+        lines[0].startswith("prompts  1/3")
+        and "left" in lines[0]
+        and lines[-1].startswith("prompts  3 prompt  in")
+    )
     monkeypatch.setenv("RANK", "1")
     silent = plain()
     assert list(track(range(3), out=silent)) == [0, 1, 2] and said(silent) == ""
@@ -59,7 +74,11 @@ def test_track_yields_everything_and_ends_with_a_line(monkeypatch: pytest.Monkey
 def test_track_counts_what_items_hold() -> None:
     out = plain()
     assert list(track([5, 15], unit="tokens", size=float, total=20, interval=0, out=out)) == [5, 15]
-    assert [line.split("  ")[0] for line in said(out).splitlines()] == ["5/20", "20/20", "20 tokens"]
+    assert [line.split("  ")[0] for line in said(out).splitlines()] == [
+        "5/20",
+        "20/20",
+        "20 tokens",
+    ]
 
 
 def test_table_shows_brackets_and_gaps() -> None:
@@ -74,7 +93,9 @@ def test_table_takes_control_characters_out() -> None:
     out = plain()
     table("\x1b]0;owned\x07", ["name"], [["fc\x1b[2J\x9b31m\r\nweight"]], out=out)
     told = said(out)
-    assert not set(told) & {chr(code) for code in (*range(10), *range(11, 32), *range(127, 160))}, told
+    assert not set(told) & {chr(code) for code in (*range(10), *range(11, 32), *range(127, 160))}, (
+        told
+    )
     assert "fc [2J 31m weight" in told
     out = plain()
     table("", ["name"], [["all"], ["  of them"]], out=out)

@@ -36,7 +36,11 @@ def number(node: Node, name: str) -> float:
 
 def scale(svg: Node, across: bool) -> tuple[float, float]:
     """(a, b) of place = a value + b, by the first and last mark of an axis."""
-    middle = [node for node in svg.classed("tick") if (node.attributes.get("text-anchor") == "middle") == across]
+    middle = [
+        node
+        for node in svg.classed("tick")
+        if (node.attributes.get("text-anchor") == "middle") == across
+    ]
     name = "x" if across else "y"
     values = [float(node.text.replace(",", "")) for node in middle]
     places = [number(node, name) - (0 if across else 4) for node in middle]
@@ -59,8 +63,13 @@ def test_positions_stand_where_their_rates_are() -> None:
     assert [number(column, "y") for column in columns] == pytest.approx(
         [c * share + d for share in (0.8, 0.4, 0.1)], abs=0.02
     )
-    assert all(number(column, "y") + number(column, "height") == pytest.approx(d, abs=0.02) for column in columns)
-    assert dots[0].text == "accept@1 0.800, 95 % 0.700 to 0.900" and dots[1].text == "accept@3 0.250"
+    assert all(
+        number(column, "y") + number(column, "height") == pytest.approx(d, abs=0.02)
+        for column in columns
+    )
+    assert (
+        dots[0].text == "accept@1 0.800, 95 % 0.700 to 0.900" and dots[1].text == "accept@3 0.250"
+    )
 
 
 def test_curves_run_through_their_points() -> None:
@@ -108,14 +117,20 @@ def test_marks_of_an_axis_are_round_and_few() -> None:
 
 def test_whiskers_hold_value_and_interval() -> None:
     long = "a name that is much longer than any drawing of a phone's width has room for"
-    svg = read(whiskers("w", [("a", 1.5, (1.25, 2.0)), (long, 0.5, None)], x="speed", mark=1.0, unit="×"))
+    svg = read(
+        whiskers("w", [("a", 1.5, (1.25, 2.0)), (long, 0.5, None)], x="speed", mark=1.0, unit="×")
+    )
     a, b = scale(svg, True)
-    assert [number(dot, "cx") for dot in svg.all("circle")] == pytest.approx([a * 1.5 + b, a * 0.5 + b], abs=0.02)
+    assert [number(dot, "cx") for dot in svg.all("circle")] == pytest.approx(
+        [a * 1.5 + b, a * 0.5 + b], abs=0.02
+    )
     (bar,) = svg.classed("line")
     low, _, high = (float(end) for end in re.findall(r"[\d.]+", bar.attributes["d"] or "")[:3])
     assert [low, high] == pytest.approx([a * 1.25 + b, a * 2.0 + b], abs=0.02)
     assert [node.text for node in svg.classed("value")] == ["1.50×", "0.50×"]
-    assert any(node.text.endswith("…") and long in node.text for node in svg.all("text")), "the whole name is its title"
+    assert any(node.text.endswith("…") and long in node.text for node in svg.all("text")), (
+        "the whole name is its title"
+    )
 
 
 def test_stages_are_as_long_as_their_amounts() -> None:
@@ -123,7 +138,9 @@ def test_stages_are_as_long_as_their_amounts() -> None:
     svg = read(stages("s", bars, ("draft", "verify"), x="ms"))
     a, b = scale(svg, True)
     rects = svg.all("rect")
-    assert [number(rect, "width") for rect in rects] == pytest.approx([a * 1, a * 3, a * 2], abs=0.02)
+    assert [number(rect, "width") for rect in rects] == pytest.approx(
+        [a * 1, a * 3, a * 2], abs=0.02
+    )
     assert [number(rect, "x") for rect in rects] == pytest.approx([b, b + a, b], abs=0.02)
     assert [rect.attributes["class"] for rect in rects] == ["fill s0", "fill s1", "fill grey"]
     keys = parsed(f"<!DOCTYPE html>\n{drawings.stage_legend(bars, ('draft', 'verify'))}").all("li")
@@ -154,5 +171,7 @@ def test_a_tree_s_first_children_stand_on_their_parent_s_line() -> None:
 
 def test_lines_are_told_apart_without_their_colours() -> None:
     marks = [drawings._mark(place, 0, 0, False) for place in range(4)]
-    assert len({mark.partition(" ")[0] + ("4" if mark.count(",") == 4 else "") for mark in marks}) == 4
+    assert (
+        len({mark.partition(" ")[0] + ("4" if mark.count(",") == 4 else "") for mark in marks}) == 4
+    )
     assert drawings._colour(COLOURS) == drawings._colour(0)

@@ -25,7 +25,14 @@ ROWS: list[dict[str, Any]] = [
         "accept_at": [0.6, None, 0.4],
         "accept_at_interval": [[0.55, 0.65], None, [0.3, 0.5]],
     },
-    {"temperature": 1.0, "growth": "chain", "nodes": 4, "rule": "ratio", "tau": None, "accept_at": []},
+    {
+        "temperature": 1.0,
+        "growth": "chain",
+        "nodes": 4,
+        "rule": "ratio",
+        "tau": None,
+        "accept_at": [],
+    },
     {"label": "mine", "tau": 1.4, "accept_at": [0.3]},
 ]
 
@@ -34,7 +41,10 @@ def test_picture_is_whole_and_leaves_nothing_behind(tmp_path: Path) -> None:
     path = acceptance_curve(ROWS, tmp_path / "deep" / "curve.png", title="eagle1")
     assert path == tmp_path / "deep" / "curve.png" and imread(path).shape[1] > 500
     assert [p.name for p in path.parent.iterdir()] == ["curve.png"]
-    assert acceptance_curve(ROWS, tmp_path / "again.png", title="eagle1").read_bytes() == path.read_bytes()
+    assert (
+        acceptance_curve(ROWS, tmp_path / "again.png", title="eagle1").read_bytes()
+        == path.read_bytes()
+    )
 
 
 def test_what_was_not_measured_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,8 +58,14 @@ def test_what_was_not_measured_is_left_out(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Axes, "errorbar", record)
     acceptance_curve(ROWS, tmp_path / "curve.png")
-    assert [(x, y, label) for x, y, _, label in drawn] == [([1, 3], [0.6, 0.4], "T=0 static 25 greedy"), ([1], [0.3], "mine")]
-    assert drawn[0][2] == [pytest.approx([0.05, 0.1]), pytest.approx([0.05, 0.1])] and drawn[1][2] is None
+    assert [(x, y, label) for x, y, _, label in drawn] == [
+        ([1, 3], [0.6, 0.4], "T=0 static 25 greedy"),
+        ([1], [0.3], "mine"),
+    ]
+    assert (
+        drawn[0][2] == [pytest.approx([0.05, 0.1]), pytest.approx([0.05, 0.1])]
+        and drawn[1][2] is None
+    )
 
 
 @pytest.mark.parametrize("rows", [[], [{"tau": None, "accept_at": [None, None]}]])
@@ -58,7 +74,9 @@ def test_nothing_measured_still_gives_a_picture(tmp_path: Path, rows: list[dict[
     assert comparison(rows, tmp_path / "side.png").stat().st_size > 0
 
 
-def test_drafters_stand_side_by_side_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafters_stand_side_by_side_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn: list[tuple[list[float], list[str], Any]] = []
     bars, ticks = Axes.barh, Axes.set_yticks
 
@@ -73,7 +91,13 @@ def test_drafters_stand_side_by_side_in_their_order(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Axes, "barh", record)
     monkeypatch.setattr(Axes, "set_yticks", name)
     rows: list[dict[str, Any]] = [
-        {"label": "b", "speedup": 1.5, "speedup_interval": [1.25, 2.0], "tau": 1.2, "accept_at": [0.2]},
+        {
+            "label": "b",
+            "speedup": 1.5,
+            "speedup_interval": [1.25, 2.0],
+            "tau": 1.2,
+            "accept_at": [0.2],
+        },
         {"label": "a", "speedup": 1.25, "speedup_interval": None, "tau": None, "accept_at": []},
         {"label": "c", "speedup": None, "tau": 2.0, "accept_at": [0.5]},
     ]
@@ -85,10 +109,13 @@ def test_drafters_stand_side_by_side_in_their_order(tmp_path: Path, monkeypatch:
 
 
 def test_names_are_shown_letter_by_letter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders of runs have any names; to matplotlib some of them are formulas, or what no legend shows."""
+    """Folders of runs have any names; to matplotlib some of them are formulas, or what no legend
+    shows."""
     shown: list[Figure] = []
     write = figures._write
-    monkeypatch.setattr(figures, "_write", lambda figure, path: (shown.append(figure), write(figure, path)))
+    monkeypatch.setattr(
+        figures, "_write", lambda figure, path: (shown.append(figure), write(figure, path))
+    )
     names = ["_mine chain 4", "cost$1_$2", r"a\$b$", "日本"]
     rows = [{"label": name, "speedup": 1.5, "tau": 1.2, "accept_at": [0.2]} for name in names]
     with warnings.catch_warnings():
@@ -96,9 +123,17 @@ def test_names_are_shown_letter_by_letter(tmp_path: Path, monkeypatch: pytest.Mo
         comparison(rows, tmp_path / "side.png", title="$_$")
         acceptance_curve(rows, tmp_path / "curve.png", title="$_$")
     for figure in shown:
-        texts = [text for axes in figure.axes for text in (axes.get_legend().get_texts() if axes.get_legend() else ())]
-        ticks = [text for axes in figure.axes if not axes.get_legend() for text in axes.get_yticklabels()]
-        assert [text._preprocess_math(text.get_text()) for text in texts] == [(name, False) for name in names]
+        texts = [
+            text
+            for axes in figure.axes
+            for text in (axes.get_legend().get_texts() if axes.get_legend() else ())
+        ]
+        ticks = [
+            text for axes in figure.axes if not axes.get_legend() for text in axes.get_yticklabels()
+        ]
+        assert [text._preprocess_math(text.get_text()) for text in texts] == [
+            (name, False) for name in names
+        ]
         assert [text._preprocess_math(text.get_text())[0] for text in ticks][: len(names)] == names
 
 

@@ -21,7 +21,16 @@ from drafttrain.wiring.building import build
 from tests.helpers import file_limit
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "logger"
-ROWS = [{"temperature": 0, "growth": "chain", "nodes": 4, "rule": "greedy", "tau": 1.8, "accept_at": [0.5, 0.4, None]}]
+ROWS = [
+    {
+        "temperature": 0,
+        "growth": "chain",
+        "nodes": 4,
+        "rule": "greedy",
+        "tau": 1.8,
+        "accept_at": [0.5, 0.4, None],
+    }
+]
 
 
 class Line(LightningModule):
@@ -73,7 +82,10 @@ def test_csv_outlives_its_folder(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run")
     logger.log_metrics({"loss": 3.0}, 2)
     logger.log_metrics({"loss": 4.0, "new": 1.0}, 3)
-    assert read_metrics(tmp_path / "run" / "metrics.csv") == [{"step": 2, "loss": 3.0}, {"step": 3, "loss": 4.0, "new": 1.0}]
+    assert read_metrics(tmp_path / "run" / "metrics.csv") == [
+        {"step": 2, "loss": 3.0},
+        {"step": 3, "loss": 4.0, "new": 1.0},
+    ]
 
 
 def test_csv_is_written_at_once_and_continued(tmp_path: Path) -> None:
@@ -98,7 +110,10 @@ def test_a_limit_of_file_sizes_leaves_whole_rows(tmp_path: Path) -> None:
     path, log = tmp_path / "metrics.csv", CsvLogger(tmp_path)
     for step in range(3):
         log.log_metrics({"loss": 0.5}, step)
-    with file_limit(path.stat().st_size + 9), pytest.raises(OSError, match=r"File too large.*metrics\.csv"):
+    with (
+        file_limit(path.stat().st_size + 9),
+        pytest.raises(OSError, match=r"File too large.*metrics\.csv"),
+    ):
         log.log_metrics({"loss": 0.1234567}, 3)
     assert path.read_text().endswith("3,0.12345")  # A number, though another one than was logged.
     assert [row["step"] for row in read_metrics(path)] == [0, 1, 2]
@@ -138,7 +153,12 @@ def test_a_file_that_no_run_wrote_is_not_written_over(tmp_path: Path, name: str)
 
 @pytest.mark.parametrize(
     ("held", "steps"),
-    [(b"", []), (b"step,loss\r\n", []), (b"step,loss\n1,0.5\n\n2,\n", [1, 2]), (b"step,loss\n1,0.5\n2,-1.5e-0", [1])],
+    [
+        (b"", []),
+        (b"step,loss\r\n", []),
+        (b"step,loss\n1,0.5\n\n2,\n", [1, 2]),
+        (b"step,loss\n1,0.5\n2,-1.5e-0", [1]),
+    ],
 )
 def test_what_can_be_read_is_continued(tmp_path: Path, held: bytes, steps: list[int]) -> None:
     path = tmp_path / "metrics.csv"
@@ -160,11 +180,15 @@ def test_tensorboard_shows_metrics_config_and_picture(tmp_path: Path) -> None:
     made = build(OmegaConf.load(CONF / "tensorboard.yaml"), run_dir=tmp_path)
     loggers.log_config(made, {"optim": {"lr": 0.1}, "names": ["a"]})
     train(made, tmp_path)
-    loggers.log_picture(made, "val/acceptance", acceptance_curve(ROWS, tmp_path / "curve.png"), step=4)
+    loggers.log_picture(
+        made, "val/acceptance", acceptance_curve(ROWS, tmp_path / "curve.png"), step=4
+    )
     loggers.log_rows(made, ROWS, "final", step=4)
     loggers.close(made)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert "train/loss" in events.Tags()["scalars"] and events.Tags()["images"] == ["val/acceptance"]
+    assert "train/loss" in events.Tags()["scalars"] and events.Tags()["images"] == [
+        "val/acceptance"
+    ]
     assert read_metrics(tmp_path / "metrics.csv")[-1]["final/T=0_chain_4_greedy/tau"] == 1.8
 
 
@@ -177,7 +201,9 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = build(node, run_dir=tmp_path)
     loggers.log_config(made, {"optim": {"lr": 0.1}})
     train(made, tmp_path)
-    loggers.log_picture(made, "val/acceptance", acceptance_curve(ROWS, tmp_path / "curve.png"), step=4)
+    loggers.log_picture(
+        made, "val/acceptance", acceptance_curve(ROWS, tmp_path / "curve.png"), step=4
+    )
     run = made[1].experiment
     assert run.config["optim"]["lr"] == 0.1
     assert run.summary["val/acceptance"]["count"] == 1
@@ -189,7 +215,9 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_wrong_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"logger\.mode=of: needs one of online, offline, disabled"):
+    with pytest.raises(
+        InputError, match=r"logger\.mode=of: needs one of online, offline, disabled"
+    ):
         loggers.wandb_loggers(tmp_path, project="p", mode="of")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'drafttrain\[wandb\]'"):

@@ -1,4 +1,5 @@
-"""The page: well formed, loads and runs nothing, shows hostile text as text, has the recorded numbers, and makes none up."""
+"""The page: well formed, loads and runs nothing, shows hostile text as text, has the recorded
+numbers, and makes none up."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import pytest
 
 from drafttrain.packaging.collection import read_entries
 from drafttrain.packaging.manifest import METRICS
-from drafttrain.reporting.page.whole import COMPARED, page, title_of
+from drafttrain.reporting.page.document import COMPARED, page, title_of
 from drafttrain.reporting.records import NOTED, Laps, read_record, write_noted
 from drafttrain.target import load
 from tests.packaging.measured import OLD, write_runs
@@ -38,7 +39,18 @@ LOADING = {
     "use",
 }
 """Elements that load, run or send something."""
-ADDRESSES = {"src", "srcset", "xlink:href", "action", "formaction", "data", "poster", "background", "ping", "style"}
+ADDRESSES = {
+    "src",
+    "srcset",
+    "xlink:href",
+    "action",
+    "formaction",
+    "data",
+    "poster",
+    "background",
+    "ping",
+    "style",
+}
 COORDINATES = ("d", "x", "y", "cx", "cy", "points", "width", "height", "transform", "stroke-width")
 
 
@@ -62,10 +74,9 @@ def check_form(text: str) -> Node:
     """What holds for every page."""
     root = parsed(text)
     (outer,) = root.all("html")
-    assert outer.attributes["lang"] == "en" and [node.name for node in outer.children if isinstance(node, Node)] == [
-        "head",
-        "body",
-    ]
+    assert outer.attributes["lang"] == "en" and [
+        node.name for node in outer.children if isinstance(node, Node)
+    ] == ["head", "body"]
     ids = [node.attributes["id"] for node in root.walk() if "id" in node.attributes]
     assert len(set(ids)) == len(ids)
     for node in root.walk():
@@ -77,7 +88,11 @@ def check_form(text: str) -> Node:
             assert node.name == "a" and target[0] == "#" and target[1:] in ids
     (style,) = root.all("style")
     assert "url(" not in style.text and "@import" not in style.text and "<" not in style.text
-    (rules,) = [node for node in root.all("meta") if node.attributes.get("http-equiv") == "Content-Security-Policy"]
+    (rules,) = [
+        node
+        for node in root.all("meta")
+        if node.attributes.get("http-equiv") == "Content-Security-Policy"
+    ]
     digest = base64.b64encode(hashlib.sha256(style.text.encode()).digest()).decode()
     assert (
         rules.attributes["content"]
@@ -88,7 +103,9 @@ def check_form(text: str) -> Node:
         assert box[:2] == [0, 0] and min(box[2:]) > 0 and all(map(math.isfinite, box))
         assert svg.attributes.get("aria-label") or svg.attributes.get("aria-hidden") == "true"
         for node in svg.walk():
-            places = " ".join(value or "" for name, value in node.attributes.items() if name in COORDINATES)
+            places = " ".join(
+                value or "" for name, value in node.attributes.items() if name in COORDINATES
+            )
             assert not re.search(r"nan|inf|e[-+]?\d", places), places
     for table in root.all("table"):
         assert len(table.all("caption")) == 1 and all(
@@ -121,16 +138,19 @@ def test_hostile_text_is_text(root: Node) -> None:
 
 def test_accepted_runs_are_marked_by_their_length(root: Node) -> None:
     (answer,) = root.classed("answer")
-    assert [(mark.attributes["class"], mark.attributes["title"]) for mark in answer.all("mark")] == [
-        ("r2", "2 accepted"),
-        ("r4", "5 accepted"),
-    ]
+    assert [
+        (mark.attributes["class"], mark.attributes["title"]) for mark in answer.all("mark")
+    ] == [("r2", "2 accepted"), ("r4", "5 accepted")]
     assert [[token.text for token in mark.all("span")] for mark in answer.all("mark")] == [
         [", <b>", "␛[31m␀"],
         [" a", " b", " \ufffd", " c"],
     ]
     (note,) = root.one("run-1-answers").classed("note")
-    assert note.text == "10 tokens in 3 passes of the target, 7 of them accepted drafts; tau 4.50; ended by stop."
+    assert (
+        note.text
+        == "10 tokens in 3 passes of the target, 7 of them accepted drafts; tau 4.50; ended by "
+        "stop."
+    )
 
 
 def test_every_number_of_the_table_is_the_recorded_one(run: Path, root: Node) -> None:
@@ -157,12 +177,18 @@ def test_every_number_of_the_table_is_the_recorded_one(run: Path, root: Node) ->
     (table,) = root.one("run-1-positions").all("table")
     found = {(cells[0].text, int(cells[1].text)): cells for cells in table.cells()}
     for row in rows:
-        for k, (rate, counts) in enumerate(zip(row["accept_at"], row["accept_counts"], strict=True), start=1):
+        for k, (rate, counts) in enumerate(
+            zip(row["accept_at"], row["accept_counts"], strict=True), start=1
+        ):
             cells = found[row["label"], k]
-            assert cells[2].values() == ([] if rate is None else [rate]) and [cells[4].values(), cells[5].values()] == [
-                [count] for count in counts
-            ]
-    assert found[f"static {EVIL}", 1][3].values() == [0.5, 0.75] and found[f"static {EVIL}", 2][3].text == "-"
+            assert cells[2].values() == ([] if rate is None else [rate]) and [
+                cells[4].values(),
+                cells[5].values(),
+            ] == [[count] for count in counts]
+    assert (
+        found[f"static {EVIL}", 1][3].values() == [0.5, 0.75]
+        and found[f"static {EVIL}", 2][3].text == "-"
+    )
     assert found["chain_4", 1][3].text == "0.299..0.701", "Wilson's interval of 10 in 20"
 
 
@@ -170,7 +196,11 @@ def test_learning_curves_hold_what_was_logged(root: Node) -> None:
     part = root.one("run-1-learning")
     assert [node.text for node in part.all("h4")] == ["tau", "accept@k", "loss"]
     keys = [[item.text.strip() for item in key.all("li")] for key in part.classed("legend")]
-    assert keys == [["val/tau", "sim/tau"], ["accept@1", "accept@2", "accept@3"], ["train/loss", "sim/loss"]]
+    assert keys == [
+        ["val/tau", "sim/tau"],
+        ["accept@1", "accept@2", "accept@3"],
+        ["train/loss", "sim/loss"],
+    ]
     (table,) = part.all("table")
     assert [[cell.text for cell in cells] for cells in table.cells()] == [
         ["10", "1.250", "-", "400", "1.500", "0.500 (100)", "0.250 (200)", "0.167 (300)"],
@@ -181,11 +211,26 @@ def test_learning_curves_hold_what_was_logged(root: Node) -> None:
 def test_trees_show_the_hits_of_every_node(root: Node) -> None:
     part = root.one("run-1-trees")
     (svg,) = part.all("svg")
-    assert [node.text for node in svg.classed("rate")] == ["40%", "20%", "0%", "25%", "10%", "25%", "–"]
+    assert [node.text for node in svg.classed("rate")] == [
+        "40%",
+        "20%",
+        "0%",
+        "25%",
+        "10%",
+        "25%",
+        "–",
+    ]
     told = [node.all("title")[0].text for node in svg.all("circle")]
-    assert told[3] == f"child 1 at position 2: accepted in {TREE[3]['kept']} of {TREE[3]['offered']} rounds, 25.0%"
+    assert (
+        told[3]
+        == f"child 1 at position 2: accepted in {TREE[3]['kept']} of {TREE[3]['offered']} rounds, "
+        f"25.0%"
+    )
     assert told[6] == "child 1 at position 2: its parent was never accepted"
-    assert "Another tree in every round, so that no node can be followed: dynamic_24 alone." in part.text
+    assert (
+        "Another tree in every round, so that no node can be followed: dynamic_24 alone."
+        in part.text
+    )
 
 
 def test_time_is_told_by_stage(root: Node) -> None:
@@ -202,7 +247,9 @@ def test_time_is_told_by_stage(root: Node) -> None:
         "the run, packaging: 0.5 (0%)",
     ]
     told = [node.all("title")[0].text for node in token.all("rect")]
-    assert "plain decoding, verify: 25 (87%)" in told and "chain_3 alone, verify: 11.2 (56%)" in told
+    assert (
+        "plain decoding, verify: 25 (87%)" in told and "chain_3 alone, verify: 11.2 (56%)" in told
+    )
     (table,) = part.all("table")
     assert {cells[0].text: cells[1].values() for cells in table.cells()} == {
         **{stage: [seconds] for stage, seconds in SECONDS.items()},
@@ -211,7 +258,7 @@ def test_time_is_told_by_stage(root: Node) -> None:
     }
 
 
-# --- what was not recorded -------------------------------------------------------------------------------------------------
+# --- what was not recorded ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -230,7 +277,14 @@ def test_a_run_of_an_earlier_version_says_what_it_lacks(copy: Path) -> None:
     path = copy / "package" / METRICS
     metrics = json.loads(path.read_text())
     for row in metrics["rows"]:
-        for name in ("node_counts", "tokens", "plain_seconds", "plain_tokens", "accept_at_interval", "reach"):
+        for name in (
+            "node_counts",
+            "tokens",
+            "plain_seconds",
+            "plain_tokens",
+            "accept_at_interval",
+            "reach",
+        ):
             row.pop(name, None)
     path.write_text(json.dumps(metrics))
     root = check_form(text_of(copy))
@@ -239,10 +293,14 @@ def test_a_run_of_an_earlier_version_says_what_it_lacks(copy: Path) -> None:
         ("learning", "Not recorded: metrics.csv. Every logger but logger=none keeps it"),
         (
             "trees",
-            f"Not recorded: the hits of each node of static {EVIL}. Continued behind its end, the run trains nothing",
+            f"Not recorded: the hits of each node of static {EVIL}. Continued behind its end, the "
+            f"run trains nothing",
         ),
         ("time", "Not recorded: the seconds of the run by stage."),
-        ("answers", "Not recorded: sample answers. Fit keeps final.samples of those that it measures"),
+        (
+            "answers",
+            "Not recorded: sample answers. Fit keeps final.samples of those that it measures",
+        ),
     ):
         (said,) = root.one(f"run-1-{part}").classed("missing")[:1]
         assert said.text.startswith(what), said.text
@@ -258,7 +316,8 @@ def test_a_run_of_an_earlier_version_says_what_it_lacks(copy: Path) -> None:
 
 
 def test_a_run_is_gone_on_with_in_its_own_folder(copy: Path) -> None:
-    """By the whole command that it noted; without a folder in it, another run of the experiment could be meant."""
+    """By the whole command that it noted; without a folder in it, another run of the experiment
+    could be meant."""
     assert record_of(copy).command == f"python -m drafttrain.fit {EVIL}"
     told = json.loads((copy / NOTED).read_text())
     for command, folder in (
@@ -266,7 +325,10 @@ def test_a_run_is_gone_on_with_in_its_own_folder(copy: Path) -> None:
         ("python -m drafttrain.fit experiment=smoke run_dir=a", ""),
     ):
         (copy / NOTED).write_text(json.dumps({**told, "command": command}))
-        assert record_of(copy).command == command and record_of(copy).again[1] == f"{command} resume=last{folder}"
+        assert (
+            record_of(copy).command == command
+            and record_of(copy).again[1] == f"{command} resume=last{folder}"
+        )
     (copy / NOTED).write_text(json.dumps({**told, "command": 5}))
     assert record_of(copy).unread and record_of(copy).command == f"python -m drafttrain.fit {EVIL}"
 
@@ -278,8 +340,15 @@ def test_what_is_damaged_is_told_and_hides_nothing_else(copy: Path) -> None:
     root = check_form(text_of(copy))
     said = " ".join(node.text for node in root.classed("missing"))
     for name in (NOTED, "metrics.csv", "config.yaml"):
-        assert re.search(rf"{re.escape(str(copy / name))} (cannot be read|is not of the form|is no metrics file)", said), said
-    assert root.one("run-1-positions").all("svg") and [node.text for node in root.all("summary")][-1] == "decoding.yaml"
+        assert re.search(
+            rf"{re.escape(str(copy / name))} (cannot be read|is not of the form|is no metrics "
+            rf"file)",
+            said,
+        ), said
+    assert (
+        root.one("run-1-positions").all("svg")
+        and [node.text for node in root.all("summary")][-1] == "decoding.yaml"
+    )
 
 
 @pytest.mark.parametrize(
@@ -288,7 +357,14 @@ def test_what_is_damaged_is_told_and_hides_nothing_else(copy: Path) -> None:
         {"answers": []},
         {"tree": 5},
         [],
-        {"tree": "a", "temperature": "x", "rule": "r", "guarantee": "g", "written_in": "text", "answers": []},
+        {
+            "tree": "a",
+            "temperature": "x",
+            "rule": "r",
+            "guarantee": "g",
+            "written_in": "text",
+            "answers": [],
+        },
         {
             "tree": "a",
             "temperature": 0,
@@ -302,7 +378,11 @@ def test_what_is_damaged_is_told_and_hides_nothing_else(copy: Path) -> None:
 def test_samples_of_another_form_are_not_shown(copy: Path, samples: object) -> None:
     (copy / NOTED).write_text(json.dumps({"seconds": {}, "samples": samples}))
     record = record_of(copy)
-    assert record.samples is None and record.unread and "is not of the form that fit writes" in record.unread[0]
+    assert (
+        record.samples is None
+        and record.unread
+        and "is not of the form that fit writes" in record.unread[0]
+    )
     assert "Error" not in record.unread[0]
 
 
@@ -310,7 +390,9 @@ def test_numbers_that_are_none_are_left_out(copy: Path) -> None:
     (copy / "metrics.csv").write_text("step,val/tau,train/loss\n1,nan,1e999\n2,1.5,2\n3,1e300,x\n")
     record = record_of(copy)
     assert "" not in record.curves and "is no metrics file of a run (line 4" in record.unread[0]
-    (copy / "metrics.csv").write_text("step,val/tau,train/loss\n1,nan,1e999\n2,1.5,2\n3,1e300,-1e-320\n")
+    (copy / "metrics.csv").write_text(
+        "step,val/tau,train/loss\n1,nan,1e999\n2,1.5,2\n3,1e300,-1e-320\n"
+    )
     record = record_of(copy)
     assert record.curves[""] == [
         {"step": 1},
@@ -318,12 +400,15 @@ def test_numbers_that_are_none_are_left_out(copy: Path) -> None:
         {"step": 3, "train/loss": -1e-320},
     ]
     check_form(page("x", [record]))
-    (copy / "metrics.csv").write_text(f"step,val/tau,val/accept@1,val/accept@{'9' * 5000}\n1,1.5,0.5,0.5\n")
+    (copy / "metrics.csv").write_text(
+        f"step,val/tau,val/accept@1,val/accept@{'9' * 5000}\n1,1.5,0.5,0.5\n"
+    )
     check_form(page("x", [record_of(copy)]))
 
 
 def test_packages_of_all_kinds_have_a_page(tmp_path: Path) -> None:
-    """Of runs of which little is known; one drafter learns nothing, and one package lies outside of its run."""
+    """Of runs of which little is known; one drafter learns nothing, and one package lies outside of
+    its run."""
     runs = write_runs(load.tiny(), tmp_path / "runs")
     shutil.copytree(runs / "old" / "package", tmp_path / "lone")
     folders = [runs / "fast" / "package", runs / "slow" / "package", tmp_path / "lone"]
@@ -332,7 +417,10 @@ def test_packages_of_all_kinds_have_a_page(tmp_path: Path) -> None:
     assert root.all("h1")[0].text == "Drafters for tiny-llama" and len(root.all("nav")) == 1
     assert [node.text for node in root.all("h2")] == ["fast", "slow", "lone"]
     assert "it learns nothing" in root.one("run-1").all("dl")[0].text
-    assert root.one("run-1-learning").classed("missing")[0].text == "It learns nothing, so there is no curve."
+    assert (
+        root.one("run-1-learning").classed("missing")[0].text
+        == "It learns nothing, so there is no curve."
+    )
     assert "begun from first" in root.one("run-2").all("dl")[0].text
     assert "Fit notes it at the end of a run" in root.one("run-3-time").text
     assert not [node for node in root.walk() if node.attributes.get("id") == COMPARED]

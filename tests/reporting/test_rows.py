@@ -30,13 +30,18 @@ def test_intervals_of_shares_are_those_recorded_or_of_the_counts() -> None:
     row: dict[str, Any] = {"accept_at": [0.5, None], "accept_counts": [[10, 20], None]}
     intervals, over_prompts = position_intervals(row)
     assert intervals == [pytest.approx((0.29930, 0.70070), abs=1e-5), None] and not over_prompts
-    assert position_intervals({**row, "accept_at_interval": [[0.25, 0.75], None]}) == ([(0.25, 0.75), None], True)
+    assert position_intervals({**row, "accept_at_interval": [[0.25, 0.75], None]}) == (
+        [(0.25, 0.75), None],
+        True,
+    )
     # Both ends solve |p - kept/offered| = z sqrt(p (1 - p) / offered).
     for kept, offered in ((0, 5), (3, 7), (99, 100), (8, 8)):
         found = wilson(kept, offered)
         assert found is not None
         for end in found:
-            assert abs(end - kept / offered) == pytest.approx(1.959964 * (max(0.0, end * (1 - end)) / offered) ** 0.5, abs=1e-6)
+            assert abs(end - kept / offered) == pytest.approx(
+                1.959964 * (max(0.0, end * (1 - end)) / offered) ** 0.5, abs=1e-6
+            )
     assert wilson(0, 0) is None and wilson(3, 2) is None and wilson(-1, 2) is None
 
 
@@ -44,10 +49,18 @@ def test_what_is_behind_is_said_with_how_sure_that_is() -> None:
     rows: list[dict[str, Any]] = [
         {"label": "b", "tau": 1.5, "tau_behind_best": 0.25, "tau_behind_best_interval": [0.1, 0.4]},
         {"label": "a", "tau": 1.75, "tau_behind_best": None, "tau_behind_best_interval": None},
-        {"label": "c", "tau": 1.7, "tau_behind_best": 0.05, "tau_behind_best_interval": [-0.1, 0.2]},
+        {
+            "label": "c",
+            "tau": 1.7,
+            "tau_behind_best": 0.05,
+            "tau_behind_best_interval": [-0.1, 0.2],
+        },
     ]
     (said,) = gaps(rows)
-    assert said.startswith("tau is highest with a; behind it, on the same prompts: b by 0.250 (0.100..0.400), c by 0.050")
+    assert said.startswith(
+        "tau is highest with a; behind it, on the same prompts: b by 0.250 (0.100..0.400), c by "
+        "0.050"
+    )
     assert said.endswith("c by 0.050 (-0.100..0.200, too few prompts to tell)")
     assert gaps(rows[1:2]) == gaps([{"label": "d", "tau": 2.0}]) == []
 
@@ -80,7 +93,10 @@ def test_slower_is_said_plainly() -> None:
     (line,) = verdicts([row("plain", 1.0, nodes=0), row("a", 0.9), row("b", 0.8)])
     assert "SLOWER" in line and "a, 0.90x" in line
     best, slower = verdicts([row("a", 1.5, low=1.2), row("b", 0.8)])
-    assert best == "fastest is a, 1.50x plain decoding" and slower == "slower than plain decoding: b (0.80x)"
+    assert (
+        best == "fastest is a, 1.50x plain decoding"
+        and slower == "slower than plain decoding: b (0.80x)"
+    )
     assert "not clearly faster" in verdicts([row("a", 1.1, low=0.9)])[0]
     assert "near-ties" in verdicts([row("a", 1.1, low=1.05, same=3)])[1]
     assert verdicts([row("a", None)]) == []

@@ -26,7 +26,11 @@ def vectors() -> Tensor:
 def test_plain_encodings_are_a_change_of_dtype(name: str, dtype: torch.dtype) -> None:
     code, values = ENCODINGS[name], vectors()
     codes, scales = code.encode(values)
-    assert scales is None and code.served == dtype and torch.equal(code.decode(codes, None), values.to(dtype))
+    assert (
+        scales is None
+        and code.served == dtype
+        and torch.equal(code.decode(codes, None), values.to(dtype))
+    )
     assert code.bytes_of(48) == 48 * dtype.itemsize == codes[0].numel() * codes.element_size()
 
 
@@ -38,13 +42,18 @@ def test_scaled_encodings_keep_their_bounds(name: str) -> None:
     assert code.bytes_of(48) == 48 + 4
     found = code.decode(codes, scales)
     assert found.dtype == torch.float32 and bool(torch.isfinite(found).all())
-    gap, size, step = (found.double() - values).abs(), values.double().abs(), scales.double()[:, None]
+    gap, size, step = (
+        (found.double() - values).abs(),
+        values.double().abs(),
+        scales.double()[:, None],
+    )
     bound = step / 2 if name == "int8" else torch.maximum(size / 16, step * 2**-10)
     assert bool((gap <= bound * (1 + 1e-4)).all())
     # The bound is the code's own: half of it would not hold.
     assert bool((gap > bound / 2).any())
     assert not found[2].any()
-    # The largest value of each vector is kept to rounding, so the scale is no larger than it needs to be.
+    # The largest value of each vector is kept to rounding, so the scale is no larger than it needs
+    # to be.
     ordinary = [0, 1, 3, 4, 6]
     largest = values[ordinary].abs().amax(-1)
     torch.testing.assert_close(found[ordinary].abs().amax(-1), largest, rtol=1e-5, atol=0)

@@ -1,4 +1,5 @@
-"""Features kept, spilled or computed again are those of a direct pass, whatever the company, order and number of requests."""
+"""Features kept, spilled or computed again are those of a direct pass, whatever the company, order
+and number of requests."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def data(target: Target, tmp_path_factory: pytest.TempPathFactory) -> ConversationData:
-    return ConversationData(write_tiny_set(target, tmp_path_factory.mktemp("set"), rows=14, held_out=2))
+    return ConversationData(
+        write_tiny_set(target, tmp_path_factory.mktemp("set"), rows=14, held_out=2)
+    )
 
 
 def alone(target: Target, data: ConversationData, place: int) -> dict[Any, Tensor]:
@@ -36,37 +39,64 @@ def alone(target: Target, data: ConversationData, place: int) -> dict[Any, Tenso
     batch = data.batch([place])
     found = target.features(batch.input_ids, batch.lengths, NEEDS)
     assert found.last_hidden is not None
-    return {"last_hidden": found.last_hidden[0], **{layer: value[0] for layer, value in found.layers.items()}}
+    return {
+        "last_hidden": found.last_hidden[0],
+        **{layer: value[0] for layer, value in found.layers.items()},
+    }
 
 
-def check(source: OnlineFeatures, data: ConversationData, places: Sequence[int], tolerance: float = 1e-5) -> None:
+def check(
+    source: OnlineFeatures, data: ConversationData, places: Sequence[int], tolerance: float = 1e-5
+) -> None:
     batch = data.batch(places)
     found = source.features(batch)
     assert found.last_hidden is not None and sorted(found.layers) == [0, 1]
     for name, value in (("last_hidden", found.last_hidden), *found.layers.items()):
-        assert value.shape == (*batch.input_ids.shape, source.target.width) and not value.requires_grad
+        assert (
+            value.shape == (*batch.input_ids.shape, source.target.width) and not value.requires_grad
+        )
         assert not value.is_inference()
         for row, place in enumerate(places):
             i = place if place >= 0 else ~place
             n = data.lengths[i]
             reference = alone(source.target, data, i)[name]
-            torch.testing.assert_close(value[row, :n].float(), reference, rtol=tolerance, atol=tolerance * 10)
+            torch.testing.assert_close(
+                value[row, :n].float(), reference, rtol=tolerance, atol=tolerance * 10
+            )
             assert not value[row, n:].any()
 
 
-def make(data: ConversationData, target: Target, mode: str, folder: Path, **settings: Any) -> OnlineFeatures:
-    budgets = {"memory": {}, "file": {"budget_gb": 0.0}, "recompute": {"budget_gb": 0.0, "disk_gb": 0.0}}[mode]
-    return OnlineFeatures(target, NEEDS, data=data, spill_dir=folder, **{"keep_dtype": "float32", **budgets, **settings})
+def make(
+    data: ConversationData, target: Target, mode: str, folder: Path, **settings: Any
+) -> OnlineFeatures:
+    budgets = {
+        "memory": {},
+        "file": {"budget_gb": 0.0},
+        "recompute": {"budget_gb": 0.0, "disk_gb": 0.0},
+    }[mode]
+    return OnlineFeatures(
+        target,
+        NEEDS,
+        data=data,
+        spill_dir=folder,
+        **{"keep_dtype": "float32", **budgets, **settings},
+    )
 
 
 @pytest.mark.field("F38")
 @pytest.mark.parametrize("mode", ["memory", "file", "recompute"])
 @pytest.mark.parametrize("rows", [1, 4, 12])
-def test_rows_are_never_mixed_up(target: Target, data: ConversationData, tmp_path: Path, mode: str, rows: int) -> None:
+def test_rows_are_never_mixed_up(
+    target: Target, data: ConversationData, tmp_path: Path, mode: str, rows: int
+) -> None:
     sampler = EpochSampler(data.lengths, batch_rows=rows)
     source = make(data, target, mode, tmp_path / "scratch", groups=sampler.batches(0))
     said = {"memory": "kept in memory", "file": "features.bin", "recompute": "again every epoch"}
-    assert source.mode == mode and said[mode] in source.describe() and " GB in float32" in source.describe()
+    assert (
+        source.mode == mode
+        and said[mode] in source.describe()
+        and " GB in float32" in source.describe()
+    )
     for epoch in (0, 1):
         for places in sampler.batches(epoch):
             check(source, data, places)
@@ -86,16 +116,23 @@ def test_rows_are_never_mixed_up(target: Target, data: ConversationData, tmp_pat
 def test_a_row_has_the_same_bits_whenever_it_is_asked_for(
     target: Target, data: ConversationData, tmp_path: Path, mode: str
 ) -> None:
-    """A run resumed in a later epoch reads rows in another order than the run that was not stopped."""
+    """A run resumed in a later epoch reads rows in another order than the run that was not
+    stopped."""
     sampler = EpochSampler(data.lengths, batch_rows=3, seed=2)
-    first = make(data, target, mode, tmp_path / "a", groups=sampler.batches(0), keep_dtype="bfloat16")
+    first = make(
+        data, target, mode, tmp_path / "a", groups=sampler.batches(0), keep_dtype="bfloat16"
+    )
     for places in sampler.batches(0):
         first.features(data.batch(places))
-    later = make(data, target, mode, tmp_path / "b", groups=sampler.batches(0), keep_dtype="bfloat16")
+    later = make(
+        data, target, mode, tmp_path / "b", groups=sampler.batches(0), keep_dtype="bfloat16"
+    )
     for places in sampler.batches(3):
         one, two = first.features(data.batch(places)), later.features(data.batch(places))
         assert one.last_hidden is not None and two.last_hidden is not None
-        assert one.last_hidden.dtype == torch.bfloat16 and torch.equal(one.last_hidden, two.last_hidden)
+        assert one.last_hidden.dtype == torch.bfloat16 and torch.equal(
+            one.last_hidden, two.last_hidden
+        )
         assert all(torch.equal(one.layers[layer], two.layers[layer]) for layer in NEEDS.layers)
 
 
@@ -121,7 +158,9 @@ def test_only_what_is_needed_is_kept(target: Target, data: ConversationData) -> 
         OnlineFeatures(target, Needs(layers=(2,)), data=data)
 
 
-def test_a_drafter_that_needs_nothing_makes_the_target_read_nothing(target: Target, data: ConversationData) -> None:
+def test_a_drafter_that_needs_nothing_makes_the_target_read_nothing(
+    target: Target, data: ConversationData
+) -> None:
     source = OnlineFeatures(target, Needs(), data=data)
     found = source.features(data.batch([0, 1]))
     assert found.last_hidden is None and not found.layers and source.rows_computed == 0
@@ -158,7 +197,11 @@ def test_features_that_are_not_finite_name_their_rows(
         source.features(data.batch([3, 4, 5]))
 
 
-@pytest.mark.parametrize(("settings", "said"), [({"keep_dtype": "int8"}, "keep_dtype"), ({"budget_gb": -1}, "budget_gb")])
-def test_settings_are_checked(target: Target, data: ConversationData, settings: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "said"), [({"keep_dtype": "int8"}, "keep_dtype"), ({"budget_gb": -1}, "budget_gb")]
+)
+def test_settings_are_checked(
+    target: Target, data: ConversationData, settings: dict[str, Any], said: str
+) -> None:
     with pytest.raises(InputError, match=said):
         OnlineFeatures(target, NEEDS, data=data, **settings)

@@ -18,7 +18,10 @@ AS_TESTED: dict[str, Any] = {"dtype": "float32", "device": "cpu", "attention": "
 
 
 def test_no_bars_of_transformers_and_its_settings_as_found(
-    target: Target, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    target: Target,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(theirs, "_tqdm_active", True)
     folder = save_target(target, tmp_path / "target")
@@ -38,4 +41,8 @@ def test_no_bars_of_transformers_and_its_settings_as_found(
             load.hf(str(folder), **AS_TESTED)
     finally:
         assert theirs.set_tqdm_hook(before) is own
-    assert "Loading weights" not in capfd.readouterr().err and not seen and theirs.is_progress_bar_enabled()
+    assert (
+        "Loading weights" not in capfd.readouterr().err
+        and not seen
+        and theirs.is_progress_bar_enabled()
+    )

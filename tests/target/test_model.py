@@ -29,8 +29,12 @@ def test_features_and_head_equal_the_library(family):
     x = ids(2, 40)  # beyond the window of the sliding families
     with torch.inference_mode():
         reference = target.model(input_ids=x, output_hidden_states=True, use_cache=False)
-        features = target.features(x, torch.tensor([40, 40]), Needs(last_hidden=True, layers=(0, 1)))
-        torch.testing.assert_close(target.head(features.last_hidden), reference.logits, rtol=1e-4, atol=1e-4)
+        features = target.features(
+            x, torch.tensor([40, 40]), Needs(last_hidden=True, layers=(0, 1))
+        )
+        torch.testing.assert_close(
+            target.head(features.last_hidden), reference.logits, rtol=1e-4, atol=1e-4
+        )
     for layer in (0, 1):
         torch.testing.assert_close(features.layers[layer], reference.hidden_states[layer + 1])
 
@@ -43,7 +47,9 @@ def test_rows_of_a_padded_batch_equal_rows_alone(family):
     lengths = [12, 5, 9]
     together = target.features(x, torch.tensor(lengths), Needs(last_hidden=True)).last_hidden
     for row, length in enumerate(lengths):
-        alone = target.features(x[row : row + 1, :length], torch.tensor([length]), Needs(last_hidden=True)).last_hidden
+        alone = target.features(
+            x[row : row + 1, :length], torch.tensor([length]), Needs(last_hidden=True)
+        ).last_hidden
         torch.testing.assert_close(together[row, :length], alone[0], rtol=1e-5, atol=1e-5)
 
 
@@ -58,7 +64,7 @@ def test_every_tree_node_equals_a_plain_forward_over_its_path(family):
     cache.commit(lengths)
     tokens = ids(2, tree.size + 1)
     depths = torch.tensor([(0, *tree.depths)])
-    out = target.step(tokens, cache, among=tree.ancestor_mask()[None], depths=depths)
+    out = target.step(tokens, cache, tree_mask=tree.ancestor_mask()[None], depths=depths)
     for row, length in enumerate(lengths.tolist()):
         for node in range(tree.size):
             path, at = [], node
@@ -66,8 +72,12 @@ def test_every_tree_node_equals_a_plain_forward_over_its_path(family):
                 path.append(at + 1)
                 at = tree.parents[at]
             text = torch.cat((prompts[row, :length], tokens[row, [0, *reversed(path)]]))[None]
-            plain = target.features(text, torch.tensor([text.shape[1]]), Needs(last_hidden=True)).last_hidden
-            torch.testing.assert_close(out.hidden[row, node + 1], plain[0, -1], rtol=2e-4, atol=2e-4)
+            plain = target.features(
+                text, torch.tensor([text.shape[1]]), Needs(last_hidden=True)
+            ).last_hidden
+            torch.testing.assert_close(
+                out.hidden[row, node + 1], plain[0, -1], rtol=2e-4, atol=2e-4
+            )
 
 
 def test_positions_by_flat_index_would_be_noticed():
@@ -78,9 +88,17 @@ def test_positions_by_flat_index_would_be_noticed():
     cache.commit(torch.tensor([8]))
     tokens = ids(1, tree.size + 1)
     right = target.step(
-        tokens, cache, among=tree.ancestor_mask()[None], depths=torch.tensor([(0, *tree.depths)])
+        tokens,
+        cache,
+        tree_mask=tree.ancestor_mask()[None],
+        depths=torch.tensor([(0, *tree.depths)]),
     ).hidden
-    flat = target.step(tokens, cache, among=tree.ancestor_mask()[None], depths=torch.arange(tree.size + 1)[None]).hidden
+    flat = target.step(
+        tokens,
+        cache,
+        tree_mask=tree.ancestor_mask()[None],
+        depths=torch.arange(tree.size + 1)[None],
+    ).hidden
     assert float((right - flat).abs().max()) > 0.01
 
 
@@ -149,7 +167,9 @@ def test_layers_beyond_what_the_files_hold_are_not_built(tmp_path, family):
     config = json.loads((tmp_path / "config.json").read_text())
     config = {name: value for name, value in config.items() if name != "layer_types"}
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
-    with pytest.raises(InputError, match=r"describes 1000000000 layers, its files hold \d+ tensors"):
+    with pytest.raises(
+        InputError, match=r"describes 1000000000 layers, its files hold \d+ tensors"
+    ):
         load.hf(str(tmp_path), dtype="float32", device="cpu", attention="sdpa")
 
 
@@ -166,7 +186,8 @@ def test_a_target_that_lacks_tensors_is_refused(tmp_path):
 
 @pytest.mark.field("F16")
 def test_ends_may_be_several_and_padding_and_start_missing(tmp_path):
-    """Any of the ends stops a text; nothing needs an id for padding, or one that texts begin with."""
+    """Any of the ends stops a text; nothing needs an id for padding, or one that texts begin
+    with."""
     target = load.tiny(eos_token_id=[1, 2], pad_token_id=None, bos_token_id=None)
     assert target.stop_ids == (1, 2)
     target.model.save_pretrained(tmp_path)
@@ -180,7 +201,9 @@ def test_ends_may_be_several_and_padding_and_start_missing(tmp_path):
         for ends in ([end, 319], [319, end]):
             again.model.generation_config.eos_token_id = ends
             outputs, _ = decode(again, drafter, [[3, 4, 5]], Plan(Tree.chain(4)), max_new_tokens=12)
-            first = next(i for i, token in enumerate(plain[0].ids) if token in (1, 2, 319, end))  # The model's own stay ends.
+            first = next(
+                i for i, token in enumerate(plain[0].ids) if token in (1, 2, 319, end)
+            )  # The model's own stay ends.
             assert outputs[0].ids == plain[0].ids[: first + 1] and outputs[0].finish == "stop"
     again.model.generation_config.eos_token_id = ["</s>"]
     with pytest.raises(InputError, match="eos_token_id holds </s>, needs the ids of tokens"):
@@ -212,7 +235,11 @@ def test_a_tokenizer_that_does_not_work_is_refused_by_the_target(tmp_path):
     target = save_target(tiny_chat_target(), tmp_path / "target")
     load.read_tokenizer(str(target))
     whole = json.loads((target / "tokenizer.json").read_text())
-    for change in ({"model": {"type": "BPE"}}, {"decoder": {"type": "Unheard"}}, {"added_tokens": 3}):
+    for change in (
+        {"model": {"type": "BPE"}},
+        {"decoder": {"type": "Unheard"}},
+        {"added_tokens": 3},
+    ):
         (target / "tokenizer.json").write_text(json.dumps({**whole, **change}))
         with pytest.raises(InputError, match="its tokenizer cannot be read"):
             load.hf(str(target), dtype="float32", device="cpu", attention="sdpa")
@@ -224,9 +251,14 @@ def test_remote_code_is_not_run_unless_asked(tmp_path):
     target.model.save_pretrained(tmp_path)
     marker = tmp_path / "marker"
     config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"model_type": "stranger", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}
+    config |= {
+        "model_type": "stranger",
+        "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "code.py").write_text(f"open({str(marker)!r}, 'w').write('run')\nclass C: pass\nclass M: pass\n")
+    (tmp_path / "code.py").write_text(
+        f"open({str(marker)!r}, 'w').write('run')\nclass C: pass\nclass M: pass\n"
+    )
     with pytest.raises(InputError, match="trust_remote_code"):
         load.hf(str(tmp_path), dtype="float32", device="cpu", attention="sdpa")
     assert not marker.exists()

@@ -1,4 +1,5 @@
-"""A store serves what online features give; whatever is damaged, foreign or lacking is refused before it is trained on."""
+"""A store serves what online features give; whatever is damaged, foreign or lacking is refused
+before it is trained on."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from drafttrain.target.filling import Batches
 from drafttrain.target.model import Target
 from drafttrain.target.store import Store, digest_of
 from drafttrain.target.stored import StoredFeatures, gives_last
-from tests.target.stores import begun, make_store, random_set
+from tests.target.stores import make_store, partial_pass, random_set
 from tests.training.parts import tiny
 
 BOTH = Needs(last_hidden=True, layers=(0, 1))
@@ -56,13 +57,17 @@ def store(target: Target, data: ConversationData, tmp_path: Path) -> Path:
     return make_store(target, data, tmp_path / "store")
 
 
-def online(target: Target, data: ConversationData, needs: Needs, dtype: str = "float32") -> OnlineFeatures:
+def online(
+    target: Target, data: ConversationData, needs: Needs, dtype: str = "float32"
+) -> OnlineFeatures:
     groups = EpochSampler(data.lengths, batch_tokens=64).batches(0)
     return OnlineFeatures(target, needs, data=data, groups=groups, keep_dtype=dtype)
 
 
 def assert_same(one: Features, two: Features) -> None:
-    assert (one.last_hidden is None) == (two.last_hidden is None) and one.layers.keys() == two.layers.keys()
+    assert (one.last_hidden is None) == (
+        two.last_hidden is None
+    ) and one.layers.keys() == two.layers.keys()
     pairs = [(one.layers[layer], two.layers[layer]) for layer in one.layers]
     if one.last_hidden is not None and two.last_hidden is not None:
         pairs.append((one.last_hidden, two.last_hidden))
@@ -71,7 +76,7 @@ def assert_same(one: Features, two: Features) -> None:
         assert not a.requires_grad and not a.is_inference()
 
 
-# --- what is served ---------------------------------------------------------------------------------------------------
+# --- what is served -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("encoding", "dtype"), [("float32", "float32"), ("bf16", "bfloat16")])
@@ -80,7 +85,10 @@ def test_stored_features_are_online_features_bit_for_bit(
 ) -> None:
     path = make_store(target, data, tmp_path / "store", layers=(0, 1), encoding=encoding)
     assert len(list(path.glob("shard-*"))) > 2
-    source, reference = StoredFeatures(target, BOTH, data=data, path=path), online(target, data, BOTH, dtype)
+    source, reference = (
+        StoredFeatures(target, BOTH, data=data, path=path),
+        online(target, data, BOTH, dtype),
+    )
     sampler = EpochSampler(data.lengths, batch_tokens=64)
     for epoch in (0, 1):
         for places in sampler.batches(epoch):
@@ -92,7 +100,9 @@ def test_stored_features_are_online_features_bit_for_bit(
     source.close()
 
 
-def test_the_target_reads_nothing(target: Target, data: ConversationData, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_target_reads_nothing(
+    target: Target, data: ConversationData, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(target, "features", lambda *given: pytest.fail("the target did a pass"))
     source = StoredFeatures(target, BOTH, data=data, path=kept)
     for places in EpochSampler(data.lengths, batch_tokens=64).batches(0):
@@ -113,14 +123,23 @@ def test_small_encodings_serve_what_the_target_computed_to_their_bounds(
     for found, right in ((a.last_hidden, b.last_hidden), (a.layers[0], b.layers[0])):
         assert found is not None and right is not None and found.dtype == torch.float32
         largest = right.abs().amax(-1, keepdim=True)
-        bound = largest / 254 if encoding == "int8" else torch.maximum(right.abs() / 16, largest / 448 * 2**-10)
+        bound = (
+            largest / 254
+            if encoding == "int8"
+            else torch.maximum(right.abs() / 16, largest / 448 * 2**-10)
+        )
         assert bool(((found - right).abs() <= bound * 1.001).all())
         assert not torch.equal(found, right)
-    exact = sum(path.stat().st_size for path in make_store(target, data, tmp_path / "exact", layers=(0,)).glob("shard-*"))
+    exact = sum(
+        path.stat().st_size
+        for path in make_store(target, data, tmp_path / "exact", layers=(0,)).glob("shard-*")
+    )
     assert sum(path.stat().st_size for path in path.glob("shard-*")) < exact / 2
 
 
-def test_a_shard_is_ordinary_safetensors(target: Target, data: ConversationData, kept: Path) -> None:
+def test_a_shard_is_ordinary_safetensors(
+    target: Target, data: ConversationData, kept: Path
+) -> None:
     store = Store(kept)
     reference = online(target, data, BOTH)
     for shard in store.shards:
@@ -134,7 +153,9 @@ def test_a_shard_is_ordinary_safetensors(target: Target, data: ConversationData,
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
-def test_the_last_hidden_state_is_made_of_the_last_layer(family: str, data: ConversationData, tmp_path: Path) -> None:
+def test_the_last_hidden_state_is_made_of_the_last_layer(
+    family: str, data: ConversationData, tmp_path: Path
+) -> None:
     target = load.tiny(family=family, layers=2, width=32, vocab_size=256)
     assert gives_last(target)
     path = make_store(target, data, tmp_path / "store", last_hidden=False, layers=(1,))
@@ -147,7 +168,9 @@ def test_the_last_hidden_state_is_made_of_the_last_layer(family: str, data: Conv
     assert alone.last_hidden is not None and not alone.layers
 
 
-def test_a_norm_that_does_not_make_it_is_noticed(target: Target, data: ConversationData, tmp_path: Path) -> None:
+def test_a_norm_that_does_not_make_it_is_noticed(
+    target: Target, data: ConversationData, tmp_path: Path
+) -> None:
     path = make_store(target, data, tmp_path / "store", last_hidden=False, layers=(1,))
     other = tiny()
 
@@ -157,12 +180,16 @@ def test_a_norm_that_does_not_make_it_is_noticed(target: Target, data: Conversat
 
     other.base.register_forward_hook(twice)
     assert not gives_last(other)
-    with pytest.raises(InputError, match="lacks the last hidden state, which this drafter reads; it has layer 1"):
+    with pytest.raises(
+        InputError, match="lacks the last hidden state, which this drafter reads; it has layer 1"
+    ):
         StoredFeatures(other, ONE, data=data, path=path)
 
 
 @pytest.mark.field("F27")
-def test_rows_may_be_cut_shorter_and_rows_left_out(target: Target, set_at: Path, data: ConversationData, kept: Path) -> None:
+def test_rows_may_be_cut_shorter_and_rows_left_out(
+    target: Target, set_at: Path, data: ConversationData, kept: Path
+) -> None:
     fewer = ConversationData(set_at, max_length=16, limit_rows=5)
     source = StoredFeatures(target, BOTH, data=fewer, path=kept)
     whole = StoredFeatures(target, BOTH, data=data, path=kept)
@@ -170,29 +197,48 @@ def test_rows_may_be_cut_shorter_and_rows_left_out(target: Target, set_at: Path,
         batch = fewer.batch([place])
         found = source.features(batch)
         right = whole.features(data.batch([data.indices.index(fewer.indices[place])]))
-        assert found.last_hidden is not None and right.last_hidden is not None and found.last_hidden.shape[1] <= 16
+        assert (
+            found.last_hidden is not None
+            and right.last_hidden is not None
+            and found.last_hidden.shape[1] <= 16
+        )
         assert torch.equal(found.last_hidden, right.last_hidden[:, : found.last_hidden.shape[1]])
 
 
-def test_a_drafter_that_needs_nothing_reads_nothing(target: Target, data: ConversationData, kept: Path) -> None:
+def test_a_drafter_that_needs_nothing_reads_nothing(
+    target: Target, data: ConversationData, kept: Path
+) -> None:
     source = StoredFeatures(target, Needs(), data=data, path=kept)
     assert source.features(data.batch([0])) == Features() and "text alone" in source.describe()
 
 
-# --- what is foreign or lacking ----------------------------------------------------------------------------------------
+# --- what is foreign or lacking -------------------------------------------------------------------
 
 
 def test_what_the_store_is_not_of_is_refused(
     target: Target, set_at: Path, data: ConversationData, kept: Path, store: Path, tmp_path: Path
 ) -> None:
-    def refused(said: str, *, of: Target = target, needs: Needs = ONE, rows: ConversationData = data, path: Path = kept) -> None:
+    def refused(
+        said: str,
+        *,
+        of: Target = target,
+        needs: Needs = ONE,
+        rows: ConversationData = data,
+        path: Path = kept,
+    ) -> None:
         with pytest.raises(InputError, match=said):
             StoredFeatures(of, needs, data=rows, path=path)
 
     sizes: dict[str, Any] = {"layers": 2, "width": 32, "vocab_size": 256}
     refused(r"belongs to another target \(weights", of=load.tiny(**sizes, seed=1))
-    refused(r"another target \(dtype float32 there, bfloat16 here\)", of=load.tiny(**sizes, dtype="bfloat16"))
-    refused("of another conversation set", rows=ConversationData(random_set(target, tmp_path / "set", seed=1)))
+    refused(
+        r"another target \(dtype float32 there, bfloat16 here\)",
+        of=load.tiny(**sizes, dtype="bfloat16"),
+    )
+    refused(
+        "of another conversation set",
+        rows=ConversationData(random_set(target, tmp_path / "set", seed=1)),
+    )
     wanted = r"lacks layer 1, .* it has the last hidden state: .* last_hidden=true layers=\[1\]"
     refused(wanted, needs=Needs(True, (1,)), path=store)
     refused(r"layer 2 asked for; target .* has layers 0\.\.1", needs=Needs(layers=(2,)))
@@ -202,14 +248,14 @@ def test_what_the_store_is_not_of_is_refused(
     wanted = r"holds 16 tokens of row \d+, \d+ are asked for: set data\.max_length=16"
     refused(wanted, path=make_store(target, short, tmp_path / "cut"))
     refused(r"not a finished store of features.*drafttrain\.capture", path=tmp_path)
-    begun(target, data, tmp_path / "begun")
+    partial_pass(target, data, tmp_path / "begun")
     refused("not a finished store", path=tmp_path / "begun")
     refused("is no store's, it lacks set, contents, batches", path=set_at)
     with pytest.raises(InputError, match=r"features\.verify=perhaps: needs true or false"):
         StoredFeatures(target, ONE, data=data, path=kept, verify="perhaps")  # type: ignore[arg-type]
 
 
-# --- what is damaged ---------------------------------------------------------------------------------------------------
+# --- what is damaged ------------------------------------------------------------------------------
 
 
 def shard_of(path: Path) -> Path:
@@ -278,19 +324,28 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "long header": (long_header, "claims 1099511627776 bytes"),
     "no header": (no_header, "its header cannot be read"),
     "other shape": (narrower, r"last_hidden is .*31\].*needs .*32\]"),
-    "other dtype": (lambda path: saved_again(path, lambda value: value.half()), "last_hidden is .*F16.*needs .*F32"),
+    "other dtype": (
+        lambda path: saved_again(path, lambda value: value.half()),
+        "last_hidden is .*F16.*needs .*F32",
+    ),
 }
 
 
 @pytest.mark.field("F32")
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_shard_is_refused(target: Target, data: ConversationData, store: Path, kind: str) -> None:
+def test_a_damaged_shard_is_refused(
+    target: Target, data: ConversationData, store: Path, kind: str
+) -> None:
     harm, said = DAMAGE[kind]
-    StoredFeatures(target, ONE, data=data, path=store)  # It was whole, and had been read through, when the damage came.
+    StoredFeatures(
+        target, ONE, data=data, path=store
+    )  # It was whole, and had been read through, when the damage came.
     harm(store)
     with pytest.raises(InputError, match=said) as refused:
         StoredFeatures(target, ONE, data=data, path=store)
-    assert "run the same capture again" in str(refused.value) and "shard-00001.safetensors" in str(refused.value)
+    assert "run the same capture again" in str(refused.value) and "shard-00001.safetensors" in str(
+        refused.value
+    )
     if kind != "flipped":
         with pytest.raises(InputError, match=said):
             StoredFeatures(target, ONE, data=data, path=store, verify=False)
@@ -327,8 +382,14 @@ def with_a_row_twice(manifest: dict[str, Any]) -> None:
 
 
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "outside": (set_in("shards", 1, "file", "../shard-00001.safetensors"), "its file's name is shard-00001.safetensors"),
-    "absolute": (set_in("shards", 0, "file", "/etc/passwd"), "its file's name is shard-00000.safetensors"),
+    "outside": (
+        set_in("shards", 1, "file", "../shard-00001.safetensors"),
+        "its file's name is shard-00001.safetensors",
+    ),
+    "absolute": (
+        set_in("shards", 0, "file", "/etc/passwd"),
+        "its file's name is shard-00000.safetensors",
+    ),
     "missing row": (without_a_row, "its shards have 11 rows"),
     "row twice": (with_a_row_twice, "a row is named twice"),
     "negative row": (set_in("shards", 0, "rows", 0, -1), "rows and lengths of shard 0"),
@@ -341,16 +402,28 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "no checksum": (set_in("shards", 0, "sha256", "x"), "shard 0 is not file, sha256"),
     "huge width": (set_in("contents", "width", (1 << 32) - 1), "the target's width is 32"),
     "wider": (set_in("contents", "width", 1 << 70), "contents are not width"),
-    "other layers": (set_in("contents", "layers", [5]), r"layer 5 asked for; target .* has layers 0\.\.1"),
-    "many layers": (set_in("contents", "layers", list(range(100_000))), r"layer 2 asked for; target .* has layers 0\.\.1"),
+    "other layers": (
+        set_in("contents", "layers", [5]),
+        r"layer 5 asked for; target .* has layers 0\.\.1",
+    ),
+    "many layers": (
+        set_in("contents", "layers", list(range(100_000))),
+        r"layer 2 asked for; target .* has layers 0\.\.1",
+    ),
     "layers twice": (set_in("contents", "layers", [1, 1]), "contents are not width"),
     "nothing kept": (set_in("contents", "last_hidden", False), "contents are not width"),
-    "encoding": (set_in("contents", "encoding", "int4"), "encoding int4; known are float32, bf16, int8, fp8"),
+    "encoding": (
+        set_in("contents", "encoding", "int4"),
+        "encoding int4; known are float32, bf16, int8, fp8",
+    ),
     "another encoding": (set_in("contents", "encoding", "bf16"), "a shard of another store"),
     "encoding of lists": (set_in("contents", "encoding", ["bf16"]), "known are float32"),
     "batches": (set_in("batches", "seed", 1), "a shard of another store"),
     "fingerprint": (set_in("target", "fingerprint", "none"), "no target.fingerprint"),
-    "fingerprint of numbers": (set_in("target", "fingerprint", {"weights": 3}), "no target.fingerprint"),
+    "fingerprint of numbers": (
+        set_in("target", "fingerprint", {"weights": 3}),
+        "no target.fingerprint",
+    ),
     "format": (set_in("format", 2), "format 2 of stores, this version reads 1"),
     "format of truth": (set_in("format", True), "format True of stores"),
     "no contents": (set_in("contents", 3), "is no store's, it lacks contents"),
@@ -358,24 +431,36 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_manifest_is_refused(target: Target, data: ConversationData, store: Path, kind: str) -> None:
+def test_a_hostile_manifest_is_refused(
+    target: Target, data: ConversationData, store: Path, kind: str
+) -> None:
     change, said = HOSTILE[kind]
     changed(store, change)
     with pytest.raises(InputError, match=said):
         StoredFeatures(target, ONE, data=data, path=store)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "[" * 100_000, '{"format": ' + "1" * 5000 + "}", "\ud800"], ids=range(5))
-def test_what_is_no_manifest_is_refused(target: Target, data: ConversationData, store: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "[" * 100_000, '{"format": ' + "1" * 5000 + "}", "\ud800"], ids=range(5)
+)
+def test_what_is_no_manifest_is_refused(
+    target: Target, data: ConversationData, store: Path, content: str
+) -> None:
     (store / "manifest.json").write_bytes(content.encode("utf-8", "surrogatepass"))
     with pytest.raises(InputError, match=r"manifest\.json"):
         StoredFeatures(target, ONE, data=data, path=store)
 
 
-def test_a_manifest_with_a_flipped_letter_and_one_that_is_too_large(target: Target, data: ConversationData, store: Path) -> None:
+def test_a_manifest_with_a_flipped_letter_and_one_that_is_too_large(
+    target: Target, data: ConversationData, store: Path
+) -> None:
     path = store / "manifest.json"
     text = path.read_text()
-    path.write_text(text.replace('"tokens": 1', '"tokens": 2', 1) if '"tokens": 1' in text else text.replace("tiny", "tony", 1))
+    path.write_text(
+        text.replace('"tokens": 1', '"tokens": 2', 1)
+        if '"tokens": 1' in text
+        else text.replace("tiny", "tony", 1)
+    )
     with pytest.raises(InputError, match="its checksum is another"):
         StoredFeatures(target, ONE, data=data, path=store)
     os.truncate(path, 100 << 20)
@@ -408,12 +493,14 @@ def test_features_that_are_not_finite_name_their_rows(
         source.features(data.batch([6, 7]))
 
 
-# --- filling -----------------------------------------------------------------------------------------------------------
+# --- filling --------------------------------------------------------------------------------------
 
 
-def test_a_batch_that_the_disk_lost_is_read_again_and_no_other(target: Target, data: ConversationData, tmp_path: Path) -> None:
+def test_a_batch_that_the_disk_lost_is_read_again_and_no_other(
+    target: Target, data: ConversationData, tmp_path: Path
+) -> None:
     """As after a power failure: the journal names a batch whose bytes are not there."""
-    folder, plan, settings = begun(target, data, tmp_path / "store", shard_mb=None)
+    folder, plan, settings = partial_pass(target, data, tmp_path / "store", shard_mb=None)
     seen: list[list[int]] = []
 
     def read(batch: Batch) -> Mapping[str | int, Tensor]:
@@ -447,26 +534,40 @@ def test_a_batch_that_the_disk_lost_is_read_again_and_no_other(target: Target, d
     folder.finish(plan, settings, {})
     folder.clear()
     whole = make_store(target, data, tmp_path / "whole", shard_mb=None)
-    assert (folder.path / "shard-00000.safetensors").read_bytes() == (whole / "shard-00000.safetensors").read_bytes()
+    assert (folder.path / "shard-00000.safetensors").read_bytes() == (
+        whole / "shard-00000.safetensors"
+    ).read_bytes()
     assert Store(folder.path).digest == Store(whole).digest
 
 
-def test_a_damaged_journal_names_file_and_line(target: Target, data: ConversationData, tmp_path: Path) -> None:
-    folder, _, _ = begun(target, data, tmp_path / "store")
-    for line in ('{"batch":-1,"crc":3}', '{"batch":1}', '{"shard":0,"sha256":"../x"}', "[1]", "nothing"):
+def test_a_damaged_journal_names_file_and_line(
+    target: Target, data: ConversationData, tmp_path: Path
+) -> None:
+    folder, _, _ = partial_pass(target, data, tmp_path / "store")
+    for line in (
+        '{"batch":-1,"crc":3}',
+        '{"batch":1}',
+        '{"shard":0,"sha256":"../x"}',
+        "[1]",
+        "nothing",
+    ):
         (folder.path / "journal-0003.jsonl").write_text('{"batch":0,"crc":3}\n' + line + "\n")
         with pytest.raises(InputError, match=r"journal-0003\.jsonl, line 2 is damaged"):
             folder.progress()
 
 
-def test_a_folder_that_is_not_its_own_is_refused(target: Target, data: ConversationData, tmp_path: Path) -> None:
-    folder, _, _ = begun(target, data, tmp_path / "store")
+def test_a_folder_that_is_not_its_own_is_refused(
+    target: Target, data: ConversationData, tmp_path: Path
+) -> None:
+    folder, _, _ = partial_pass(target, data, tmp_path / "store")
     (folder.path / "shard-00000.safetensors.part").write_text("")
     folder.check(resume=True)
     with pytest.raises(InputError, match="resume=false"):
         folder.check(resume=False)
     (folder.path / "settings.json").unlink()
-    with pytest.raises(InputError, match=r"holds shard-00000\.safetensors\.part without settings\.json"):
+    with pytest.raises(
+        InputError, match=r"holds shard-00000\.safetensors\.part without settings\.json"
+    ):
         folder.check(resume=True)
     (folder.path / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match=r"other files \(notes\.txt\)"):

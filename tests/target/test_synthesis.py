@@ -1,4 +1,5 @@
-"""The target writes conversations: ids as generated, the same whoever shares the work and whatever interrupts it."""
+"""The target writes conversations: ids as generated, the same whoever shares the work and whatever
+interrupts it."""
 
 from __future__ import annotations
 
@@ -39,7 +40,12 @@ def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(**settings: Any) -> SynthesisConfig:
-    common: dict[str, Any] = {"temperatures": [0.0], "max_answer": 24, "max_length": 160, "max_user": 32}
+    common: dict[str, Any] = {
+        "temperatures": [0.0],
+        "max_answer": 24,
+        "max_length": 160,
+        "max_user": 32,
+    }
     return SynthesisConfig(**(common | settings))
 
 
@@ -55,18 +61,28 @@ def written(
 def some_prompts(count: int = 24) -> list[Prompt | None]:
     chance = random.Random(5)
     words = ["the", "then", "an", "inner", "error", "🙂", "x y z"]
-    return [Prompt((" ".join(chance.choices(words, k=chance.randint(1, 9))),)) for _ in range(count)]
+    return [
+        Prompt((" ".join(chance.choices(words, k=chance.randint(1, 9))),)) for _ in range(count)
+    ]
 
 
 def arguments(folder: Path, out: Path, *more: str) -> list[str]:
-    return [f"out={out}", "target=hf", f"target.path={folder}", "target.device=cpu", "slots=8", *SMALL, *more]
+    return [
+        f"out={out}",
+        "target=hf",
+        f"target.path={folder}",
+        "target.device=cpu",
+        "slots=8",
+        *SMALL,
+        *more,
+    ]
 
 
 def contents(out: Path) -> list[Row]:
     return list(rows_of(read_set(out)))
 
 
-# --- what is written ---------------------------------------------------------------------------------------------
+# --- what is written ------------------------------------------------------------------------------
 
 
 @pytest.mark.field("F08")
@@ -77,9 +93,13 @@ def test_greedy_answers_are_what_transformers_writes(target: Target, tmp_path: P
     for number, prompt in enumerate(prompts):
         assert prompt is not None
         messages = [{"role": "user", "content": prompt.users[0]}]
-        lead = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        lead = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True)[
+            "input_ids"
+        ]
         ids = torch.tensor([lead])
-        reference = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        reference = target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
+        )
         assert rows[number].ids == tuple(reference[0].tolist())
         assert rows[number].spans == ((len(lead), len(rows[number].ids)),)
 
@@ -105,30 +125,49 @@ def test_batch_and_single_rows_give_the_same_text(
 
 @pytest.mark.field("F25")
 def test_very_long_rows_are_read_in_this_process(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Twice, as with a warm cache; and beside threads of the tokenizer's own, where it may have some."""
+    """Twice, as with a warm cache; and beside threads of the tokenizer's own, where it may have
+    some."""
     path = tmp_path / "long.jsonl"
-    lines = [{"prompt": "the"}, *({"prompt": "then the " * 4500} for _ in range(3)), {"prompt": "an"}]
+    lines = [
+        {"prompt": "the"},
+        *({"prompt": "then the " * 4500} for _ in range(3)),
+        {"prompt": "an"},
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for number, parallel in enumerate(("false", "true")):
         monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
         began = time.monotonic()
         out = tmp_path / f"out{number}"
-        door.main(arguments(folder, out, "prompts=jsonl", f"prompts.path={path}", "writing.temperatures=[0]"))
+        door.main(
+            arguments(
+                folder, out, "prompts=jsonl", f"prompts.path={path}", "writing.temperatures=[0]"
+            )
+        )
         assert time.monotonic() - began < 120
         assert [row.row for row in contents(out)] == [1, 5]
         assert read_set(out).manifest["skipped"] == {"prompt longer than max_length 160": [2, 3, 4]}
     capsys.readouterr()
     for more in ("num_proc=4", "prompts.num_proc=4", "writing.workers=4"):
         with pytest.raises(SystemExit) as caught:
-            door.main(arguments(folder, tmp_path / "none", "prompts=jsonl", f"prompts.path={path}", more))
+            door.main(
+                arguments(folder, tmp_path / "none", "prompts=jsonl", f"prompts.path={path}", more)
+            )
         assert caught.value.code == 2 and "there is no setting" in capsys.readouterr().err
 
 
 def test_sampled_rows_do_not_depend_on_their_neighbours(target: Target, tmp_path: Path) -> None:
     prompts: list[Prompt | None] = [None] * 24
-    settings: dict[str, Any] = {"temperatures": [0.0, 0.7, 1.0], "turns": [1, 2, 3], "top_k": 20, "top_p": 0.9}
+    settings: dict[str, Any] = {
+        "temperatures": [0.0, 0.7, 1.0],
+        "turns": [1, 2, 3],
+        "top_k": 20,
+        "top_p": 0.9,
+    }
     alone = written(target, prompts, tmp_path / "a", slots=3, **settings)
     assert written(target, prompts, tmp_path / "b", slots=11, **settings) == alone
     assert {row.temperature for row in alone.values()} == {0.0, 0.7, 1.0}
@@ -154,9 +193,13 @@ def test_spans_end_on_the_end_token_unless_cut(target: Target, tmp_path: Path) -
 
 
 @pytest.mark.field("F03")
-def test_several_turns_read_like_the_templates_own_rendering(target: Target, tmp_path: Path) -> None:
+def test_several_turns_read_like_the_templates_own_rendering(
+    target: Target, tmp_path: Path
+) -> None:
     prompt = Prompt(("one the", "two\nthen", "three"), "Be brief.")
-    row = written(target, [prompt], tmp_path, temperatures=[1.0], max_answer=60, max_length=400, seed=3)[0]
+    row = written(
+        target, [prompt], tmp_path, temperatures=[1.0], max_answer=60, max_length=400, seed=3
+    )[0]
     assert len(row.spans) == 3 and set(row.finish) == {"stop"}
     answers = [target.tokenizer.decode(list(row.ids[start : end - 1])) for start, end in row.spans]
     messages = prompt.lead()
@@ -169,22 +212,37 @@ def test_several_turns_read_like_the_templates_own_rendering(target: Target, tmp
 
 @pytest.mark.field("F04")
 def test_no_later_turn_where_the_template_shows_the_answer_otherwise(tmp_path: Path) -> None:
-    block = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}")
-    row = written(tiny_chat_target(block), [Prompt(("one", "two"))], tmp_path, max_answer=60, max_length=300)[0]
+    block = CHATML.replace(
+        "assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}"
+    )
+    row = written(
+        tiny_chat_target(block), [Prompt(("one", "two"))], tmp_path, max_answer=60, max_length=300
+    )[0]
     assert row.finish == ("template",)
     assert "</think>" in tiny_chat_target(block).tokenizer.decode(list(row.ids[: row.spans[0][0]]))
 
 
 @pytest.mark.field("F02")
 def test_a_row_the_template_refuses_leaves_the_others_alone(tmp_path: Path) -> None:
-    template = "{% if 'bad' in messages[-1].content %}{{ raise_exception('no bad words') }}{% endif %}" + CHATML
+    template = (
+        "{% if 'bad' in messages[-1].content %}{{ raise_exception('no bad words') }}{% endif %}"
+        + CHATML
+    )
     target = tiny_chat_target(template)
     journal = Journal(tmp_path)
-    prompts = [(1, Prompt(("good",))), (2, Prompt(("bad",))), (3, Prompt(("fine",))), (4, Prompt(("x" * 400,)))]
+    prompts = [
+        (1, Prompt(("good",))),
+        (2, Prompt(("bad",))),
+        (3, Prompt(("fine",))),
+        (4, Prompt(("x" * 400,))),
+    ]
     synthesize(target, iter(prompts), config(), journal, slots=2)
     rows, skipped = journal.finished()
     assert sorted(rows) == [1, 3]
-    assert skipped == {2: "the chat template refuses: no bad words", 4: "prompt longer than max_length 160"}
+    assert skipped == {
+        2: "the chat template refuses: no bad words",
+        4: "prompt longer than max_length 160",
+    }
 
 
 def test_a_row_whose_slot_is_full_keeps_what_it_has(target: Target) -> None:
@@ -210,7 +268,9 @@ def test_an_interrupted_run_does_not_keep_half_rows(target: Target, tmp_path: Pa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        synthesize(target, ((i, None) for i in range(40)), config(turns=[3]), journal, slots=8, report=stop)
+        synthesize(
+            target, ((i, None) for i in range(40)), config(turns=[3]), journal, slots=8, report=stop
+        )
     rows = dict(journal.finished()[0])
     journal.close()
     whole = written(target, [None] * 40, tmp_path / "whole", turns=[3])
@@ -242,7 +302,7 @@ def test_a_length_beyond_the_context_is_refused(target: Target, tmp_path: Path) 
         written(target, [None], tmp_path, max_length=4096)
 
 
-# --- the door ----------------------------------------------------------------------------------------------------
+# --- the door -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -254,13 +314,22 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.field("F08")
-def test_the_set_says_how_it_was_made(whole: Path, target: Target, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_set_says_how_it_was_made(
+    whole: Path, target: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = read_set(whole)
     manifest = found.manifest
     assert manifest["target"]["fingerprint"] == target.fingerprint
-    assert manifest["writing"]["temperatures"] == [0.0, 0.0, 0.0, 0.7, 1.0] and manifest["writing"]["seed"] == 0
+    assert (
+        manifest["writing"]["temperatures"] == [0.0, 0.0, 0.0, 0.7, 1.0]
+        and manifest["writing"]["seed"] == 0
+    )
     assert manifest["prompts"] == {"kind": "self"} and manifest["held_out"] == 5
-    assert sum(manifest["supervised_by_temperature"].values()) == manifest["supervised_tokens"] == found.supervised
+    assert (
+        sum(manifest["supervised_by_temperature"].values())
+        == manifest["supervised_tokens"]
+        == found.supervised
+    )
     skipped = {number for numbers in manifest["not_written"].values() for number in numbers}
     assert skipped | set(found.rows.tolist()) == set(range(60))
     assert 0 < manifest["reencoding_would_change_rows"] <= len(found)
@@ -272,18 +341,25 @@ def test_the_set_says_how_it_was_made(whole: Path, target: Target, capsys: pytes
 
 
 @pytest.mark.field("F22")
-def test_a_finished_set_is_not_written_again_but_can_grow(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_finished_set_is_not_written_again_but_can_grow(
+    folder: Path, whole: Path, tmp_path: Path
+) -> None:
     before = contents(whole)
     out = tmp_path / "set"
     door.main(arguments(folder, out, "rows=25"))
     small = contents(out)
-    journal = Journal(out, rank=7)  # What was finished must not be written by anybody: it would differ from this.
+    journal = Journal(
+        out, rank=7
+    )  # What was finished must not be written by anybody: it would differ from this.
     journal.add(fake := Row(30, (5, 6, 2), ((1, 3),), ("stop",)))
     journal.close()
     door.main(arguments(folder, out, "rows=60"))
     grown = {row.row: row for row in contents(out)}
     assert grown.pop(30) == fake
-    assert list(grown.values()) == [row for row in before if row.row != 30] and small == before[: len(small)]
+    assert (
+        list(grown.values()) == [row for row in before if row.row != 30]
+        and small == before[: len(small)]
+    )
     door.main(arguments(folder, out, "rows=10"))
     assert len(contents(out)) == len(grown) + 1  # A lower limit loses nothing.
 
@@ -300,7 +376,9 @@ def test_other_settings_are_refused_with_what_differs(
         return capsys.readouterr().err
 
     assert "writing.seed was 0, is 1" in refused("writing.seed=1")
-    assert "prompts.kind was self, is file" in refused("prompts=jsonl", f"prompts.path={one_prompt(tmp_path)}")
+    assert "prompts.kind was self, is file" in refused(
+        "prompts=jsonl", f"prompts.path={one_prompt(tmp_path)}"
+    )
     assert "resume=false" in refused("resume=false")
     assert "dtype" in refused("rows=70", "target.dtype=float64")
     other = save_target(tiny_chat_target(seed=1), tmp_path / "other")
@@ -319,7 +397,10 @@ def test_prompts_beyond_the_models_vocabulary_are_left_out(tmp_path: Path) -> No
     journal.close()
     rows, skipped = journal.finished()
     assert list(rows) == [0] and {*skipped} == {1, 2}
-    assert all("the tokenizer gives id 26" in reason and "ends at 259" in reason for reason in skipped.values())
+    assert all(
+        "the tokenizer gives id 26" in reason and "ends at 259" in reason
+        for reason in skipped.values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -335,7 +416,10 @@ def test_prompts_beyond_the_models_vocabulary_are_left_out(tmp_path: Path) -> No
         (["writing.system=5"], "writing.system=5: needs text"),
         (["prompts=null"], "synthesize needs one prompts, of dataset, jsonl, self"),
         (["prompts=jsonl", "prompts.path=5"], "prompts.path=5: needs a path"),
-        (["prompts=jsonl", "prompts.path=x", "prompts.columns=5"], "prompts.columns=5: needs names of columns"),
+        (
+            ["prompts=jsonl", "prompts.path=x", "prompts.columns=5"],
+            "prompts.columns=5: needs names of columns",
+        ),
         (["target.pack=1"], "pack=1: give auto, true or false"),
         (["target.dtype=5"], "dtype=5: give auto"),
         (["target.device=[a]"], "device=.* cannot be used here"),
@@ -343,7 +427,12 @@ def test_prompts_beyond_the_models_vocabulary_are_left_out(tmp_path: Path) -> No
     ],
 )
 def test_what_no_setting_can_be(
-    folder: Path, tmp_path: Path, more: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    more: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
@@ -359,7 +448,9 @@ def one_prompt(folder: Path) -> Path:
     return path
 
 
-def test_a_refused_target_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_target_leaves_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as caught:
         door.main(["target=tiny", f"out={out}", "rows=2", "held_out=0"])
@@ -368,11 +459,15 @@ def test_a_refused_target_leaves_nothing_behind(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.field("F01", "F02")
-def test_bad_rows_are_listed_and_strict_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_rows_are_listed_and_strict_stops(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = save_target(tiny_chat_target(ALTERNATING), tmp_path / "target")
     lines: list[Any] = [{"messages": [{"role": "user", "content": f"the {i}"}]} for i in range(5)]
     lines.insert(2, {"messages": []})
-    lines.insert(4, {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]})
+    lines.insert(
+        4, {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}
+    )
     lines.append({"prompt": "x" * 500})
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -399,12 +494,16 @@ def test_nothing_left_stops_before_the_target_is_loaded(
 ) -> None:
     template = "{{ raise_exception('never') }}" + CHATML
     folder = save_target(tiny_chat_target(template), tmp_path / "target")
-    monkeypatch.setattr("drafttrain.target.load.hf", lambda **_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(
+        "drafttrain.target.load.hf", lambda **_: pytest.fail("the target was loaded")
+    )
     path = one_prompt(tmp_path)
     with pytest.raises(SystemExit):
         door.main(arguments(folder, tmp_path / "out", "prompts=jsonl", f"prompts.path={path}"))
     err = capsys.readouterr().err
-    assert "1 the chat template refuses: never (rows 1)" in err and "first row's keys: prompt" in err
+    assert (
+        "1 the chat template refuses: never (rows 1)" in err and "first row's keys: prompt" in err
+    )
     with pytest.raises(SystemExit):
         door.main(arguments(folder, tmp_path / "out"))
     assert "never" in capsys.readouterr().err
@@ -423,9 +522,15 @@ def test_nothing_left_stops_before_the_target_is_loaded(
 
 @pytest.mark.field("F04")
 def test_preview_shows_tokens_and_mask(
-    folder: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    whole: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("drafttrain.target.load.hf", lambda **_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(
+        "drafttrain.target.load.hf", lambda **_: pytest.fail("the target was loaded")
+    )
     before = sorted(path.name for path in whole.iterdir())
     door.main(arguments(folder, whole, "preview=2"))
     out = capsys.readouterr().out
@@ -435,7 +540,11 @@ def test_preview_shows_tokens_and_mask(
     assert "<|im_end|>" in out and sorted(path.name for path in whole.iterdir()) == before
     door.main(["target=hf", f"target.path={folder}", "preview=3"])
     assert "before every self-written user turn" in capsys.readouterr().out
-    source = ["prompts=jsonl", f"prompts.path={one_prompt(tmp_path)}", "prompts.columns.messages=talk"]
+    source = [
+        "prompts=jsonl",
+        f"prompts.path={one_prompt(tmp_path)}",
+        "prompts.columns.messages=talk",
+    ]
     door.main(arguments(folder, tmp_path / "none", *source, "preview=3"))
     out = capsys.readouterr().out
     assert "row 1: prompt of" in out and "│ yes" not in out and not (tmp_path / "none").exists()
@@ -500,7 +609,11 @@ def test_a_kill_loses_doubles_and_recomputes_nothing(
 @pytest.mark.processes
 def test_two_processes_write_the_rows_of_one(folder: Path, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "set"
-    said = pair(door.main, arguments(folder, out, "rows=60", "held_out=5", "keep_journal=true"), said=tmp_path / "said")
+    said = pair(
+        door.main,
+        arguments(folder, out, "rows=60", "held_out=5", "keep_journal=true"),
+        said=tmp_path / "said",
+    )
     assert contents(out) == contents(whole)
     for r in range(2):
         lines = (out / f"journal-{r:04d}.jsonl").read_text().splitlines()
@@ -509,11 +622,16 @@ def test_two_processes_write_the_rows_of_one(folder: Path, whole: Path, tmp_path
     assert "conversations" in said[0] and "conversations" not in said[1]
 
 
-@pytest.mark.parametrize("policy", [Policy(1.0), Policy(0.7, 5), Policy(1.3, 0, 0.8), Policy(1.0, 6, 0.7)])
+@pytest.mark.parametrize(
+    "policy", [Policy(1.0), Policy(0.7, 5), Policy(1.3, 0, 0.8), Policy(1.0, 6, 0.7)]
+)
 def test_chosen_tokens_follow_the_policys_law(policy):
-    """The shortcut that looks at the likeliest tokens only draws from the same law as `Policy.probs`."""
+    """The shortcut that looks at the likeliest tokens only draws from the same law as
+    `Policy.probs`."""
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(2))
     grid = 20_000
-    chosen = choose(logits.expand(grid, -1), [policy] * grid, [(i + 0.5) / grid for i in range(grid)])
+    chosen = choose(
+        logits.expand(grid, -1), [policy] * grid, [(i + 0.5) / grid for i in range(grid)]
+    )
     share = torch.bincount(torch.tensor(chosen), minlength=12) / grid
     torch.testing.assert_close(share, policy.probs(logits)[0], atol=2 / grid, rtol=0)

@@ -1,4 +1,5 @@
-"""What two processes run for `test_sharding.py`: the same updates by each strategy, and what they wrote."""
+"""What two processes run for `test_sharding.py`: the same updates by each strategy, and what they
+wrote."""
 
 from __future__ import annotations
 
@@ -50,10 +51,13 @@ def share(data: ConversationData, rank: int) -> Any:
 
 
 def rows_of(data: ConversationData, rank: int) -> list[Batch]:
-    """Two windows: of the four micro-batches of the two processes in each, only one or two have labels, and widths differ."""
+    """Two windows: of the four micro-batches of the two processes in each, only one or two have
+    labels, and widths differ."""
     rows = [(*data.row(i), data.indices[i]) for i in range(5)]
     masked = [(ids, torch.zeros_like(mask), row) for ids, mask, row in rows]
-    return [[collate(rows[:2]), collate(masked[:1])], [collate(masked[2:3]), collate(masked)]][rank] + [
+    return [[collate(rows[:2]), collate(masked[:1])], [collate(masked[2:3]), collate(masked)]][
+        rank
+    ] + [
         [collate(masked[3:4]), collate(masked[:2])],
         [collate([(ids[:14], mask[:14], row) for ids, mask, row in rows[3:4]]), collate(rows[4:])],
     ][rank]
@@ -85,10 +89,17 @@ def trained(
 
 
 def go(
-    settings: TrainerConfig, module: DraftModule, target: Target, stream: Stream, folder: Path, *callbacks: Callback
+    settings: TrainerConfig,
+    module: DraftModule,
+    target: Target,
+    stream: Stream,
+    folder: Path,
+    *callbacks: Callback,
 ) -> None:
     quiet_lightning()
-    trainer = trainer_of(settings, module, target, loggers=[], callbacks=list(callbacks), folder=folder)
+    trainer = trainer_of(
+        settings, module, target, loggers=[], callbacks=list(callbacks), folder=folder
+    )
     trainer.fit(module, train_dataloaders=stream)
 
 
@@ -100,18 +111,45 @@ def main(folder: Path, much: str) -> None:
     rank = processes.rank()
     target, data = tiny(), ConversationData(folder / "set")
     for kind, strategy in ALL if much == "all" else FEW:
-        module = trained(kind, target, data, folder / f"{kind}-{strategy}", rank=rank, strategy=strategy)
-        torch.save(module.drafter.state_dict(), folder / f"{kind}-{strategy}-{rank}.pt")  # what each process is left with
+        module = trained(
+            kind, target, data, folder / f"{kind}-{strategy}", rank=rank, strategy=strategy
+        )
+        torch.save(
+            module.drafter.state_dict(), folder / f"{kind}-{strategy}-{rank}.pt"
+        )  # what each process is left with
     for first, second in (("ddp", "fsdp"), ("fsdp", "ddp"))[: None if much == "all" else 1]:
-        begun = folder / f"begun-{first}"
-        trained("eagle1", target, data, begun, rank=rank, strategy=first, stop=3)
-        trained("eagle1", target, data, folder / f"ended-{second}", rank=rank, strategy=second, resume=begun / "last.ckpt")
+        partial_pass = folder / f"begun-{first}"
+        trained("eagle1", target, data, partial_pass, rank=rank, strategy=first, stop=3)
+        trained(
+            "eagle1",
+            target,
+            data,
+            folder / f"ended-{second}",
+            rank=rank,
+            strategy=second,
+            resume=partial_pass / "last.ckpt",
+        )
     for strategy in ("fsdp", "ddp")[: None if much == "all" else 1]:
         drafter = made("eagle1", target)
         course = Course(batches=4, accumulate=2, epochs=1)
         module = DraftModule(drafter, Direct(target, drafter), OPTIMISER, course)  # type: ignore[arg-type]
         keeper = Keeper(folder / f"masked-{strategy}", CheckpointConfig(every=None, keep=0), None)
-        go(settings_of(strategy=strategy), module, target, Fixed(rows_of(data, rank), course), folder, keeper)
+        go(
+            settings_of(strategy=strategy),
+            module,
+            target,
+            Fixed(rows_of(data, rank), course),
+            folder,
+            keeper,
+        )
     if much == "all":
-        mixed = trained("eagle1", target, data, folder / "mixed", rank=rank, strategy="fsdp", precision="bf16-mixed")
+        mixed = trained(
+            "eagle1",
+            target,
+            data,
+            folder / "mixed",
+            rank=rank,
+            strategy="fsdp",
+            precision="bf16-mixed",
+        )
         assert all(p.dtype == torch.float32 for p in mixed.parameters())

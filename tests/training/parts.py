@@ -1,4 +1,5 @@
-"""What tests of training share: a tiny set written by a tiny target, and short runs of the trainer."""
+"""What tests of training share: a tiny set written by a tiny target, and short runs of the
+trainer."""
 
 from __future__ import annotations
 
@@ -56,15 +57,30 @@ OPTIM: dict[str, Any] = {
 }
 
 
-def write_tiny_set(target: Target, folder: Path, *, rows: int = 24, held_out: int = 4, tokens: int = 24, seed: int = 0) -> Path:
-    """Answers of a target to random prompts of 4 to 9 tokens, at a temperature that makes them differ."""
+def write_tiny_set(
+    target: Target,
+    folder: Path,
+    *,
+    rows: int = 24,
+    held_out: int = 4,
+    tokens: int = 24,
+    seed: int = 0,
+) -> Path:
+    """Answers of a target to random prompts of 4 to 9 tokens, at a temperature that makes them
+    differ."""
     chance = torch.Generator().manual_seed(seed)
     lengths = torch.randint(4, 10, (rows,), generator=chance).tolist()
     prompts = [torch.randint(3, 250, (n,), generator=chance).tolist() for n in lengths]
     plan = Plan(Tree.chain(0), Policy(temperature=0.7))
     answers, _ = decode(target, None, prompts, plan, max_new_tokens=tokens, seed=seed)
     written = [
-        Row(i, (*prompt, *answer.ids), ((len(prompt), len(prompt) + len(answer.ids)),), ("length",), 0.7)
+        Row(
+            i,
+            (*prompt, *answer.ids),
+            ((len(prompt), len(prompt) + len(answer.ids)),),
+            ("length",),
+            0.7,
+        )
         for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
     manifest = {"target": {"name": target.name, "fingerprint": target.fingerprint}}
@@ -107,7 +123,9 @@ class Watch(Callback):
         self.rates: list[float] = []
         self.stop_at = stop_at
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.rows.append(batch.row_ids.tolist())
         if pl_module.just_updated:
             self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
@@ -152,12 +170,19 @@ def module_for(
     drafter = drafter or drafter_of(target, noise=noise)
     source = OnlineFeatures(target, drafter.needs, data=data, groups=sampler.batches(0))
     module = DraftModule(
-        drafter, source, AdamW(**{**OPTIM, **(optim or {})}), course, seed=0, log_every=settings.log_every
+        drafter,
+        source,
+        AdamW(**{**OPTIM, **(optim or {})}),
+        course,
+        seed=0,
+        log_every=settings.log_every,
     )
     return module, Stream(data, sampler, course)
 
 
-def fit(module: DraftModule, stream: Stream, *callbacks: Callback, logger: Logger | None = None) -> Trainer:
+def fit(
+    module: DraftModule, stream: Stream, *callbacks: Callback, logger: Logger | None = None
+) -> Trainer:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     updates = module.course.updates
     with warnings.catch_warnings():

@@ -20,7 +20,13 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.decoding.plan import Plan
 from drafttrain.errors import InputError, disk_full
 from drafttrain.target.model import Target
-from drafttrain.training.checkpoint import CheckpointConfig, Keeper, check_whole, read_checkpoint, write_checkpoint
+from drafttrain.training.checkpoint import (
+    CheckpointConfig,
+    Keeper,
+    check_complete,
+    read_checkpoint,
+    write_checkpoint,
+)
 from drafttrain.training.decode_callback import DecodeCallback, EvalConfig
 from drafttrain.training.module import DraftModule
 from drafttrain.training.resume import facts_of, refuse_other_run
@@ -35,7 +41,9 @@ class Told(DecodeCallback):
 
     def __init__(self, taus: list[float | None], every: int = 1) -> None:
         speculator: Any = None
-        super().__init__(speculator, [], {"tree": Plan(Tree.chain(1))}, EvalConfig(**EVAL | {"every": every}))
+        super().__init__(
+            speculator, [], {"tree": Plan(Tree.chain(1))}, EvalConfig(**EVAL | {"every": every})
+        )
         self.taus = taus
 
     def measure(self, module: DraftModule, *, last: bool = False) -> dict[str, float | None]:
@@ -49,7 +57,9 @@ MEASURED = {"measured_at": 1, "evaluations": 1, "tau": 1.5, "seconds": 0.5}
 
 def keeper(folder: Path, decode: DecodeCallback | None = None, **settings: Any) -> Keeper:
     patience = settings.pop("patience", None)
-    return Keeper(folder, CheckpointConfig(**{"every": None, "keep": 0} | settings), decode, patience=patience)
+    return Keeper(
+        folder, CheckpointConfig(**{"every": None, "keep": 0} | settings), decode, patience=patience
+    )
 
 
 def names(folder: Path) -> list[str]:
@@ -61,7 +71,9 @@ def updates_in(path: Path) -> int:
 
 
 @pytest.mark.field("F48")
-def test_best_is_by_tau_and_ties_keep_the_earlier(target: Target, data: ConversationData, tmp_path: Path) -> None:
+def test_best_is_by_tau_and_ties_keep_the_earlier(
+    target: Target, data: ConversationData, tmp_path: Path
+) -> None:
     module, stream = module_for(data, target, max_steps=6)
     decode = Told([None, 1.5, 2.0, 2.0, None, 1.9])
     keep = keeper(tmp_path, decode)
@@ -72,7 +84,9 @@ def test_best_is_by_tau_and_ties_keep_the_earlier(target: Target, data: Conversa
 
 
 @pytest.mark.field("F48", "F49")
-def test_nothing_measured_is_never_best(target: Target, data: ConversationData, tmp_path: Path) -> None:
+def test_nothing_measured_is_never_best(
+    target: Target, data: ConversationData, tmp_path: Path
+) -> None:
     module, stream = module_for(data, target, max_steps=3)
     decode = Told([None] * 3)
     keep = keeper(tmp_path, decode, patience=1)
@@ -90,27 +104,40 @@ def test_patience_ends_the_run(target: Target, data: ConversationData, tmp_path:
 
 @pytest.mark.field("F20")
 @pytest.mark.parametrize(("steps", "every"), [(10, 4), (3, 100), (4, 4)])
-def test_last_is_the_true_last_step(target: Target, data: ConversationData, tmp_path: Path, steps: int, every: int) -> None:
+def test_last_is_the_true_last_step(
+    target: Target, data: ConversationData, tmp_path: Path, steps: int, every: int
+) -> None:
     module, stream = module_for(data, target, max_steps=steps)
     fit(module, stream, keeper(tmp_path, every=every))
     state = read_checkpoint(tmp_path / "last.ckpt")
     assert state["progress"]["updates"] == steps
-    assert same({n.removeprefix("drafter."): w for n, w in state["weights"].items()}, weights_of(module))
+    assert same(
+        {n.removeprefix("drafter."): w for n, w in state["weights"].items()}, weights_of(module)
+    )
 
 
 @pytest.mark.field("F29")
-def test_old_numbered_ones_are_removed(target: Target, data: ConversationData, tmp_path: Path) -> None:
+def test_old_numbered_ones_are_removed(
+    target: Target, data: ConversationData, tmp_path: Path
+) -> None:
     module, stream = module_for(data, target, max_steps=10)
     decode = Told([1.0, 9.0, *[1.0] * 8])
     fit(module, stream, decode, keeper(tmp_path, decode, every=1, keep=2))
-    assert names(tmp_path) == ["best.ckpt", "last.ckpt", "update-00000009.ckpt", "update-00000010.ckpt"]
+    assert names(tmp_path) == [
+        "best.ckpt",
+        "last.ckpt",
+        "update-00000009.ckpt",
+        "update-00000010.ckpt",
+    ]
     assert [updates_in(tmp_path / name) for name in names(tmp_path)] == [2, 10, 9, 10]
     inodes = {(tmp_path / name).stat().st_ino for name in names(tmp_path)}
     assert len(inodes) == 3  # the newest numbered one is last itself
 
 
 @pytest.mark.field("F18", "F19", "F21")
-def test_stopped_in_mid_epoch_and_resumed(target: Target, data: ConversationData, tmp_path: Path) -> None:
+def test_stopped_in_mid_epoch_and_resumed(
+    target: Target, data: ConversationData, tmp_path: Path
+) -> None:
     """Rows, rates and weights of both parts together are those of a run that was not stopped."""
     settings: dict[str, Any] = {"accumulate": 2, "max_steps": 9, "batch_tokens": 320}
     whole, stream = module_for(data, target, **settings)
@@ -144,7 +171,8 @@ class Killed(Exception):
 
 
 class KilledWhileMeasuring(Told):
-    """A TERM signal comes while the measurement of an update is made, and the end before it is done."""
+    """A TERM signal comes while the measurement of an update is made, and the end before it is
+    done."""
 
     def __init__(self, taus: list[float | None], every: int, at: int) -> None:
         super().__init__(taus, every)
@@ -158,9 +186,12 @@ class KilledWhileMeasuring(Told):
 
 
 class KilledWithinAWindow(Callback):
-    """A TERM signal comes behind a micro-batch that ends no window, and the end before the next one."""
+    """A TERM signal comes behind a micro-batch that ends no window, and the end before the next
+    one."""
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if pl_module.updates >= 5 and pl_module.position > pl_module.closed:
             signal.raise_signal(signal.SIGTERM)
             raise Killed
@@ -168,8 +199,11 @@ class KilledWithinAWindow(Callback):
 
 @pytest.mark.field("F18")
 @pytest.mark.parametrize("where", ["in an evaluation", "in a window"])
-def test_a_signal_writes_a_checkpoint_at_once(target: Target, data: ConversationData, tmp_path: Path, where: str) -> None:
-    """However long an update or an evaluation takes; what was not done is done by the resumed run, and nothing differs."""
+def test_a_signal_writes_a_checkpoint_at_once(
+    target: Target, data: ConversationData, tmp_path: Path, where: str
+) -> None:
+    """However long an update or an evaluation takes; what was not done is done by the resumed run,
+    and nothing differs."""
     settings: dict[str, Any] = {"accumulate": 2, "max_steps": 9, "batch_tokens": 320}
     taus: list[float | None] = [1.0, 3.0, 2.0, 2.5, 2.75]
     whole, stream = module_for(data, target, **settings)
@@ -186,7 +220,10 @@ def test_a_signal_writes_a_checkpoint_at_once(target: Target, data: Conversation
         fit(first, stream, one, *others, decode, keeper(folder, decode, every=100))
     assert signal.getsignal(signal.SIGTERM) is before
     state = read_checkpoint(folder / "last.ckpt")
-    assert state["progress"]["updates"] == first.updates >= 4 and state["progress"]["position"] == first.closed
+    assert (
+        state["progress"]["updates"] == first.updates >= 4
+        and state["progress"]["position"] == first.closed
+    )
     assert state["decode"]["measured_at"] == first.updates // 2 * 2 - (2 if measuring else 0)
 
     second, stream = module_for(data, target, **settings)
@@ -198,14 +235,23 @@ def test_a_signal_writes_a_checkpoint_at_once(target: Target, data: Conversation
     keep.load_state_dict(state["keeper"])
     fit(second, stream, two, decode, keep)
     assert one.rows[: state["progress"]["position"]] + two.rows == watched.rows
-    assert keep.state_dict() == calm.state_dict() == {"best": 3.0, "best_update": 4, "without_progress": 3}
+    assert (
+        keep.state_dict()
+        == calm.state_dict()
+        == {"best": 3.0, "best_update": 4, "without_progress": 3}
+    )
     assert decode.evaluations == told.evaluations == 5
     for name in ("best.ckpt", "last.ckpt"):
         ours, theirs = (read_checkpoint(path / name) for path in (folder, tmp_path / "calm"))
-        assert same(ours["weights"], theirs["weights"]) and ours["progress"]["updates"] == theirs["progress"]["updates"]
+        assert (
+            same(ours["weights"], theirs["weights"])
+            and ours["progress"]["updates"] == theirs["progress"]["updates"]
+        )
 
 
-def test_a_signal_within_the_last_update_leaves_the_run_its_end(target: Target, data: ConversationData, tmp_path: Path) -> None:
+def test_a_signal_within_the_last_update_leaves_the_run_its_end(
+    target: Target, data: ConversationData, tmp_path: Path
+) -> None:
     module, stream = module_for(data, target, max_steps=3)
     decode = Told([1.5], every=50)
     fit(module, stream, Watch(stop_at=2), decode, keeper(tmp_path, decode, every=1))
@@ -217,7 +263,8 @@ def test_a_signal_within_the_last_update_leaves_the_run_its_end(target: Target, 
 def test_processes_that_share_the_weights_write_together_alone(
     target: Target, data: ConversationData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that holds a part of the state cannot write it by itself, wherever a signal finds it."""
+    """A process that holds a part of the state cannot write it by itself, wherever a signal finds
+    it."""
     monkeypatch.setattr("drafttrain.training.checkpoint.SingleDeviceStrategy", Killed)
     module, stream = module_for(data, target, accumulate=2, max_steps=9, batch_tokens=320)
     with pytest.raises(Killed):
@@ -227,24 +274,44 @@ def test_processes_that_share_the_weights_write_together_alone(
 
 @pytest.mark.field("F21")
 def test_other_micro_batches_are_another_run() -> None:
-    """Batches and noise are drawn for so many in an update: with others the same updates would not follow."""
+    """Batches and noise are drawn for so many in an update: with others the same updates would not
+    follow."""
     facts = {"target": {"weights": "a"}, "accumulate x processes": 1, "seed": 0}
     settings = {"seed": 0, "trainer": {"log_every": 2}}
     told: list[str] = []
     state = {"facts": facts, "settings": settings}
     refuse_other_run(state, facts, {**settings, "trainer": {"log_every": 3}}, told.append)
-    assert told == ["settings differ from the earlier part of this run: trainer.log_every was 2, is 3"]
-    with pytest.raises(InputError, match=r"not be the same run \(accumulate x processes was 1, is 2\)"):
+    assert told == [
+        "settings differ from the earlier part of this run: trainer.log_every was 2, is 3"
+    ]
+    with pytest.raises(
+        InputError, match=r"not be the same run \(accumulate x processes was 1, is 2\)"
+    ):
         refuse_other_run(state, {**facts, "accumulate x processes": 2}, settings, told.append)
 
 
 @pytest.mark.field("F21")
-def test_two_processes_go_on_where_one_stood(target: Target, data: ConversationData, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_go_on_where_one_stood(
+    target: Target, data: ConversationData, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the same place, with the same noise for each micro-batch, and as the same run."""
 
     def facts(world: int, accumulate: int) -> dict[str, Any]:
-        trainer = {"batch_tokens": 320, "batch_rows": None, "pack": None, "precision": "32-true", "accumulate": accumulate}
-        config = {"trainer": trainer, "data": {}, "optim": {}, "drafter": {}, "draft_vocab": 0, "seed": 0}
+        trainer = {
+            "batch_tokens": 320,
+            "batch_rows": None,
+            "pack": None,
+            "precision": "32-true",
+            "accumulate": accumulate,
+        }
+        config = {
+            "trainer": trainer,
+            "data": {},
+            "optim": {},
+            "drafter": {},
+            "draft_vocab": 0,
+            "seed": 0,
+        }
         return facts_of(config, target, data, alone, world, {})
 
     alone, stream = module_for(data, target, accumulate=4, max_steps=3, batch_tokens=320)
@@ -268,7 +335,9 @@ def test_two_processes_go_on_where_one_stood(target: Target, data: ConversationD
     assert facts(1, 4) == facts(2, 2) == facts(4, 1) != facts(2, 4)
 
 
-def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "last.ckpt"
     write_checkpoint(path, {"progress": {"updates": 1}})
 
@@ -293,22 +362,34 @@ def test_a_limit_of_file_sizes_leaves_the_old_one(tmp_path: Path) -> None:
         with file_limit(limit), pytest.raises(OSError) as caught:
             write_checkpoint(path, state)
         said = disk_full(caught.value)
-        assert said.startswith("a file grew larger than this system allows") and f"while writing {path}: raise" in said, limit
+        assert (
+            said.startswith("a file grew larger than this system allows")
+            and f"while writing {path}: raise" in said
+        ), limit
         assert updates_in(path) == 1 and names(tmp_path) == ["last.ckpt", "whole.ckpt"]
     with file_limit(size):
         write_checkpoint(path, state)
     assert updates_in(path) == 2
 
 
-def test_what_a_run_cannot_go_on_from_is_refused(target: Target, data: ConversationData, tmp_path: Path) -> None:
+def test_what_a_run_cannot_go_on_from_is_refused(
+    target: Target, data: ConversationData, tmp_path: Path
+) -> None:
     module, stream = module_for(data, target, max_steps=1)
     keep = keeper(tmp_path)
     keep.facts = {"target": {}}
     fit(module, stream, keep)
     path = tmp_path / "last.ckpt"
     whole = read_checkpoint(path)
-    check_whole(whole, path)
-    check_whole({**whole, "decode": MEASURED, "keeper": {"best": 1.5, "best_update": 1, "without_progress": 0}}, path)
+    check_complete(whole, path)
+    check_complete(
+        {
+            **whole,
+            "decode": MEASURED,
+            "keeper": {"best": 1.5, "best_update": 1, "without_progress": 0},
+        },
+        path,
+    )
     for change, said in (
         (lambda state: state.pop("facts"), "lacks facts: target"),
         (lambda state: state.update(facts=3), "lacks facts: target"),
@@ -320,27 +401,53 @@ def test_what_a_run_cannot_go_on_from_is_refused(target: Target, data: Conversat
         (lambda state: state["progress"].update(position=-1), "says that its run was at"),
         (lambda state: state["progress"].update(updates=2), "says that its run was at"),
         (lambda state: state["progress"].update(position=10**15), "says that its run was at"),
-        (lambda state: state["keeper"].clear(), "lacks keeper: best, best_update, without_progress"),
-        (lambda state: state["keeper"].update(best="much", best_update=1), "says that its best was {'best': 'much'"),
+        (
+            lambda state: state["keeper"].clear(),
+            "lacks keeper: best, best_update, without_progress",
+        ),
+        (
+            lambda state: state["keeper"].update(best="much", best_update=1),
+            "says that its best was {'best': 'much'",
+        ),
         (lambda state: state["keeper"].update(best=[2.0], best_update=1), "says that its best was"),
-        (lambda state: state["keeper"].update(best=math.nan, best_update=1), "says that its best was"),
+        (
+            lambda state: state["keeper"].update(best=math.nan, best_update=1),
+            "says that its best was",
+        ),
         (lambda state: state["keeper"].update(best=2.0), "says that its best was"),
-        (lambda state: state["keeper"].update(best=2.0, best_update="../../other"), "says that its best was"),
+        (
+            lambda state: state["keeper"].update(best=2.0, best_update="../../other"),
+            "says that its best was",
+        ),
         (lambda state: state["keeper"].update(best=2.0, best_update=2), "says that its best was"),
         (lambda state: state["keeper"].update(without_progress=-1), "says that its best was"),
-        (lambda state: state.update(decode={**MEASURED, "evaluations": None}), "says that it had measured"),
-        (lambda state: state.update(decode={**MEASURED, "measured_at": "x"}), "says that it had measured"),
-        (lambda state: state.update(decode={**MEASURED, "tau": "much"}), "says that it had measured"),
-        (lambda state: state.update(decode={**MEASURED, "seconds": math.inf}), "says that it had measured"),
+        (
+            lambda state: state.update(decode={**MEASURED, "evaluations": None}),
+            "says that it had measured",
+        ),
+        (
+            lambda state: state.update(decode={**MEASURED, "measured_at": "x"}),
+            "says that it had measured",
+        ),
+        (
+            lambda state: state.update(decode={**MEASURED, "tau": "much"}),
+            "says that it had measured",
+        ),
+        (
+            lambda state: state.update(decode={**MEASURED, "seconds": math.inf}),
+            "says that it had measured",
+        ),
         (lambda state: state["progress"].update(seconds=math.nan), "says that its run was at"),
     ):
         state = copy.deepcopy(whole)
         change(state)
         with pytest.raises(InputError, match=said):
-            check_whole(state, path)
+            check_complete(state, path)
 
 
-def repacked(path: Path, change: Callable[[dict[str, bytes]], Any], how: int = zipfile.ZIP_STORED) -> None:
+def repacked(
+    path: Path, change: Callable[[dict[str, bytes]], Any], how: int = zipfile.ZIP_STORED
+) -> None:
     """The archive written anew from its changed parts."""
     with zipfile.ZipFile(path) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
@@ -368,7 +475,10 @@ def around_itself() -> list[Any]:
     ("state", "said"),
     [
         ({"format": laughs()}, "other things than tensors and plain values"),
-        ({"format": 1, "facts": {"target": laughs()}}, "other things than tensors and plain values"),
+        (
+            {"format": 1, "facts": {"target": laughs()}},
+            "other things than tensors and plain values",
+        ),
         ({"format": 1, "facts": around_itself()}, "other things than tensors and plain values"),
         ({"format": 1 << 1000}, "other things than tensors and plain values"),
         ({"format": 1, "weights": torch.float32}, "other things than tensors and plain values"),
@@ -376,7 +486,9 @@ def around_itself() -> list[Any]:
     ],
     ids=["format", "facts", "itself", "number", "dtype", "tensor"],
 )
-def test_what_refers_to_itself_or_is_huge_is_refused_in_a_moment(tmp_path: Path, state: dict[str, Any], said: str) -> None:
+def test_what_refers_to_itself_or_is_huge_is_refused_in_a_moment(
+    tmp_path: Path, state: dict[str, Any], said: str
+) -> None:
     torch.save(state, tmp_path / "a.ckpt")
     began = time.monotonic()
     with pytest.raises(InputError, match=said):
@@ -405,13 +517,25 @@ def test_a_single_bit_is_noticed(tmp_path: Path) -> None:
         read_checkpoint(path)
 
 
-def test_how_moments_are_used_is_what_the_settings_say(target: Target, data: ConversationData, tmp_path: Path) -> None:
+def test_how_moments_are_used_is_what_the_settings_say(
+    target: Target, data: ConversationData, tmp_path: Path
+) -> None:
     """Not what stands in a checkpoint: its settings are compared elsewhere."""
     module, stream = module_for(data, target, max_steps=1)
     fit(module, stream, keeper(tmp_path / "whole"))
     state = read_checkpoint(tmp_path / "whole" / "last.ckpt")
     found = []
-    for change in ({}, {"betas": "x", "amsgrad": True, "maximize": True, "weight_decay": 50.0, "eps": 1e9, "lr": 9.0}):
+    for change in (
+        {},
+        {
+            "betas": "x",
+            "amsgrad": True,
+            "maximize": True,
+            "weight_decay": 50.0,
+            "eps": 1e9,
+            "lr": 9.0,
+        },
+    ):
         edited = copy.deepcopy(state)
         edited["optimiser"]["param_groups"][0].update(change)
         again, stream = module_for(data, target, max_steps=3)
@@ -422,7 +546,9 @@ def test_how_moments_are_used_is_what_the_settings_say(target: Target, data: Con
     assert same(*found)
 
 
-def test_moments_of_other_weights_are_refused(target: Target, data: ConversationData, tmp_path: Path) -> None:
+def test_moments_of_other_weights_are_refused(
+    target: Target, data: ConversationData, tmp_path: Path
+) -> None:
     module, stream = module_for(data, target, max_steps=1)
     fit(module, stream, keeper(tmp_path))
     whole = read_checkpoint(tmp_path / "last.ckpt")
@@ -452,13 +578,31 @@ def test_files_are_read_without_running_code(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.ckpt")
     write_checkpoint(tmp_path / "whole.ckpt", {"x": torch.zeros(1000)})
     for share in (1, 2, 3):
-        (tmp_path / f"short{share}.ckpt").write_bytes((tmp_path / "whole.ckpt").read_bytes()[: -1000 * share])
+        (tmp_path / f"short{share}.ckpt").write_bytes(
+            (tmp_path / "whole.ckpt").read_bytes()[: -1000 * share]
+        )
     # Opcodes that a pickle machine stumbles over in many ways: what it raises is the library's own.
-    odd = (b"", b"\x80\x02.", b"\x80\x02h\x07.", b"\x80\x02}(K\x01.", b"\x80\x02\x85.", b"(dp0\n.", b"\x80\x02cos\nx\n.")
+    odd = (
+        b"",
+        b"\x80\x02.",
+        b"\x80\x02h\x07.",
+        b"\x80\x02}(K\x01.",
+        b"\x80\x02\x85.",
+        b"(dp0\n.",
+        b"\x80\x02cos\nx\n.",
+    )
     for place, data in enumerate(odd):
         (tmp_path / f"pickle{place}.ckpt").write_bytes(data)
     (tmp_path / "folder.ckpt").mkdir()
-    unread = ("evil", "cut", "short1", "short2", "short3", "folder", *(f"pickle{place}" for place in range(7)))
+    unread = (
+        "evil",
+        "cut",
+        "short1",
+        "short2",
+        "short3",
+        "folder",
+        *(f"pickle{place}" for place in range(7)),
+    )
     for name, message in (
         *((name, "cannot be read") for name in unread),
         *((name, "format") for name in ("foreign", "true", "list")),

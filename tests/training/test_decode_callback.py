@@ -17,7 +17,13 @@ from drafttrain.decoding.speculator import Speculator
 from drafttrain.flow import Tally
 from drafttrain.target.features import OnlineFeatures
 from drafttrain.target.model import Target
-from drafttrain.training.decode_callback import DecodeCallback, EvalConfig, _packed, _unpacked, undisturbed
+from drafttrain.training.decode_callback import (
+    DecodeCallback,
+    EvalConfig,
+    _packed,
+    _unpacked,
+    undisturbed,
+)
 from drafttrain.training.module import DraftModule
 from drafttrain.tree.topology import Tree
 from tests.training.parts import Memory, fit, module_for, same, weights_of
@@ -35,13 +41,24 @@ EVAL: dict[str, Any] = {
 
 
 def callback(
-    module: DraftModule, target: Target, data: ConversationData, held_out: ConversationData | None, **settings: Any
+    module: DraftModule,
+    target: Target,
+    data: ConversationData,
+    held_out: ConversationData | None,
+    **settings: Any,
 ) -> DecodeCallback:
     plans = {"tree": Plan(Tree.expansion([2, 2])), "chain": Plan(Tree.chain(3))}
-    source = None if held_out is None else OnlineFeatures(target, module.drafter.needs, data=held_out)
+    source = (
+        None if held_out is None else OnlineFeatures(target, module.drafter.needs, data=held_out)
+    )
     speculator = Speculator(target, module.drafter, plans["tree"], dtype="float32")
     return DecodeCallback(
-        speculator, data.set.prompts(), plans, EvalConfig(**EVAL | settings), held_out=held_out, source=source
+        speculator,
+        data.set.prompts(),
+        plans,
+        EvalConfig(**EVAL | settings),
+        held_out=held_out,
+        source=source,
     )
 
 
@@ -79,7 +96,9 @@ def test_it_restores_modes_and_every_random_state() -> None:
 
 
 @pytest.mark.field("F46", "F48")
-def test_it_logs_what_decoding_measures(target: Target, data: ConversationData, held_out: ConversationData) -> None:
+def test_it_logs_what_decoding_measures(
+    target: Target, data: ConversationData, held_out: ConversationData
+) -> None:
     module, stream = module_for(data, target, max_steps=4)
     decode = callback(module, target, data, held_out)
     logger = Memory()
@@ -87,14 +106,28 @@ def test_it_logs_what_decoding_measures(target: Target, data: ConversationData, 
     assert list(logger.values("val/tau")) == [2, 4] and list(logger.values("val/speedup")) == [4]
     plan = decode.plans["tree"]
     tally = measure_acceptance(
-        target, module.drafter.at(torch.float32), data.set.prompts()[:3], plan, max_new_tokens=8, batch=2
+        target,
+        module.drafter.at(torch.float32),
+        data.set.prompts()[:3],
+        plan,
+        max_new_tokens=8,
+        batch=2,
     ).tally
-    last = {name: values[4] for name in dict(logger.rows[-1][1]) if 4 in (values := logger.values(name))}
+    last = {
+        name: values[4] for name in dict(logger.rows[-1][1]) if 4 in (values := logger.values(name))
+    }
     assert last["val/tau"] == tally.tau == decode.tau
     assert last["val/accepted_per_round"] == tally.accepted_per_round
     for k, (value, count) in enumerate(zip(tally.accept_at, tally.offered, strict=True), start=1):
-        assert last.get(f"val/accept@{k}") == value and last.get(f"val/accept@{k}_count") == (count or None)
-    assert {"val/chain/tau", "val/seconds_draft", "val/seconds_verify", "val/seconds_prefill"} <= set(last)
+        assert last.get(f"val/accept@{k}") == value and last.get(f"val/accept@{k}_count") == (
+            count or None
+        )
+    assert {
+        "val/chain/tau",
+        "val/seconds_draft",
+        "val/seconds_verify",
+        "val/seconds_prefill",
+    } <= set(last)
     assert all(math.isfinite(value) for _, row in logger.rows for value in row.values())
 
 
@@ -113,7 +146,9 @@ def test_sim_tau_counts_runs_of_right_guesses(
         assert guesses is not None
         hits = [
             bool(m) and int(g) == int(x)
-            for g, x, m in zip(guesses[0, :, 0], batch.input_ids[0], batch.loss_mask[0], strict=True)
+            for g, x, m in zip(
+                guesses[0, :, 0], batch.input_ids[0], batch.loss_mask[0], strict=True
+            )
         ]
         for t, supervised in enumerate(batch.loss_mask[0].tolist()):
             if supervised:

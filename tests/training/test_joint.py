@@ -1,4 +1,5 @@
-"""Heads and target together: the loss, the rates, what is trained, and that a stopped run goes on as if it had not been."""
+"""Heads and target together: the loss, the rates, what is trained, and that a stopped run goes on
+as if it had not been."""
 
 from __future__ import annotations
 
@@ -47,17 +48,29 @@ def heads_of(target: Target, **settings: Any) -> Medusa:
     return drafter
 
 
-def module_of(course: Course, optim: AdamW | None = None, target: Target | None = None, **settings: Any) -> JointModule:
+def module_of(
+    course: Course, optim: AdamW | None = None, target: Target | None = None, **settings: Any
+) -> JointModule:
     """Of a target of its own."""
     target = target or tiny()
     joint = Joint(**{**JOINT, **settings})
     drafter = heads_of(target)
     adapter = joint.adapter(target, seed=0)
     source = LiveFeatures(target, drafter.needs)
-    return JointModule(drafter, source, optim or AdamW(**OPTIM), course, target=target, adapter=adapter, joint=joint)
+    return JointModule(
+        drafter,
+        source,
+        optim or AdamW(**OPTIM),
+        course,
+        target=target,
+        adapter=adapter,
+        joint=joint,
+    )
 
 
-def run_of(data: ConversationData, trainer: dict[str, Any], **settings: Any) -> tuple[JointModule, Stream]:
+def run_of(
+    data: ConversationData, trainer: dict[str, Any], **settings: Any
+) -> tuple[JointModule, Stream]:
     config = TrainerConfig(**{**TRAINER, **trainer})
     sampler = config.sampler(data, seed=0, rank=0, world=1)
     module = module_of(config.course(sampler), **settings)
@@ -92,8 +105,15 @@ def plain_loss(module: JointModule, batch: Batch, weight: float) -> tuple[float,
                 kl += float((p.exp() * (p - q)).sum())
                 for k in range(1, drafter.count + 1):
                     if place >= k + 1:
-                        logits = drafter.project(drafter.outputs(hidden[b : b + 1, : place - k], batch.input_ids, k)[:, -1], k)
-                        heads += 0.8**k * float(functional.cross_entropy(logits, batch.input_ids[b, place][None]))
+                        logits = drafter.project(
+                            drafter.outputs(hidden[b : b + 1, : place - k], batch.input_ids, k)[
+                                :, -1
+                            ],
+                            k,
+                        )
+                        heads += 0.8**k * float(
+                            functional.cross_entropy(logits, batch.input_ids[b, place][None])
+                        )
     return kl + weight * heads, kl, count
 
 
@@ -104,13 +124,20 @@ def test_the_loss_is_kl_to_the_original_plus_the_weighted_heads(data: Conversati
     batch = batch_of(data, 0, 1, 2)
     loss, _ = module.judge(batch)
     total, kl, count = plain_loss(module, batch, 0.3)
-    assert float(loss.count) == count == sum(int(data.row(i)[1][1:].sum()) for i in (0, 1, 2)) and kl > 0.1
+    assert (
+        float(loss.count) == count == sum(int(data.row(i)[1][1:].sum()) for i in (0, 1, 2))
+        and kl > 0.1
+    )
     assert float(loss.parts["kl"][0]) == pytest.approx(kl, rel=1e-4)
     assert float(loss.total.detach()) == pytest.approx(total, rel=1e-4)
     assert [float(value) for value in loss.parts["lambda_0"]] == pytest.approx([0.3, 1.0])
     # Normalised by supervised tokens: padding and prompts do not dilute it.
-    wide, _ = module.judge(collate([(*data.row(i), data.indices[i]) for i in (0, 1, 2)], pad_to_multiple=64))
-    assert float((wide.total / wide.count).detach()) == pytest.approx(float((loss.total / loss.count).detach()), rel=1e-5)
+    wide, _ = module.judge(
+        collate([(*data.row(i), data.indices[i]) for i in (0, 1, 2)], pad_to_multiple=64)
+    )
+    assert float((wide.total / wide.count).detach()) == pytest.approx(
+        float((loss.total / loss.count).detach()), rel=1e-5
+    )
 
 
 def test_both_parts_teach_the_adapter(data: ConversationData) -> None:
@@ -133,7 +160,9 @@ def test_both_parts_teach_the_adapter(data: ConversationData) -> None:
         z = drafter.project(drafter.outputs(hidden, batch.input_ids, k), k)
         kept = place >= k + 1
         labels = batch.input_ids[row[kept], place[kept]]
-        total = total + 0.3 * 0.8**k * functional.cross_entropy(z[row[kept], place[kept] - k - 1], labels, reduction="sum")
+        total = total + 0.3 * 0.8**k * functional.cross_entropy(
+            z[row[kept], place[kept] - k - 1], labels, reduction="sum"
+        )
     expected = torch.autograd.grad(total, list(module.adapter.parameters()))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()))
@@ -145,7 +174,9 @@ def test_the_loss_of_the_target_is_zero_at_the_start(data: ConversationData) -> 
     assert abs(float(loss.parts["kl"][0])) < 1e-4 and float(loss.parts["heads"][0]) > 1
 
 
-def test_no_more_than_a_chunk_of_logits_exists(data: ConversationData, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_than_a_chunk_of_logits_exists(
+    data: ConversationData, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = module_of(Course(batches=4, epochs=1))
     rows: list[int] = []
     inner = Target.finish_logits
@@ -179,7 +210,13 @@ def test_every_head_parameter_learns_at_its_multiple(data: ConversationData) -> 
     class Rates(Watch):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
             super().on_train_batch_end(trainer, pl_module, *rest)
-            seen.append({id(p): group["lr"] for group in trainer.optimizers[0].param_groups for p in group["params"]})
+            seen.append(
+                {
+                    id(p): group["lr"]
+                    for group in trainer.optimizers[0].param_groups
+                    for p in group["params"]
+                }
+            )
 
     seen: list[dict[int, float]] = []
     module, stream = run_of(data, {"max_steps": 5}, head_lr_factor=3.0)
@@ -196,7 +233,9 @@ def test_every_head_parameter_learns_at_its_multiple(data: ConversationData) -> 
 
 
 def test_ramp() -> None:
-    sine, constant = (Joint(**{**JOINT, "lambda_0": 0.5, "ramp": ramp}) for ramp in ("sine", "constant"))
+    sine, constant = (
+        Joint(**{**JOINT, "lambda_0": 0.5, "ramp": ramp}) for ramp in ("sine", "constant")
+    )
     assert [sine.weight(u, 4) for u in range(5)] == pytest.approx(
         [0, 0.5 * math.sin(math.pi / 8), 0.5 * math.sqrt(0.5), 0.5 * math.sin(3 * math.pi / 8), 0.5]
     )
@@ -204,7 +243,9 @@ def test_ramp() -> None:
 
 
 def test_the_ramp_follows_updates(data: ConversationData) -> None:
-    module, stream = run_of(data, {"max_steps": 4, "accumulate": 2, "batch_tokens": 320}, ramp="sine", lambda_0=1.0)
+    module, stream = run_of(
+        data, {"max_steps": 4, "accumulate": 2, "batch_tokens": 320}, ramp="sine", lambda_0=1.0
+    )
     seen: list[tuple[int, float]] = []
     inner = module.judge
 
@@ -225,7 +266,9 @@ def test_accumulation_does_not_change_the_gradient(data: ConversationData) -> No
 
         class Spy(AdamW):
             def clip(self, parameters: Any) -> None:
-                seen.update({n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None})
+                seen.update(
+                    {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+                )
 
         course = Course(batches=len(batches), accumulate=len(batches), steps=1)
         module = module_of(course, Spy(**OPTIM))
@@ -241,11 +284,14 @@ def test_accumulation_does_not_change_the_gradient(data: ConversationData) -> No
     whole = gradients([collate(rows)])
     for split in ([collate([row]) for row in rows], [collate(rows[:1]), empty, collate(rows[1:])]):
         for name, value in gradients(split).items():
-            torch.testing.assert_close(value, whole[name], rtol=1e-4, atol=1e-4 * float(whole[name].abs().max()))
+            torch.testing.assert_close(
+                value, whole[name], rtol=1e-4, atol=1e-4 * float(whole[name].abs().max())
+            )
 
 
 def test_stopped_in_mid_epoch_and_resumed(data: ConversationData, tmp_path: Path) -> None:
-    """With dropout: weights of adapter and heads, and their optimiser's state, are those of a run that was not stopped."""
+    """With dropout: weights of adapter and heads, and their optimiser's state, are those of a run
+    that was not stopped."""
     trainer: dict[str, Any] = {"accumulate": 2, "max_steps": 7, "batch_tokens": 320}
     settings: dict[str, Any] = {"dropout": 0.3, "ramp": "sine"}
     whole, stream = run_of(data, trainer, **settings)
@@ -259,8 +305,12 @@ def test_stopped_in_mid_epoch_and_resumed(data: ConversationData, tmp_path: Path
     stream.position = second.position
     fit(second, stream, keeper(tmp_path / "parts"))
     assert same(everything(second), everything(whole))
-    mine, theirs = (read_checkpoint(tmp_path / name / "last.ckpt")["optimiser"] for name in ("parts", "whole"))
-    assert [group["lr"] for group in mine["param_groups"]] == [group["lr"] for group in theirs["param_groups"]]
+    mine, theirs = (
+        read_checkpoint(tmp_path / name / "last.ckpt")["optimiser"] for name in ("parts", "whole")
+    )
+    assert [group["lr"] for group in mine["param_groups"]] == [
+        group["lr"] for group in theirs["param_groups"]
+    ]
     for number, state in theirs["state"].items():
         assert all(torch.equal(mine["state"][number][name], value) for name, value in state.items())
     calm, stream = run_of(data, trainer, **settings | {"dropout": 0.0})
@@ -270,10 +320,15 @@ def test_stopped_in_mid_epoch_and_resumed(data: ConversationData, tmp_path: Path
 
 def test_rank_0_and_no_weight_leave_everything_as_it_was(data: ConversationData) -> None:
     module, stream = run_of(data, {"max_steps": 3}, rank=0, lambda_0=0.0)
-    state, before = {n: v.clone() for n, v in module.target.model.state_dict().items()}, everything(module)
+    state, before = (
+        {n: v.clone() for n, v in module.target.model.state_dict().items()},
+        everything(module),
+    )
     fit(module, stream)
     assert module.updates == 3 and same(before, everything(module))
-    assert same(state, dict(module.target.model.state_dict())) and same(state, dict(tiny().model.state_dict()))
+    assert same(state, dict(module.target.model.state_dict())) and same(
+        state, dict(tiny().model.state_dict())
+    )
     assert module.target.fingerprint == tiny().fingerprint
 
 
@@ -291,10 +346,15 @@ def test_distillation_stays_within_its_chunk(data: ConversationData) -> None:
     batch = batch_of(data, 0, 1)
     hidden = target.hidden(batch.input_ids)
     other = hidden + 0.1
-    sums = [float(self_distillation(target, other, hidden, batch, chunk=chunk)[0]) for chunk in (1, 7, 1000)]
+    sums = [
+        float(self_distillation(target, other, hidden, batch, chunk=chunk)[0])
+        for chunk in (1, 7, 1000)
+    ]
     assert sums == pytest.approx([sums[0]] * 3, rel=1e-5) and sums[0] > 0
     row, place = batch.loss_mask.nonzero(as_tuple=True)
-    plain = losses.forward_kl(target.head(other[row, place - 1]), target.head(hidden[row, place - 1])).sum()
+    plain = losses.forward_kl(
+        target.head(other[row, place - 1]), target.head(hidden[row, place - 1])
+    ).sum()
     assert sums[0] == pytest.approx(float(plain), rel=1e-5)
 
 

@@ -1,4 +1,5 @@
-"""An update depends on supervised tokens alone: not on how they are split, padded or spread, and never on none at all."""
+"""An update depends on supervised tokens alone: not on how they are split, padded or spread, and
+never on none at all."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def gradients(target: Target, batches: list[Batch]) -> dict[str, Tensor]:
 
     class Spy(AdamW):
         def clip(self, parameters: Any) -> None:
-            seen.update({n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None})
+            seen.update(
+                {n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None}
+            )
 
     course = Course(batches=len(batches), accumulate=len(batches), steps=1)
     module = DraftModule(drafter, Direct(target, drafter), Spy(**OPTIM), course)
@@ -51,11 +54,15 @@ def gradients(target: Target, batches: list[Batch]) -> dict[str, Tensor]:
 def close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a.keys() == b.keys() and a
     for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-6, atol=1e-6 * float(b[name].abs().max()))
+        torch.testing.assert_close(
+            a[name], b[name], rtol=1e-6, atol=1e-6 * float(b[name].abs().max())
+        )
 
 
 @pytest.mark.field("F33")
-def test_accumulation_and_padding_do_not_change_the_gradient(target: Target, data: ConversationData) -> None:
+def test_accumulation_and_padding_do_not_change_the_gradient(
+    target: Target, data: ConversationData
+) -> None:
     rows = [(*data.row(i), data.indices[i]) for i in (0, 1, 2, 3)]
     short = [(ids[:12], mask[:12], row) for ids, mask, row in rows[:1]] + rows[1:]
     whole = gradients(target, [collate(short)])
@@ -81,7 +88,13 @@ def test_a_window_without_labels_makes_no_update(target: Target, data: Conversat
     ids, mask = data.row(0)
     full, none = collate([(ids, mask, 0)]), collate([(ids, torch.zeros_like(mask), 0)])
     course = Course(batches=5, epochs=1)
-    module = DraftModule(drafter, Direct(target, drafter), AdamW(**OPTIM | {"weight_decay": 0.1}), course, log_every=1)
+    module = DraftModule(
+        drafter,
+        Direct(target, drafter),
+        AdamW(**OPTIM | {"weight_decay": 0.1}),
+        course,
+        log_every=1,
+    )
     logger, watch = Memory(), Watch()
     fit(module, Fixed([none, full, none, full, none], course), watch, logger=logger)
     assert (module.updates, module.empty_windows, module.position) == (2, 3, 5)
@@ -89,14 +102,20 @@ def test_a_window_without_labels_makes_no_update(target: Target, data: Conversat
     assert all(math.isfinite(value) for _, row in logger.rows for value in row.values())
     assert sum(logger.values("train/batches_without_labels").values()) == 2
     before = weights_of(module)
-    alone = DraftModule(drafter, Direct(target, drafter), AdamW(**OPTIM), Course(batches=2, epochs=1))
+    alone = DraftModule(
+        drafter, Direct(target, drafter), AdamW(**OPTIM), Course(batches=2, epochs=1)
+    )
     fit(alone, Fixed([none, none], alone.course))
     assert same(before, weights_of(alone)) and alone.updates == 0
 
 
 @pytest.mark.field("F47")
-def test_logged_values_are_means_over_the_window_s_tokens(target: Target, data: ConversationData) -> None:
-    module, stream = module_for(data, target, accumulate=2, max_steps=6, log_every=3, batch_tokens=320, noise=0.0)
+def test_logged_values_are_means_over_the_window_s_tokens(
+    target: Target, data: ConversationData
+) -> None:
+    module, stream = module_for(
+        data, target, accumulate=2, max_steps=6, log_every=3, batch_tokens=320, noise=0.0
+    )
     seen: list[tuple[float, float, float]] = []
     inner = module.drafter.loss
 
@@ -113,15 +132,23 @@ def test_logged_values_are_means_over_the_window_s_tokens(target: Target, data: 
     first, second = seen[: edges[2]], seen[edges[2] : edges[5]]
     for step, part in ((3, first), (6, second)):
         tokens = sum(count for _, count, _ in part)
-        assert logger.values("train/loss")[step] == pytest.approx(sum(total for total, _, _ in part) / tokens, rel=1e-6)
-        assert logger.values("train/accuracy")[step] == pytest.approx(sum(right for _, _, right in part) / tokens)
+        assert logger.values("train/loss")[step] == pytest.approx(
+            sum(total for total, _, _ in part) / tokens, rel=1e-6
+        )
+        assert logger.values("train/accuracy")[step] == pytest.approx(
+            sum(right for _, _, right in part) / tokens
+        )
     assert module.supervised == sum(count for _, count, _ in seen)
 
 
 @pytest.mark.field("F19")
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_rate_follows_updates_and_ends_on_the_last(target: Target, data: ConversationData, schedule: str) -> None:
-    module, stream = module_for(data, target, optim={"schedule": schedule, "warmup": 3}, accumulate=2, max_steps=9)
+def test_rate_follows_updates_and_ends_on_the_last(
+    target: Target, data: ConversationData, schedule: str
+) -> None:
+    module, stream = module_for(
+        data, target, optim={"schedule": schedule, "warmup": 3}, accumulate=2, max_steps=9
+    )
     watch = Watch()
     fit(module, stream, watch)
     assert len(watch.rates) == 9 < len(watch.rows)
@@ -144,23 +171,35 @@ def test_rate_settings_that_need_a_length_are_refused() -> None:
 
 def test_batches_are_of_the_update_and_split_over_accumulation(data: ConversationData) -> None:
     whole, parts = TrainerConfig(**TRAINER), TrainerConfig(**TRAINER | {"accumulate": 2})
-    updates = [c.course(c.sampler(data, seed=0, rank=0, world=1)).updates_per_epoch for c in (whole, parts)]
+    updates = [
+        c.course(c.sampler(data, seed=0, rank=0, world=1)).updates_per_epoch for c in (whole, parts)
+    ]
     assert abs(updates[0] - updates[1]) <= 1
     with pytest.raises(InputError, match="longest row"):
-        TrainerConfig(**TRAINER | {"batch_tokens": max(data.lengths) - 1}).sampler(data, seed=0, rank=0, world=1)
+        TrainerConfig(**TRAINER | {"batch_tokens": max(data.lengths) - 1}).sampler(
+            data, seed=0, rank=0, world=1
+        )
 
 
 def test_a_micro_batch_holds_at_least_one_row(data: ConversationData) -> None:
     """However many processes share an update: what runs on one runs on all of them."""
     config = TrainerConfig(**TRAINER | {"batch_tokens": max(data.lengths)})
     samplers = [config.sampler(data, seed=0, rank=r, world=4) for r in range(4)]
-    rows = [place for sampler in samplers for batch in sampler.batches(0) for place in batch if place >= 0]
+    rows = [
+        place
+        for sampler in samplers
+        for batch in sampler.batches(0)
+        for place in batch
+        if place >= 0
+    ]
     assert sorted(rows) == list(range(len(data)))
     assert len({len(sampler) for sampler in samplers}) == 1
 
 
 def test_the_clock_ends_a_run_without_a_length(target: Target, data: ConversationData) -> None:
-    module, stream = module_for(data, target, optim={"schedule": "constant"}, max_steps=None, max_minutes=0.5 / 60)
+    module, stream = module_for(
+        data, target, optim={"schedule": "constant"}, max_steps=None, max_minutes=0.5 / 60
+    )
     fit(module, stream)
     assert module.stopped == "time" and module.updates > 0 and not module.finished
     took = module.seconds
@@ -184,8 +223,12 @@ def test_nothing_is_compiled_for_any_length(target: Target, data: ConversationDa
 
 
 @pytest.mark.field("F34")
-def test_weights_are_float32_and_move_at_small_rates(target: Target, data: ConversationData) -> None:
-    module, stream = module_for(data, target, optim={"lr": 1e-5, "schedule": "constant", "warmup": 0}, max_steps=3)
+def test_weights_are_float32_and_move_at_small_rates(
+    target: Target, data: ConversationData
+) -> None:
+    module, stream = module_for(
+        data, target, optim={"lr": 1e-5, "schedule": "constant", "warmup": 0}, max_steps=3
+    )
     before = weights_of(module)
     fit(module, stream)
     moved = [(before[n] != w).float().mean() for n, w in weights_of(module).items() if w.dim() == 2]
@@ -200,7 +243,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(target: Target, data: Conversat
 
     def loss(batch: Batch, features: Features, *, generator: torch.Generator | None = None) -> Loss:
         found = Eagle1.loss(module.drafter, batch, features, generator=generator)  # type: ignore[arg-type]
-        return Loss(found.total * float("nan"), found.count, found.parts) if module.updates == 2 else found
+        return (
+            Loss(found.total * float("nan"), found.count, found.parts)
+            if module.updates == 2
+            else found
+        )
 
     module.drafter.loss = loss  # type: ignore[method-assign]
     with pytest.raises(InputError, match="update 2 is nan"):
@@ -208,8 +255,12 @@ def test_a_loss_that_is_not_finite_stops_the_run(target: Target, data: Conversat
     assert all(torch.isfinite(value).all() for value in weights_of(module).values())
 
 
-def test_checkpointed_weights_are_the_drafter_s_alone(target: Target, data: ConversationData) -> None:
+def test_checkpointed_weights_are_the_drafter_s_alone(
+    target: Target, data: ConversationData
+) -> None:
     module, _ = module_for(data, target)
     assert {name.partition(".")[0] for name in module.state_dict()} == {"drafter"}
     assert not any(value is target.embedding.weight for value in module.state_dict().values())
-    assert sum(p.numel() for p in module.parameters()) == sum(p.numel() for p in module.drafter.parameters())
+    assert sum(p.numel() for p in module.parameters()) == sum(
+        p.numel() for p in module.drafter.parameters()
+    )

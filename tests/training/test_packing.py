@@ -1,4 +1,5 @@
-"""Joined rows teach what they teach alone: loss, gradients, weights after updates, and features of every source."""
+"""Joined rows teach what they teach alone: loss, gradients, weights after updates, and features of
+every source."""
 
 from __future__ import annotations
 
@@ -39,8 +40,12 @@ KINDS: dict[str, Any] = {
     "eagle1": lambda target: Eagle1(target, noise=0.0, classification=1.0),
     "medusa": lambda target: Medusa(target, heads=3, own_head=True, loss="forward_kl"),
     "hydra_heads": lambda target: HydraHeads(target, heads=3),
-    "ssm": lambda target: Ssm(target, layers=[0, 1], own=["norm", "head"], loss={"forward_kl": 1.0, "cross_entropy": 0.3}),
-    "early_exit": lambda target: EarlyExit(target, exit_layer=0, mlp=32, loss={"jsd": 1.0, "cross_entropy": 0.5}),
+    "ssm": lambda target: Ssm(
+        target, layers=[0, 1], own=["norm", "head"], loss={"forward_kl": 1.0, "cross_entropy": 0.3}
+    ),
+    "early_exit": lambda target: EarlyExit(
+        target, exit_layer=0, mlp=32, loss={"jsd": 1.0, "cross_entropy": 0.5}
+    ),
 }
 SIZE = 80
 
@@ -62,12 +67,16 @@ def judged(drafter: Drafter, batch: Batch) -> tuple[Loss, dict[str, Tensor]]:
     drafter.zero_grad()
     loss = drafter.loss(batch, features)
     loss.total.backward()
-    return loss, {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}
+    return loss, {
+        name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradients_are_those_of_the_rows_alone(kind: str, family: str, data: ConversationData) -> None:
+def test_loss_and_gradients_are_those_of_the_rows_alone(
+    kind: str, family: str, data: ConversationData
+) -> None:
     target = load.tiny(family=family, layers=2, width=32, vocab_size=256)
     drafter = made(kind, target)
     drafter.check_packing()
@@ -84,7 +93,9 @@ def test_loss_and_gradients_are_those_of_the_rows_alone(kind: str, family: str, 
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         assert float(gradient.abs().max()) > 0, name
-        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()))
+        torch.testing.assert_close(
+            found[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max())
+        )
 
 
 def test_scaled_noise_is_by_the_row_s_own_length(target: Target, data: ConversationData) -> None:
@@ -115,15 +126,32 @@ def test_updates_of_joined_rows_make_the_same_weights(
         rows = data
         if isinstance(sampler, PackedSampler):
             rows = joined(data, sampler, target, drafter, said.append)
-            assert said[0].startswith(f"rows are joined into sequences of {SIZE} tokens, ") and "dense mask" in said[0]
-        source = OnlineFeatures(target, drafter.needs, data=rows, groups=sampler.batches(0), keep_dtype="float32", **budgets)
+            assert (
+                said[0].startswith(f"rows are joined into sequences of {SIZE} tokens, ")
+                and "dense mask" in said[0]
+            )
+        source = OnlineFeatures(
+            target,
+            drafter.needs,
+            data=rows,
+            groups=sampler.batches(0),
+            keep_dtype="float32",
+            **budgets,
+        )
         module = DraftModule(drafter, source, AdamW(**OPTIM), config.course(sampler))
         run(module, Stream(rows, sampler, module.course))
         assert module.updates == 4 and source.rows_computed == len(data) * (4 if budgets else 1)
-        found.append((module.supervised, {name: value.clone() for name, value in drafter.state_dict().items()}))
+        found.append(
+            (
+                module.supervised,
+                {name: value.clone() for name, value in drafter.state_dict().items()},
+            )
+        )
     assert found[0][0] == found[1][0]
     for name, value in found[0][1].items():
-        torch.testing.assert_close(found[1][1][name], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()))
+        torch.testing.assert_close(
+            found[1][1][name], value, rtol=1e-5, atol=1e-5 * float(value.abs().max())
+        )
 
 
 def test_a_store_serves_joined_rows(target: Target, data: ConversationData, tmp_path: Path) -> None:
@@ -131,9 +159,15 @@ def test_a_store_serves_joined_rows(target: Target, data: ConversationData, tmp_
     store = make_store(target, data, tmp_path / "store", layers=(1,))
     source = StoredFeatures(target, needs, data=data, path=store)
     batch = data.joined(SIZE).batch([3, 0, 5, 1])
-    found, expected = source.features(batch), target.features(batch.input_ids, batch.lengths, needs, batch.packing)
+    found, expected = (
+        source.features(batch),
+        target.features(batch.input_ids, batch.lengths, needs, batch.packing),
+    )
     assert found.last_hidden is not None and expected.last_hidden is not None
-    for mine, theirs in ((found.last_hidden, expected.last_hidden), (found.layers[1], expected.layers[1])):
+    for mine, theirs in (
+        (found.last_hidden, expected.last_hidden),
+        (found.layers[1], expected.layers[1]),
+    ):
         torch.testing.assert_close(mine[batch.padding], theirs[batch.padding], rtol=1e-5, atol=1e-5)
         assert not mine[~batch.padding].any()
     source.close()
@@ -176,22 +210,55 @@ def test_what_cannot_be_joined_is_refused(target: Target, data: ConversationData
 
 @pytest.mark.parametrize("more", [[], ["--all"]])
 def test_the_bench(
-    target: Target, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: list[str]
+    target: Target,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
 ) -> None:
     bench = Path(__file__).resolve().parent.parent.parent / "scripts" / "bench"
-    words = ["--target", "tiny", "--data", str(folder), "--pack", "64", "--batch-tokens", "128", "--tokens", "300", "--rounds", "1"]
+    words = [
+        "--target",
+        "tiny",
+        "--data",
+        str(folder),
+        "--pack",
+        "64",
+        "--batch-tokens",
+        "128",
+        "--tokens",
+        "300",
+        "--rounds",
+        "1",
+    ]
     monkeypatch.syspath_prepend(str(bench))
     monkeypatch.setattr(sys, "argv", ["packing.py", *words, *more])
     runpy.run_path(str(bench / "packing.py"), run_name="__main__")
     said = capsys.readouterr().out
-    assert said.count("supervised of") == 2 and said.count("ratio") == 3 and "apart by dense; tiny-llama" in said
+    assert (
+        said.count("supervised of") == 2
+        and said.count("ratio") == 3
+        and "apart by dense; tiny-llama" in said
+    )
 
 
 def test_the_door(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = load.tiny()
     folder = write_tiny_set(target, tmp_path / "set")
-    words = ["experiment=smoke", f"data.path={folder}", "trainer.max_steps=2", "eval.every=null", "eval.prompts=0"]
-    words += ["eval.sim_rows=0", "final.prompts=0", "final.speed_prompts=0", "trainer.pack=64", "trainer.batch_tokens=128"]
+    words = [
+        "experiment=smoke",
+        f"data.path={folder}",
+        "trainer.max_steps=2",
+        "eval.every=null",
+        "eval.prompts=0",
+    ]
+    words += [
+        "eval.sim_rows=0",
+        "final.prompts=0",
+        "final.speed_prompts=0",
+        "trainer.pack=64",
+        "trainer.batch_tokens=128",
+    ]
     fit.main([*words, f"run_dir={tmp_path / 'run'}"])
     said = " ".join(capsys.readouterr().out.split())
     assert "rows are joined into sequences of 64 tokens" in said and "trained 2 updates" in said

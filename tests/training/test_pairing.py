@@ -1,4 +1,5 @@
-"""What is checked and chosen before a drafter is trained for a target, and how a tuned target is laid out after it."""
+"""What is checked and chosen before a drafter is trained for a target, and how a tuned target is
+laid out after it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ def test_a_set_must_be_the_targets_own_and_fit(target: Target, folder: Path) -> 
     with pytest.raises(InputError, match=r"data\.path=here belongs to another target"):
         check_set(load.tiny(seed=1), data, None, "here")
     held_out.lengths = [*held_out.lengths, target.context + 1]
-    with pytest.raises(InputError, match=f"rows of up to {target.context + 1} tokens.*set data.max_length={target.context}"):
+    with pytest.raises(
+        InputError,
+        match=f"rows of up to {target.context + 1} tokens.*set data.max_length={target.context}",
+    ):
         check_set(target, data, held_out, "here")
 
 
@@ -41,12 +45,20 @@ def test_the_draft_vocabulary_is_that_of_all_labels(target: Target, folder: Path
     assert torch.equal(draft_vocabulary(target, part, None, 20)[0], ids)
     counts = whole.label_counts(target.vocab_size)
     assert len(ids) == 20 and set(target.stop_ids) <= set(ids.tolist())
-    assert f"20 of {target.vocab_size} ids, {float(counts[ids].sum() / counts.sum()):.1%} of training labels" in told
+    assert (
+        f"20 of {target.vocab_size} ids, {float(counts[ids].sum() / counts.sum()):.1%} of training "
+        f"labels" in told
+    )
     held_out = ConversationData(folder, split="held_out")
-    assert "held-out" not in told and "of held-out labels" in draft_vocabulary(target, whole, held_out, 20)[1]
+    assert (
+        "held-out" not in told
+        and "of held-out labels" in draft_vocabulary(target, whole, held_out, 20)[1]
+    )
 
 
-def test_a_target_is_laid_out_as_its_loading_would_have_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_is_laid_out_as_its_loading_would_have_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def layers() -> int:
         return sum(isinstance(module, PackedLinear) for module in target.model.modules())
 

@@ -1,4 +1,5 @@
-"""Two processes that share the work, or the drafter itself, make the weights of one, and write the checkpoints of one."""
+"""Two processes that share the work, or the drafter itself, make the weights of one, and write the
+checkpoints of one."""
 
 from __future__ import annotations
 
@@ -40,14 +41,18 @@ def every(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return left_by_two(tmp_path_factory.mktemp("every"), target, "all")
 
 
-def alone(kind: str, target: Target, data: ConversationData, steps: int = pair.STEPS) -> DraftModule:
+def alone(
+    kind: str, target: Target, data: ConversationData, steps: int = pair.STEPS
+) -> DraftModule:
     """One process, whose windows hold the micro-batches of both."""
     shares = [pair.share(data, rank).from_step(0) for rank in range(pair.WORLD)]
     length = len(pair.share(data, 0))
     parts = [[next(one)[2] for one in shares] for _ in range(3 * length)]
     drafter = pair.made(kind, target)
     source = OnlineFeatures(target, drafter.needs, data=data, keep_dtype="float32")
-    course = Course(batches=pair.WORLD * length, accumulate=pair.WORLD * pair.ACCUMULATE, steps=steps)
+    course = Course(
+        batches=pair.WORLD * length, accumulate=pair.WORLD * pair.ACCUMULATE, steps=steps
+    )
     module = DraftModule(drafter, source, pair.OPTIMISER, course)
     fit(module, Fixed([data.batch(places) for part in parts for places in part], course))
     return module
@@ -70,25 +75,35 @@ def check_weights(kind: str, strategy: str, folder: Path, target: Target) -> Non
     assert state["progress"]["supervised"] == module.supervised > 0
     for rank in range(2):
         left = torch.load(folder / f"{kind}-{strategy}-{rank}.pt", weights_only=True)
-        assert same(left, {name.removeprefix("drafter."): value for name, value in state["weights"].items()})
+        assert same(
+            left, {name.removeprefix("drafter."): value for name, value in state["weights"].items()}
+        )
 
 
 def check_forms(kind: str, folder: Path) -> None:
-    ddp, fsdp = (read_checkpoint(folder / f"{kind}-{strategy}" / "last.ckpt") for strategy in ("ddp", "fsdp"))
-    assert ddp.keys() == fsdp.keys() and all(type(value) is Tensor for value in fsdp["weights"].values())
+    ddp, fsdp = (
+        read_checkpoint(folder / f"{kind}-{strategy}" / "last.ckpt") for strategy in ("ddp", "fsdp")
+    )
+    assert ddp.keys() == fsdp.keys() and all(
+        type(value) is Tensor for value in fsdp["weights"].values()
+    )
     close(fsdp["weights"], ddp["weights"])
     ours, theirs = fsdp["optimiser"], ddp["optimiser"]
-    assert ours["param_groups"] == theirs["param_groups"] and ours["state"].keys() == theirs["state"].keys()
+    assert (
+        ours["param_groups"] == theirs["param_groups"]
+        and ours["state"].keys() == theirs["state"].keys()
+    )
     for number, values in theirs["state"].items():
         assert float(values["exp_avg"].abs().max()) > 0
         close(ours["state"][number], values, 1e-4)
 
 
 def check_going_on(first: str, second: str, folder: Path) -> None:
-    calm, begun, ended = (
-        read_checkpoint(folder / name / "last.ckpt") for name in ("eagle1-ddp", f"begun-{first}", f"ended-{second}")
+    calm, partial_pass, ended = (
+        read_checkpoint(folder / name / "last.ckpt")
+        for name in ("eagle1-ddp", f"begun-{first}", f"ended-{second}")
     )
-    assert 3 <= begun["progress"]["updates"] < ended["progress"]["updates"] == pair.STEPS
+    assert 3 <= partial_pass["progress"]["updates"] < ended["progress"]["updates"] == pair.STEPS
     close(ended["weights"], calm["weights"])
 
 
@@ -96,7 +111,11 @@ def check_masked(strategy: str, folder: Path, target: Target) -> None:
     """One process at a time has labels, at last none has many."""
     data = ConversationData(folder / "set")
     drafter = pair.made("eagle1", target)
-    batches = [batch for both in zip(*(pair.rows_of(data, rank) for rank in range(2)), strict=True) for batch in both]
+    batches = [
+        batch
+        for both in zip(*(pair.rows_of(data, rank) for rank in range(2)), strict=True)
+        for batch in both
+    ]
     course = Course(batches=8, accumulate=4, epochs=1)
     module = DraftModule(drafter, Direct(target, drafter), pair.OPTIMISER, course)  # type: ignore[arg-type]
     fit(module, Fixed(batches, course))
@@ -107,7 +126,9 @@ def check_masked(strategy: str, folder: Path, target: Target) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("kind", "strategy"), pair.FEW)
-def test_two_processes_make_the_weights_of_one(target: Target, few: Path, kind: str, strategy: str) -> None:
+def test_two_processes_make_the_weights_of_one(
+    target: Target, few: Path, kind: str, strategy: str
+) -> None:
     check_weights(kind, strategy, few, target)
 
 
@@ -137,24 +158,39 @@ def test_every_drafter_by_every_strategy(target: Target, every: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_mixed_precision_keeps_float32_weights(target: Target, every: Path) -> None:
-    weights, data = read_checkpoint(every / "mixed" / "last.ckpt")["weights"], ConversationData(every / "set")
-    begun = alone("eagle1", target, data, 1).state_dict()
+    weights, data = (
+        read_checkpoint(every / "mixed" / "last.ckpt")["weights"],
+        ConversationData(every / "set"),
+    )
+    partial_pass = alone("eagle1", target, data, 1).state_dict()
     for name, value in alone("eagle1", target, data).state_dict().items():
         if value.is_floating_point():
             assert weights[name].dtype == torch.float32
-            # Products in bfloat16 are off by some thousandths; the weights went far further than that.
-            off, went = float((weights[name] - value).norm()), float((begun[name] - value).norm())
+            # Products in bfloat16 are off by some thousandths; the weights went far further than
+            # that.
+            off, went = (
+                float((weights[name] - value).norm()),
+                float((partial_pass[name] - value).norm()),
+            )
             assert off < 0.5 * went, name
 
 
 def test_bad_pairs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fsdp = TrainerConfig(**{**TRAINER, "strategy": "fsdp"})
-    with pytest.raises(InputError, match=r"trainer.strategy=fsdp shares the drafter out over processes, and there is one"):
+    with pytest.raises(
+        InputError,
+        match=r"trainer.strategy=fsdp shares the drafter out over processes, and there is one",
+    ):
         check_trainer(fsdp, joint=False, boost=False)
     # What more processes cannot cure is said first.
-    with pytest.raises(InputError, match=r"boost=collective one process fits several drafters: set trainer.strategy=ddp"):
+    with pytest.raises(
+        InputError,
+        match=r"boost=collective one process fits several drafters: set trainer.strategy=ddp",
+    ):
         check_trainer(fsdp, joint=False, boost=True)
-    with pytest.raises(InputError, match="with joint=lora the adapter's weights lie among the target's"):
+    with pytest.raises(
+        InputError, match="with joint=lora the adapter's weights lie among the target's"
+    ):
         check_trainer(fsdp, joint=True, boost=False)
     with pytest.raises(InputError, match=r"trainer.strategy=deepspeed: give ddp or fsdp"):
         TrainerConfig(**{**TRAINER, "strategy": "deepspeed"})
@@ -166,13 +202,21 @@ def test_bad_pairs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_trainer(packed, joint=False, boost=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_trainer(fsdp, joint=False, boost=False)
-    with pytest.raises(InputError, match="with joint=lora the adapter's weights lie among the target's"):
+    with pytest.raises(
+        InputError, match="with joint=lora the adapter's weights lie among the target's"
+    ):
         check_trainer(fsdp, joint=True, boost=False)
     with pytest.raises(InputError, match=r"trainer.accelerator=mps has one device"):
-        check_trainer(TrainerConfig(**{**TRAINER, "strategy": "fsdp", "accelerator": "mps"}), joint=False, boost=False)
+        check_trainer(
+            TrainerConfig(**{**TRAINER, "strategy": "fsdp", "accelerator": "mps"}),
+            joint=False,
+            boost=False,
+        )
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     check_trainer(fsdp, joint=False, boost=False)
-    with pytest.raises(InputError, match="accelerate launch --use_fsdp: its sharding settings are not read here"):
+    with pytest.raises(
+        InputError, match="accelerate launch --use_fsdp: its sharding settings are not read here"
+    ):
         check_trainer(TrainerConfig(**TRAINER), joint=False, boost=False)
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")

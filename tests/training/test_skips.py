@@ -1,4 +1,5 @@
-"""The search for what selfspec leaves out: the best of its own trials, the same for the same seed, on training prompts."""
+"""The search for what selfspec leaves out: the best of its own trials, the same for the same seed,
+on training prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ from drafttrain.errors import InputError
 from drafttrain.flow import Tally
 from drafttrain.target import load
 from drafttrain.target.model import Target
-from drafttrain.training.skips import SkipSearch, first_guesses, harm, prompts_of, texts_of, tokens_per_cost
+from drafttrain.training.skips import (
+    SkipSearch,
+    first_guesses,
+    harm,
+    prompts_of,
+    texts_of,
+    tokens_per_cost,
+)
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
@@ -44,7 +52,9 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def data(target: Target, tmp_path_factory: pytest.TempPathFactory) -> ConversationData:
-    return ConversationData(write_tiny_set(target, tmp_path_factory.mktemp("set"), rows=10, held_out=3), labels="all")
+    return ConversationData(
+        write_tiny_set(target, tmp_path_factory.mktemp("set"), rows=10, held_out=3), labels="all"
+    )
 
 
 @pytest.fixture
@@ -53,17 +63,30 @@ def search() -> SkipSearch:
     return SkipSearch(**SETTINGS)
 
 
-def test_the_best_of_its_trials_is_chosen(target: Target, data: ConversationData, search: SkipSearch) -> None:
+def test_the_best_of_its_trials_is_chosen(
+    target: Target, data: ConversationData, search: SkipSearch
+) -> None:
     drafter = SelfSpec(target, skip_attention=[3], draft_ids=list(range(0, 320, 2)))
     found = search.run(drafter, TREE, data, seed=3)
     assert len(found.trials) == 12 and found.trials[0].choice == ((3,), ())
-    assert found.best.value == max(trial.value for trial in found.trials) > min(trial.value for trial in found.trials)
+    assert (
+        found.best.value
+        == max(trial.value for trial in found.trials)
+        > min(trial.value for trial in found.trials)
+    )
     assert (found.drafter.skip_attention, found.drafter.skip_mlp) == found.best.choice
     assert found.drafter.choices == 160 and not found.drafter.training
     prompts = prompts_of(data, 3, 400)
     for trial in found.trials[:4]:
-        again = SelfSpec(target, skip_attention=trial.choice[0], skip_mlp=trial.choice[1], draft_ids=drafter.draft_ids)
-        tally = measure_acceptance(target, again, prompts, Plan(TREE), max_new_tokens=10, batch=2).tally
+        again = SelfSpec(
+            target,
+            skip_attention=trial.choice[0],
+            skip_mlp=trial.choice[1],
+            draft_ids=drafter.draft_ids,
+        )
+        tally = measure_acceptance(
+            target, again, prompts, Plan(TREE), max_new_tokens=10, batch=2
+        ).tally
         assert trial.tau == tally.tau and trial.value == tokens_per_cost(tally, TREE, again.share)
     row = found.row(search)
     assert row["best"] == {
@@ -75,7 +98,9 @@ def test_the_best_of_its_trials_is_chosen(target: Target, data: ConversationData
     assert (row["trials"], row["objective"], row["prompts"]) == (12, "cost", 3)
 
 
-def test_the_same_seed_tries_the_same(target: Target, data: ConversationData, search: SkipSearch) -> None:
+def test_the_same_seed_tries_the_same(
+    target: Target, data: ConversationData, search: SkipSearch
+) -> None:
     drafter = SelfSpec(target)
     few = replace(search, prompts=1, max_new_tokens=4, first_tokens=0, trials=14)
     once, again, other = (few.run(drafter, TREE, data, seed=seed).trials for seed in (0, 0, 1))
@@ -83,11 +108,17 @@ def test_the_same_seed_tries_the_same(target: Target, data: ConversationData, se
     assert len({trial.choice for trial in once}) > 5
 
 
-def test_speed_is_tokens_a_second(target: Target, data: ConversationData, search: SkipSearch) -> None:
+def test_speed_is_tokens_a_second(
+    target: Target, data: ConversationData, search: SkipSearch
+) -> None:
     began = time.perf_counter()
-    found = replace(search, objective="speed", trials=2, prompts=2, first_tokens=0).run(SelfSpec(target), TREE, data)
+    found = replace(search, objective="speed", trials=2, prompts=2, first_tokens=0).run(
+        SelfSpec(target), TREE, data
+    )
     slowest = 2 * 10 / (time.perf_counter() - began)
-    assert found.trials[0].tau == TREE.max_depth + 1 and all(trial.value > slowest for trial in found.trials)
+    assert found.trials[0].tau == TREE.max_depth + 1 and all(
+        trial.value > slowest for trial in found.trials
+    )
     assert found.best.value == max(trial.value for trial in found.trials)
 
 
@@ -95,11 +126,17 @@ def test_prompts_are_those_of_training_rows_that_fit(data: ConversationData) -> 
     held_out = {tuple(prompt) for prompt in data.set.prompts()}
     assert len(held_out) == len(data.set.indices(HELD_OUT)) == 3
     found = prompts_of(data, 5, 8)
-    assert found and not held_out & {tuple(prompt) for prompt in found} and max(map(len, found)) <= 8
+    assert (
+        found and not held_out & {tuple(prompt) for prompt in found} and max(map(len, found)) <= 8
+    )
     for prompt in found:
-        assert any(data.row(place)[0].tolist()[: len(prompt)] == prompt for place in range(len(data)))
+        assert any(
+            data.row(place)[0].tolist()[: len(prompt)] == prompt for place in range(len(data))
+        )
     assert len(prompts_of(data, 2, 100)) == 2 and len(prompts_of(data, 100, 100)) == len(data) == 7
-    with pytest.raises(InputError, match=r"no training prompt leaves room.*lower search\.max_new_tokens"):
+    with pytest.raises(
+        InputError, match=r"no training prompt leaves room.*lower search\.max_new_tokens"
+    ):
         prompts_of(data, 5, 3)
     texts = texts_of(data, 40)
     assert sum(text.shape[1] for text in texts) == 40 and len(texts) == 2
@@ -113,7 +150,10 @@ def test_harm_is_the_divergence_of_the_target_without_a_part(family: str) -> Non
     assert found.keys() == {(part, layer) for part in ("attention", "mlp") for layer in range(3)}
     with torch.no_grad():
         whole = [target.model(input_ids=text).logits[0].log_softmax(-1) for text in texts]
-        silent = {"attention": ("self_attn.o_proj", "attention.dense"), "mlp": ("mlp.down_proj", "mlp.dense_4h_to_h")}
+        silent = {
+            "attention": ("self_attn.o_proj", "attention.dense"),
+            "mlp": ("mlp.down_proj", "mlp.dense_4h_to_h"),
+        }
         for (part, layer), value in found.items():
             lacking = load.tiny(family=family)
             for name, module in lacking.decoder_layers[layer].named_modules():
@@ -128,9 +168,17 @@ def test_harm_is_the_divergence_of_the_target_without_a_part(family: str) -> Non
 
 
 def test_first_guesses_leave_out_what_harms_least() -> None:
-    harms = {(part, layer): float(10 * layer + (part == "mlp")) for part in ("attention", "mlp") for layer in range(10)}
+    harms = {
+        (part, layer): float(10 * layer + (part == "mlp"))
+        for part in ("attention", "mlp")
+        for layer in range(10)
+    }
     guesses = first_guesses(harms, 10)
-    assert guesses[0] == ((0,), (0,)) and guesses[1] == ((0, 1), (0, 1)) and guesses[-1] == (tuple(range(6)), tuple(range(6)))
+    assert (
+        guesses[0] == ((0,), (0,))
+        and guesses[1] == ((0, 1), (0, 1))
+        and guesses[-1] == (tuple(range(6)), tuple(range(6)))
+    )
     assert len(guesses) == 6
     assert first_guesses({("attention", 0): 1.0, ("mlp", 0): 2.0}, 1) == [((0,), ())]
 
@@ -141,7 +189,9 @@ def test_tokens_per_cost() -> None:
     assert tokens_per_cost(tally, Tree.expansion([2, 2]), 0.5) == 30 / (10 + 20 * 0.5)
     assert tokens_per_cost(tally, Dynamic(depth=2, top_k=2, total=4), 0.25) == 30 / (10 + 20 * 0.25)
     assert tokens_per_cost(tally, Confident(k=5, stop_below=0.5), 0.5) == 30 / (10 + 40 * 0.5)
-    assert tokens_per_cost(replace(tally, drafted=50), Confident(k=5, stop_below=0.5), 0.5) == 30 / (10 + 50 * 0.5)
+    assert tokens_per_cost(
+        replace(tally, drafted=50), Confident(k=5, stop_below=0.5), 0.5
+    ) == 30 / (10 + 50 * 0.5)
     assert tokens_per_cost(Tally(rounds=7, emitted=7), Tree.chain(0), 0.5) == 1.0, "plain decoding"
     assert tokens_per_cost(Tally(), Tree.chain(2), 0.5) == 0.0
 
@@ -164,7 +214,11 @@ def test_bad_settings_are_refused(changed: dict[str, Any], said: str) -> None:
 
 def test_without_optuna_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "optuna" else find(name, *more))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name == "optuna" else find(name, *more),
+    )
     with pytest.raises(InputError, match=r"pip install 'drafttrain\[search\]'; or set search=null"):
         SkipSearch(**SETTINGS)
 

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from drafttrain.flow import Law
+from drafttrain.flow import Sampling
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.copied import Copied, copied, proposal_of
 from drafttrain.tree.dynamic import Dynamic
@@ -49,11 +49,18 @@ def tree_of(found: Copied) -> tuple[list[int], list[int], list[int]]:
         (Confident(k=2, stop_below=0.1), [5, 6], [-1, 0], [0, 1]),
         # 5: .5, 5 6: .375, 5 6 7: .375, 9: .3 and all behind it: .3, 4: .2, 5 8: .125
         (Dynamic(depth=3, top_k=3, total=5), [5, 6, 7, 9, 5], [-1, 0, 1, -1, 3], [0, 1, 2, 3, 4]),
-        (Dynamic(depth=2, top_k=3, total=12), [5, 6, 9, 5, 4, 8], [-1, 0, -1, 2, -1, 0], [0, 1, 2, 3, 4, 5]),
+        (
+            Dynamic(depth=2, top_k=3, total=12),
+            [5, 6, 9, 5, 4, 8],
+            [-1, 0, -1, 2, -1, 0],
+            [0, 1, 2, 3, 4, 5],
+        ),
         (Dynamic(depth=2, top_k=1, total=2), [5, 6], [-1, 0], [0, 1]),
     ],
 )
-def test_continuations_become_nodes(tree: Growth, tokens: list[int], parents: list[int], places: list[int]) -> None:
+def test_continuations_become_nodes(
+    tree: Growth, tokens: list[int], parents: list[int], places: list[int]
+) -> None:
     assert tree_of(copied(Known(), TRIE, tree)) == (tokens, parents, places)
     assert tree_of(copied(Known(), None, tree)) == ([], [], []), "no match, no drafts"
 
@@ -66,18 +73,27 @@ def test_a_growth_that_nobody_knows_is_not_guessed() -> None:
 def random_trie(chance: random.Random, depth: int) -> Trie:
     tokens = chance.sample(range(20), chance.randint(0, 4)) if depth else []
     weights = sorted((chance.randint(1, 9) for _ in tokens), reverse=True)
-    return {t: (w / sum(weights), random_trie(chance, depth - 1)) for t, w in zip(tokens, weights, strict=True)}
+    return {
+        t: (w / sum(weights), random_trie(chance, depth - 1))
+        for t, w in zip(tokens, weights, strict=True)
+    }
 
 
-def every_path(trie: Trie, value: float, path: tuple[int, ...], top_k: int) -> list[tuple[float, tuple[int, ...]]]:
+def every_path(
+    trie: Trie, value: float, path: tuple[int, ...], top_k: int
+) -> list[tuple[float, tuple[int, ...]]]:
     found = []
     for token, (share, below) in itertools.islice(trie.items(), top_k):
-        found += [(value * share, (*path, token)), *every_path(below, value * share, (*path, token), top_k)]
+        found += [
+            (value * share, (*path, token)),
+            *every_path(below, value * share, (*path, token), top_k),
+        ]
     return found
 
 
 def test_a_dynamic_tree_holds_the_most_valuable_paths() -> None:
-    """Of all paths, found by walking everything, those of the largest products; among equals the shallower."""
+    """Of all paths, found by walking everything, those of the largest products; among equals the
+    shallower."""
     chance = random.Random(0)
     for _ in range(200):
         trie = random_trie(chance, 4)
@@ -87,7 +103,9 @@ def test_a_dynamic_tree_holds_the_most_valuable_paths() -> None:
         paths: list[tuple[int, ...]] = []
         for token, parent in zip(found.tokens, found.parents, strict=True):
             paths.append((*(paths[parent] if parent >= 0 else ()), token))
-        known = [(value, path) for value, path in every_path(trie, 1.0, (), 3) if len(path) <= tree.depth]
+        known = [
+            (value, path) for value, path in every_path(trie, 1.0, (), 3) if len(path) <= tree.depth
+        ]
         assert len(set(paths)) == len(paths) == min(tree.total, len(known))
         values = {path: value for value, path in known}
         best = sorted((-value, len(path)) for value, path in known)[: tree.total]
@@ -97,9 +115,17 @@ def test_a_dynamic_tree_holds_the_most_valuable_paths() -> None:
 
 
 def test_rows_of_different_sizes_make_one_proposal() -> None:
-    rows = [copied(Known(), TRIE, tree) for tree in (Tree.chain(3), Tree.chain(0), Tree.expansion([4, 3]))]
+    rows = [
+        copied(Known(), TRIE, tree)
+        for tree in (Tree.chain(3), Tree.chain(0), Tree.expansion([4, 3]))
+    ]
     found = proposal_of(rows, torch.device("cpu"))
-    assert found.law is Law.ONE_HOT and found.size == 6 and found.counts is not None and found.places is not None
+    assert (
+        found.sampling is Sampling.ONE_HOT
+        and found.size == 6
+        and found.counts is not None
+        and found.places is not None
+    )
     assert found.counts.tolist() == [3, 0, 6]
     assert found.tokens.tolist() == [[5, 6, 7, 0, 0, 0], [0] * 6, [5, 9, 4, 6, 8, 5]]
     assert found.parents.tolist() == [[-1, 0, 1, -1, -1, -1], [-1] * 6, [-1, -1, -1, 0, 0, 1]]

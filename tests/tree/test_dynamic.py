@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.errors import InputError
-from drafttrain.flow import Law
+from drafttrain.flow import Sampling
 from drafttrain.nn.sampling import Policy
 from drafttrain.tree.dynamic import Dynamic, grow_dynamic
 from drafttrain.tree.growth import grow
@@ -20,7 +20,8 @@ Path = tuple[int, ...]
 
 
 class Toy:
-    """A drafter whose law hangs on the whole path: through the parent's output, and through what the mask lets it read."""
+    """A drafter whose law hangs on the whole path: through the parent's output, and through what
+    the mask lets it read."""
 
     def __init__(self, width: int, *, scale: float = 2.0, seed: int = 0) -> None:
         g = torch.Generator().manual_seed(seed)
@@ -29,18 +30,20 @@ class Toy:
         self.head = scale * torch.randn(6, width, generator=g, dtype=torch.float64)
         self.asked: list[int] = []
 
-    def expand(self, state: list[Tensor], tokens: Tensor, hidden: Tensor, depth: int, among: Tensor) -> tuple[Tensor, Tensor]:
+    def expand(
+        self, state: list[Tensor], tokens: Tensor, hidden: Tensor, depth: int, tree_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
         self.asked.append(tokens.shape[1])
         state.append(self.words[tokens - 1])
         read = torch.cat(state, 1)  # b t d
-        assert among.shape[-2:] == (tokens.shape[1], read.shape[1])
-        out = torch.tanh(hidden @ self.mix + among.double() @ read)
+        assert tree_mask.shape[-2:] == (tokens.shape[1], read.shape[1])
+        out = torch.tanh(hidden @ self.mix + tree_mask.double() @ read)
         return out, out @ self.head
 
     def to_target_ids(self, ids: Tensor) -> Tensor:
         return ids + 1
 
-    def to_target_law(self, probs: Tensor) -> Tensor:
+    def to_target_probs(self, probs: Tensor) -> Tensor:
         return torch.nn.functional.pad(probs, (1, 0))
 
     def law(self, anchor: Tensor, path: Path) -> Tensor:
@@ -53,7 +56,8 @@ class Toy:
 
 
 def twin(toy: Toy, anchor: Tensor, depth: int, k: int, total: int) -> dict[Path, float]:
-    """{path of draft ids: value} by the words of the paper: expand by value, rerank all, the shallower first among equals."""
+    """{path of draft ids: value} by the words of the paper: expand by value, rerank all, the
+    shallower first among equals."""
     pool: dict[Path, float] = {}
     level: list[Path] = [()]
     for _ in range(depth):
@@ -71,7 +75,7 @@ def twin(toy: Toy, anchor: Tensor, depth: int, k: int, total: int) -> dict[Path,
 def grown(toy: Toy, anchors: Tensor, tree: Dynamic) -> list[list[Path]]:
     """Paths of draft ids of every row's nodes, in index order."""
     found = grow_dynamic(toy, [], anchors, anchors @ toy.head, tree)
-    assert found.law is Law.ONE_HOT and found.q is None and found.size == tree.size
+    assert found.sampling is Sampling.ONE_HOT and found.q is None and found.size == tree.size
     rows = []
     for tokens, parents in zip((found.tokens - 1).tolist(), found.parents.tolist(), strict=True):
         paths: list[Path] = []
@@ -82,7 +86,9 @@ def grown(toy: Toy, anchors: Tensor, tree: Dynamic) -> list[list[Path]]:
     return rows
 
 
-@pytest.mark.parametrize(("depth", "k", "total"), [(1, 3, 2), (2, 2, 6), (3, 1, 3), (4, 4, 12), (5, 3, 5), (6, 3, 30)])
+@pytest.mark.parametrize(
+    ("depth", "k", "total"), [(1, 3, 2), (2, 2, 6), (3, 1, 3), (4, 4, 12), (5, 3, 5), (6, 3, 30)]
+)
 @pytest.mark.parametrize("scale", [0.3, 2.0, 8.0])
 def test_every_rows_tree_is_the_papers(depth: int, k: int, total: int, scale: float) -> None:
     toy = Toy(9, scale=scale)
@@ -96,7 +102,9 @@ def test_every_rows_tree_is_the_papers(depth: int, k: int, total: int, scale: fl
             assert set(paths) == set(expected)
     assert toy.asked == [k] * (depth - 1), "one pass of the drafter for each level but the first"
     if (total, scale) == (12, 8.0):
-        assert len({tuple(len(path) for path in paths) for paths in rows}) > 1, "rows differ in shape"
+        assert len({tuple(len(path) for path in paths) for paths in rows}) > 1, (
+            "rows differ in shape"
+        )
 
 
 def test_a_child_as_sure_as_its_parent_never_stays_without_it() -> None:
@@ -111,7 +119,9 @@ def test_a_child_as_sure_as_its_parent_never_stays_without_it() -> None:
 def test_siblings_stand_by_falling_probability() -> None:
     toy = Toy(9)
     anchors = torch.randn(4, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    for paths, anchor in zip(grown(toy, anchors, Dynamic(depth=3, top_k=4, total=20)), anchors, strict=True):
+    for paths, anchor in zip(
+        grown(toy, anchors, Dynamic(depth=3, top_k=4, total=20)), anchors, strict=True
+    ):
         for above in {path[:-1] for path in paths}:
             law = toy.law(anchor, above)
             children = [law[path[-1]].item() for path in paths if path[:-1] == above]
@@ -119,8 +129,11 @@ def test_siblings_stand_by_falling_probability() -> None:
 
 
 def test_its_tokens_cannot_be_drawn() -> None:
-    """The values of nodes decide which stay: with drawn tokens that would be pruning by what was drawn."""
-    assert not {"u", "policy", "generator", "chance"} & set(inspect.signature(grow_dynamic).parameters)
+    """The values of nodes decide which stay: with drawn tokens that would be pruning by what was
+    drawn."""
+    assert not {"u", "policy", "generator", "chance"} & set(
+        inspect.signature(grow_dynamic).parameters
+    )
     toy, tree = Toy(9), Dynamic(depth=2, top_k=2, total=4)
     hidden = torch.zeros(1, 6, dtype=torch.float64)
     with pytest.raises(InputError, match="draws none"):
@@ -129,8 +142,19 @@ def test_its_tokens_cannot_be_drawn() -> None:
 
 def test_budget() -> None:
     paper = Dynamic(depth=6, top_k=10, total=60)
-    assert (paper.candidates, paper.size, paper.max_depth, paper.max_children, paper.reads) == (510, 60, 6, 10, 50)
-    assert (paper.kind, paper.title, paper.is_chain, paper.can_draw) == ("dynamic", "dynamic 6x10x60", False, False)
+    assert (paper.candidates, paper.size, paper.max_depth, paper.max_children, paper.reads) == (
+        510,
+        60,
+        6,
+        10,
+        50,
+    )
+    assert (paper.kind, paper.title, paper.is_chain, paper.can_draw) == (
+        "dynamic",
+        "dynamic 6x10x60",
+        False,
+        False,
+    )
     assert paper.capped(2) == Dynamic(depth=2, top_k=10, total=60)
     assert paper.capped(1) == Dynamic(depth=1, top_k=10, total=10)
     assert paper.capped(9) == paper.within(3) == paper

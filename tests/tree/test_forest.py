@@ -16,10 +16,20 @@ DYNAMIC = Dynamic(depth=4, top_k=3, total=6)
 def test_counts_are_those_of_all_trees() -> None:
     found = Forest((Tree.expansion([3, 1]), DYNAMIC, Tree.chain(0)))
     assert (found.size, found.max_depth, found.max_children, found.reads) == (12, 4, 6, 9)
-    assert (found.kind, found.title, found.is_chain, found.can_draw) == ("forest", "static 6 + dynamic 4x3x6 + plain", False, True)
+    assert (found.kind, found.title, found.is_chain, found.can_draw) == (
+        "forest",
+        "static 6 + dynamic 4x3x6 + plain",
+        False,
+        True,
+    )
     assert not Forest((DYNAMIC, Tree.chain(0))).can_draw and forest([0, 3]).is_chain
     nothing = forest([0, 0])
-    assert (nothing.kind, nothing.title, nothing.size, nothing.can_draw) == ("plain", "plain", 0, True)
+    assert (nothing.kind, nothing.title, nothing.size, nothing.can_draw) == (
+        "plain",
+        "plain",
+        0,
+        True,
+    )
 
 
 def test_every_tree_is_cut_by_itself() -> None:
@@ -29,7 +39,12 @@ def test_every_tree_is_cut_by_itself() -> None:
 
 
 def test_names_in_settings() -> None:
-    assert forest([2, [[0], [1]], DYNAMIC, []]).trees == (Tree.chain(2), Tree.expansion([2]), DYNAMIC, Tree.chain(0))
+    assert forest([2, [[0], [1]], DYNAMIC, []]).trees == (
+        Tree.chain(2),
+        Tree.expansion([2]),
+        DYNAMIC,
+        Tree.chain(0),
+    )
     assert forest([1, 2]) == forest([1, 2]) and hash(forest([1, 2])) == hash(forest([1, 2]))
 
 

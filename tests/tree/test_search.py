@@ -1,4 +1,5 @@
-"""Trees from measured rates: the published recursions against brute force, and their known values."""
+"""Trees from measured rates: the published recursions against brute force, and their known
+values."""
 
 from __future__ import annotations
 
@@ -53,19 +54,27 @@ def paths(tree: tuple, above: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]
         (DECAYED, 7, 3, 2.71564),
     ],
 )
-def test_known_values_and_brute_force(rates: list, nodes: int, depth: int | None, value: float) -> None:
+def test_known_values_and_brute_force(
+    rates: list, nodes: int, depth: int | None, value: float
+) -> None:
     tree = sequoia(rates, nodes, depth)
     assert tree.size == nodes and tree.max_depth <= (depth or nodes)
     assert round(expected_tokens(tree, rates), 5) == value
     shapes = [Tree.from_paths(paths(shape)) for shape in ordered(nodes + 1)]
-    allowed = [shape for shape in shapes if shape.max_depth <= (depth or nodes) and shape.max_children <= 4]
-    assert math.isclose(max(expected_tokens(shape, rates) for shape in allowed), expected_tokens(tree, rates))
+    allowed = [
+        shape for shape in shapes if shape.max_depth <= (depth or nodes) and shape.max_children <= 4
+    ]
+    assert math.isclose(
+        max(expected_tokens(shape, rates) for shape in allowed), expected_tokens(tree, rates)
+    )
 
 
 def test_known_shapes() -> None:
     assert sequoia(VECTOR, 4) == Tree.chain(4)
     assert sequoia(VECTOR, 7) == Tree.from_paths([[1], *([0] * depth for depth in range(1, 7))])
-    assert sequoia(VECTOR, 7, 3) == Tree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1]])
+    assert sequoia(VECTOR, 7, 3) == Tree.from_paths(
+        [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1]]
+    )
     assert sequoia([0.9], 5) == Tree.chain(5)
     assert expected_tokens(Tree.chain(7), VECTOR) == pytest.approx(3.14117, abs=1e-5)
 
@@ -79,7 +88,9 @@ def test_random_rates_by_depth_and_zeros() -> None:
             rates.append([rate / max(1.0, sum(row)) for rate in row])
         tree = sequoia(rates, 6)
         allowed = (Tree.from_paths(paths(shape)) for shape in ordered(7))
-        best = max(expected_tokens(t, rates) for t in allowed if t.max_depth <= 4 and t.max_children <= 3)
+        best = max(
+            expected_tokens(t, rates) for t in allowed if t.max_depth <= 4 and t.max_children <= 3
+        )
         assert tree.size == 6 and math.isclose(expected_tokens(tree, rates), best)
 
 
@@ -127,11 +138,15 @@ def test_medusas_choice_is_the_largest_products() -> None:
         for path in product(range(4), repeat=length)
     }
     for nodes in (1, 5, 20, 40):
-        assert set(sparse(HEADS, nodes).paths) == set(sorted(worth, key=lambda path: -worth[path])[:nodes])
+        assert set(sparse(HEADS, nodes).paths) == set(
+            sorted(worth, key=lambda path: -worth[path])[:nodes]
+        )
 
 
 def test_medusas_choice_agrees_with_the_programme_on_one_vector() -> None:
-    assert expected_tokens(sparse([VECTOR] * 7, 7), VECTOR) == pytest.approx(expected_tokens(sequoia(VECTOR, 7), VECTOR))
+    assert expected_tokens(sparse([VECTOR] * 7, 7), VECTOR) == pytest.approx(
+        expected_tokens(sequoia(VECTOR, 7), VECTOR)
+    )
 
 
 def test_a_later_rank_waits_behind_an_earlier_one() -> None:
@@ -139,7 +154,11 @@ def test_a_later_rank_waits_behind_an_earlier_one() -> None:
 
 
 def test_trees_beyond_one_pass_are_not_searched_for() -> None:
-    for search in (lambda: sequoia([0.5, 0.2], 10**9), lambda: sequoia([0.5], 10**9), lambda: sparse([[0.5] * 10] * 12, 10**9)):
+    for search in (
+        lambda: sequoia([0.5, 0.2], 10**9),
+        lambda: sequoia([0.5], 10**9),
+        lambda: sparse([[0.5] * 10] * 12, 10**9),
+    ):
         with pytest.raises(InputError, match="at most 1024 can be checked"):
             search()
     with pytest.raises(InputError, match="rates hold 1000"):

@@ -1,4 +1,5 @@
-"""Sharing a budget of drafts: what smaller trees would have kept is counted exactly, and the greedy choice is a good one."""
+"""Sharing a budget of drafts: what smaller trees would have kept is counted exactly, and the greedy
+choice is a good one."""
 
 from __future__ import annotations
 
@@ -32,9 +33,13 @@ def test_a_round_keeps_what_the_furthest_tree_keeps() -> None:
 def test_the_largest_gain_for_a_node_goes_first() -> None:
     assert shared(ROUNDS, 1).trees == (Tree.chain(1), Tree.chain(0))
     assert shared(ROUNDS, 2).trees == (Tree.chain(2), Tree.chain(0))
-    # Three nodes add 8 by going deeper with the second member; its second child, with the sibling before it, adds 3 for 2.
+    # Three nodes add 8 by going deeper with the second member; its second child, with the sibling
+    # before it, adds 3 for 2.
     assert shared(ROUNDS, 5).trees == (Tree.chain(2), Tree.chain(3))
-    assert shared(ROUNDS, 6).trees == (Tree.chain(2), Tree.from_paths([[0], [1], [0, 0], [0, 0, 0]]))
+    assert shared(ROUNDS, 6).trees == (
+        Tree.chain(2),
+        Tree.from_paths([[0], [1], [0, 0], [0, 0, 0]]),
+    )
     assert shared(ROUNDS, 100).size == 6, "a node that adds nothing is not given away"
 
 
@@ -57,7 +62,10 @@ def best_of(rounds: list[Followed], nodes: int) -> int:
     trees = []
     for size in range(len(paths) + 1):
         for some in map(set, itertools.combinations(paths, size)):
-            if all((p[:-1] in some or len(p) == 1) and (not p[-1] or (*p[:-1], p[-1] - 1) in some) for p in some):
+            if all(
+                (p[:-1] in some or len(p) == 1) and (not p[-1] or (*p[:-1], p[-1] - 1) in some)
+                for p in some
+            ):
                 trees.append(some)
     counts = Counter(rounds)
     return max(kept([a, b], counts) for a in trees for b in trees if len(a) + len(b) <= nodes)
@@ -71,7 +79,9 @@ def test_the_choice_is_close_to_the_best() -> None:
         for nodes in (1, 3, 5):
             found = shared(rounds, nodes)
             assert found.size <= nodes
-            assert kept([set(tree.paths) for tree in found.trees], Counter(rounds)) >= 0.85 * best_of(rounds, nodes)  # type: ignore[attr-defined]
+            assert kept(
+                [set(tree.paths) for tree in found.trees], Counter(rounds)
+            ) >= 0.85 * best_of(rounds, nodes)  # type: ignore[attr-defined]
 
 
 def test_what_cannot_be_shared() -> None:

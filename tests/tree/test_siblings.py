@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.decoding.rules import multi_step
-from drafttrain.flow import Law
+from drafttrain.flow import Sampling
 from drafttrain.nn.sampling import Policy
 from drafttrain.tree.growth import grow
 from drafttrain.tree.topology import Tree
@@ -24,20 +24,25 @@ class Constant:
     def __init__(self, law: list[float]) -> None:
         self.logits = torch.tensor(law).log()
 
-    def expand(self, state: Any, tokens: Tensor, hidden: Tensor, depth: int, among: Tensor) -> tuple[Tensor, Tensor]:
+    def expand(
+        self, state: Any, tokens: Tensor, hidden: Tensor, depth: int, tree_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
         raise AssertionError("these trees have one level")
 
     def to_target_ids(self, ids: Tensor) -> Tensor:
         return IDS[ids]
 
-    def to_target_law(self, probs: Tensor) -> Tensor:
+    def to_target_probs(self, probs: Tensor) -> Tensor:
         law = probs.new_zeros(*probs.shape[:-1], V)
         law[..., IDS] = probs
         return law
 
 
-def grown(law: list[float], k: int, policy: Policy, how: Law) -> Any:
-    speaker, u = Constant(law), torch.rand(ROWS, k, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+def grown(law: list[float], k: int, policy: Policy, how: Sampling) -> Any:
+    speaker, u = (
+        Constant(law),
+        torch.rand(ROWS, k, generator=torch.Generator().manual_seed(0), dtype=torch.float64),
+    )
     hidden, logits = torch.zeros(ROWS, 1), speaker.logits.expand(ROWS, -1)
     return grow(speaker, None, hidden, logits, Tree.expansion([k]), policy, u, how)
 
@@ -47,22 +52,25 @@ def shares(tokens: Tensor) -> list[float]:
 
 
 def test_independent_siblings_repeat() -> None:
-    found = grown([0.5, 0.3, 0.2], 2, Policy(1.0), Law.IID)
-    assert found.law is Law.IID
+    found = grown([0.5, 0.3, 0.2], 2, Policy(1.0), Sampling.IID)
+    assert found.sampling is Sampling.IID
     for j in range(2):
         assert shares(found.tokens[:, j]) == pytest.approx([0, 0.5, 0, 0.3, 0.2, 0], abs=0.015)
-    assert float((found.tokens[:, 0] == found.tokens[:, 1]).float().mean()) == pytest.approx(0.38, abs=0.015)
+    assert float((found.tokens[:, 0] == found.tokens[:, 1]).float().mean()) == pytest.approx(
+        0.38, abs=0.015
+    )
 
 
 def test_siblings_without_replacement_do_not() -> None:
-    found = grown([0.5, 0.3, 0.2], 3, Policy(1.0), Law.WOR)
-    assert found.law is Law.WOR
+    found = grown([0.5, 0.3, 0.2], 3, Policy(1.0), Sampling.WOR)
+    assert found.sampling is Sampling.WOR
     assert (found.tokens.sort(-1).values == IDS).all()
 
 
 def test_beyond_its_support_a_law_goes_on_over_the_targets_vocabulary() -> None:
-    """As the rule counts: uniform over every token not tried, not only over those the drafter can say."""
-    found = grown([0.5, 0.3, 0.2], 2, Policy(1.0, top_k=1), Law.WOR)
+    """As the rule counts: uniform over every token not tried, not only over those the drafter can
+    say."""
+    found = grown([0.5, 0.3, 0.2], 2, Policy(1.0, top_k=1), Sampling.WOR)
     assert (found.tokens[:, 0] == 1).all()
     assert shares(found.tokens[:, 1]) == pytest.approx([0.2, 0, 0.2, 0.2, 0.2, 0.2], abs=0.015)
     target = torch.tensor([0.1, 0.2, 0.1, 0.3, 0.2, 0.1])

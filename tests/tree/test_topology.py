@@ -11,7 +11,13 @@ from torch import Tensor
 from drafttrain.errors import InputError
 from drafttrain.tree.topology import Tree, ancestor_mask, children_of, depths_of
 
-SHAPES = [Tree.chain(0), Tree.chain(1), Tree.chain(5), Tree.expansion([2, 2, 1]), Tree.eagle1_static()]
+SHAPES = [
+    Tree.chain(0),
+    Tree.chain(1),
+    Tree.chain(5),
+    Tree.expansion([2, 2, 1]),
+    Tree.eagle1_static(),
+]
 
 
 def line(parents: list[int], node: int) -> list[int]:
@@ -96,7 +102,11 @@ def test_other_wrong_shapes_are_refused() -> None:
     for widths in ([], [2, 0], 5, None, "22", [1.5], ["a"], [True]):
         with pytest.raises(InputError, match="expansion widths"):
             Tree.expansion(widths)  # type: ignore[arg-type]
-    for huge in (lambda: Tree.chain(10**30), lambda: Tree.expansion([10**30]), lambda: Tree.expansion([1000, 1000, 1000, 1000])):
+    for huge in (
+        lambda: Tree.chain(10**30),
+        lambda: Tree.expansion([10**30]),
+        lambda: Tree.expansion([1000, 1000, 1000, 1000]),
+    ):
         with pytest.raises(InputError, match="at most 1024 can be checked"):
             huge()
     for name in ("octopus", ["mc_sim_7b_63"], None):
@@ -113,7 +123,13 @@ def test_eagle1_has_its_published_shape() -> None:
     assert tree.size == 25
     assert [len(level) for level in tree.levels()] == [4, 8, 8, 3, 2]
     assert len(tree.leaves) == 15
-    assert [max(tree.ranks[node] for node in level) + 1 for level in tree.levels()] == [4, 3, 3, 3, 2]
+    assert [max(tree.ranks[node] for node in level) + 1 for level in tree.levels()] == [
+        4,
+        3,
+        3,
+        3,
+        2,
+    ]
     assert (tree.max_depth, tree.max_children, tree.is_chain) == (5, 4, False)
     assert tree.paths[-2:] == ((0, 0, 0, 0, 0), (0, 0, 0, 0, 1))
 
@@ -125,7 +141,9 @@ def test_eagle1_has_its_published_shape() -> None:
         ("vicuna_7b_stage2", [10, 23, 23, 7], 42, [10, 10, 9, 4]),
     ],
 )
-def test_medusas_trees_have_their_published_shapes(name: str, levels: list[int], leaves: int, ranks: list[int]) -> None:
+def test_medusas_trees_have_their_published_shapes(
+    name: str, levels: list[int], leaves: int, ranks: list[int]
+) -> None:
     tree = Tree.medusa(name)
     assert tree.size == 63 and len(tree.leaves) == leaves
     assert [len(level) for level in tree.levels()] == levels
@@ -137,7 +155,10 @@ def test_medusas_trees_have_their_published_shapes(name: str, levels: list[int],
 
 def test_a_tree_says_what_it_is() -> None:
     titles = {tree: (tree.kind, tree.title) for tree in SHAPES}
-    assert titles[Tree.chain(0)] == ("plain", "plain") and titles[Tree.chain(5)] == ("chain", "chain 5")
+    assert titles[Tree.chain(0)] == ("plain", "plain") and titles[Tree.chain(5)] == (
+        "chain",
+        "chain 5",
+    )
     assert titles[Tree.eagle1_static()] == ("static", "static 25")
     for tree in SHAPES:
         assert tree.can_draw and tree.reads == tree.size
@@ -177,12 +198,18 @@ def test_per_row_helpers_equal_their_brute_force_twins() -> None:
         for node in range(9):
             up = line(tree, node)
             assert depths[row, node] == len(up)
-            assert mask[row, node + 1].nonzero()[:, 0].tolist() == sorted([0, *(other + 1 for other in up)])
+            assert mask[row, node + 1].nonzero()[:, 0].tolist() == sorted(
+                [0, *(other + 1 for other in up)]
+            )
         assert mask[row, 0].tolist() == [True] + [False] * 9
         for node in range(-1, 9):
             expected = [child for child, parent in enumerate(tree) if parent == node]
-            assert children[row, node + 1].tolist() == expected + [-1] * (children.shape[-1] - len(expected))
-    assert children.shape[-1] == max(row.count(node) for row in parents.tolist() for node in range(-1, 9))
+            assert children[row, node + 1].tolist() == expected + [-1] * (
+                children.shape[-1] - len(expected)
+            )
+    assert children.shape[-1] == max(
+        row.count(node) for row in parents.tolist() for node in range(-1, 9)
+    )
 
 
 def test_per_row_helpers_take_empty_trees() -> None:

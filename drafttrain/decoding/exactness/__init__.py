@@ -1,16 +1,20 @@
-"""Is the text really the target's own? Greedy text against plain decoding, sampled text against the target's exact law.
+"""Is the text really the target's own? Greedy text against plain decoding, sampled text against the
+target's exact law.
 
-Greedy: the same prompts decoded plainly and by a plan, token for token. Where they part, the target's logits of the two
-tokens are compared, since in low precision two passes over one text may order two nearly equal logits differently.
+Greedy: the same prompts decoded plainly and by a plan, token for token. Where they part, the
+target's logits of the two tokens are compared, since in low precision two passes over one text may
+order two nearly equal logits differently.
 
-Sampled: Pearson's goodness of fit of the first tokens behind a prompt, drawn many times by the decoding loop, against
-probabilities that plain passes of the target give. A vocabulary is far too large for a cell per sequence, so sequences
-are sorted into cells of at least a known probability (`Cells`). The statistic is summed over the prompts.
+Sampled: Pearson's goodness of fit of the first tokens behind a prompt, drawn many times by the
+decoding loop, against probabilities that plain passes of the target give. A vocabulary is far too
+large for a cell per sequence, so sequences are sorted into cells of at least a known probability
+(`Cells`). The statistic is summed over the prompts.
 
-A test that finds nothing says little unless it would have found something. With n draws the noncentrality is n times
-sum (r - p)^2 / p, at least 4 n TV(r, p)^2 by Cauchy-Schwarz, whatever the wrong law r: so a power is promised for every
-difference of a given total variation distance, in the cells, on average over the prompts. A decoder known to be wrong,
-which keeps every draft, is tested beside the others.
+A test that finds nothing says little unless it would have found something. With n draws the
+noncentrality is n times sum (r - p)^2 / p, at least 4 n TV(r, p)^2 by Cauchy-Schwarz, whatever the
+wrong law r: so a power is promised for every difference of a given total variation distance, in the
+cells, on average over the prompts. A decoder known to be wrong, which keeps every draft, is tested
+beside the others.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import torch
 
 from drafttrain.decoding.exactness.cells import TOKENS
 from drafttrain.decoding.exactness.greedy import same_text
-from drafttrain.decoding.exactness.law import same_law
+from drafttrain.decoding.exactness.law import same_distribution
 from drafttrain.decoding.exactness.verdict import FALSE_ALARM, judged, words
 from drafttrain.decoding.measure import Prompts, Watch, unwatched
 from drafttrain.decoding.plan import Plan
@@ -41,7 +45,8 @@ def check_draws(draws: object, prompts: object) -> None:
         raise InputError(f"exactness_prompts={prompts}: needs a whole number of at least 1")
     if type(draws) is not int or draws < LEAST_DRAWS * prompts:
         raise InputError(
-            f"exactness_draws={draws}: {prompts} prompts need a whole number of at least {LEAST_DRAWS * prompts}, "
+            f"exactness_draws={draws}: {prompts} prompts need a whole number of at least "
+            f"{LEAST_DRAWS * prompts}, "
             f"{LEAST_DRAWS} for each"
         )
 
@@ -64,13 +69,16 @@ def check(
     Args:
         plans: by the name under which they are reported.
         draws: sequences drawn by every sampled plan, over all its prompts.
-        places: how many prompts: the first ones for greedy text, the shortest ones, which cost least, for laws.
+        places: how many prompts: the first ones for greedy text, the shortest ones, which cost
+            least, for laws.
     Returns: {"greedy": rows, "law": rows}, plain JSON values; each row has a verdict.
     """
     check_draws(draws, places)
     drafting = {name: plan for name, plan in plans.items() if plan.tree.size}
     greedy = {name: plan for name, plan in drafting.items() if plan.policy.greedy}
-    policies = list(dict.fromkeys(plan.policy for plan in drafting.values() if not plan.policy.greedy))
+    policies = list(
+        dict.fromkeys(plan.policy for plan in drafting.values() if not plan.policy.greedy)
+    )
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch": batch}
     first = [list(prompt) for prompt in prompts[:places]]
     same = same_text(speculator, first, greedy, watch=watch, **settings) if greedy else []
@@ -78,5 +86,5 @@ def check(
     rows = []
     for policy in policies:
         own = {name: plan for name, plan in drafting.items() if plan.policy == policy}
-        rows += same_law(speculator, shortest, own, draws=draws, seed=seed, watch=watch)
+        rows += same_distribution(speculator, shortest, own, draws=draws, seed=seed, watch=watch)
     return {"greedy": same, "law": judged(rows)}

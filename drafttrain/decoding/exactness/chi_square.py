@@ -13,9 +13,11 @@ POWER = 0.9
 
 
 def fit_of(counts: Sequence[Tensor], probs: Sequence[Tensor]) -> dict[str, Any]:
-    """Pearson's statistic summed over independent samples, and the mean total variation distance seen in the cells.
+    """Pearson's statistic summed over independent samples, and the mean total variation distance
+    seen in the cells.
 
-    The distance is of what was drawn, so chance alone makes it larger than 0. None where there is nothing to compare.
+    The distance is of what was drawn, so chance alone makes it larger than 0. None where there is
+    nothing to compare.
     """
     df = sum(len(law) - 1 for law in probs)
     draws = int(sum(float(count.sum()) for count in counts))
@@ -27,7 +29,11 @@ def fit_of(counts: Sequence[Tensor], probs: Sequence[Tensor]) -> dict[str, Any]:
         n = float(count.sum())
         statistic += float(((count - n * law) ** 2 / (n * law)).sum())
         distance += float((count - n * law).abs().sum()) / 2
-    return common | {"statistic": statistic, "p": tail(statistic, df), "seen_distance": distance / draws}
+    return common | {
+        "statistic": statistic,
+        "p": tail(statistic, df),
+        "seen_distance": distance / draws,
+    }
 
 
 def tail(x: float, df: float) -> float:
@@ -41,16 +47,22 @@ def critical(df: int, alarm: float) -> float:
 
 
 def power(df: int, noncentrality: float, alarm: float) -> float:
-    """Chance that a noncentral chi-square exceeds the critical value: a Poisson mixture of central ones."""
+    """Chance that a noncentral chi-square exceeds the critical value: a Poisson mixture of central
+    ones."""
     half = noncentrality / 2
     terms = torch.arange(int(half + 12 * math.sqrt(half) + 40), dtype=torch.float64)
-    weights = (torch.special.xlogy(terms, torch.tensor(half, dtype=torch.float64)) - half - torch.lgamma(terms + 1)).exp()
+    weights = (
+        torch.special.xlogy(terms, torch.tensor(half, dtype=torch.float64))
+        - half
+        - torch.lgamma(terms + 1)
+    ).exp()
     limit = torch.full_like(terms, critical(df, alarm) / 2)
     return float((weights * torch.special.gammaincc(df / 2 + terms, limit)).sum())
 
 
 def noticed_distance(df: int, draws: int, alarm: float, chance: float = POWER) -> float:
-    """The total variation distance from which on a difference, of whatever kind, is noticed with this chance or more."""
+    """The total variation distance from which on a difference, of whatever kind, is noticed with
+    this chance or more."""
     noncentrality = _root(lambda x: power(df, x, alarm) - chance)
     return min(1.0, math.sqrt(noncentrality / draws) / 2)
 

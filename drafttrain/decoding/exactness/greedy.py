@@ -29,10 +29,12 @@ def same_text(
 
     def write(plan: Plan, what: str) -> list[list[int]]:
         written: list[list[int]] = []
-        drafter = speculator.drafter.afresh() if plan.tree.size else None
+        drafter = speculator.drafter.without_memory() if plan.tree.size else None
         for start in watch(range(0, len(prompts), batch), what):
             part = prompts[start : start + batch]
-            outputs, _ = decode(speculator.target, drafter, part, plan, max_new_tokens=max_new_tokens)
+            outputs, _ = decode(
+                speculator.target, drafter, part, plan, max_new_tokens=max_new_tokens
+            )
             written += [output.ids for output in outputs]
         return written
 
@@ -40,7 +42,9 @@ def same_text(
     rows = []
     for name, plan in plans.items():
         differences, compared = [], 0
-        for number, (ours, theirs) in enumerate(zip(write(plan, f"exactness: {name}"), plain, strict=True)):
+        for number, (ours, theirs) in enumerate(
+            zip(write(plan, f"exactness: {name}"), plain, strict=True)
+        ):
             place = _parting(ours, theirs)
             compared += len(theirs) if place is None else place + 1
             if place is not None:
@@ -50,7 +54,9 @@ def same_text(
         # What rounding does not explain is shown first.
         differences.sort(key=lambda difference: difference["near_tie"])
         ties = all(difference["near_tie"] for difference in differences)
-        verdict = "identical" if not differences else "parts at near-ties only" if ties else "DIFFERS"
+        verdict = (
+            "identical" if not differences else "parts at near-ties only" if ties else "DIFFERS"
+        )
         rows.append(
             {
                 "label": name,
@@ -72,12 +78,15 @@ def _parting(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
 
 
-def gap_of(target: Target, ids: list[int], plain: int | None, drafted: int | None) -> dict[str, Any]:
-    """The target's logits of the two tokens behind a text, and whether rounding can have exchanged them.
+def gap_of(
+    target: Target, ids: list[int], plain: int | None, drafted: int | None
+) -> dict[str, Any]:
+    """The target's logits of the two tokens behind a text, and whether rounding can have exchanged
+    them.
 
-    Rounding is measured there: the largest difference of any logit between one pass over the whole text and a cached
-    pass over its last token, and never below the spacing of numbers as large as the largest logit. The two tokens may
-    each be off by so much.
+    Rounding is measured there: the largest difference of any logit between one pass over the whole
+    text and a cached pass over its last token, and never below the spacing of numbers as large as
+    the largest logit. The two tokens may each be off by so much.
     """
     tokens = {"plain": plain, "drafted": drafted}
     texts = {f"{name}_text": _text(target, token) for name, token in tokens.items()}

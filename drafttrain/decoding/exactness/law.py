@@ -14,7 +14,7 @@ from drafttrain.decoding.loop import decode
 from drafttrain.decoding.measure import Prompts, Watch, unwatched
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
-from drafttrain.flow import Begun, Needs
+from drafttrain.flow import Needs, PartialPass
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.sampling import Policy
 from drafttrain.target.model import Pass, Target
@@ -28,7 +28,8 @@ _LOGITS = 1 << 24
 
 
 class SharedPrompt(Target):
-    """A target that reads a prompt given to every row of a batch once. What follows is read row by row."""
+    """A target that reads a prompt given to every row of a batch once. What follows is read row by
+    row."""
 
     def __init__(self, target: Target) -> None:
         self.__dict__.update(vars(target))
@@ -38,14 +39,26 @@ class SharedPrompt(Target):
         ids: Tensor,
         cache: KVCache,
         *,
-        among: Tensor | None = None,
+        tree_mask: Tensor | None = None,
         depths: Tensor | None = None,
         layers: tuple[int, ...] = (),
-        begun: Begun | None = None,
+        partial_pass: PartialPass | None = None,
     ) -> Pass:
         rows, s = ids.shape
-        if among is not None or depths is not None or cache.longest or not bool((ids == ids[:1]).all()):
-            return super().step(ids, cache, among=among, depths=depths, layers=layers, begun=begun)
+        if (
+            tree_mask is not None
+            or depths is not None
+            or cache.longest
+            or not bool((ids == ids[:1]).all())
+        ):
+            return super().step(
+                ids,
+                cache,
+                tree_mask=tree_mask,
+                depths=depths,
+                layers=layers,
+                partial_pass=partial_pass,
+            )
         one = self.new_cache(1, s)
         out = super().step(ids[:1], one, layers=layers)
         for layer, (keys, values) in enumerate(zip(one.keys, one.values, strict=True)):
@@ -54,7 +67,7 @@ class SharedPrompt(Target):
         return Pass(out.hidden.expand(rows, -1, -1), wide)
 
 
-def same_law(
+def same_distribution(
     speculator: Speculator,
     prompts: Prompts,
     plans: Mapping[str, Plan],
@@ -63,7 +76,8 @@ def same_law(
     seed: int = 0,
     watch: Watch = unwatched,
 ) -> list[dict[str, Any]]:
-    """A row for each plan, all of one sampling policy, and one for the control; `judged` adds what needs all rows."""
+    """A row for each plan, all of one sampling policy, and one for the control; `judged` adds what
+    needs all rows."""
     (policy,) = {plan.policy for plan in plans.values()}
     target = SharedPrompt(speculator.target)
     each = draws // len(prompts)
@@ -75,7 +89,12 @@ def same_law(
             if len(cells.probs) > 1:
                 places.append((where, cells))
     drafter = speculator.drafter
-    wrong = Plan(Tree.chain(min(2, drafter.max_depth or 2)), policy, sampled=drafter.can_draw, rule="typical:0:0")
+    wrong = Plan(
+        Tree.chain(min(2, drafter.max_depth or 2)),
+        policy,
+        sampled=drafter.can_draw,
+        rule="typical:0:0",
+    )
     control = f"T={policy.temperature:g} {CONTROL}"
     rows = []
     for name, plan in {**plans, control: wrong}.items():
@@ -83,7 +102,7 @@ def same_law(
         outside = 0
         side = max(1, min(256, _LOGITS // ((plan.tree.size + 1) * target.vocab_size)))
         jobs = [(place, start) for place in range(len(places)) for start in range(0, each, side)]
-        own = drafter.afresh()
+        own = drafter.without_memory()
         for job in watch(range(len(jobs)), f"exactness: {name}"):
             place, start = jobs[job]
             where, cells = places[place]
@@ -117,15 +136,18 @@ def same_law(
 
 
 def undecided_place(target: Target, prompt: Sequence[int], policy: Policy) -> list[int] | None:
-    """The prompt with the part of its greedy answer behind which the target is sure of one token and least of the next.
+    """The prompt with the part of its greedy answer behind which the target is sure of one token
+    and least of the next.
 
-    The first token of an answer is drawn before any draft: if it were open, the draws would scatter before a rule has
-    had a say. None where the context has no room.
+    The first token of an answer is drawn before any draft: if it were open, the draws would scatter
+    before a rule has had a say. None where the context has no room.
     """
     room = target.context - len(prompt) - TOKENS
     if room < 1:
         return None
-    outputs, _ = decode(target, None, [prompt], Plan(Tree.chain(0)), max_new_tokens=min(_LOOKED_AT, room))
+    outputs, _ = decode(
+        target, None, [prompt], Plan(Tree.chain(0)), max_new_tokens=min(_LOOKED_AT, room)
+    )
     answer = outputs[0].ids
     if len(answer) > 1 and answer[-1] in target.stop_ids:
         answer = answer[:-1]  # Behind its end nobody decodes.

@@ -8,11 +8,13 @@ from drafttrain.decoding.exactness.cells import TOKENS
 from drafttrain.decoding.exactness.chi_square import POWER, holm, noticed_distance, power
 
 FALSE_ALARM = 0.01
-"""Chance that a comparison of right rules reports any difference at all: Holm's correction spreads it over the plans."""
+"""Chance that a comparison of right rules reports any difference at all: Holm's correction spreads
+it over the plans."""
 
 
 def judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add Holm's p-values, what each test would have noticed, and a verdict. Only rules said to be exact share the correction.
+    """Add Holm's p-values, what each test would have noticed, and a verdict. Only rules said to be
+    exact share the correction.
 
     Power is stated at the strictest of Holm's levels, so that it holds whatever the other plans do.
     """
@@ -30,14 +32,25 @@ def judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif row["control"]:
             verdict = "noticed, as it should be" if found else "NOT NOTICED"
         elif id(row) not in own:
-            verdict = "differs, as is expected of an approximate rule" if found else "approximate; no difference found"
+            verdict = (
+                "differs, as is expected of an approximate rule"
+                if found
+                else "approximate; no difference found"
+            )
         else:
             verdict = "DIFFERS" if found else "no difference found"
-        more = {"p_corrected": p, "false_alarm": alarm, "noticed_distance": None, "power": None, "verdict": verdict}
+        more = {
+            "p_corrected": p,
+            "false_alarm": alarm,
+            "noticed_distance": None,
+            "power": None,
+            "verdict": verdict,
+        }
         if tested:
             more["noticed_distance"] = noticed_distance(row["df"], row["draws"], alarm)
         if tested and row["control"]:
-            # What lies above the statistic's mean under the target's own law estimates the noncentrality.
+            # What lies above the statistic's mean under the target's own law estimates the
+            # noncentrality.
             more["power"] = power(row["df"], max(0.0, row["statistic"] - row["df"]), alarm)
         judged.append(row | more)
     return judged
@@ -50,39 +63,49 @@ def words(found: dict[str, Any]) -> list[str]:
         equal = sum(row["verdict"] == "identical" for row in found["greedy"])
         tokens = sum(row["tokens"] for row in found["greedy"])
         lines.append(
-            f"greedy: {equal} of {len(found['greedy'])} ways of drafting wrote plain decoding's text, {tokens} tokens compared"
+            f"greedy: {equal} of {len(found['greedy'])} ways of drafting wrote plain decoding's "
+            f"text, {tokens} tokens compared"
         )
     for row in found["greedy"]:
         if row["differences"]:
             lines.append(f"{row['label']}: {row['verdict']}: {_difference(row['differences'][0])}")
-    exact = [row for row in found["law"] if row["guarantee"] == "distribution" and row["p"] is not None]
+    exact = [
+        row for row in found["law"] if row["guarantee"] == "distribution" and row["p"] is not None
+    ]
     for row in exact:
         if row["verdict"] == "DIFFERS":
             lines.append(
-                f"{row['label']}: DIFFERS from the target's law: chi-square {row['statistic']:.1f} with {row['df']} degrees of "
+                f"{row['label']}: DIFFERS from the target's law: chi-square {row['statistic']:.1f} "
+                f"with {row['df']} degrees of "
                 f"freedom, p {row['p']:.2g}, corrected {row['p_corrected']:.2g}"
             )
     if exact and all(row["verdict"] == "no difference found" for row in exact):
         worst = max(row["noticed_distance"] for row in exact)
         lines.append(
-            f"sampled: no difference from the target's law found in {len(exact)} ways of drafting; a difference of more than "
-            f"{worst:.3f} (total variation, of the first {TOKENS} tokens in cells) would have been noticed with "
+            f"sampled: no difference from the target's law found in {len(exact)} ways of drafting; "
+            f"a difference of more than "
+            f"{worst:.3f} (total variation, of the first {TOKENS} tokens in cells) would have been "
+            f"noticed with "
             f"{POWER:.0%} probability, at {FALSE_ALARM:.0%} false alarms over all of them"
         )
     for row in found["law"]:
         if row["outside"] and not row["control"]:
             lines.append(
-                f"{row['label']}: {row['outside']} of {row['draws']} draws have tokens that the target's filtered law leaves "
+                f"{row['label']}: {row['outside']} of {row['draws']} draws have tokens that the "
+                f"target's filtered law leaves "
                 "out; in low precision its border moves with rounding"
             )
         if row["power"] is not None and row["verdict"] != "NOT NOTICED":
             lines.append(
-                f"temperature {row['temperature']:g}: a decoder that keeps every draft was noticed (distance seen "
-                f"{row['seen_distance']:.2f}); another run would notice it with about {row['power']:.0%} probability"
+                f"temperature {row['temperature']:g}: a decoder that keeps every draft was noticed "
+                f"(distance seen "
+                f"{row['seen_distance']:.2f}); another run would notice it with about "
+                f"{row['power']:.0%} probability"
             )
         if row["control"] and row["verdict"] == "NOT NOTICED":
             lines.append(
-                f"THE TEST IS WEAK at temperature {row['temperature']:g}: a decoder that keeps every draft was not told from "
+                f"THE TEST IS WEAK at temperature {row['temperature']:g}: a decoder that keeps "
+                f"every draft was not told from "
                 "the target; raise exactness_draws"
             )
         if row["p"] is None and not row["control"]:

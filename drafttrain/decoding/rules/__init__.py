@@ -1,8 +1,8 @@
 """Acceptance rules: which drafted tokens stay, and which token follows them.
 
-Pure functions of the target's laws, the proposal and uniform numbers: the same input gives the same answer, and a
-row's answer does not depend on the other rows. A rule is exact only for the law by which the proposal was drawn, so
-each checks that first.
+Pure functions of the target's laws, the proposal and uniform numbers: the same input gives the same
+answer, and a row's answer does not depend on the other rows. A rule is exact only for the law by
+which the proposal was drawn, so each checks that first.
 
     rule              judges                                   file
     greedy            any proposal, at temperature 0           match
@@ -15,14 +15,16 @@ each checks that first.
     typical           any proposal; not exact                  approximate
 
 What all rules share, but for greedy, which reads argmaxes alone:
-    p: (b n+1 v) target probabilities after the sampling policy; row 0 follows the anchor, row i+1 follows node i.
-    u: (b n+1) uniform numbers in [0, 1). u[:, n] draws the token that follows the accepted ones; which of the others
-        serves what is said at each rule. A row reads its own numbers only, in places that do not depend on the tokens.
+    p: (b n+1 v) target probabilities after the sampling policy; row 0 follows the anchor, row i+1
+    follows node i. u: (b n+1) uniform numbers in [0, 1). u[:, n] draws the token that follows the
+        accepted ones; which of the others serves what is said at each rule. A row reads its own
+        numbers only, in places that do not depend on the tokens.
     A token stays if u < ratio, strictly: at u = 0 a token of target probability 0 is still refused.
     Siblings are judged in index order; the order must not depend on the drawn tokens.
-    `path` of the answer is as wide as the deepest node of the batch (a chain's length), padded with -1.
-    Arithmetic is float64 on one (b v) residual; p and q are read row by row and never copied whole.
-    Raises InputError if the rule does not fit the proposal or shapes disagree, ValueError if a drafted token has q = 0.
+    `path` of the answer is as wide as the deepest node of the batch (a chain's length), padded with
+    -1. Arithmetic is float64 on one (b v) residual; p and q are read row by row and never copied
+    whole. Raises InputError if the rule does not fit the proposal or shapes disagree, ValueError if
+    a drafted token has q = 0.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from drafttrain.decoding.rules.match import greedy, sample_and_match
 from drafttrain.decoding.rules.spectr import k_seq
 from drafttrain.decoding.rules.tree import multi_step, one_hot
 from drafttrain.errors import InputError
-from drafttrain.flow import Acceptance, Law
+from drafttrain.flow import Acceptance, Sampling
 
 RULES: dict[str, Callable[..., Acceptance]] = {
     "greedy": greedy,
@@ -60,28 +62,28 @@ GUARANTEES: dict[str, str] = {
     "sample_and_match": "distribution",
     "typical": "approximate",
 }
-"""What each rule keeps of the target used: "greedy" the ids of greedy decoding, "distribution" the law of sampling,
-"approximate" neither."""
+"""What each rule keeps of the target used: "greedy" the ids of greedy decoding, "distribution" the
+law of sampling, "approximate" neither."""
 
 
 @dataclass(frozen=True)
 class Scope:
     """What a rule can judge."""
 
-    laws: tuple[Law, ...]
+    samplings: tuple[Sampling, ...]
     """The one it accepts most drafts of comes first: drafts are made so unless told otherwise."""
     chain: bool = False
     """Each node must be the only child of the one before."""
 
 
-_ANY = (Law.ONE_HOT, Law.WOR, Law.IID, Law.UNKNOWN)
+_ANY = (Sampling.ONE_HOT, Sampling.WOR, Sampling.IID, Sampling.UNKNOWN)
 SCOPES: dict[str, Scope] = {
     "greedy": Scope(_ANY),
-    "ratio": Scope((Law.IID,), chain=True),
-    "block": Scope((Law.IID,), chain=True),
-    "multi_step": Scope((Law.WOR, Law.IID)),
-    "one_hot": Scope((Law.ONE_HOT,)),
-    "k_seq": Scope((Law.IID,)),
+    "ratio": Scope((Sampling.IID,), chain=True),
+    "block": Scope((Sampling.IID,), chain=True),
+    "multi_step": Scope((Sampling.WOR, Sampling.IID)),
+    "one_hot": Scope((Sampling.ONE_HOT,)),
+    "k_seq": Scope((Sampling.IID,)),
     "sample_and_match": Scope(_ANY),
     "typical": Scope(_ANY),
 }
@@ -103,7 +105,8 @@ def named(name: str) -> Callable[..., Acceptance]:
         base = ""
     if base != "typical":
         raise InputError(
-            f"rule {name[:80]} is not known: only typical takes numbers, its epsilon and delta, as in "
+            f"rule {name[:80]} is not known: only typical takes numbers, its epsilon and delta, as "
+            f"in "
             f"typical:{EPSILON}:{DELTA}"
         )
     check_thresholds(epsilon, delta)
@@ -122,15 +125,16 @@ def guarantee_of(name: str) -> str:
     return GUARANTEES[name.partition(":")[0]]
 
 
-def rule_for(law: Law, greedy: bool, is_chain: bool) -> str:
-    """Name of the exact rule that fits a proposal: its law, whether decoding is greedy, whether each node has one child."""
+def rule_for(sampling: Sampling, greedy: bool, is_chain: bool) -> str:
+    """Name of the exact rule that fits a proposal: its law, whether decoding is greedy, whether
+    each node has one child."""
     if greedy:
         return "greedy"
-    if law is Law.IID and is_chain:
+    if sampling is Sampling.IID and is_chain:
         return "ratio"
-    if law in (Law.IID, Law.WOR):
+    if sampling in (Sampling.IID, Sampling.WOR):
         return "multi_step"
-    return "one_hot" if law is Law.ONE_HOT else "sample_and_match"
+    return "one_hot" if sampling is Sampling.ONE_HOT else "sample_and_match"
 
 
 def check_fit(name: str, *, greedy: bool, is_chain: bool) -> None:
@@ -141,13 +145,17 @@ def check_fit(name: str, *, greedy: bool, is_chain: bool) -> None:
     scope = scope_of(name)
     if greedy and name != "greedy":
         raise InputError(
-            f"rule {name} judges sampled text, at temperature 0 the rule is greedy: give a temperature above 0, or "
+            f"rule {name} judges sampled text, at temperature 0 the rule is greedy: give a "
+            f"temperature above 0, or "
             "rule=auto"
         )
     if name == "greedy" and not greedy:
-        raise InputError("rule greedy follows the target's argmax: give temperature 0, or rule=auto")
+        raise InputError(
+            "rule greedy follows the target's argmax: give temperature 0, or rule=auto"
+        )
     if scope.chain and not is_chain:
         raise InputError(
-            f"rule {name} judges a chain, this tree has nodes with several children: give a chain such as tree=4, or "
+            f"rule {name} judges a chain, this tree has nodes with several children: give a chain "
+            f"such as tree=4, or "
             "rule=auto"
         )

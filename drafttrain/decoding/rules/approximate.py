@@ -9,22 +9,28 @@ from torch import Tensor
 
 from drafttrain.decoding.rules.shared import check, deepest, path_to
 from drafttrain.errors import InputError
-from drafttrain.flow import Acceptance, Law, Proposal
+from drafttrain.flow import Acceptance, Proposal, Sampling
 from drafttrain.tree.topology import children_of, depths_of
 
 EPSILON, DELTA = 0.09, 0.3
-"""Medusa's thresholds (Cai et al. 2024, arXiv:2401.10774, section 3.3.2): delta is the root of epsilon."""
+"""Medusa's thresholds (Cai et al. 2024, arXiv:2401.10774, section 3.3.2): delta is the root of
+epsilon."""
 
 
-def typical(p: Tensor, proposal: Proposal, u: Tensor, *, epsilon: float = EPSILON, delta: float = DELTA) -> Acceptance:
-    """Keep a drafted token whose target probability is above min(epsilon, delta exp(-H)), H the entropy of its law in nats.
+def typical(
+    p: Tensor, proposal: Proposal, u: Tensor, *, epsilon: float = EPSILON, delta: float = DELTA
+) -> Acceptance:
+    """Keep a drafted token whose target probability is above min(epsilon, delta exp(-H)), H the
+    entropy of its law in nats.
 
-    A token must be likely outright, or likely enough where the target itself is undecided. The longest path of such
-    tokens wins, among equals the one with the largest product of probabilities, then the lowest index. The token behind
-    it is the target's argmax: the rule uses no chance, and its text does not have the target's distribution.
+    A token must be likely outright, or likely enough where the target itself is undecided. The
+    longest path of such tokens wins, among equals the one with the largest product of
+    probabilities, then the lowest index. The token behind it is the target's argmax: the rule uses
+    no chance, and its text does not have the target's distribution.
 
-    Cai et al. 2024 (Medusa, arXiv:2401.10774), section 2.3.1, as the public code does by default. Departs from it:
-    nowhere; the first token of an answer, drawn by the decoding loop before any draft, is no business of a rule.
+    Cai et al. 2024 (Medusa, arXiv:2401.10774), section 2.3.1, as the public code does by default.
+    Departs from it: nowhere; the first token of an answer, drawn by the decoding loop before any
+    draft, is no business of a rule.
 
     Args:
         p: (b n+1 v) target probabilities.
@@ -35,11 +41,13 @@ def typical(p: Tensor, proposal: Proposal, u: Tensor, *, epsilon: float = EPSILO
     Raises: InputError if shapes disagree or a threshold is negative.
     """
     check_thresholds(epsilon, delta)
-    b, n = check("typical", p, proposal, u, laws=tuple(Law), reads_q=False)
+    b, n = check("typical", p, proposal, u, samplings=tuple(Sampling), reads_q=False)
     tokens, parents = proposal.tokens, proposal.parents
     children = children_of(parents)  # b n+1 k
     depths = depths_of(parents)  # b n
-    score = p.new_full((b, n + 1), -math.inf, dtype=torch.float64)  # log probability of the path to each node reached
+    score = p.new_full(
+        (b, n + 1), -math.inf, dtype=torch.float64
+    )  # log probability of the path to each node reached
     score[:, 0] = 0
     for node in range(n):  # the anchor is row 0, and a parent's index is below its children's
         live = ((score[:, node] > -math.inf) & (children[:, node] >= 0).any(-1)).nonzero()[:, 0]
@@ -67,4 +75,6 @@ def check_thresholds(epsilon: float, delta: float) -> None:
     """Raise InputError unless both are finite numbers of at least 0."""
     for name, value in (("epsilon", epsilon), ("delta", delta)):
         if not (value >= 0 and math.isfinite(value)):
-            raise InputError(f"rule typical has {name} {value}, needs a finite number of at least 0")
+            raise InputError(
+                f"rule typical has {name} {value}, needs a finite number of at least 0"
+            )

@@ -6,15 +6,17 @@ import torch
 from torch import Tensor
 
 from drafttrain.decoding.rules.shared import check, minus, refuse_undrawable
-from drafttrain.flow import Acceptance, Law, Proposal
+from drafttrain.flow import Acceptance, Proposal, Sampling
 from drafttrain.nn.sampling import draw
 
 
 def ratio(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
-    """Keep each drafted token of a chain with probability min(1, p/q); at the first refusal draw norm(max(0, p - q)).
+    """Keep each drafted token of a chain with probability min(1, p/q); at the first refusal draw
+    norm(max(0, p - q)).
 
-    Exact for the target's distribution: Leviathan et al. 2023 (arXiv:2211.17192), Algorithm 1. Departs from it: where
-    rounding leaves the residual empty, the token is drawn from p and counted in `fallbacks`.
+    Exact for the target's distribution: Leviathan et al. 2023 (arXiv:2211.17192), Algorithm 1.
+    Departs from it: where rounding leaves the residual empty, the token is drawn from p and counted
+    in `fallbacks`.
 
     Args:
         p: (b n+1 v) target probabilities.
@@ -23,7 +25,7 @@ def ratio(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
     Returns: accepted path, count, and the correction or, if all n stay, the bonus token.
     Raises: InputError on a tree or another law; ValueError if a drafted token has q = 0.
     """
-    b, n = check("ratio", p, proposal, u, laws=(Law.IID,), chain=True)
+    b, n = check("ratio", p, proposal, u, samplings=(Sampling.IID,), chain=True)
     rows, u = torch.arange(b, device=p.device), u.to(p.device, torch.float64)
     if n == 0:
         return _bonus(p, proposal, u)
@@ -39,32 +41,37 @@ def ratio(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
 
 
 def block(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
-    """Keep the longest prefix of a chain that its own trial accepts; a later token can rescue an earlier one.
+    """Keep the longest prefix of a chain that its own trial accepts; a later token can rescue an
+    earlier one.
 
     With p_i, q_i the laws of drafted token x_i (i = 1..n) and p_{n+1} that behind the last:
-        b_0 = 1, b_i = min(1, b_{i-1} p_i(x_i) / q_i(x_i)): how much of the prefix's mass the target still wants;
-        w_i = max(0, b_i p_{i+1} - q_{i+1}), r_i its sum: what the draft leaves undone behind i kept tokens;
-        h_i = r_i / (r_i + 1 - b_i) for i < n (1 where that is 0/0), h_n = b_n: chance of the trial at i.
-    The trials are independent, the largest i that succeeds is kept (h_0 = 1), and the next token comes from norm(w_i),
-    behind the whole block from p_{n+1}. There is no early stop.
+        b_0 = 1, b_i = min(1, b_{i-1} p_i(x_i) / q_i(x_i)): how much of the prefix's mass the target
+        still wants; w_i = max(0, b_i p_{i+1} - q_{i+1}), r_i its sum: what the draft leaves undone
+        behind i kept tokens; h_i = r_i / (r_i + 1 - b_i) for i < n (1 where that is 0/0), h_n =
+        b_n: chance of the trial at i.
+    The trials are independent, the largest i that succeeds is kept (h_0 = 1), and the next token
+    comes from norm(w_i), behind the whole block from p_{n+1}. There is no early stop.
 
-    b is taken in closed form, log b_i = S_i - max_{j <= i} S_j with S_i = sum_{j <= i} log(p_j(x_j) / q_j(x_j)) and
-    S_0 = 0: a long chain of small ratios neither underflows on the way nor loses what comes after it. An r_i of 0 under
-    b_i < 1 gives h_i = 0, so its empty residual is never drawn from.
+    b is taken in closed form, log b_i = S_i - max_{j <= i} S_j with S_i = sum_{j <= i} log(p_j(x_j)
+    / q_j(x_j)) and S_0 = 0: a long chain of small ratios neither underflows on the way nor loses
+    what comes after it. An r_i of 0 under b_i < 1 gives h_i = 0, so its empty residual is never
+    drawn from.
 
-    Exact for the target's distribution, and keeps at least as many tokens as `ratio` on average: Sun et al. 2024
-    (arXiv:2403.10444), Algorithm 2 and Theorems 1 and 2. With one token it is `ratio`. Departs from it: places are tried
-    from the last backwards, so that only the residuals that are needed are computed; where rounding leaves a residual
-    empty under b_i = 1, the token is drawn from p and counted in `fallbacks`.
+    Exact for the target's distribution, and keeps at least as many tokens as `ratio` on average:
+    Sun et al. 2024 (arXiv:2403.10444), Algorithm 2 and Theorems 1 and 2. With one token it is
+    `ratio`. Departs from it: places are tried from the last backwards, so that only the residuals
+    that are needed are computed; where rounding leaves a residual empty under b_i = 1, the token is
+    drawn from p and counted in `fallbacks`.
 
     Args:
         p: (b n+1 v) target probabilities.
         proposal: a chain under Law.IID, with q.
         u: (b n+1) uniform numbers; u[:, i] is the trial of keeping nodes 0..i.
-    Returns: accepted path, count, and the token drawn from the residual behind it or, if all n stay, the bonus token.
+    Returns: accepted path, count, and the token drawn from the residual behind it or, if all n
+    stay, the bonus token.
     Raises: InputError on a tree or another law; ValueError if a drafted token has q = 0.
     """
-    b, n = check("block", p, proposal, u, laws=(Law.IID,), chain=True)
+    b, n = check("block", p, proposal, u, samplings=(Sampling.IID,), chain=True)
     rows, u = torch.arange(b, device=p.device), u.to(p.device, torch.float64)
     if n == 0:
         return _bonus(p, proposal, u)
@@ -94,18 +101,28 @@ def block(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
 
 
 def kept_on_average(p: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
-    """How many tokens of these very chains `ratio` and `block` keep, on average over their uniform numbers.
+    """How many tokens of these very chains `ratio` and `block` keep, on average over their uniform
+    numbers.
 
-    Two rules compared so differ by what they do, not by which drafts or numbers each happened to get.
+    Two rules compared so differ by what they do, not by which drafts or numbers each happened to
+    get.
 
     Args:
         p: (b n+1 v) target probabilities.
         proposal: a chain under Law.IID, with q.
-    Returns: (b) for `ratio` and (b) for `block`, float64, between 0 and n; a row of `block` may lie below that of `ratio`, the
-        average over chains drawn from q does not (arXiv:2403.10444, Theorem 2).
+    Returns: (b) for `ratio` and (b) for `block`, float64, between 0 and n; a row of `block` may lie
+        below that of `ratio`, the average over chains drawn from q does not (arXiv:2403.10444,
+        Theorem 2).
     Raises: as the rules.
     """
-    b, n = check("ratio", p, proposal, p.new_zeros(len(p), proposal.size + 1), laws=(Law.IID,), chain=True)
+    b, n = check(
+        "ratio",
+        p,
+        proposal,
+        p.new_zeros(len(p), proposal.size + 1),
+        samplings=(Sampling.IID,),
+        chain=True,
+    )
     if n == 0:
         return p.new_zeros(b, dtype=torch.float64), p.new_zeros(b, dtype=torch.float64)
     assert proposal.q is not None and proposal.q_rows is not None

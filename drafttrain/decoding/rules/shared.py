@@ -6,19 +6,20 @@ import torch
 from torch import Tensor
 
 from drafttrain.errors import InputError
-from drafttrain.flow import Law, Proposal
+from drafttrain.flow import Proposal, Sampling
 
 INSTEAD = {
-    Law.IID: "multi_step, or ratio or block on a chain",
-    Law.WOR: "multi_step",
-    Law.ONE_HOT: "one_hot",
-    Law.UNKNOWN: "sample_and_match",
+    Sampling.IID: "multi_step, or ratio or block on a chain",
+    Sampling.WOR: "multi_step",
+    Sampling.ONE_HOT: "one_hot",
+    Sampling.UNKNOWN: "sample_and_match",
 }
 """Which exact rules serve a law, in words."""
 
 
 def minus(law: Tensor, drawn_from: Tensor) -> tuple[Tensor, Tensor]:
-    """norm(max(0, law - drawn_from)), (b v), and (b) bool where nothing, or no number, is left of it."""
+    """norm(max(0, law - drawn_from)), (b v), and (b) bool where nothing, or no number, is left of
+    it."""
     return norm((law - drawn_from).clamp_(min=0))
 
 
@@ -52,7 +53,8 @@ def refuse_undrawable(drafted: Tensor, tokens: Tensor) -> None:
     bad = ~(drafted > 0)
     if bool(bad.any()):
         raise ValueError(
-            f"token {int(tokens[bad][0])} was drafted, but the law it is said to come from gives it probability 0: "
+            f"token {int(tokens[bad][0])} was drafted, but the law it is said to come from gives "
+            f"it probability 0: "
             "pass on the very tensor that was drawn from, with the rows and the order of the draw"
         )
 
@@ -61,11 +63,14 @@ def check_tree(rule: str, proposal: Proposal) -> tuple[int, int]:
     tokens, parents = proposal.tokens, proposal.parents
     if tokens.ndim != 2 or parents.shape != tokens.shape:
         raise InputError(
-            f"rule {rule} got tokens {tuple(tokens.shape)} and parents {tuple(parents.shape)}, needs both (b n)"
+            f"rule {rule} got tokens {tuple(tokens.shape)} and parents {tuple(parents.shape)}, "
+            f"needs both (b n)"
         )
     index = torch.arange(tokens.shape[1], device=parents.device)
     if bool(((parents < -1) | (parents >= index)).any()):
-        raise InputError(f"rule {rule} got a node whose parent is neither -1 (anchor) nor an earlier node")
+        raise InputError(
+            f"rule {rule} got a node whose parent is neither -1 (anchor) nor an earlier node"
+        )
     return tokens.shape[0], tokens.shape[1]
 
 
@@ -75,7 +80,7 @@ def check(
     proposal: Proposal,
     u: Tensor,
     *,
-    laws: tuple[Law, ...],
+    samplings: tuple[Sampling, ...],
     chain: bool = False,
     reads_q: bool = True,
 ) -> tuple[int, int]:
@@ -88,26 +93,32 @@ def check(
     Raises: InputError saying what does not fit.
     """
     b, n = check_tree(rule, proposal)
-    if proposal.law not in laws:
+    if proposal.sampling not in samplings:
         raise InputError(
-            f"rule {rule} is made for proposals of law {' or '.join(law.value for law in laws)}, this one is "
-            f"{proposal.law.value}: use {INSTEAD[proposal.law]}"
+            f"rule {rule} is made for proposals of law "
+            f"{' or '.join(one.value for one in samplings)}, this one is "
+            f"{proposal.sampling.value}: use {INSTEAD[proposal.sampling]}"
         )
-    if chain and not bool((proposal.parents == torch.arange(-1, n - 1, device=proposal.parents.device)).all()):
+    if chain and not bool(
+        (proposal.parents == torch.arange(-1, n - 1, device=proposal.parents.device)).all()
+    ):
         raise InputError(
-            f"rule {rule} needs a chain, each node the only child of the one before; this is a tree: use multi_step"
+            f"rule {rule} needs a chain, each node the only child of the one before; this is a "
+            f"tree: use multi_step"
         )
     if p.ndim != 3 or p.shape[:2] != (b, n + 1):
         raise InputError(
-            f"rule {rule} got p of shape {tuple(p.shape)}, needs {(b, n + 1)} and the vocabulary: a law for the anchor "
+            f"rule {rule} got p of shape {tuple(p.shape)}, needs {(b, n + 1)} and the vocabulary: "
+            f"a law for the anchor "
             "and for each node"
         )
     if u.shape != (b, n + 1):
         raise InputError(
-            f"rule {rule} got uniforms of shape {tuple(u.shape)}, needs {(b, n + 1)}: one per node and one for "
+            f"rule {rule} got uniforms of shape {tuple(u.shape)}, needs {(b, n + 1)}: one per node "
+            f"and one for "
             "the next token"
         )
-    if reads_q and proposal.law is not Law.ONE_HOT and n:
+    if reads_q and proposal.sampling is not Sampling.ONE_HOT and n:
         _check_q(rule, p, proposal)
     return b, n
 
@@ -116,14 +127,17 @@ def _check_q(rule: str, p: Tensor, proposal: Proposal) -> None:
     b, n = proposal.tokens.shape
     if proposal.q is None or proposal.q_rows is None:
         raise InputError(
-            f"rule {rule} needs q and q_rows, the laws that the tokens were drawn from; this proposal has none"
+            f"rule {rule} needs q and q_rows, the laws that the tokens were drawn from; this "
+            f"proposal has none"
         )
     if proposal.q.ndim != 3 or proposal.q.shape[0] != b or proposal.q.shape[-1] != p.shape[-1]:
         raise InputError(
-            f"rule {rule} got q of shape {tuple(proposal.q.shape)} for p of shape {tuple(p.shape)}, needs one "
+            f"rule {rule} got q of shape {tuple(proposal.q.shape)} for p of shape "
+            f"{tuple(p.shape)}, needs one "
             "batch and one vocabulary: scatter a smaller draft vocabulary into the target's"
         )
     if proposal.q_rows.shape != (b, n):
         raise InputError(
-            f"rule {rule} got q_rows of shape {tuple(proposal.q_rows.shape)}, needs {(b, n)}: one per node"
+            f"rule {rule} got q_rows of shape {tuple(proposal.q_rows.shape)}, needs {(b, n)}: one "
+            f"per node"
         )

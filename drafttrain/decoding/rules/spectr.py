@@ -1,4 +1,5 @@
-"""SpecTr's rule for several independent drafts of one place: no residual in between, one common discount instead."""
+"""SpecTr's rule for several independent drafts of one place: no residual in between, one common
+discount instead."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from drafttrain.decoding.rules.shared import check, deepest, refuse_undrawable
 from drafttrain.errors import InputError
-from drafttrain.flow import Acceptance, Law, Proposal
+from drafttrain.flow import Acceptance, Proposal, Sampling
 from drafttrain.nn.sampling import draw
 from drafttrain.tree.topology import children_of, depths_of
 
@@ -15,25 +16,30 @@ _HALVINGS = 24
 
 
 def k_seq(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
-    """Keep the first of k independent children x that passes with probability min(1, p(x) / (rho q(x))), the same rho for all.
+    """Keep the first of k independent children x that passes with probability min(1, p(x) / (rho
+    q(x))), the same rho for all.
 
-    With beta = sum_x min(q, p / rho), one child stays with probability P = 1 - (1 - beta)^k; where none does, the token
-    comes from norm(p - min(q, p / rho) P / beta). That is no law unless P <= rho beta; `smallest_rho` finds, for each
-    node and its own k, the least rho that allows it. Children of a kept node are judged in the same way.
+    With beta = sum_x min(q, p / rho), one child stays with probability P = 1 - (1 - beta)^k; where
+    none does, the token comes from norm(p - min(q, p / rho) P / beta). That is no law unless P <=
+    rho beta; `smallest_rho` finds, for each node and its own k, the least rho that allows it.
+    Children of a kept node are judged in the same way.
 
-    Exact for the target's distribution: Sun et al. 2023 (SpecTr, arXiv:2310.15141), section 4 and Algorithm 2. Departs
-    from it: applied at every node of a tree, not to whole drafts; where rounding leaves the residual empty, the token
-    is drawn from p and counted in `fallbacks`. Keeps a little more than `multi_step` with independent children, less
-    than `multi_step` without replacement.
+    Exact for the target's distribution: Sun et al. 2023 (SpecTr, arXiv:2310.15141), section 4 and
+    Algorithm 2. Departs from it: applied at every node of a tree, not to whole drafts; where
+    rounding leaves the residual empty, the token is drawn from p and counted in `fallbacks`. Keeps
+    a little more than `multi_step` with independent children, less than `multi_step` without
+    replacement.
 
     Args:
         p: (b n+1 v) target probabilities.
         proposal: any tree under Law.IID whose siblings share a row of q; rows may differ in shape.
         u: (b n+1) uniform numbers; u[:, i] judges node i.
-    Returns: accepted path, count, and the token drawn from the last residual, or after a leaf from p.
-    Raises: InputError on another law, or siblings of different rows of q; ValueError if a drafted token has q = 0.
+    Returns: accepted path, count, and the token drawn from the last residual, or after a leaf from
+    p.
+    Raises: InputError on another law, or siblings of different rows of q; ValueError if a drafted
+    token has q = 0.
     """
-    b, n = check("k_seq", p, proposal, u, laws=(Law.IID,))
+    b, n = check("k_seq", p, proposal, u, samplings=(Sampling.IID,))
     tokens = proposal.tokens
     u = u.to(p.device, torch.float64)
     table = children_of(proposal.parents)  # b n+1 k
@@ -61,10 +67,14 @@ def k_seq(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
         passes = present & (u[live[:, None], children] < here.gather(1, token) / (rho * drafted))
         keep = passes.any(1)
         refused = ~keep
-        rest, empty = _left(here[refused], law[refused], rho[refused], present[refused].sum(1, keepdim=True))
+        rest, empty = _left(
+            here[refused], law[refused], rho[refused], present[refused].sum(1, keepdim=True)
+        )
         residual[live[refused]] = torch.where(empty[:, None], here[refused], rest)
         fallbacks += int(empty.sum())
-        child = children.gather(1, passes.int().argmax(1, keepdim=True))[:, 0]  # the first that passes
+        child = children.gather(1, passes.int().argmax(1, keepdim=True))[
+            :, 0
+        ]  # the first that passes
         live, child = live[keep], child[keep]
         node[live] = child
         path[live, step] = child
@@ -73,10 +83,11 @@ def k_seq(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
 
 
 def smallest_rho(p: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """The least rho in [1, k] with 1 - (1 - beta)^k <= rho beta, beta = sum_x min(q, p / rho): what `k_seq` needs.
+    """The least rho in [1, k] with 1 - (1 - beta)^k <= rho beta, beta = sum_x min(q, p / rho): what
+    `k_seq` needs.
 
-    Found by halving, and the upper end is given: a larger rho keeps a little less (here by at most k / 2^24 of rho), a
-    smaller one would not be exact.
+    Found by halving, and the upper end is given: a larger rho keeps a little less (here by at most
+    k / 2^24 of rho), a smaller one would not be exact.
 
     Args:
         p, q: (b v) float64.
@@ -98,7 +109,8 @@ def smallest_rho(p: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _overlap(p: Tensor, q: Tensor, rho: Tensor) -> Tensor:
-    """(b) beta: the probability that one draft passes; sums of rounded laws may exceed 1 by a trifle."""
+    """(b) beta: the probability that one draft passes; sums of rounded laws may exceed 1 by a
+    trifle."""
     return torch.minimum(q, p / rho[:, None]).sum(-1).clamp(max=1)
 
 
@@ -123,6 +135,7 @@ def _refuse_several_laws(proposal: Proposal, table: Tensor) -> None:
     drawn = proposal.q_rows.gather(1, table.clamp(min=0).flatten(1)).reshape(table.shape)
     if bool(((table >= 0) & (drawn != drawn[..., :1])).any()):
         raise InputError(
-            "rule k_seq needs siblings drawn from one law, these have different rows of q, as from several drafters: "
+            "rule k_seq needs siblings drawn from one law, these have different rows of q, as from "
+            "several drafters: "
             "use multi_step"
         )

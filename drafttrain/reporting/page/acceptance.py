@@ -34,21 +34,43 @@ def positions(rows: Sequence[Row]) -> Content:
         return absent("No round of drafts was measured.")
     drawn, lines, over_prompts = [], [], set()
     for row in known:
-        label, rates, reach = row_label(row), row["accept_at"][:_MOST_POSITIONS], row.get("reach") or []
+        label, rates, reach = (
+            row_label(row),
+            row["accept_at"][:_MOST_POSITIONS],
+            row.get("reach") or [],
+        )
         intervals, by_prompt = position_intervals(row)
         over_prompts.add(by_prompt)
-        drawing = drawings.positions(f"accept@k of {label}", rates, intervals[: len(rates)], reach[: len(rates)])
+        drawing = drawings.positions(
+            f"accept@k of {label}", rates, intervals[: len(rates)], reach[: len(rates)]
+        )
         drawn.append(figure(drawing, label, _extent(row)))
         for k, rate in enumerate(rates, start=1):
             counts = row["accept_counts"][k - 1] or (None, None)
-            lines.append([label, k, rate, intervals[k - 1], *counts, reach[k - 1] if k <= len(reach) else None])
-    words = _POSITIONS + _OVER_PROMPTS * (True in over_prompts) + _OF_COUNTS * (False in over_prompts)
+            lines.append(
+                [
+                    label,
+                    k,
+                    rate,
+                    intervals[k - 1],
+                    *counts,
+                    reach[k - 1] if k <= len(reach) else None,
+                ]
+            )
+    words = (
+        _POSITIONS + _OVER_PROMPTS * (True in over_prompts) + _OF_COUNTS * (False in over_prompts)
+    )
     columns = ["drafts", "k", "accept@k", "95 %", "kept", "offered", "reach"]
-    return [element("p", words), figures(drawn, small=True), numbers(table("Acceptance by position", columns, lines))]
+    return [
+        element("p", words),
+        figures(drawn, small=True),
+        numbers(table("Acceptance by position", columns, lines)),
+    ]
 
 
 def trees(record: Record) -> Content:
-    """Trees with the hits of every node; of runs that did not count those, what is known by position and rank."""
+    """Trees with the hits of every node; of runs that did not count those, what is known by
+    position and rank."""
     drawn: list[Markup] = []
     coarse: list[Markup] = []
     uncounted: list[str] = []
@@ -62,23 +84,39 @@ def trees(record: Record) -> Content:
         elif counted:
             shape = Tree(tuple(node["parent"] for node in counted))
             kept, offered = ([node[name] for node in counted] for name in ("kept", "offered"))
-            drawn.append(figure(drawings.tree(f"hit rates of {label}", shape, kept, offered), label, _extent(row)))
+            drawn.append(
+                figure(
+                    drawings.tree(f"hit rates of {label}", shape, kept, offered),
+                    label,
+                    _extent(row),
+                )
+            )
         else:
             uncounted.append(label)
             if rates:
                 title = f"hit rates of {label} by position and rank"
-                coarse.append(figure(drawings.grid(title, rates), f"{label}, by position and rank", _extent(row)))
+                coarse.append(
+                    figure(
+                        drawings.grid(title, rates), f"{label}, by position and rank", _extent(row)
+                    )
+                )
     found: list[Content] = [
         [element("p", _TREES), figures(drawn)] if drawn else None,
         figures(coarse),
-        missing(f"the hits of each node of {', '.join(uncounted)}", *record.again) if uncounted else None,
-        absent(f"Another tree in every round, so that no node can be followed: {', '.join(changing)}.")
+        missing(f"the hits of each node of {', '.join(uncounted)}", *record.again)
+        if uncounted
+        else None,
+        absent(
+            f"Another tree in every round, so that no node can be followed: {', '.join(changing)}."
+        )
         if changing
         else None,
     ]
     if not any(found):
         return absent(
-            "Only chains were measured; their positions stand above." if record.entry.rows else "Nothing was measured."
+            "Only chains were measured; their positions stand above."
+            if record.entry.rows
+            else "Nothing was measured."
         )
     return found
 
@@ -86,5 +124,7 @@ def trees(record: Record) -> Content:
 def _extent(row: Row) -> str:
     """What was drafted, and in how many rounds."""
     words = [str(row["tree"] or row["growth"] or "drafts")]
-    words += [f"{row[name]:,} {name}" for name in ("nodes", "prompts", "rounds") if row[name] is not None]
+    words += [
+        f"{row[name]:,} {name}" for name in ("nodes", "prompts", "rounds") if row[name] is not None
+    ]
     return ", ".join(words)

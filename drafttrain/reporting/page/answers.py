@@ -19,9 +19,14 @@ def answers(record: Record) -> Content:
     found = record.samples
     if found is None or not found.answers:
         words, command = record.again
-        return missing("sample answers", f"fit keeps final.samples of those that it measures; {words}", command)
+        return missing(
+            "sample answers", f"fit keeps final.samples of those that it measures; {words}", command
+        )
     how = f"Held-out prompts, decoded with {found.tree}, temperature {found.temperature:g}, rule {found.rule} ({found.guarantee}). "
-    shades = [(count, f"{count} or more" if count == SHADES else str(count)) for count in range(1, SHADES + 1)]
+    shades = [
+        (count, f"{count} or more" if count == SHADES else str(count))
+        for count in range(1, SHADES + 1)
+    ]
     key = [element("li", element("mark", word, class_=f"r{count}")) for count, word in shades]
     return [
         element("p", how + _MARKS + _IDS * (found.written_in == "ids")),
@@ -36,13 +41,19 @@ def _answer(answer: Answer) -> Markup:
         tokens = [element("span", token) for token in one.drafts if token]
         if tokens:
             count = len(one.drafts)
-            text.append(element("mark", tokens, class_=f"r{min(count, SHADES)}", title=f"{count} accepted"))
+            text.append(
+                element("mark", tokens, class_=f"r{min(count, SHADES)}", title=f"{count} accepted")
+            )
         text.append(one.own)
     long = len(answer.prompt) > _LONG_PROMPT
     return element(
         "article",
         element(
-            "p", answer.prompt, class_="prompt long" if long else "prompt", dir="auto", tabindex=0 if long else None
+            "p",
+            answer.prompt,
+            class_="prompt long" if long else "prompt",
+            dir="auto",
+            tabindex=0 if long else None,
         ),
         element("p", text, class_="answer", dir="auto"),
         element("p", _told(answer), class_="note"),
@@ -51,7 +62,10 @@ def _answer(answer: Answer) -> Markup:
 
 def _told(answer: Answer) -> str:
     rounds = answer.passes[1:]
-    written, kept = sum(one.tokens for one in answer.passes), sum(len(one.drafts) for one in answer.passes)
+    written, kept = (
+        sum(one.tokens for one in answer.passes),
+        sum(len(one.drafts) for one in answer.passes),
+    )
     words = f"{written} tokens in {len(answer.passes)} passes of the target, {kept} of them accepted drafts"
     if rounds:
         words += f"; tau {sum(one.tokens for one in rounds) / len(rounds):.2f}"

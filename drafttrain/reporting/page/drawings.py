@@ -1,7 +1,9 @@
-"""Drawings of a report's page as SVG: learning curves, acceptance by position, intervals, stages, trees.
+"""Drawings of a report's page as SVG: learning curves, acceptance by position, intervals, stages,
+trees.
 
-A drawing is as wide as a phone, so that its letters can be read there; wide pages show several side by side. Colours are classes
-of the page's style sheet (`s0`, `s1`, ...), so that they follow light and dark.
+A drawing is as wide as a phone, so that its letters can be read there; wide pages show several side
+by side. Colours are classes of the page's style sheet (`s0`, `s1`, ...), so that they follow light
+and dark.
 """
 
 from __future__ import annotations
@@ -36,13 +38,20 @@ class Series:
     dots: bool = True
 
 
-# --- charts ----------------------------------------------------------------------------------------------------------------
+# --- charts ---------------------------------------------------------------------------------------
 
 
 def curves(
-    title: str, series: Sequence[Series], *, x: str, y: str, least: float | None = None, most: float | None = None
+    title: str,
+    series: Sequence[Series],
+    *,
+    x: str,
+    y: str,
+    least: float | None = None,
+    most: float | None = None,
 ) -> Markup:
-    """Lines over a common x axis. Of a line with very many points, evenly spaced ones are drawn, the last among them.
+    """Lines over a common x axis. Of a line with very many points, evenly spaced ones are drawn,
+    the last among them.
 
     Args:
         x, y: names of the axes, with units.
@@ -58,7 +67,9 @@ def curves(
     for place, one in enumerate(series):
         places = [(frame.x(a), frame.y(b)) for a, b in _thinned(one.points)]
         path = "M" + " L".join(f"{brief(a)} {brief(b)}" for a, b in places)
-        drawn.append(element("path", d=path, class_=f"line {_colour(place)}{' dashed' * one.dashed}"))
+        drawn.append(
+            element("path", d=path, class_=f"line {_colour(place)}{' dashed' * one.dashed}")
+        )
         if one.dots:
             drawn += [_mark(place, a, b, one.dashed) for a, b in places]
     return _svg(title, frame.height, frame.drawn(), drawn)
@@ -68,17 +79,22 @@ def legend(series: Sequence[Series]) -> Markup:
     """The names of lines, each with its look."""
     items = []
     for place, one in enumerate(series):
-        look = [element("path", d="M1 6 H25", class_=f"line {_colour(place)}{' dashed' * one.dashed}")]
+        look = [
+            element("path", d="M1 6 H25", class_=f"line {_colour(place)}{' dashed' * one.dashed}")
+        ]
         look += [_mark(place, 13, 6, one.dashed)] if one.dots else []
         items.append(_key(look, one.name, width=26))
     return element("ul", items, class_="legend")
 
 
 def positions(
-    title: str, rates: Sequence[float | None], intervals: Sequence[Interval | None], reach: Sequence[float | None]
+    title: str,
+    rates: Sequence[float | None],
+    intervals: Sequence[Interval | None],
+    reach: Sequence[float | None],
 ) -> Markup:
-    """accept@k of positions 1, 2, ... as dots with their intervals as bars; behind each, as a column, the share of all rounds that
-    accept at least so many."""
+    """accept@k of positions 1, 2, ... as dots with their intervals as bars; behind each, as a
+    column, the share of all rounds that accept at least so many."""
     across = _Axis(0.5, max(1, len(rates)) + 0.5, PLACE, whole=True)
     frame = _Frame(across, _Axis(0.0, 1.0, "share of rounds"), width=SMALL, height=180.0, left=42.0)
     wide = min(26.0, 0.6 * (frame.x(1) - frame.x(0)))
@@ -107,14 +123,25 @@ def positions(
             low, high = (frame.y(min(1.0, max(0.0, end))) for end in interval)
             half = min(5.0, wide / 3)
             path = f"M{brief(at)} {brief(low)} V{brief(high)}"
-            path += "".join(f" M{brief(at - half)} {brief(end)} H{brief(at + half)}" for end in (low, high))
+            path += "".join(
+                f" M{brief(at - half)} {brief(end)} H{brief(at + half)}" for end in (low, high)
+            )
             drawn.append(element("path", d=path, class_="line s0"))
-        drawn.append(element("circle", element("title", told), cx=at, cy=frame.y(rate), r=3.2, class_="fill s0"))
+        drawn.append(
+            element(
+                "circle", element("title", told), cx=at, cy=frame.y(rate), r=3.2, class_="fill s0"
+            )
+        )
     return _svg(title, frame.height, frame.drawn(), drawn, width=SMALL)
 
 
 def whiskers(
-    title: str, rows: Sequence[tuple[str, float, Interval | None]], *, x: str, mark: float, unit: str = ""
+    title: str,
+    rows: Sequence[tuple[str, float, Interval | None]],
+    *,
+    x: str,
+    mark: float,
+    unit: str = "",
 ) -> Markup:
     """One value a row with its interval as a bar.
 
@@ -126,23 +153,48 @@ def whiskers(
     ends = [end for _, value, interval in rows for end in (value, *(interval or ()))]
     axis = _Axis(min(mark, *ends), max(mark, *ends), x)
     height = top + step * len(rows) + foot
-    frame = _Frame(axis, _Axis(0.0, 1.0, ""), height=height, left=10.0, right=46.0, top=top, foot=foot)
-    drawn = [element("path", d=f"M{brief(frame.x(mark))} {brief(top)} V{brief(height - foot)}", class_="mark")]
+    frame = _Frame(
+        axis, _Axis(0.0, 1.0, ""), height=height, left=10.0, right=46.0, top=top, foot=foot
+    )
+    drawn = [
+        element(
+            "path", d=f"M{brief(frame.x(mark))} {brief(top)} V{brief(height - foot)}", class_="mark"
+        )
+    ]
     for place, (name, value, interval) in enumerate(rows):
         line, at = top + step * place + 25, frame.x(value)
-        told = f"{name}: {value:.3f}{unit}" + (f", 95 % {interval[0]:.3f} to {interval[1]:.3f}" if interval else "")
-        drawn.append(element("text", element("title", name), _short(name), x=10, y=line - 11, class_="label"))
+        told = f"{name}: {value:.3f}{unit}" + (
+            f", 95 % {interval[0]:.3f} to {interval[1]:.3f}" if interval else ""
+        )
+        drawn.append(
+            element("text", element("title", name), _short(name), x=10, y=line - 11, class_="label")
+        )
         if interval is not None:
             low, high = map(frame.x, interval)
             path = f"M{brief(low)} {brief(line)} H{brief(high)}"
-            path += "".join(f" M{brief(end)} {brief(line - 4)} V{brief(line + 4)}" for end in (low, high))
+            path += "".join(
+                f" M{brief(end)} {brief(line - 4)} V{brief(line + 4)}" for end in (low, high)
+            )
             drawn.append(element("path", d=path, class_="line s0"))
-        drawn.append(element("circle", element("title", told), cx=at, cy=line, r=3.6, class_="fill s0"))
-        drawn.append(element("text", f"{value:.2f}{unit}", x=WIDTH - 2, y=line + 4, text_anchor="end", class_="value"))
+        drawn.append(
+            element("circle", element("title", told), cx=at, cy=line, r=3.6, class_="fill s0")
+        )
+        drawn.append(
+            element(
+                "text",
+                f"{value:.2f}{unit}",
+                x=WIDTH - 2,
+                y=line + 4,
+                text_anchor="end",
+                class_="value",
+            )
+        )
     return _svg(title, height, frame.drawn(upright=False), drawn)
 
 
-def stages(title: str, bars: Sequence[tuple[str, Mapping[str, float]]], names: Sequence[str], *, x: str) -> Markup:
+def stages(
+    title: str, bars: Sequence[tuple[str, Mapping[str, float]]], names: Sequence[str], *, x: str
+) -> Markup:
     """Amounts by stage as bars of one length each, the stages one behind the other.
 
     Args:
@@ -153,15 +205,27 @@ def stages(title: str, bars: Sequence[tuple[str, Mapping[str, float]]], names: S
     totals = [sum(amounts.values()) for _, amounts in bars]
     height = top + step * len(bars) + foot
     frame = _Frame(
-        _Axis(0.0, max(totals), x), _Axis(0.0, 1.0, ""), height=height, left=10.0, right=46.0, top=top, foot=foot
+        _Axis(0.0, max(totals), x),
+        _Axis(0.0, 1.0, ""),
+        height=height,
+        left=10.0,
+        right=46.0,
+        top=top,
+        foot=foot,
     )
     drawn = []
     for place, ((name, amounts), total) in enumerate(zip(bars, totals, strict=True)):
         line, at = top + step * place + 18, 0.0
-        drawn.append(element("text", element("title", name), _short(name), x=10, y=line - 4, class_="label"))
+        drawn.append(
+            element("text", element("title", name), _short(name), x=10, y=line - 4, class_="label")
+        )
         for stage in _in_order(amounts, names):
             start, end = frame.x(at), frame.x(at + amounts[stage])
-            told = f"{name}, {stage}: {amounts[stage]:.3g} ({amounts[stage] / total:.0%})" if total else name
+            told = (
+                f"{name}, {stage}: {amounts[stage]:.3g} ({amounts[stage] / total:.0%})"
+                if total
+                else name
+            )
             drawn.append(
                 element(
                     "rect",
@@ -174,16 +238,31 @@ def stages(title: str, bars: Sequence[tuple[str, Mapping[str, float]]], names: S
                 )
             )
             at += amounts[stage]
-        drawn.append(element("text", f"{total:.3g}", x=WIDTH - 2, y=line + 11, text_anchor="end", class_="value"))
+        drawn.append(
+            element(
+                "text", f"{total:.3g}", x=WIDTH - 2, y=line + 11, text_anchor="end", class_="value"
+            )
+        )
     return _svg(title, height, frame.drawn(upright=False), drawn)
 
 
 def stage_legend(bars: Sequence[tuple[str, Mapping[str, float]]], names: Sequence[str]) -> Markup:
     """The stages that any of the bars has, each with its colour."""
-    there = _in_order({stage: amount for _, amounts in bars for stage, amount in amounts.items()}, names)
+    there = _in_order(
+        {stage: amount for _, amounts in bars for stage, amount in amounts.items()}, names
+    )
     items = [
         _key(
-            [element("rect", x=1, y=1, width=11, height=11, class_=f"fill {_stage_colour(stage, names)}")],
+            [
+                element(
+                    "rect",
+                    x=1,
+                    y=1,
+                    width=11,
+                    height=11,
+                    class_=f"fill {_stage_colour(stage, names)}",
+                )
+            ],
             stage,
             width=13,
         )
@@ -192,13 +271,14 @@ def stage_legend(bars: Sequence[tuple[str, Mapping[str, float]]], names: Sequenc
     return element("ul", items, class_="legend")
 
 
-# --- trees -----------------------------------------------------------------------------------------------------------------
+# --- trees ----------------------------------------------------------------------------------------
 
 
 def tree(title: str, shape: Tree, kept: Sequence[int], offered: Sequence[int]) -> Markup:
     """A tree of drafts from the left to the right, a node's first child on its own line.
 
-    A way is the wider, the more of all rounds took it; beside a node stands how often it was accepted, given that its parent was.
+    A way is the wider, the more of all rounds took it; beside a node stands how often it was
+    accepted, given that its parent was.
 
     Args:
         kept, offered: of each node, rounds in which it was accepted, and in which its parent was.
@@ -211,7 +291,11 @@ def tree(title: str, shape: Tree, kept: Sequence[int], offered: Sequence[int]) -
     rounds = max((offered[node] for node in shape.children(-1)), default=0)
 
     def at(node: int) -> tuple[float, float]:
-        return (left, top) if node < 0 else (left + level * shape.depths[node], top + _ROW * lines[node])
+        return (
+            (left, top)
+            if node < 0
+            else (left + level * shape.depths[node], top + _ROW * lines[node])
+        )
 
     ways: list[tuple[float, Markup]] = []
     nodes: list[Markup] = []
@@ -229,20 +313,47 @@ def tree(title: str, shape: Tree, kept: Sequence[int], offered: Sequence[int]) -
             told += f"accepted in {kept[node]} of {offered[node]} rounds, {rate:.1%}"
         look = "fill s0" if kept[node] else "open s0"
         nodes.append(element("circle", element("title", told), cx=x1, cy=y1, r=3, class_=look))
-        nodes.append(element("text", "–" if rate is None else f"{rate:.0%}", x=x1 + 5, y=y1 - 3.5, class_="rate"))
+        nodes.append(
+            element(
+                "text", "–" if rate is None else f"{rate:.0%}", x=x1 + 5, y=y1 - 3.5, class_="rate"
+            )
+        )
     ways.sort(key=lambda way: way[0])
     nodes.append(
-        element("circle", element("title", "the last token that was chosen"), cx=left, cy=top, r=3.5, class_="anchor")
+        element(
+            "circle",
+            element("title", "the last token that was chosen"),
+            cx=left,
+            cy=top,
+            r=3.5,
+            class_="anchor",
+        )
     )
     axis = _Axis(0.0, float(depth), PLACE, whole=True)
     frame = _Frame(
-        axis, _Axis(0.0, 1.0, ""), width=width, height=height, left=left, right=right, top=top, foot=foot, padded=False
+        axis,
+        _Axis(0.0, 1.0, ""),
+        width=width,
+        height=height,
+        left=left,
+        right=right,
+        top=top,
+        foot=foot,
+        padded=False,
     )
-    return _svg(title, height, frame.drawn(upright=False, lines=False), [way for _, way in ways], nodes, width=width)
+    return _svg(
+        title,
+        height,
+        frame.drawn(upright=False, lines=False),
+        [way for _, way in ways],
+        nodes,
+        width=width,
+    )
 
 
 def grid(title: str, rates: Sequence[Sequence[float | None] | None]) -> Markup:
-    """Hit rates by position and rank, the likeliest child on top: what is known where nodes were not counted one by one."""
+    """Hit rates by position and rank, the likeliest child on top: what is known where nodes were
+    not counted one by one."""
     ranks = max((len(row) for row in rates if row), default=1)
     left, right, top, foot, step = 46.0, 10.0, 8.0, 38.0, 26.0
     wide = max(_LEVEL * 0.75, (WIDTH - left - right) / max(1, len(rates)))
@@ -250,7 +361,14 @@ def grid(title: str, rates: Sequence[Sequence[float | None] | None]) -> Markup:
     drawn = []
     for rank in range(ranks):
         drawn.append(
-            element("text", str(rank + 1), x=left - 8, y=top + step * rank + 17, text_anchor="end", class_="tick")
+            element(
+                "text",
+                str(rank + 1),
+                x=left - 8,
+                y=top + step * rank + 17,
+                text_anchor="end",
+                class_="tick",
+            )
         )
     for place, row in enumerate(rates):
         for rank, rate in enumerate(row or ()):
@@ -259,7 +377,11 @@ def grid(title: str, rates: Sequence[Sequence[float | None] | None]) -> Markup:
                 size = {"width": wide - 2, "height": step - 2, "fill_opacity": 0.08 + 0.5 * rate}
                 drawn.append(element("rect", x=x + 1, y=y + 1, class_="fill s0", **size))
             told = "–" if rate is None else f"{rate:.0%}"
-            drawn.append(element("text", told, x=x + wide / 2, y=y + 17, text_anchor="middle", class_="value"))
+            drawn.append(
+                element(
+                    "text", told, x=x + wide / 2, y=y + 17, text_anchor="middle", class_="value"
+                )
+            )
     middle = top + step * ranks / 2
     drawn.append(
         element(
@@ -274,13 +396,22 @@ def grid(title: str, rates: Sequence[Sequence[float | None] | None]) -> Markup:
     )
     axis = _Axis(0.5, len(rates) + 0.5, PLACE, whole=True)
     frame = _Frame(
-        axis, _Axis(0.0, 1.0, ""), width=width, height=height, left=left, right=right, top=top, foot=foot, padded=False
+        axis,
+        _Axis(0.0, 1.0, ""),
+        width=width,
+        height=height,
+        left=left,
+        right=right,
+        top=top,
+        foot=foot,
+        padded=False,
     )
     return _svg(title, height, frame.drawn(upright=False, lines=False), drawn, width=width)
 
 
 def _lines(shape: Tree) -> list[int]:
-    """The line of each node: a first child has its parent's, every other one the next that is free."""
+    """The line of each node: a first child has its parent's, every other one the next that is
+    free."""
     lines, line, waiting = [0] * shape.size, 0, [*reversed(shape.children(-1))]
     while waiting:
         node = waiting.pop()
@@ -290,7 +421,7 @@ def _lines(shape: Tree) -> list[int]:
     return lines
 
 
-# --- axes ------------------------------------------------------------------------------------------------------------------
+# --- axes -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -355,29 +486,65 @@ class _Frame:
                 at = self.y(value)
                 parts.append(
                     element(
-                        "path", d=f"M{brief(self.left)} {brief(at)} H{brief(self.width - self.right)}", class_="rule"
+                        "path",
+                        d=f"M{brief(self.left)} {brief(at)} H{brief(self.width - self.right)}",
+                        class_="rule",
                     )
                 )
                 parts.append(
-                    element("text", _shown(value), x=self.left - 6, y=at + 4, text_anchor="end", class_="tick")
+                    element(
+                        "text",
+                        _shown(value),
+                        x=self.left - 6,
+                        y=at + 4,
+                        text_anchor="end",
+                        class_="tick",
+                    )
                 )
             middle = self.top + (base - self.top) / 2
             turned = f"rotate(-90 12 {brief(middle)})"
             parts.append(
-                element("text", self.up.name, x=12, y=middle, text_anchor="middle", transform=turned, class_="name")
+                element(
+                    "text",
+                    self.up.name,
+                    x=12,
+                    y=middle,
+                    text_anchor="middle",
+                    transform=turned,
+                    class_="name",
+                )
             )
         for value in self.across.ticks(max(4, int((self.width - self.left - self.right) / 40))):
             at = self.x(value)
             if not upright and lines:
-                parts.append(element("path", d=f"M{brief(at)} {brief(self.top)} V{brief(base)}", class_="rule"))
+                parts.append(
+                    element(
+                        "path", d=f"M{brief(at)} {brief(self.top)} V{brief(base)}", class_="rule"
+                    )
+                )
             parts.append(element("path", d=f"M{brief(at)} {brief(base)} v4", class_="axis"))
-            parts.append(element("text", _shown(value), x=at, y=base + 16, text_anchor="middle", class_="tick"))
+            parts.append(
+                element(
+                    "text", _shown(value), x=at, y=base + 16, text_anchor="middle", class_="tick"
+                )
+            )
         parts.append(
-            element("path", d=f"M{brief(self.left)} {brief(base)} H{brief(self.width - self.right)}", class_="axis")
+            element(
+                "path",
+                d=f"M{brief(self.left)} {brief(base)} H{brief(self.width - self.right)}",
+                class_="axis",
+            )
         )
         centre = self.left + (self.width - self.left - self.right) / 2
         parts.append(
-            element("text", self.across.name, x=centre, y=self.height - 6, text_anchor="middle", class_="name")
+            element(
+                "text",
+                self.across.name,
+                x=centre,
+                y=self.height - 6,
+                text_anchor="middle",
+                class_="name",
+            )
         )
         return parts
 
@@ -394,7 +561,7 @@ def _wider(axis: _Axis) -> _Axis:
     return _Axis(low, high, axis.name, axis.whole)
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------------
+# --- parts ----------------------------------------------------------------------------------------
 
 
 def is_wide(drawing: Markup) -> bool:
@@ -418,7 +585,9 @@ def _svg(title: str, height: float, *content: Content, width: float = WIDTH) -> 
 
 
 def _key(look: Sequence[Markup], name: str, *, width: int) -> Markup:
-    drawn = element("svg", look, viewBox=f"0 0 {width} 13", width=width, height=13, aria_hidden="true")
+    drawn = element(
+        "svg", look, viewBox=f"0 0 {width} 13", width=width, height=13, aria_hidden="true"
+    )
     return element("li", drawn, " ", name)
 
 
@@ -430,8 +599,15 @@ def _mark(place: int, x: float, y: float, hollow: bool) -> Markup:
         return element("circle", cx=x, cy=y, r=3, class_=look)
     if kind == 1:
         return element("rect", x=x - 2.7, y=y - 2.7, width=5.4, height=5.4, class_=look)
-    corners = {2: ((0, -3.6), (3.5, 2.8), (-3.5, 2.8)), 3: ((0, -3.9), (3.9, 0), (0, 3.9), (-3.9, 0))}[kind]
-    return element("polygon", points=" ".join(f"{brief(x + a)},{brief(y + b)}" for a, b in corners), class_=look)
+    corners = {
+        2: ((0, -3.6), (3.5, 2.8), (-3.5, 2.8)),
+        3: ((0, -3.9), (3.9, 0), (0, 3.9), (-3.9, 0)),
+    }[kind]
+    return element(
+        "polygon",
+        points=" ".join(f"{brief(x + a)},{brief(y + b)}" for a, b in corners),
+        class_=look,
+    )
 
 
 def _colour(place: int) -> str:
@@ -443,7 +619,10 @@ def _stage_colour(stage: str, names: Sequence[str]) -> str:
 
 
 def _in_order(amounts: Mapping[str, float], names: Sequence[str]) -> list[str]:
-    return [*(name for name in names if name in amounts), *(name for name in amounts if name not in names)]
+    return [
+        *(name for name in names if name in amounts),
+        *(name for name in amounts if name not in names),
+    ]
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -457,4 +636,10 @@ def _short(name: str) -> str:
 
 def _shown(value: float) -> str:
     """A mark of an axis."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}" if abs(value) < 1e-3 else f"{value:.4g}"
+    return (
+        f"{value:,.0f}"
+        if abs(value) >= 1000
+        else f"{value:g}"
+        if abs(value) < 1e-3
+        else f"{value:.4g}"
+    )

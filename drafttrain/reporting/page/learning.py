@@ -32,7 +32,8 @@ def learning(record: Record) -> Content:
     if shown:
         return shown
     return missing(
-        "what was learned", "evaluations are made every eval.every updates and at the end, with eval.prompts above 0."
+        "what was learned",
+        "evaluations are made every eval.every updates and at the end, with eval.prompts above 0.",
     )
 
 
@@ -53,7 +54,9 @@ def _of_one(rows: Sequence[Logged]) -> Content:
 
 def _taus(rows: Sequence[Logged], names: set[str]) -> list[Markup]:
     lines = [Series(name, _points(rows, name)) for name in sorted(names) if _TAU.fullmatch(name)]
-    lines += [Series("sim/tau", _points(rows, "sim/tau"), dashed=True)] if "sim/tau" in names else []
+    lines += (
+        [Series("sim/tau", _points(rows, "sim/tau"), dashed=True)] if "sim/tau" in names else []
+    )
     if not lines:
         return []
     words = "val is decoded from held-out prompts with the live weights, sim estimated from held-out text."
@@ -69,7 +72,9 @@ def _rates(rows: Sequence[Logged], places: Sequence[int]) -> list[Markup]:
     words = "Of the rounds whose first k-1 drafts were accepted, the share that accepts the k-th."
     if len(few) < len(places):
         words += f" Drawn are {len(few)} of {len(places)} positions."
-    drawing = drawings.curves("accept@k by update", lines, x="update", y="share of rounds", least=0.0, most=1.0)
+    drawing = drawings.curves(
+        "accept@k by update", lines, x="update", y="share of rounds", least=0.0, most=1.0
+    )
     return [figure(drawing, "accept@k", words, drawings.legend(lines))]
 
 
@@ -85,7 +90,14 @@ def _losses(rows: Sequence[Logged]) -> list[Markup]:
 
 
 def _table(rows: Sequence[Logged], places: Sequence[int]) -> Markup:
-    columns = ["update", "val/tau", "accepted/round", "rounds", "sim/tau", *(f"accept@{k} (offered)" for k in places)]
+    columns = [
+        "update",
+        "val/tau",
+        "accepted/round",
+        "rounds",
+        "sim/tau",
+        *(f"accept@{k} (offered)" for k in places),
+    ]
     lines = []
     for row in rows:
         rounds = row.get("val/rounds")
@@ -95,7 +107,9 @@ def _table(rows: Sequence[Logged], places: Sequence[int]) -> Markup:
             None if rounds is None else round(rounds),
             row.get("sim/tau"),
         ]
-        rates = [_rate(row.get(f"val/accept@{k}"), row.get(f"val/accept@{k}_count")) for k in places]
+        rates = [
+            _rate(row.get(f"val/accept@{k}"), row.get(f"val/accept@{k}_count")) for k in places
+        ]
         lines.append([int(row["step"]), *values, *rates])
     return table("Evaluations while training", columns, lines)
 

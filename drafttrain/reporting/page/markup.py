@@ -8,7 +8,9 @@ from collections.abc import Iterable
 
 _ODD = re.compile("[\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff\x80-\x9f]")
 """Lone surrogates, which no file can hold, and characters that a page must not."""
-_CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
+_CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {
+    0x7F: "\u2421"
+}
 """Control characters as pictures of themselves."""
 VOID = frozenset(("meta", "br", "hr", "col"))
 """Elements without an end tag."""
@@ -46,7 +48,8 @@ def element(name: str, *content: Content, **attributes: str | float | bool | Non
     """One element.
 
     Args:
-        attributes: `class_` is class, `font_size` font-size; None and False leave one out, True has no value.
+        attributes: `class_` is class, `font_size` font-size; None and False leave one out, True has
+            no value.
     """
     words = [name]
     for key, value in attributes.items():
@@ -56,7 +59,9 @@ def element(name: str, *content: Content, **attributes: str | float | bool | Non
         elif value is not None and value is not False:
             words.append(f'{key}="{escaped(value if isinstance(value, str) else brief(value))}"')
     inner = joined(*content)
-    return Markup(f"<{' '.join(words)}>" if name in VOID else f"<{' '.join(words)}>{inner}</{name}>")
+    return Markup(
+        f"<{' '.join(words)}>" if name in VOID else f"<{' '.join(words)}>{inner}</{name}>"
+    )
 
 
 def brief(value: float) -> str:

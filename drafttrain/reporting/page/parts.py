@@ -20,8 +20,16 @@ def part(name: str, title: str, content: Content) -> Markup:
 def figure(drawing: Markup, title: str, words: str | None = None, key: Content = None) -> Markup:
     """A drawing with its title, key and caption; a wide one in a box that can be scrolled."""
     if is_wide(drawing):
-        drawing = element("div", drawing, class_="scroll", role="group", aria_label=title, tabindex=0)
-    return element("figure", element("h4", title), drawing, key, element("figcaption", words) if words else None)
+        drawing = element(
+            "div", drawing, class_="scroll", role="group", aria_label=title, tabindex=0
+        )
+    return element(
+        "figure",
+        element("h4", title),
+        drawing,
+        key,
+        element("figcaption", words) if words else None,
+    )
 
 
 def figures(drawn: list[Markup], *, small: bool = False) -> Markup | None:
@@ -36,7 +44,9 @@ def absent(words: str) -> Markup:
 def missing(what: str, how: str, command: str | None = None) -> Markup:
     """Says that something was not recorded, and how it is had, perhaps by a command."""
     words = f"Not recorded: {what}. {how[:1].upper()}{how[1:]}"
-    return element("p", words, [" ", element("code", command)] if command else None, class_="missing")
+    return element(
+        "p", words, [" ", element("code", command)] if command else None, class_="missing"
+    )
 
 
 def listed(*words: Any) -> str:

@@ -1,4 +1,5 @@
-"""The part of a report's page that tells one run, from its record alone; what that lacks is said to be lacking."""
+"""The part of a report's page that tells one run, from its record alone; what that lacks is said to
+be lacking."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def section(record: Record, name: str) -> Markup:
     )
 
 
-# --- what it is ------------------------------------------------------------------------------------------------------------
+# --- what it is -----------------------------------------------------------------------------------
 
 
 def facts(record: Record) -> Markup:
@@ -63,14 +64,24 @@ def facts(record: Record) -> Markup:
     limited = shape["draft_vocab"] < shape["vocab_size"]
     versions = made.get("versions") if isinstance(made.get("versions"), dict) else {}
     rows: list[tuple[str, Content]] = [
-        ("Target", listed(target["name"], target["model_type"], target["fingerprint"].get("dtype"), target["licence"])),
+        (
+            "Target",
+            listed(
+                target["name"],
+                target["model_type"],
+                target["fingerprint"].get("dtype"),
+                target["licence"],
+            ),
+        ),
         (
             "Drafter",
             listed(
                 entry.drafter,
                 None if told["parameters"] is None else f"{told['parameters']:,} parameters",
                 f"{room(told['bytes'])} as a package",
-                f"drafts from {shape['draft_vocab']:,} of {shape['vocab_size']:,} tokens" if limited else None,
+                f"drafts from {shape['draft_vocab']:,} of {shape['vocab_size']:,} tokens"
+                if limited
+                else None,
             ),
         ),
         ("Training", _trained(record)),
@@ -78,7 +89,13 @@ def facts(record: Record) -> Markup:
         ("Decodes with", _plan(record)),
         (
             "Measured with",
-            listed(*(f"{k} {v}" for k, v in entry.settings.items() if isinstance(v, str | int | float | bool))),
+            listed(
+                *(
+                    f"{k} {v}"
+                    for k, v in entry.settings.items()
+                    if isinstance(v, str | int | float | bool)
+                )
+            ),
         ),
         (
             "Made",
@@ -91,7 +108,9 @@ def facts(record: Record) -> Markup:
         ),
         ("Command", None if record.command is None else element("code", record.command)),
     ]
-    return element("dl", [[element("dt", word), element("dd", value)] for word, value in rows if value])
+    return element(
+        "dl", [[element("dt", word), element("dd", value)] for word, value in rows if value]
+    )
 
 
 def _trained(record: Record) -> str:
@@ -99,7 +118,11 @@ def _trained(record: Record) -> str:
         return "it learns nothing"
     told, training = record.entry.facts(), record.entry.config["training"].get("training")
     training = training if isinstance(training, dict) else {}
-    words = [f"{training[name]} {name}" for name in ("updates", "epochs") if training.get(name) is not None]
+    words = [
+        f"{training[name]} {name}"
+        for name in ("updates", "epochs")
+        if training.get(name) is not None
+    ]
     if training.get("best_update") is not None:
         words.append(f"best at update {training['best_update']}")
     if told["supervised_tokens"]:
@@ -119,7 +142,7 @@ def _plan(record: Record) -> str | None:
     return f"{plan.tree.title}, temperature {plan.policy.temperature:g}, rule {plan.rule_name}"
 
 
-# --- what was measured -----------------------------------------------------------------------------------------------------
+# --- what was measured ----------------------------------------------------------------------------
 
 
 def measured(rows: Sequence[Row]) -> Content:
@@ -130,7 +153,12 @@ def measured(rows: Sequence[Row]) -> Content:
         [
             *(row_label(row), row["nodes"], row["temperature"], row["measured"]),
             *(row["tau"], pair(row["tau_interval"]), row["accepted_per_round"]),
-            *(row["speedup"], pair(row["speedup_interval"]), row["tokens_per_second"], row["plain_tokens_per_second"]),
+            *(
+                row["speedup"],
+                pair(row["speedup_interval"]),
+                row["tokens_per_second"],
+                row["plain_tokens_per_second"],
+            ),
             *(" ".join(accepted_cells(row)) or None, row["prompts"], row["rounds"]),
             *(same_text_cell(row), row["rule"], row["guarantee"]),
         ]
@@ -138,7 +166,11 @@ def measured(rows: Sequence[Row]) -> Content:
     ]
     known = [{**row, "label": row_label(row)} for row in rows if row["temperature"] is not None]
     told = [element("p", f"{line[:1].upper()}{line[1:]}.") for line in verdicts(known)]
-    return [told, intervals(rows), table("Every way of drafting that was measured", _COLUMNS, lines)]
+    return [
+        told,
+        intervals(rows),
+        table("Every way of drafting that was measured", _COLUMNS, lines),
+    ]
 
 
 def intervals(rows: Sequence[Row]) -> Markup | None:
@@ -149,7 +181,9 @@ def intervals(rows: Sequence[Row]) -> Markup | None:
         ("tau", "Tokens per target pass", "tau, tokens per target pass", ""),
     ):
         found = [
-            (row_label(row), float(row[name]), pair(row[f"{name}_interval"])) for row in rows if row[name] is not None
+            (row_label(row), float(row[name]), pair(row[f"{name}_interval"]))
+            for row in rows
+            if row[name] is not None
         ]
         if found:
             drawing = drawings.whiskers(title, found, x=axis, mark=1.0, unit=unit)
@@ -157,7 +191,7 @@ def intervals(rows: Sequence[Row]) -> Markup | None:
     return figures(drawn)
 
 
-# --- settings --------------------------------------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 
 
 def settings(record: Record) -> Content:

@@ -25,14 +25,22 @@ _LONG_RUN = 300.0
 def time_spent(record: Record) -> Content:
     drawn: list[Markup] = []
     if record.seconds:
-        unit, per = ("minutes", 60.0) if sum(record.seconds.values()) > _LONG_RUN else ("seconds", 1.0)
-        bars: list[Bar] = [("the run", {stage: value / per for stage, value in record.seconds.items()})]
+        unit, per = (
+            ("minutes", 60.0) if sum(record.seconds.values()) > _LONG_RUN else ("seconds", 1.0)
+        )
+        bars: list[Bar] = [
+            ("the run", {stage: value / per for stage, value in record.seconds.items()})
+        ]
         drawing = drawings.stages(f"{unit} of the run by stage", bars, FIT_STAGES, x=unit)
         drawn.append(figure(drawing, "The run", _RUN, drawings.stage_legend(bars, FIT_STAGES)))
     bars = bars_of(record.entry.rows)
     if bars:
-        drawing = drawings.stages("milliseconds per token by stage", bars, STAGES, x="milliseconds per token")
-        drawn.append(figure(drawing, "A decoded token", _TOKEN, drawings.stage_legend(bars, STAGES)))
+        drawing = drawings.stages(
+            "milliseconds per token by stage", bars, STAGES, x="milliseconds per token"
+        )
+        drawn.append(
+            figure(drawing, "A decoded token", _TOKEN, drawings.stage_legend(bars, STAGES))
+        )
     lacking = None if record.seconds else missing("the seconds of the run by stage", *record.again)
     return [lacking, figures(drawn), _table(record)]
 
@@ -40,7 +48,8 @@ def time_spent(record: Record) -> Content:
 def bars_of(rows: Sequence[Row]) -> list[Bar]:
     """Milliseconds per token by stage of the rows whose speed was measured, plain decoding first.
 
-    A row of an earlier version has no count of tokens; its rounds wrote tau each, and every prompt's prefill one.
+    A row of an earlier version has no count of tokens; its rounds wrote tau each, and every
+    prompt's prefill one.
     """
     plain: dict[str, dict[str, float]] = {}
     bars: list[Bar] = []
@@ -52,22 +61,36 @@ def bars_of(rows: Sequence[Row]) -> list[Bar]:
             tokens = round(row["tau"] * row["rounds"]) + row["prompts"]
         if not tokens:
             continue
-        ground = "plain decoding" + (f", temperature {row['temperature']:g}" if row["temperature"] else "")
+        ground = "plain decoding" + (
+            f", temperature {row['temperature']:g}" if row["temperature"] else ""
+        )
         if row.get("plain_seconds") and row.get("plain_tokens"):
-            spent = {stage: 1000 * value / row["plain_tokens"] for stage, value in row["plain_seconds"].items()}
+            spent = {
+                stage: 1000 * value / row["plain_tokens"]
+                for stage, value in row["plain_seconds"].items()
+            }
             plain.setdefault(ground, spent)
         elif row["plain_tokens_per_second"]:
             plain.setdefault(ground, {"stages not recorded": 1000 / row["plain_tokens_per_second"]})
-        bars.append((row_label(row), {stage: 1000 * value / tokens for stage, value in seconds.items()}))
+        bars.append(
+            (row_label(row), {stage: 1000 * value / tokens for stage, value in seconds.items()})
+        )
     return [*plain.items(), *bars]
 
 
 def _table(record: Record) -> Content:
     training = record.entry.config["training"].get("training")
     told = training if isinstance(training, dict) else {}
-    rows: list[list[Any]] = [[stage, value, clock(value)] for stage, value in record.seconds.items()]
-    for name, words in (("seconds", "training, all parts"), ("evaluation_seconds", "of it decoding held-out prompts")):
+    rows: list[list[Any]] = [
+        [stage, value, clock(value)] for stage, value in record.seconds.items()
+    ]
+    for name, words in (
+        ("seconds", "training, all parts"),
+        ("evaluation_seconds", "of it decoding held-out prompts"),
+    ):
         value = told.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
             rows.append([words, value, clock(value)])
-    return numbers(table("Seconds of the run", ["stage", "seconds", "time"], rows)) if rows else None
+    return (
+        numbers(table("Seconds of the run", ["stage", "seconds", "time"], rows)) if rows else None
+    )

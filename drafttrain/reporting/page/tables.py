@@ -1,4 +1,5 @@
-"""Tables of a report's page: each in a box that can be scrolled, numbers with their exact value beside what is shown."""
+"""Tables of a report's page: each in a box that can be scrolled, numbers with their exact value
+beside what is shown."""
 
 from __future__ import annotations
 
@@ -9,26 +10,35 @@ from drafttrain.reporting.console import cell
 from drafttrain.reporting.page.markup import Content, Markup, element
 
 
-def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, name: str | None = None) -> Markup:
+def table(
+    caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, name: str | None = None
+) -> Markup:
     """Rows whose first cell names them; cells are shown as in the console's tables.
 
     Args:
         name: the table's id.
     """
     numeric = [
-        all(isinstance(row[place], int | float | tuple | type(None)) for row in rows) for place in range(len(columns))
+        all(isinstance(row[place], int | float | tuple | type(None)) for row in rows)
+        for place in range(len(columns))
     ]
     head = [
-        element("th", column, scope="col", class_=_side(right)) for column, right in zip(columns, numeric, strict=True)
+        element("th", column, scope="col", class_=_side(right))
+        for column, right in zip(columns, numeric, strict=True)
     ]
     lines = []
     for first, *rest in rows:
         cells = [
-            element("td", shown(value), class_=_side(right)) for value, right in zip(rest, numeric[1:], strict=True)
+            element("td", shown(value), class_=_side(right))
+            for value, right in zip(rest, numeric[1:], strict=True)
         ]
         lines.append(element("tr", element("th", shown(first), scope="row"), cells))
     inner = element(
-        "table", element("caption", caption), element("thead", element("tr", head)), element("tbody", lines), id=name
+        "table",
+        element("caption", caption),
+        element("thead", element("tr", head)),
+        element("tbody", lines),
+        id=name,
     )
     return element("div", inner, class_="scroll", role="region", aria_label=caption, tabindex=0)
 

@@ -1,4 +1,5 @@
-"""Typical acceptance against a plain walk over paths, and on the numbers of its definition (Cai et al. 2024, Medusa)."""
+"""Typical acceptance against a plain walk over paths, and on the numbers of its definition (Cai et
+al. 2024, Medusa)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from drafttrain.decoding.rules import GUARANTEES, approximate, typical
 from drafttrain.errors import InputError
-from drafttrain.flow import Acceptance, Law, Proposal
+from drafttrain.flow import Acceptance, Proposal, Sampling
 from drafttrain.tree.topology import Tree
 from tests.decoding.rules.cases import random_round, row_of
 
@@ -20,7 +21,7 @@ def accepted_tokens(law: list[float], **thresholds: float) -> list[int]:
     v = len(law)
     p = torch.tensor([[law, law]], dtype=torch.float64).expand(v, 2, v)
     tokens, root = torch.arange(v)[:, None], torch.full((v, 1), -1)
-    kept = typical(p, Proposal(tokens, root, Law.UNKNOWN), torch.zeros(v, 2), **thresholds)
+    kept = typical(p, Proposal(tokens, root, Sampling.UNKNOWN), torch.zeros(v, 2), **thresholds)
     return [token for token in range(v) if kept.count[token]]
 
 
@@ -34,7 +35,9 @@ def accepted_tokens(law: list[float], **thresholds: float) -> list[int]:
         ([1.0, 0.0, 0.0, 0.0], 0.0, 0.09, [0]),
     ],
 )
-def test_laws_and_their_thresholds(law: list[float], entropy: float, threshold: float, kept: list[int]) -> None:
+def test_laws_and_their_thresholds(
+    law: list[float], entropy: float, threshold: float, kept: list[int]
+) -> None:
     found = -sum(one * math.log(one) for one in law if one)
     assert found == pytest.approx(entropy, abs=5e-5)
     assert min(0.09, 0.3 * math.exp(-found)) == pytest.approx(threshold, abs=1e-6)
@@ -51,10 +54,14 @@ def test_the_entropy_counts_from_ten_thirds_of_a_choice() -> None:
     assert accepted_tokens(law, epsilon=1.0, delta=0.4) == [0, 1, 2]
     assert accepted_tokens(law, epsilon=1.0, delta=1.2) == []
     assert accepted_tokens(law, epsilon=0.0, delta=0.0) == [0, 1, 2, 3]
-    assert accepted_tokens([0.5, 0.5, 0.0], epsilon=0.0) == [0, 1], "a probability of 0 is never typical"
+    assert accepted_tokens([0.5, 0.5, 0.0], epsilon=0.0) == [0, 1], (
+        "a probability of 0 is never typical"
+    )
 
 
-def reference(p: Tensor, proposal: Proposal, epsilon: float = 0.09, delta: float = 0.3) -> tuple[list[int], int]:
+def reference(
+    p: Tensor, proposal: Proposal, epsilon: float = 0.09, delta: float = 0.3
+) -> tuple[list[int], int]:
     """One row, by trying the path to every node."""
     best: list[int] = []
     most = 0.0
@@ -72,14 +79,17 @@ def reference(p: Tensor, proposal: Proposal, epsilon: float = 0.09, delta: float
             if not chance > min(epsilon, delta * math.exp(-entropy)):
                 break
             chances.append(math.log(chance))
-        if len(chances) == len(path) and (len(path), sum(chances)) > (len(best), most if best else -math.inf):
+        if len(chances) == len(path) and (len(path), sum(chances)) > (
+            len(best),
+            most if best else -math.inf,
+        ):
             best, most = path, sum(chances)
     return best, int(p[0, best[-1] + 1 if best else 0].argmax())
 
 
 def unlike_the_reference(rule) -> int:
     wrong = 0
-    for law in (Law.IID, Law.ONE_HOT):
+    for law in (Sampling.IID, Sampling.ONE_HOT):
         p, proposal, u = random_round(law, b=300, n=8, v=9, seed=5)
         kept = rule(p, proposal, u)
         for row in range(len(u)):
@@ -95,7 +105,8 @@ def test_trees_of_many_shapes_agree_with_the_reference() -> None:
 
 
 def in_bits(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
-    """The entropy is taken in bits: exp(-H / ln 2) instead of exp(-H), here as a law sharpened to that effect."""
+    """The entropy is taken in bits: exp(-H / ln 2) instead of exp(-H), here as a law sharpened to
+    that effect."""
     entropy = torch.special.entr(p.double()).sum(-1).mean()
     return typical(p, proposal, u, delta=0.3 * math.exp(float(entropy - entropy / math.log(2))))
 
@@ -122,8 +133,21 @@ def test_mistakes_show(mistake) -> None:
 
 def test_the_longest_path_wins_then_the_likelier_one() -> None:
     tree = Tree.from_paths([[0], [1], [2], [1, 0], [2, 0]])
-    proposal = Proposal(torch.tensor([[0, 1, 2, 0, 0]]), torch.tensor([tree.parents]), Law.ONE_HOT)
-    p = torch.tensor([[[0.5, 0.2, 0.3], [0.4, 0.3, 0.3], [0.6, 0.3, 0.1], [0.5, 0.2, 0.3], [0.1, 0.8, 0.1], [0.1, 0.1, 0.8]]])
+    proposal = Proposal(
+        torch.tensor([[0, 1, 2, 0, 0]]), torch.tensor([tree.parents]), Sampling.ONE_HOT
+    )
+    p = torch.tensor(
+        [
+            [
+                [0.5, 0.2, 0.3],
+                [0.4, 0.3, 0.3],
+                [0.6, 0.3, 0.1],
+                [0.5, 0.2, 0.3],
+                [0.1, 0.8, 0.1],
+                [0.1, 0.1, 0.8],
+            ]
+        ]
+    )
     kept = typical(p, proposal, torch.zeros(1, 6))
     assert kept.path.tolist() == [[2, 4]], ".3 x .5 beats .2 x .6; node 0 is likelier but alone"
     assert kept.next_token.tolist() == [2]
@@ -136,24 +160,30 @@ def test_the_longest_path_wins_then_the_likelier_one() -> None:
 def test_it_does_not_keep_the_targets_law_and_says_so() -> None:
     """A token of probability .3 is always kept: the total variation of the first token is .7."""
     p = torch.tensor([[[0.5, 0.3, 0.2]] * 2]).expand(50, 2, 3)
-    proposal = Proposal(torch.ones(50, 1, dtype=torch.int64), torch.full((50, 1), -1), Law.ONE_HOT)
+    proposal = Proposal(
+        torch.ones(50, 1, dtype=torch.int64), torch.full((50, 1), -1), Sampling.ONE_HOT
+    )
     kept = typical(p, proposal, torch.rand(50, 2, generator=torch.Generator().manual_seed(0)))
     assert (kept.count == 1).all() and (kept.next_token == 0).all()
     assert GUARANTEES["typical"] == "approximate"
 
 
 def test_rows_do_not_depend_on_each_other_and_no_chance_is_used() -> None:
-    p, proposal, u = random_round(Law.WOR)
+    p, proposal, u = random_round(Sampling.WOR)
     together, again = typical(p, proposal, u), typical(p, proposal, 1 - u)
     for row in range(len(u)):
         alone = typical(p[row : row + 1], row_of(proposal, row), u[row : row + 1])
         count = int(alone.count)
         assert (together.count[row], together.next_token[row]) == (count, alone.next_token[0])
         assert together.path[row, :count].tolist() == alone.path[0, :count].tolist()
-    assert torch.equal(together.path, again.path) and torch.equal(together.next_token, again.next_token)
+    assert torch.equal(together.path, again.path) and torch.equal(
+        together.next_token, again.next_token
+    )
 
 
-@pytest.mark.parametrize("thresholds", [{"epsilon": -0.1}, {"delta": math.inf}, {"delta": math.nan}])
+@pytest.mark.parametrize(
+    "thresholds", [{"epsilon": -0.1}, {"delta": math.inf}, {"delta": math.nan}]
+)
 def test_thresholds_below_nothing_are_refused(thresholds: dict[str, float]) -> None:
     with pytest.raises(InputError, match="needs a finite number of at least 0"):
         accepted_tokens([0.5, 0.5], **thresholds)

@@ -1,4 +1,5 @@
-"""What every rule must bear, and what it refuses: zero probabilities, rounding, wrong laws and shapes, names."""
+"""What every rule must bear, and what it refuses: zero probabilities, rounding, wrong laws and
+shapes, names."""
 
 from __future__ import annotations
 
@@ -23,17 +24,20 @@ from drafttrain.decoding.rules import (
     typical,
 )
 from drafttrain.errors import InputError
-from drafttrain.flow import Law, Proposal
+from drafttrain.flow import Proposal, Sampling
 from tests.decoding.rules.cases import as_chain, random_round
 
 ROOT = torch.tensor([[-1]])
 JUDGES = [
-    (RULES[name], law) for name, scope in SCOPES.items() for law in scope.laws if name != "greedy"
+    (RULES[name], law)
+    for name, scope in SCOPES.items()
+    for law in scope.samplings
+    if name != "greedy"
 ]  # every rule under every law that it judges
 
 
 @pytest.mark.parametrize(("rule", "law"), JUDGES)
-def test_probability_zero_is_refused_at_u_zero(rule, law: Law) -> None:
+def test_probability_zero_is_refused_at_u_zero(rule, law: Sampling) -> None:
     p = torch.tensor([[[0.0, 0.4, 0.6], [0.2, 0.3, 0.5]]])
     q = torch.tensor([[[0.5, 0.3, 0.2]]])
     kept = rule(p, Proposal(torch.tensor([[0]]), ROOT, law, q, ROOT + 1), torch.zeros(1, 2))
@@ -43,7 +47,7 @@ def test_probability_zero_is_refused_at_u_zero(rule, law: Law) -> None:
 
 
 @pytest.mark.parametrize(("rule", "law"), JUDGES)
-def test_a_certain_draft_is_kept_whatever_the_number(rule, law: Law) -> None:
+def test_a_certain_draft_is_kept_whatever_the_number(rule, law: Sampling) -> None:
     p = torch.tensor([[[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]])
     q = torch.tensor([[[0.5, 0.3, 0.2]]])
     almost = torch.full((1, 2), 1 - 2.0**-53, dtype=torch.float64)
@@ -58,14 +62,14 @@ def test_a_residual_emptied_by_rounding_falls_back_to_p(rule) -> None:
     q = torch.tensor([[[0.5, 0.5]]] * 2)
     root = torch.tensor([[-1], [-1]])
     u = torch.tensor([[1 - 2.0**-40, 0.75], [0.1, 0.75]], dtype=torch.float64)
-    kept = rule(p, Proposal(torch.tensor([[1], [1]]), root, Law.IID, q, root + 1), u)
+    kept = rule(p, Proposal(torch.tensor([[1], [1]]), root, Sampling.IID, q, root + 1), u)
     assert kept.count.tolist() == [0, 1]
     assert kept.next_token.tolist() == [1, 1]
     assert kept.fallbacks == 1
 
 
 @pytest.mark.parametrize(("rule", "law"), JUDGES)
-def test_an_empty_proposal_draws_from_the_target(rule, law: Law) -> None:
+def test_an_empty_proposal_draws_from_the_target(rule, law: Sampling) -> None:
     p = torch.tensor([[[0.25, 0.75]], [[0.6, 0.4]]])
     nothing = torch.empty(2, 0, dtype=torch.int64)
     kept = rule(p, Proposal(nothing, nothing, law), torch.tensor([[0.3], [0.3]]))
@@ -75,7 +79,7 @@ def test_an_empty_proposal_draws_from_the_target(rule, law: Law) -> None:
 
 
 @pytest.mark.parametrize(("rule", "law"), JUDGES)
-def test_the_tensors_given_are_left_as_they_are(rule, law: Law) -> None:
+def test_the_tensors_given_are_left_as_they_are(rule, law: Sampling) -> None:
     """Also in float64, where a rule's own arithmetic needs no copy."""
     p, proposal, u = random_round(law, b=30)
     proposal = as_chain(proposal) if SCOPES[rule.__name__].chain else proposal
@@ -91,33 +95,48 @@ def test_the_tensors_given_are_left_as_they_are(rule, law: Law) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "law"), [(rule, law) for rule, law in JUDGES if law in (Law.IID, Law.WOR) and rule not in (sample_and_match, typical)]
+    ("rule", "law"),
+    [
+        (rule, law)
+        for rule, law in JUDGES
+        if law in (Sampling.IID, Sampling.WOR) and rule not in (sample_and_match, typical)
+    ],
 )
-def test_a_token_that_q_cannot_draw_is_an_error(rule, law: Law) -> None:
+def test_a_token_that_q_cannot_draw_is_an_error(rule, law: Sampling) -> None:
     for bad in (0.0, float("nan")):
         p, q = torch.full((1, 2, 3), 1 / 3), torch.tensor([[[bad, 0.5, 0.5]]])
         with pytest.raises(ValueError, match="token 0 was drafted"):
             rule(p, Proposal(torch.tensor([[0]]), ROOT, law, q, ROOT + 1), torch.full((1, 2), 0.5))
 
 
-@pytest.mark.parametrize(("rule", "law"), [(rule, law) for rule, law in JUDGES if rule is not typical])
-def test_a_target_that_is_no_number_is_an_error(rule, law: Law) -> None:
+@pytest.mark.parametrize(
+    ("rule", "law"), [(rule, law) for rule, law in JUDGES if rule is not typical]
+)
+def test_a_target_that_is_no_number_is_an_error(rule, law: Sampling) -> None:
     p, q = torch.full((1, 2, 3), float("nan")), torch.tensor([[[0.2, 0.3, 0.5]]])
     with pytest.raises(ValueError, match="finite"):
         rule(p, Proposal(torch.tensor([[0]]), ROOT, law, q, ROOT + 1), torch.full((1, 2), 0.5))
 
 
 @pytest.mark.parametrize(
-    ("name", "law"), [(name, law) for name, scope in SCOPES.items() for law in Law if law not in scope.laws]
+    ("name", "law"),
+    [
+        (name, law)
+        for name, scope in SCOPES.items()
+        for law in Sampling
+        if law not in scope.samplings
+    ],
 )
-def test_a_rule_refuses_another_law(name: str, law: Law) -> None:
-    p, proposal, u = random_round(Law.WOR, b=2)
-    with pytest.raises(InputError, match=f"rule {name} is made for .* this one is {law.value}: use "):
-        RULES[name](p, replace(as_chain(proposal), law=law), u)
+def test_a_rule_refuses_another_law(name: str, law: Sampling) -> None:
+    p, proposal, u = random_round(Sampling.WOR, b=2)
+    with pytest.raises(
+        InputError, match=f"rule {name} is made for .* this one is {law.value}: use "
+    ):
+        RULES[name](p, replace(as_chain(proposal), sampling=law), u)
 
 
 def test_a_rule_refuses_wrong_shapes() -> None:
-    p, proposal, u = random_round(Law.IID, b=2)
+    p, proposal, u = random_round(Sampling.IID, b=2)
     for rule in (ratio, block):
         with pytest.raises(InputError, match="needs a chain"):
             rule(p, proposal, u)
@@ -132,7 +151,7 @@ def test_a_rule_refuses_wrong_shapes() -> None:
             with pytest.raises(InputError, match=message):
                 rule(p, replace(proposal, **change), u)
     for rule, law in JUDGES:
-        shaped = replace(as_chain(proposal), law=law)
+        shaped = replace(as_chain(proposal), sampling=law)
         with pytest.raises(InputError, match="got p of shape"):
             rule(p[:, 1:], shaped, u)
         with pytest.raises(InputError, match="got uniforms of shape"):
@@ -149,7 +168,9 @@ def test_a_vocabulary_of_50_thousand() -> None:
     chain = torch.arange(-1, n - 1).expand(b, n)
     tokens = q.argmax(-1)
     for rule, law in JUDGES:
-        kept = rule(p, Proposal(tokens, chain, law, q, chain + 1), torch.rand(b, n + 1, generator=generator))
+        kept = rule(
+            p, Proposal(tokens, chain, law, q, chain + 1), torch.rand(b, n + 1, generator=generator)
+        )
         assert bool(((kept.next_token >= 0) & (kept.next_token < v)).all())
 
 
@@ -157,23 +178,23 @@ def test_a_vocabulary_of_50_thousand() -> None:
 
 
 def test_the_default_rule_follows_the_law() -> None:
-    for law in Law:
+    for law in Sampling:
         assert rule_for(law, greedy=True, is_chain=False) == "greedy"
-    assert rule_for(Law.IID, greedy=False, is_chain=True) == "ratio"
-    assert rule_for(Law.IID, greedy=False, is_chain=False) == "multi_step"
-    assert rule_for(Law.WOR, greedy=False, is_chain=True) == "multi_step"
-    assert rule_for(Law.ONE_HOT, greedy=False, is_chain=True) == "one_hot"
-    assert rule_for(Law.UNKNOWN, greedy=False, is_chain=False) == "sample_and_match"
+    assert rule_for(Sampling.IID, greedy=False, is_chain=True) == "ratio"
+    assert rule_for(Sampling.IID, greedy=False, is_chain=False) == "multi_step"
+    assert rule_for(Sampling.WOR, greedy=False, is_chain=True) == "multi_step"
+    assert rule_for(Sampling.ONE_HOT, greedy=False, is_chain=True) == "one_hot"
+    assert rule_for(Sampling.UNKNOWN, greedy=False, is_chain=False) == "sample_and_match"
     assert RULES.keys() == GUARANTEES.keys() == SCOPES.keys()
     assert set(GUARANTEES.values()) == {"greedy", "distribution", "approximate"}
-    for law in Law:
+    for law in Sampling:
         for is_chain in (True, False):
             name = rule_for(law, greedy=False, is_chain=is_chain)
-            assert law in SCOPES[name].laws and GUARANTEES[name] == "distribution"
+            assert law in SCOPES[name].samplings and GUARANTEES[name] == "distribution"
 
 
 def test_typical_takes_its_thresholds_by_name() -> None:
-    p, proposal, u = random_round(Law.ONE_HOT)
+    p, proposal, u = random_round(Sampling.ONE_HOT)
     looser = rules.named("typical:0.02:0.1")(p, proposal, u)
     assert torch.equal(looser.path, typical(p, proposal, u, epsilon=0.02, delta=0.1).path)
     assert not torch.equal(looser.count, rules.named("typical")(p, proposal, u).count)
@@ -186,7 +207,10 @@ def test_typical_takes_its_thresholds_by_name() -> None:
     [
         ("magic", "rule magic is not known: give auto or one of greedy, ratio, block"),
         ("", "not known"),
-        ("typical:0.1", "only typical takes numbers, its epsilon and delta, as in typical:0.09:0.3"),
+        (
+            "typical:0.1",
+            "only typical takes numbers, its epsilon and delta, as in typical:0.09:0.3",
+        ),
         ("typical:a:b", "only typical takes numbers"),
         ("block:0.1:0.3", "only typical takes numbers"),
         ("typical:-1:0.3", "epsilon -1.0, needs a finite number"),

@@ -23,7 +23,7 @@ from drafttrain.decoding.rules import (
     sample_and_match,
     spectr,
 )
-from drafttrain.flow import Acceptance, Law, Proposal
+from drafttrain.flow import Acceptance, Proposal, Sampling
 from drafttrain.nn.sampling import draw
 from drafttrain.tree.topology import Tree
 from tests.decoding.rounds import (
@@ -45,17 +45,26 @@ from tests.decoding.rules.cases import retried
 CHAIN, FORK, TWO = Tree.chain(2), Tree.expansion([2, 2]), Tree.expansion([2])
 IRREGULAR = Tree.from_paths([[0], [1], [2], [0, 0], [0, 0, 0], [1, 0], [1, 1]])
 RIGHT: dict[str, tuple[str, Round]] = {
-    "ratio": ("ratio", rounds(ratio, CHAIN, Law.IID)),
-    "block": ("block", rounds(block, Tree.chain(3), Law.IID, draft=CLOSE_DRAFT)),
-    "multi_step, independent": ("multi_step", rounds(multi_step, FORK, Law.IID)),
-    "multi_step, without replacement": ("multi_step", rounds(multi_step, FORK, Law.WOR)),
-    "multi_step, irregular": ("multi_step", rounds(multi_step, IRREGULAR, Law.WOR)),
-    "multi_step, two drafters, independent": ("multi_step", rounds_by_two(multi_step, Law.IID)),
-    "multi_step, two drafters, without replacement": ("multi_step", rounds_by_two(multi_step, Law.WOR)),
-    "one_hot": ("one_hot", rounds(one_hot, FORK, Law.ONE_HOT)),
-    "k_seq": ("k_seq", rounds(k_seq, FORK, Law.IID)),
-    "sample_and_match, likeliest": ("sample_and_match", rounds(sample_and_match, FORK, Law.ONE_HOT)),
-    "sample_and_match, drawn": ("sample_and_match", rounds(sample_and_match, FORK, Law.IID)),
+    "ratio": ("ratio", rounds(ratio, CHAIN, Sampling.IID)),
+    "block": ("block", rounds(block, Tree.chain(3), Sampling.IID, draft=CLOSE_DRAFT)),
+    "multi_step, independent": ("multi_step", rounds(multi_step, FORK, Sampling.IID)),
+    "multi_step, without replacement": ("multi_step", rounds(multi_step, FORK, Sampling.WOR)),
+    "multi_step, irregular": ("multi_step", rounds(multi_step, IRREGULAR, Sampling.WOR)),
+    "multi_step, two drafters, independent": (
+        "multi_step",
+        rounds_by_two(multi_step, Sampling.IID),
+    ),
+    "multi_step, two drafters, without replacement": (
+        "multi_step",
+        rounds_by_two(multi_step, Sampling.WOR),
+    ),
+    "one_hot": ("one_hot", rounds(one_hot, FORK, Sampling.ONE_HOT)),
+    "k_seq": ("k_seq", rounds(k_seq, FORK, Sampling.IID)),
+    "sample_and_match, likeliest": (
+        "sample_and_match",
+        rounds(sample_and_match, FORK, Sampling.ONE_HOT),
+    ),
+    "sample_and_match, drawn": ("sample_and_match", rounds(sample_and_match, FORK, Sampling.IID)),
 }
 
 
@@ -67,8 +76,8 @@ def test_rounds_write_the_targets_law(name: str) -> None:
 # --- mistakes ---
 
 
-def with_law(law: Law):
-    return lambda found: replace(found, law=law)
+def with_law(law: Sampling):
+    return lambda found: replace(found, sampling=law)
 
 
 def rows_of(p: Tensor) -> Tensor:
@@ -92,7 +101,9 @@ def sharpened(rule):
 
     def mistaken(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
         assert proposal.q is not None
-        return rule(p, replace(proposal, q=proposal.q**2 / (proposal.q**2).sum(-1, keepdim=True)), u)
+        return rule(
+            p, replace(proposal, q=proposal.q**2 / (proposal.q**2).sum(-1, keepdim=True)), u
+        )
 
     return mistaken
 
@@ -112,9 +123,11 @@ def one_number(rule):
     return lambda p, proposal, u: rule(p, proposal, u[:, :1].expand_as(u))
 
 
-def in_blocks(p: Tensor, proposal: Proposal, u: Tensor, *, clipped=True, weighted=True, stops=False) -> Acceptance:
-    """Block verification as the paper writes it, with mistakes to choose from: the running product not clipped, the
-    residual max(0, p - q) without b, an end at the first trial that fails."""
+def in_blocks(
+    p: Tensor, proposal: Proposal, u: Tensor, *, clipped=True, weighted=True, stops=False
+) -> Acceptance:
+    """Block verification as the paper writes it, with mistakes to choose from: the running product
+    not clipped, the residual max(0, p - q) without b, an end at the first trial that fails."""
     rows, n = rows_of(p), proposal.size
     assert proposal.q is not None and proposal.q_rows is not None
     p, q = p.double(), proposal.q[rows[:, None], proposal.q_rows].double()
@@ -143,7 +156,8 @@ def in_blocks(p: Tensor, proposal: Proposal, u: Tensor, *, clipped=True, weighte
 
 
 def not_renormalised(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
-    """On one level: each likeliest child stays with p(x), though the target's mass of those before it is gone."""
+    """On one level: each likeliest child stays with p(x), though the target's mass of those before
+    it is gone."""
     keep = u[:, :-1] < p[:, 0].gather(1, proposal.tokens)
     child = torch.where(keep.any(1), keep.int().argmax(1), -1)
     left = p[:, 0].scatter(1, proposal.tokens, 0)
@@ -158,7 +172,10 @@ def in_order(key, keep: int = 2):
         order = key(found).argsort(dim=-1, descending=True, stable=True)[:, :keep]
         assert found.q_rows is not None
         return replace(
-            found, tokens=found.tokens.gather(1, order), parents=found.parents[:, :keep], q_rows=found.q_rows.gather(1, order)
+            found,
+            tokens=found.tokens.gather(1, order),
+            parents=found.parents[:, :keep],
+            q_rows=found.q_rows.gather(1, order),
         )
 
     return change
@@ -171,12 +188,21 @@ def confidence(found: Proposal) -> Tensor:
 
 def repeats_dropped(last: Tensor, uniform: Uniform) -> tuple[Tensor, Acceptance]:
     """A sibling that repeats a token is left out, and the rest is judged as independent."""
-    found = grow(TWO, Law.IID, last, uniform)
+    found = grow(TWO, Sampling.IID, last, uniform)
     repeated, u = found.tokens[:, 0] == found.tokens[:, 1], uniform(3)
-    path, following = torch.empty(len(last), 1, dtype=torch.int64), torch.empty(len(last), dtype=torch.int64)
+    path, following = (
+        torch.empty(len(last), 1, dtype=torch.int64),
+        torch.empty(len(last), dtype=torch.int64),
+    )
     assert found.q is not None and found.q_rows is not None
     for rows, n in ((repeated, 1), (~repeated, 2)):
-        part = Proposal(found.tokens[rows, :n], found.parents[rows, :n], Law.IID, found.q[rows], found.q_rows[rows, :n])
+        part = Proposal(
+            found.tokens[rows, :n],
+            found.parents[rows, :n],
+            Sampling.IID,
+            found.q[rows],
+            found.q_rows[rows, :n],
+        )
         kept = judged(multi_step, part, last[rows], lambda k, rows=rows: u[rows][:, -k:])[1]
         path[rows], following[rows] = kept.path, kept.next_token
     return found.tokens, Acceptance(path, (path >= 0).sum(1), following)
@@ -189,7 +215,8 @@ def one_row_of_q(found: Proposal) -> Proposal:
 
 
 def discounted(*, rho: float | None = None, share: bool = True, left=None):
-    """k-seq on one level, with a rho of its own, or a residual that forgets how often k drafts pass, or another one."""
+    """k-seq on one level, with a rho of its own, or a residual that forgets how often k drafts
+    pass, or another one."""
 
     def mistaken(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
         rows, k = rows_of(p), torch.full((len(p),), proposal.size)
@@ -199,7 +226,11 @@ def discounted(*, rho: float | None = None, share: bool = True, left=None):
         used = right if rho is None else torch.full_like(right, rho)
         keep = u[:, :-1] < here.gather(1, proposal.tokens) / (used * q.gather(1, proposal.tokens))
         child = torch.where(keep.any(1), keep.int().argmax(1), -1)
-        rest = spectr._left(here, q, used, k[:, None])[0] if share else here - torch.minimum(q, here / used)
+        rest = (
+            spectr._left(here, q, used, k[:, None])[0]
+            if share
+            else here - torch.minimum(q, here / used)
+        )
         rest = left(here, q) if left else rest
         weights = torch.where(keep.any(1)[:, None], p[rows, child + 1].double(), rest)
         return Acceptance(child[:, None], (child >= 0).long(), draw(weights, u[:, -1]))
@@ -209,65 +240,97 @@ def discounted(*, rho: float | None = None, share: bool = True, left=None):
 
 SHUFFLE = torch.Generator().manual_seed(7)
 MISTAKES: dict[str, tuple[str, Round]] = {
-    "ratio: resampled from p": ("ratio", rounds(resampled_from_p(ratio), CHAIN, Law.IID)),
-    "ratio: sharpened q": ("ratio", rounds(sharpened(ratio), CHAIN, Law.IID)),
-    "ratio: one number for all places": ("ratio", rounds(one_number(ratio), CHAIN, Law.IID)),
-    "ratio: rows late by one": ("ratio", rounds(late_rows(ratio), CHAIN, Law.IID)),
+    "ratio: resampled from p": ("ratio", rounds(resampled_from_p(ratio), CHAIN, Sampling.IID)),
+    "ratio: sharpened q": ("ratio", rounds(sharpened(ratio), CHAIN, Sampling.IID)),
+    "ratio: one number for all places": ("ratio", rounds(one_number(ratio), CHAIN, Sampling.IID)),
+    "ratio: rows late by one": ("ratio", rounds(late_rows(ratio), CHAIN, Sampling.IID)),
     "block: an end at the first failure": (
         "block",
-        rounds(lambda *given: in_blocks(*given, stops=True), CHAIN, Law.IID, draft=CLOSE_DRAFT),
+        rounds(
+            lambda *given: in_blocks(*given, stops=True), CHAIN, Sampling.IID, draft=CLOSE_DRAFT
+        ),
     ),
     "block: the token rule's residual": (
         "block",
-        rounds(lambda *given: in_blocks(*given, weighted=False), CHAIN, Law.IID, draft=CLOSE_DRAFT),
+        rounds(
+            lambda *given: in_blocks(*given, weighted=False), CHAIN, Sampling.IID, draft=CLOSE_DRAFT
+        ),
     ),
     "block: a product that is not clipped": (
         "block",
-        rounds(lambda *given: in_blocks(*given, clipped=False), CHAIN, Law.IID, draft=CLOSE_DRAFT),
+        rounds(
+            lambda *given: in_blocks(*given, clipped=False), CHAIN, Sampling.IID, draft=CLOSE_DRAFT
+        ),
     ),
-    "block: resampled from p": ("block", rounds(resampled_from_p(block), CHAIN, Law.IID)),
-    "block: sharpened q": ("block", rounds(sharpened(block), CHAIN, Law.IID)),
-    "multi_step: retried against p": ("multi_step", rounds(retried, TWO, Law.IID)),
+    "block: resampled from p": ("block", rounds(resampled_from_p(block), CHAIN, Sampling.IID)),
+    "block: sharpened q": ("block", rounds(sharpened(block), CHAIN, Sampling.IID)),
+    "multi_step: retried against p": ("multi_step", rounds(retried, TWO, Sampling.IID)),
     "multi_step: repeats dropped": ("multi_step", repeats_dropped),
     "multi_step: without replacement, judged as independent": (
         "multi_step",
-        rounds(multi_step, FORK, Law.WOR, with_law(Law.IID)),
+        rounds(multi_step, FORK, Sampling.WOR, with_law(Sampling.IID)),
     ),
-    "multi_step: likeliest judged by p/q": ("multi_step", rounds(multi_step, FORK, Law.ONE_HOT, with_law(Law.IID))),
-    "multi_step: sorted by q": ("multi_step", rounds(multi_step, TWO, Law.WOR, in_order(confidence))),
+    "multi_step: likeliest judged by p/q": (
+        "multi_step",
+        rounds(multi_step, FORK, Sampling.ONE_HOT, with_law(Sampling.IID)),
+    ),
+    "multi_step: sorted by q": (
+        "multi_step",
+        rounds(multi_step, TWO, Sampling.WOR, in_order(confidence)),
+    ),
     "multi_step: shuffled": (
         "multi_step",
-        rounds(multi_step, TWO, Law.WOR, in_order(lambda found: torch.rand(found.tokens.shape, generator=SHUFFLE))),
+        rounds(
+            multi_step,
+            TWO,
+            Sampling.WOR,
+            in_order(lambda found: torch.rand(found.tokens.shape, generator=SHUFFLE)),
+        ),
     ),
     "multi_step: three drawn, the two most confident kept": (
         "multi_step",
-        rounds(multi_step, Tree.expansion([3]), Law.WOR, in_order(confidence)),
+        rounds(multi_step, Tree.expansion([3]), Sampling.WOR, in_order(confidence)),
     ),
-    "multi_step: two drafters as one": ("multi_step", rounds_by_two(multi_step, Law.IID, one_row_of_q)),
+    "multi_step: two drafters as one": (
+        "multi_step",
+        rounds_by_two(multi_step, Sampling.IID, one_row_of_q),
+    ),
     "multi_step: two drafters ordered by confidence": (
         "multi_step",
-        rounds_by_two(multi_step, Law.IID, in_order(confidence, keep=4)),
+        rounds_by_two(multi_step, Sampling.IID, in_order(confidence, keep=4)),
     ),
-    "one_hot: resampled from p": ("one_hot", rounds(resampled_from_p(one_hot), FORK, Law.ONE_HOT)),
-    "one_hot: not renormalised": ("one_hot", rounds(not_renormalised, TWO, Law.ONE_HOT)),
-    "one_hot: one number for all places": ("one_hot", rounds(one_number(one_hot), FORK, Law.ONE_HOT)),
-    "one_hot: rows late by one": ("one_hot", rounds(late_rows(one_hot), CHAIN, Law.ONE_HOT)),
-    "k_seq: rho = 1": ("k_seq", rounds(discounted(rho=1.0), TWO, Law.IID)),
-    "k_seq: a residual for one draft": ("k_seq", rounds(discounted(share=False), TWO, Law.IID)),
+    "one_hot: resampled from p": (
+        "one_hot",
+        rounds(resampled_from_p(one_hot), FORK, Sampling.ONE_HOT),
+    ),
+    "one_hot: not renormalised": ("one_hot", rounds(not_renormalised, TWO, Sampling.ONE_HOT)),
+    "one_hot: one number for all places": (
+        "one_hot",
+        rounds(one_number(one_hot), FORK, Sampling.ONE_HOT),
+    ),
+    "one_hot: rows late by one": ("one_hot", rounds(late_rows(one_hot), CHAIN, Sampling.ONE_HOT)),
+    "k_seq: rho = 1": ("k_seq", rounds(discounted(rho=1.0), TWO, Sampling.IID)),
+    "k_seq: a residual for one draft": (
+        "k_seq",
+        rounds(discounted(share=False), TWO, Sampling.IID),
+    ),
     "k_seq: the ratio's residual": (
         "k_seq",
-        rounds(discounted(left=lambda p, q: (p - q).clamp(min=0)), TWO, Law.IID),
+        rounds(discounted(left=lambda p, q: (p - q).clamp(min=0)), TWO, Sampling.IID),
     ),
-    "k_seq: resampled from p": ("k_seq", rounds(resampled_from_p(k_seq), FORK, Law.IID)),
+    "k_seq: resampled from p": ("k_seq", rounds(resampled_from_p(k_seq), FORK, Sampling.IID)),
     "sample_and_match: drawn anew after a mismatch": (
         "sample_and_match",
-        rounds(resampled_from_p(sample_and_match), FORK, Law.ONE_HOT),
+        rounds(resampled_from_p(sample_and_match), FORK, Sampling.ONE_HOT),
     ),
     "sample_and_match: one number for all places": (
         "sample_and_match",
-        rounds(one_number(sample_and_match), FORK, Law.ONE_HOT),
+        rounds(one_number(sample_and_match), FORK, Sampling.ONE_HOT),
     ),
-    "sample_and_match: rows late by one": ("sample_and_match", rounds(late_rows(sample_and_match), CHAIN, Law.ONE_HOT)),
+    "sample_and_match: rows late by one": (
+        "sample_and_match",
+        rounds(late_rows(sample_and_match), CHAIN, Sampling.ONE_HOT),
+    ),
 }
 
 
@@ -290,7 +353,7 @@ def test_block_verification_as_the_paper_writes_it_agrees() -> None:
         return torch.rand(20_000, k, generator=generator, dtype=torch.float64)
 
     last = torch.randint(4, (20_000,), generator=generator)
-    proposal = grow(Tree.chain(4), Law.IID, last, uniform)
+    proposal = grow(Tree.chain(4), Sampling.IID, last, uniform)
     u = uniform(5)
     found = [judged(rule, proposal, last, lambda k: u[:, :k])[1] for rule in (block, in_blocks)]
     for name in ("path", "count", "next_token"):

@@ -1,4 +1,5 @@
-"""The multi-step residual by exact enumeration: independent, without replacement, likeliest, several drafters."""
+"""The multi-step residual by exact enumeration: independent, without replacement, likeliest,
+several drafters."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from drafttrain.decoding.rules import multi_step, one_hot
-from drafttrain.flow import Law, Proposal
+from drafttrain.flow import Proposal, Sampling
 from drafttrain.tree.topology import Tree
 from tests.decoding.exact import (
     Case,
@@ -22,44 +23,65 @@ from tests.decoding.exact import (
     measure,
     pinned,
     siblings,
-    text_law,
+    text_distribution,
     vector,
 )
-from tests.decoding.rules.cases import OTHER, TOY_2, F, P, Q, first_token, random_round, retried, row_of
+from tests.decoding.rules.cases import (
+    OTHER,
+    TOY_2,
+    F,
+    P,
+    Q,
+    first_token,
+    random_round,
+    retried,
+    row_of,
+)
 
 
 def iid(k: int) -> list[Case]:
-    return [siblings(chance, tokens, Q, Law.IID) for tokens, chance in draws(Q, k, Law.IID)]
+    return [
+        siblings(chance, tokens, Q, Sampling.IID) for tokens, chance in draws(Q, k, Sampling.IID)
+    ]
 
 
 def wor(k: int) -> list[Case]:
-    return [siblings(chance, tokens, Q, Law.WOR) for tokens, chance in draws(Q, k, Law.WOR)]
+    return [
+        siblings(chance, tokens, Q, Sampling.WOR) for tokens, chance in draws(Q, k, Sampling.WOR)
+    ]
 
 
-def two_drafters(order: Callable[[list[tuple[int, Vector]]], list[tuple[int, Vector]]]) -> list[Case]:
+def two_drafters(
+    order: Callable[[list[tuple[int, Vector]]], list[tuple[int, Vector]]],
+) -> list[Case]:
     found = []
     for x, y in itertools.product(range(4), repeat=2):
         judged = order([(x, Q), (y, OTHER)])
         tokens, laws = zip(*judged, strict=True)
-        found.append(siblings(Q[x] * OTHER[y], tokens, laws, Law.IID))
+        found.append(siblings(Q[x] * OTHER[y], tokens, laws, Sampling.IID))
     return found
 
 
 def two_drafters_without_replacement() -> list[Case]:
-    """The first drafter draws two different children, then the second one does, which may repeat them."""
+    """The first drafter draws two different children, then the second one does, which may repeat
+    them."""
     found = []
-    for (mine, chance), (theirs, other) in itertools.product(draws(Q, 2, Law.WOR), draws(OTHER, 2, Law.WOR)):
-        found.append(siblings(chance * other, (*mine, *theirs), (Q, Q, OTHER, OTHER), Law.WOR))
+    for (mine, chance), (theirs, other) in itertools.product(
+        draws(Q, 2, Sampling.WOR), draws(OTHER, 2, Sampling.WOR)
+    ):
+        found.append(siblings(chance * other, (*mine, *theirs), (Q, Q, OTHER, OTHER), Sampling.WOR))
     return found
 
 
 def sampled_and_likeliest() -> list[Case]:
     """One drafter draws a child, another says its likeliest, a point mass."""
     point = tuple(F(token == 2) for token in range(4))
-    return [siblings(Q[x], (x, 2), (Q, point), Law.IID) for x in range(4)]
+    return [siblings(Q[x], (x, 2), (Q, point), Sampling.IID) for x in range(4)]
 
 
-def relabelled(found: list[Case], law: Law, tokens: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple) -> list[Case]:
+def relabelled(
+    found: list[Case], law: Sampling, tokens: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
+) -> list[Case]:
     """The same drafts under another law, in another order, or fewer of them."""
     return [siblings(case.chance, tokens(case.tokens), Q, law) for case in found]
 
@@ -76,18 +98,26 @@ RIGHT = {
     "one": (multi_step, iid(1), F(7, 10)),
     "independent, repeats kept": (multi_step, iid(2), F(41, 50)),
     "without replacement": (multi_step, wor(2), F(23, 25)),
-    "top-2": (one_hot, [siblings(F(1), (0, 1), Q, Law.ONE_HOT)], F(1, 2)),
-    "top-2, other order": (one_hot, [siblings(F(1), (1, 0), Q, Law.ONE_HOT)], F(1, 2)),
-    "top-2 with a repeat": (one_hot, [siblings(F(1), (0, 0, 1), Q, Law.ONE_HOT)], F(1, 2)),
+    "top-2": (one_hot, [siblings(F(1), (0, 1), Q, Sampling.ONE_HOT)], F(1, 2)),
+    "top-2, other order": (one_hot, [siblings(F(1), (1, 0), Q, Sampling.ONE_HOT)], F(1, 2)),
+    "top-2 with a repeat": (one_hot, [siblings(F(1), (0, 0, 1), Q, Sampling.ONE_HOT)], F(1, 2)),
     "two drafters": (multi_step, two_drafters(list), F(22, 25)),
     "two drafters, other order": (multi_step, two_drafters(lambda found: found[::-1]), F(43, 50)),
     "independent, repeats dropped, judged as without replacement": (
         multi_step,
-        relabelled(iid(2), Law.WOR, distinct),
+        relabelled(iid(2), Sampling.WOR, distinct),
         F(81, 100),
     ),
-    "three without replacement, the first kept": (multi_step, relabelled(wor(3), Law.WOR, lambda t: t[:1]), F(7, 10)),
-    "two drafters, without replacement each": (multi_step, two_drafters_without_replacement(), None),
+    "three without replacement, the first kept": (
+        multi_step,
+        relabelled(wor(3), Sampling.WOR, lambda t: t[:1]),
+        F(7, 10),
+    ),
+    "two drafters, without replacement each": (
+        multi_step,
+        two_drafters_without_replacement(),
+        None,
+    ),
     "one draws, one says its likeliest": (multi_step, sampled_and_likeliest(), None),
 }
 
@@ -101,18 +131,21 @@ def test_one_node_is_exact(name: str) -> None:
 
 
 def test_two_drafters_in_an_order_drawn_uniformly_are_exact() -> None:
-    half = [measure(multi_step, two_drafters(order), constant(P)) for order in (list, lambda found: found[::-1])]
+    half = [
+        measure(multi_step, two_drafters(order), constant(P))
+        for order in (list, lambda found: found[::-1])
+    ]
     assert sum(accepted for _, accepted in half) / 2 == F(87, 100)
 
 
-@pytest.mark.parametrize("law", [Law.IID, Law.WOR, Law.ONE_HOT])
-def test_acceptance_by_number_of_children(law: Law) -> None:
+@pytest.mark.parametrize("law", [Sampling.IID, Sampling.WOR, Sampling.ONE_HOT])
+def test_acceptance_by_number_of_children(law: Sampling) -> None:
     expected = {
-        Law.IID: [0.7, 0.82, 0.892, 0.9176],
-        Law.WOR: [0.7, 0.92, 0.9633, 1.0],
-        Law.ONE_HOT: [0.2, 0.5, 0.9, 1.0],
+        Sampling.IID: [0.7, 0.82, 0.892, 0.9176],
+        Sampling.WOR: [0.7, 0.92, 0.9633, 1.0],
+        Sampling.ONE_HOT: [0.2, 0.5, 0.9, 1.0],
     }
-    rule = one_hot if law is Law.ONE_HOT else multi_step
+    rule = one_hot if law is Sampling.ONE_HOT else multi_step
     for k, share in enumerate(expected[law], start=1):
         # Ties of q are broken by id, in the reference as in a stable top-k.
         found, accepted = measure(rule, cases(Tree.expansion([k]), constant(Q), law), constant(P))
@@ -123,7 +156,9 @@ def test_acceptance_by_number_of_children(law: Law) -> None:
 @pytest.mark.parametrize(("k", "expected"), [(2, F(3, 10)), (3, F(19, 20)), (4, F(1))])
 def test_draws_beyond_the_support_go_on_uniformly(k: int, expected: Fraction) -> None:
     p, q = vector(".1", ".2", ".3", ".4"), vector(".6", ".4", "0", "0")
-    law, accepted = measure(multi_step, cases(Tree.expansion([k]), constant(q), Law.WOR), constant(p))
+    law, accepted = measure(
+        multi_step, cases(Tree.expansion([k]), constant(q), Sampling.WOR), constant(p)
+    )
     assert accepted == expected
     assert first_token(law) == p
 
@@ -131,23 +166,27 @@ def test_draws_beyond_the_support_go_on_uniformly(k: int, expected: Fraction) ->
 @pytest.mark.parametrize(
     ("law", "rule", "expected"),
     [
-        (Law.IID, multi_step, F(3757, 2500)),
-        (Law.WOR, multi_step, F(2437, 1400)),
-        (Law.ONE_HOT, one_hot, F(143, 100)),
+        (Sampling.IID, multi_step, F(3757, 2500)),
+        (Sampling.WOR, multi_step, F(2437, 1400)),
+        (Sampling.ONE_HOT, one_hot, F(143, 100)),
     ],
 )
-def test_two_levels_with_context_are_exact(law: Law, rule, expected: Fraction) -> None:
+def test_two_levels_with_context_are_exact(law: Sampling, rule, expected: Fraction) -> None:
     p, q = TOY_2
     found, accepted = measure(rule, cases(Tree.expansion([2, 2]), q, law), p)
     assert accepted == expected
-    assert continued(found, p, 3) == text_law(p, 3)
+    assert continued(found, p, 3) == text_distribution(p, 3)
 
 
 # --- what a tree is worth (Chen et al. 2024, Proposition 3.4; Cai et al. 2024, section 2.3.3) ---
 
 CHAIN_AND_SIBLING = Tree.from_paths([*([0] * k for k in range(1, 7)), [1]])
 RATES = (".7", ".15", ".06", ".03")
-BY_DEPTH = ((".60", ".11", ".05", ".03"), (".36", ".11", ".06", ".04"), (".22", ".10", ".06", ".04"))
+BY_DEPTH = (
+    (".60", ".11", ".05", ".03"),
+    (".36", ".11", ".06", ".04"),
+    (".22", ".10", ".06", ".04"),
+)
 NINE = Tree.from_paths([[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0], [0, 2], [3]])
 
 
@@ -156,18 +195,23 @@ NINE = Tree.from_paths([[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0], [0, 2]
     [
         (Tree.chain(4), (RATES,) * 4, 2.7731),
         (CHAIN_AND_SIBLING, (RATES,) * 6, 3.20882),
-        (Tree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1]]), (RATES,) * 3, 2.96650),
+        (
+            Tree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1]]),
+            (RATES,) * 3,
+            2.96650,
+        ),
         (NINE, BY_DEPTH, 2.19512),
     ],
     ids=["chain", "chain and sibling", "at most three deep", "rates by depth"],
 )
 def test_a_tree_is_worth_the_sum_of_its_paths_rates(tree: Tree, rates, tokens: float) -> None:
-    """If the j-th child is the one accepted with a rate that is its own, tokens per round are 1 + the sum over nodes of the
-    product of rates on the way. The likeliest tokens as drafts make the rates the target's probabilities."""
+    """If the j-th child is the one accepted with a rate that is its own, tokens per round are 1 +
+    the sum over nodes of the product of rates on the way. The likeliest tokens as drafts make the
+    rates the target's probabilities."""
     levels = [[F(rate) for rate in level] for level in rates]
     laws = [(*level, 1 - sum(level)) for level in levels]
     last = tuple(F(1, 5) for _ in range(5))
-    case = Case(F(1), tree.ranks, (last,) * tree.size, Law.ONE_HOT, tree)
+    case = Case(F(1), tree.ranks, (last,) * tree.size, Sampling.ONE_HOT, tree)
 
     def p(prefix: tuple[int, ...]) -> Vector:
         return laws[len(prefix)] if len(prefix) < len(laws) else last
@@ -193,7 +237,10 @@ def test_a_tree_is_worth_the_sum_of_its_paths_rates(tree: Tree, rates, tokens: f
 def joined(found: list[Case]) -> list[Case]:
     """Equal tokens of two drafters become one child, said to come from the first."""
     return [
-        siblings(case.chance, distinct(case.tokens), case.q[: len(distinct(case.tokens))], Law.IID) for case in found
+        siblings(
+            case.chance, distinct(case.tokens), case.q[: len(distinct(case.tokens))], Sampling.IID
+        )
+        for case in found
     ]
 
 
@@ -207,28 +254,28 @@ WRONG = {
     ),
     "repeats dropped, judged as independent": (
         multi_step,
-        relabelled(iid(2), Law.IID, distinct),
+        relabelled(iid(2), Sampling.IID, distinct),
         None,
         F(41, 50),
         (F(1, 5), F(19, 60), F(23, 60), F(1, 10)),
     ),
     "without replacement, judged as independent": (
         multi_step,
-        relabelled(wor(2), Law.IID),
+        relabelled(wor(2), Sampling.IID),
         None,
         F(47, 50),
         (F(1, 5), F(1, 3), F(11, 30), F(1, 10)),
     ),
     "top-2 judged by p/q": (
         multi_step,
-        [siblings(F(1), (0, 1), Q, Law.IID)],
+        [siblings(F(1), (0, 1), Q, Sampling.IID)],
         None,
         F(1),
         (F(2, 5), F(3, 5), F(0), F(0)),
     ),
     "sorted by q": (
         multi_step,
-        relabelled(wor(2), Law.WOR, by_confidence),
+        relabelled(wor(2), Sampling.WOR, by_confidence),
         None,
         F(1049, 1200),
         (F(29, 90), F(223, 720), F(53, 144), F(0)),
@@ -236,7 +283,7 @@ WRONG = {
     "shuffled": (
         multi_step,
         [
-            siblings(case.chance / 2, order, Q, Law.WOR)
+            siblings(case.chance / 2, order, Q, Sampling.WOR)
             for case in wor(2)
             for order in itertools.permutations(case.tokens)
         ],
@@ -246,7 +293,7 @@ WRONG = {
     ),
     "three drawn, the two most confident kept": (
         multi_step,
-        relabelled(wor(3), Law.WOR, lambda tokens: by_confidence(tokens)[:2]),
+        relabelled(wor(3), Sampling.WOR, lambda tokens: by_confidence(tokens)[:2]),
         None,
         F(1459, 1575),
         (F(241, 630), F(173, 420), F(37, 180), F(0)),
@@ -279,10 +326,10 @@ def test_one_node_shows_a_mistake(name: str) -> None:
 # --- what else must hold ---
 
 
-@pytest.mark.parametrize("law", [Law.IID, Law.WOR, Law.ONE_HOT])
-def test_rows_do_not_depend_on_each_other(law: Law) -> None:
+@pytest.mark.parametrize("law", [Sampling.IID, Sampling.WOR, Sampling.ONE_HOT])
+def test_rows_do_not_depend_on_each_other(law: Sampling) -> None:
     p, proposal, u = random_round(law)
-    rule = one_hot if law is Law.ONE_HOT else multi_step
+    rule = one_hot if law is Sampling.ONE_HOT else multi_step
     together = rule(p, proposal, u)
     assert together.count.unique().numel() > 2
     for row in range(len(u)):
@@ -295,20 +342,24 @@ def test_rows_do_not_depend_on_each_other(law: Law) -> None:
 
 
 def test_one_hot_is_multi_step_with_point_masses() -> None:
-    p, proposal, u = random_round(Law.ONE_HOT)
+    p, proposal, u = random_round(Sampling.ONE_HOT)
     points = torch.nn.functional.one_hot(proposal.tokens, p.shape[-1]).float()
-    apart = Proposal(proposal.tokens, proposal.parents, Law.IID, points, torch.arange(8).expand(120, 8))
+    apart = Proposal(
+        proposal.tokens, proposal.parents, Sampling.IID, points, torch.arange(8).expand(120, 8)
+    )
     mine, theirs = one_hot(p, proposal, u), multi_step(p, apart, u)
     for name in ("path", "count", "next_token"):
         assert torch.equal(getattr(mine, name), getattr(theirs, name))
 
 
-@pytest.mark.parametrize("law", [Law.IID, Law.WOR, Law.ONE_HOT])
-def test_uniforms_of_nodes_never_reached_do_not_matter(law: Law) -> None:
+@pytest.mark.parametrize("law", [Sampling.IID, Sampling.WOR, Sampling.ONE_HOT])
+def test_uniforms_of_nodes_never_reached_do_not_matter(law: Sampling) -> None:
     p, proposal, u = random_round(law)
-    rule = one_hot if law is Law.ONE_HOT else multi_step
+    rule = one_hot if law is Sampling.ONE_HOT else multi_step
     kept = rule(p, proposal, u)
-    reached = (proposal.parents == -1) | (proposal.parents[:, :, None] == kept.path[:, None, :]).any(-1)
+    reached = (proposal.parents == -1) | (
+        proposal.parents[:, :, None] == kept.path[:, None, :]
+    ).any(-1)
     other = u.clone()
     other[:, :-1] = torch.where(reached, u[:, :-1], 1 - u[:, :-1])
     again = rule(p, proposal, other)
@@ -318,12 +369,13 @@ def test_uniforms_of_nodes_never_reached_do_not_matter(law: Law) -> None:
 
 
 def test_drafters_are_told_apart_by_their_row_of_q() -> None:
-    """The second drafter's child may repeat the first one's token; drawn from one row that would be an error."""
+    """The second drafter's child may repeat the first one's token; drawn from one row that would be
+    an error."""
     p, q = torch.full((1, 3, 3), 1 / 3), torch.tensor([[[0.8, 0.1, 0.1], [0.8, 0.1, 0.1]]])
     root, u = torch.tensor([[-1, -1]]), torch.full((1, 3), 0.9)
-    apart = Proposal(torch.tensor([[0, 0]]), root, Law.WOR, q, torch.tensor([[0, 1]]))
+    apart = Proposal(torch.tensor([[0, 0]]), root, Sampling.WOR, q, torch.tensor([[0, 1]]))
     assert multi_step(p, apart, u).count.tolist() == [0]
-    together = Proposal(torch.tensor([[0, 0]]), root, Law.WOR, q, torch.tensor([[0, 0]]))
+    together = Proposal(torch.tensor([[0, 0]]), root, Sampling.WOR, q, torch.tensor([[0, 0]]))
     with pytest.raises(ValueError, match="token 0 was drafted"):
         multi_step(p, together, u)
 
@@ -333,5 +385,9 @@ def test_a_fallback_drops_the_remaining_siblings() -> None:
     p = torch.tensor([[[0.5, short], [0.5, 0.5], [0.5, 0.5]]])
     root = torch.tensor([[-1, -1]])
     u = torch.tensor([[1 - 2.0**-40, 0.0, 0.25]], dtype=torch.float64)
-    kept = multi_step(p, Proposal(torch.tensor([[1, 0]]), root, Law.IID, torch.full((1, 1, 2), 0.5), root + 1), u)
+    kept = multi_step(
+        p,
+        Proposal(torch.tensor([[1, 0]]), root, Sampling.IID, torch.full((1, 1, 2), 0.5), root + 1),
+        u,
+    )
     assert (kept.count.tolist(), kept.next_token.tolist(), kept.fallbacks) == ([0], [0], 1)

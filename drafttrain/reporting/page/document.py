@@ -1,4 +1,5 @@
-"""A report as one page that runs nothing and loads nothing: readable without a network, in light and dark, on a phone, printed."""
+"""A report as one page that runs nothing and loads nothing: readable without a network, in light
+and dark, on a phone, printed."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ same loop, on the same prompts, in turn. 95 % intervals are over prompts unless 
 def title_of(records: Sequence[Record]) -> str:
     """A page's title: the drafter, or that there are several, and the target."""
     first = records[0].entry
-    return f"{'Drafters' if len(records) > 1 else first.drafter} for {first.config['target']['name']}"
+    return (
+        f"{'Drafters' if len(records) > 1 else first.drafter} for {first.config['target']['name']}"
+    )
 
 
 def page(
@@ -46,8 +49,8 @@ def page(
 
     Args:
         records: the runs, in the order of their parts.
-        rows: drafters side by side, each with what it costs, as `side_by_side.line` takes them; without them there is no shared
-            table.
+        rows: drafters side by side, each with what it costs, as `side_by_side.line` takes them;
+            without them there is no shared table.
         settings: under which the rows were measured.
         notes: sentences about them.
     """
@@ -66,14 +69,20 @@ def page(
     names = [f"run-{number}" for number in range(1, len(records) + 1)]
     body = element(
         "body",
-        element("header", element("h1", title), _contents(records, names) if len(records) > 1 or rows else None),
+        element(
+            "header",
+            element("h1", title),
+            _contents(records, names) if len(records) > 1 or rows else None,
+        ),
         element(
             "main",
             _side_by_side(rows, settings or {}, notes) if rows else None,
             [section(record, name) for record, name in zip(records, names, strict=True)],
         ),
         element(
-            "footer", element("p", _TERMS), element("p", f"Made by drafttrain {version()} from what the runs recorded.")
+            "footer",
+            element("p", _TERMS),
+            element("p", f"Made by drafttrain {version()} from what the runs recorded."),
         ),
     )
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
@@ -85,7 +94,10 @@ def write_page(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _contents(records: Sequence[Record], names: Sequence[str]) -> Markup:
-    links = [element("a", record.entry.name, href=f"#{name}") for record, name in zip(records, names, strict=True)]
+    links = [
+        element("a", record.entry.name, href=f"#{name}")
+        for record, name in zip(records, names, strict=True)
+    ]
     return element("nav", element("ul", [element("li", link) for link in links]), aria_label="Runs")
 
 
