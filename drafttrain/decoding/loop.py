@@ -22,7 +22,7 @@ from drafttrain.flow import Acceptance, Features, Proposal, Sampling, Tally
 from drafttrain.nn.processing import Text
 from drafttrain.nn.sampling import Chance, draw
 from drafttrain.target.model import Target
-from drafttrain.tree.laws import ways
+from drafttrain.tree.candidates import paths_to
 from drafttrain.tree.topology import ancestor_mask, depths_of
 
 
@@ -262,7 +262,7 @@ class _Decoding:
         nothing = None
         if text is not None:
             logits, nothing = policy.processed(
-                logits, text, ways(proposal.tokens, tree_mask, depths, tree.max_depth)
+                logits, text, paths_to(proposal.tokens, tree_mask, depths, tree.max_depth)
             )
         self.clock.mark("verify")
 

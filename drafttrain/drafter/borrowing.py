@@ -1,63 +1,68 @@
-"""Speaking through the target's own frozen head, or through the rows of it that a reduced draft
-vocabulary keeps."""
+"""A draft vocabulary, and proposing through the target's own frozen head."""
 
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from drafttrain.drafter.base import Growing
+from drafttrain.drafter.growing import Growing
 from drafttrain.nn.packed import FrozenProduct
 from drafttrain.target.model import Target
+from drafttrain.tree.candidates import Candidates
+
+SLACK = 1 << 24
+"""Weights beyond a package's that may be made before its tensors are compared by name, which says
+more."""
 
 
-class BorrowsHead(Growing, abc.ABC):
-    """Knows the target's head and the draft vocabulary. Rows of the head are borrowed: never
-    trained, never saved.
+class DraftVocabulary(Growing, abc.ABC):
+    """Proposes from the target's vocabulary or from a part of it, the same for all nodes.
 
-    Args:
-        draft_ids: (w) ascending ids that can be proposed; None is the whole vocabulary.
+    Its `Config` has a field `draft_ids`: ascending ids that can be proposed; None is the target's
+    whole vocabulary.
     """
 
     draft_ids: Tensor | None
-    head_rows: Tensor | None
 
-    def __init__(self, target: Target, draft_ids: Tensor | list[int] | None = None) -> None:
-        super().__init__(target)
-        ids = None if draft_ids is None else torch.as_tensor(draft_ids, dtype=torch.int64)
+    def __init__(self, target: Target, **settings: Any) -> None:
+        super().__init__(target, **settings)
+        given = self.config.draft_ids
+        ids = None if given is None else torch.as_tensor(given, dtype=torch.int64)
         self.register_buffer("draft_ids", ids)
-        self.register_buffer("head_rows", None, persistent=False)
-        self._product: FrozenProduct | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(p.dtype for p in self.parameters())
+        return super().dtype or self.target.dtype
+
+    @property
+    def choices(self) -> int:
+        return self.target.vocab_size if self.draft_ids is None else len(self.draft_ids)
+
+    def candidates(self, logits: Tensor) -> Candidates:
+        """(b m w) logits over the draft vocabulary, as growth reads them."""
+        return Candidates(logits, self.target.vocab_size, self.draft_ids)
+
+    def to_target_ids(self, ids: Tensor) -> Tensor:
+        """(...) int64 places in the draft vocabulary -> (...) ids of the target."""
+        return ids if self.draft_ids is None else self.draft_ids[ids]
+
+    def to_draft_ids(self, ids: Tensor) -> Tensor:
+        """(...) ids of the target -> their places in the draft vocabulary, -1 for those outside."""
+        if self.draft_ids is None:
+            return ids
+        place = torch.searchsorted(self.draft_ids, ids).clamp_max(len(self.draft_ids) - 1)
+        return torch.where(self.draft_ids[place] == ids, place, -1)
 
     def rows_of_head(self) -> Tensor:
-        """(w d) the target's head, the rows that can be proposed."""
+        """(w d) the rows of the target's head that can be proposed."""
         weight = self.target.output.weight
         return (
             weight if self.draft_ids is None else weight[self.draft_ids.to(weight.device)]
         ).detach()
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """(... d) -> (... w): the rows of the target's frozen head that can be proposed, in this
-        drafter's dtype."""
-        # Kept between calls, so also for training where the first call is made while decoding.
-        with torch.inference_mode(False):
-            if (
-                self.head_rows is None
-                or self.head_rows.dtype != self.dtype
-                or self.head_rows.device != hidden.device
-            ):
-                self.head_rows = self.rows_of_head().to(device=hidden.device, dtype=self.dtype)
-            if self._product is None or self._product.weight is not self.head_rows:
-                self._product = FrozenProduct(self.head_rows)
-        return self.target.finish_logits(
-            self._product(hidden.to(self.dtype), self.head_bias(hidden))
-        )
 
     def head_bias(self, hidden: Tensor) -> Tensor | None:
         """(w) the bias of the target's head, where it has one."""
@@ -66,26 +71,44 @@ class BorrowsHead(Growing, abc.ABC):
             return None
         return (bias if self.draft_ids is None else bias[self.draft_ids]).detach().to(hidden)
 
-    def to_target_ids(self, ids: Tensor) -> Tensor:
-        return ids if self.draft_ids is None else self.draft_ids[ids]
 
-    def to_draft_ids(self, ids: Tensor) -> Tensor:
-        """Places of target ids in the draft vocabulary, -1 for those outside of it."""
-        if self.draft_ids is None:
-            return ids
-        place = torch.searchsorted(self.draft_ids, ids).clamp_max(len(self.draft_ids) - 1)
-        return torch.where(self.draft_ids[place] == ids, place, -1)
+class BorrowsHead(DraftVocabulary, abc.ABC):
+    """Proposes through the target's head: its rows are borrowed, never trained, never saved."""
 
-    def to_target_probs(self, probs: Tensor) -> Tensor:
-        if self.draft_ids is None:
-            return probs
-        law = probs.new_zeros(*probs.shape[:-1], self.target.vocab_size)
-        law[..., self.draft_ids] = probs
-        return law
+    head_rows: Tensor | None
+
+    def __init__(self, target: Target, **settings: Any) -> None:
+        super().__init__(target, **settings)
+        self.register_buffer("head_rows", None, persistent=False)
+        self._product: FrozenProduct | None = None
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """(... d) -> (... w): the rows of the target's frozen head that can be proposed, in this
+        drafter's dtype."""
+        dtype = self.dtype
+        # Kept between calls, so also for training where the first call is made while decoding.
+        with torch.inference_mode(False):
+            rows = self.head_rows
+            if rows is None or rows.dtype != dtype or rows.device != hidden.device:
+                rows = self.head_rows = self.rows_of_head().to(device=hidden.device, dtype=dtype)
+            if self._product is None or self._product.weight is not rows:
+                self._product = FrozenProduct(rows)
+        return self.target.finish_logits(self._product(hidden.to(dtype), self.head_bias(hidden)))
+
+
+def best_ids(
+    drafter: DraftVocabulary, hidden: Tensor, head: Callable[[Tensor], Tensor], chunk: int
+) -> Tensor:
+    """(t d) what a head reads -> (t) int64 ids of the target that it finds most likely, the logits
+    of `chunk` positions at a time."""
+    parts = [head(part).argmax(-1) for part in hidden.split(chunk)]
+    if not parts:
+        return torch.empty(0, dtype=torch.int64, device=hidden.device)
+    return drafter.to_target_ids(torch.cat(parts))
 
 
 def sizes_of_inputs(target: Target) -> tuple[float, float]:
-    """Root mean squares of the target's features, as far as its final norm tells, and of its
+    """Root mean squares of the target's features, as far as its final norm says, and of its
     embedding: they often differ widely. Neither is below 1e-3."""
     norm = getattr(target.base, "norm", None)
     feature, embedding = (

@@ -3,8 +3,8 @@ from [f_(t-1); E(x_t)].
 
 Alignment, 0-based, for a row x_0..x_{T-1} with features h_i (what the LM head reads):
 
-| row i    | input               | position | regression target | soft label        | predicts | weight    |
-| 0..T-3   | [h_i; E(x_{i+1})]   | i        | h_{i+1}           | softmax(head(h_{i+1})) | x_{i+2}  | m_{i+2}   |
+| row i  | input             | position | regression | soft label             | predicts | weight  |
+| 0..T-3 | [h_i; E(x_{i+1})] | i        | to h_{i+1} | softmax(head(h_{i+1})) | x_{i+2}  | m_{i+2} |
 
 The weight is the *label's* mask, so that the first draft of every answer is trained; the reference
 weighs row i by m_i. While decoding, row i is also the first drafting step of a prefix of i + 2
@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drafttrain.checks import integer, number, switch
-from drafttrain.drafter.base import Autoregressive, AutoregressiveState, Committed
-from drafttrain.drafter.borrowing import BorrowsHead, sizes_of_inputs
+from drafttrain.drafter.base import Committed
+from drafttrain.drafter.borrowing import BorrowsHead, best_ids, sizes_of_inputs
+from drafttrain.drafter.growing import Autoregressive, AutoregressiveState
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Loss, Needs
 from drafttrain.nn import losses
@@ -30,100 +33,72 @@ from drafttrain.nn.attention import as_attention
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.isolation import mask_of
 from drafttrain.target.model import Target
+from drafttrain.tree.candidates import Candidates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle1Config:
+    """Settings of `Eagle1`."""
+
+    draft_ids: Sequence[int] | None
+    """(w) ascending ids that can be proposed; None is the whole vocabulary."""
+    bias: bool
+    """Give `fc` a bias (inference engines disagree on it)."""
+    regression: float
+    """Weight of smooth L1 on features; the paper has 1.0."""
+    classification: float
+    """Weight of the loss over the vocabulary; the paper has 0.1."""
+    divergence: str
+    """The loss over the vocabulary; the paper's is soft_cross_entropy."""
+    noise: float
+    """Half width of uniform noise on input features while training; the paper has 0.1."""
+    noise_scaled: bool
+    """Scale the noise by 512 / row length, as the public code does."""
+    balance_input: bool
+    """Start `fc` so that both halves of its input weigh the same (embeddings are often much smaller
+    than features); the network is the same, only its start differs."""
+    chunk: int
+    """Positions whose logits exist at one time in the loss."""
+
+    def __post_init__(self) -> None:
+        for name in ("regression", "classification", "noise"):
+            number(name, getattr(self, name))
+        if self.regression + self.classification == 0:
+            raise InputError(
+                "regression and classification are both 0: give one of them a weight above 0"
+            )
+        for name in ("bias", "noise_scaled", "balance_input"):
+            switch(name, getattr(self, name))
+        integer("chunk", self.chunk, 1)
+        losses.divergence(self.divergence)
 
 
 class Eagle1(BorrowsHead, Autoregressive):
     """The drafter: `fc` (2d -> d), one decoder layer of the target's family, the target's embedding
     and head borrowed.
 
-    The layer has no norm before its attention and none behind it (arXiv:2401.15077, section 3.2 and
+    The layer has no norm before its attention and none after it (arXiv:2401.15077, section 3.2 and
     public code). Its shape and rotary settings are the target's own. Attention is full, also where
     the target's own layer slides.
-
-    Args:
-        target: the frozen model.
-        draft_ids: (w) ascending ids that can be proposed; None is the whole vocabulary.
-        bias: give `fc` a bias (inference engines disagree on it, hence off).
-        regression, classification: weights of smooth L1 on features and of the loss over the
-            vocabulary; the paper has 1.0 and 0.1.
-        divergence: the loss over the vocabulary; the paper's is soft_cross_entropy.
-        noise: half width of uniform noise on input features while training; the paper has 0.1.
-        noise_scaled: scale the noise by 512 / row length, as the public code does.
-        balance_input: start `fc` so that both halves of its input weigh the same (embeddings are
-            often much smaller than features); the network is the same, only its start differs.
-        chunk: positions whose logits exist at one time in the loss.
     """
 
+    Config = Eagle1Config
+    config: Eagle1Config
     needs = Needs(last_hidden=True)
 
-    def __init__(
-        self,
-        target: Target,
-        *,
-        draft_ids: Tensor | list[int] | None = None,
-        bias: bool = False,
-        regression: float = 1.0,
-        classification: float = 0.1,
-        divergence: str = "soft_cross_entropy",
-        noise: float = 0.1,
-        noise_scaled: bool = False,
-        balance_input: bool = False,
-        chunk: int = 1024,
-    ) -> None:
-        super().__init__(target, draft_ids)
-        for name, weight in (
-            ("regression", regression),
-            ("classification", classification),
-            ("noise", noise),
-        ):
-            number(name, weight)
-        if regression + classification == 0:
-            raise InputError(
-                "regression and classification are both 0: give one of them a weight above 0"
-            )
-        for name, given in (
-            ("bias", bias),
-            ("noise_scaled", noise_scaled),
-            ("balance_input", balance_input),
-        ):
-            switch(name, given)
-        integer("chunk", chunk, 1)
-        self.bias, self.regression, self.classification = bias, regression, classification
-        self.divergence, self.noise, self.noise_scaled, self.balance_input = (
-            divergence,
-            noise,
-            noise_scaled,
-            balance_input,
-        )
-        self.chunk = chunk
-        self._divergence = losses.divergence(divergence)
+    def __init__(self, target: Target, **settings: Any) -> None:
+        super().__init__(target, **settings)
+        self._divergence = losses.divergence(self.config.divergence)
         d = target.width
-        self.fc = nn.Linear(2 * d, d, bias=bias)
+        self.fc = nn.Linear(2 * d, d, bias=self.config.bias)
         self.layer: Any = _decoder_layer(target)
         words = inspect.signature(type(self.layer).forward).parameters
-        self._cache_word = next(
-            (word for word in ("cache", "past_key_values", "layer_past") if word in words), "cache"
-        )
+        names = ("cache", "past_key_values", "layer_past")
+        self._cache_word = next((name for name in names if name in words), "cache")
         self.to(target.device)
         self._probe()
-        if balance_input:
+        if self.config.balance_input:
             self._balance()
-
-    # Parts ----------------------------------------------------------------------------------------
-    def settings(self) -> dict[str, Any]:
-        names = (
-            "bias",
-            "regression",
-            "classification",
-            "divergence",
-            "noise",
-            "noise_scaled",
-            "balance_input",
-            "chunk",
-        )
-        return {name: getattr(self, name) for name in names} | {
-            "draft_ids": None if self.draft_ids is None else self.draft_ids.tolist()
-        }
 
     def forward(
         self,
@@ -161,52 +136,67 @@ class Eagle1(BorrowsHead, Autoregressive):
 
     # Training -------------------------------------------------------------------------------------
     def check_packing(self) -> None:
-        pass
+        """Rows keep apart by their mask and positions."""
+
+    def _aligned(
+        self, batch: Batch, features: Features, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The rows of the table above that have a label.
+
+        Args:
+            generator: of noise on the inputs; None adds none.
+        Returns: (t d) guesses of features, (t d) the target's own, (t) int64 labels, (b s) bool
+            where these labels are.
+        """
+        hidden = features.last_hidden
+        assert hidden is not None
+        device = self.device
+        hidden, ids = hidden.to(device), batch.input_ids.to(device)
+        where = batch.labels(2).to(device)  # b s, the label x_{i+2} has its own mask
+        if hidden.shape[1] < 3:  # no row reaches a label
+            nothing = hidden.new_zeros(0, hidden.shape[-1])
+            return nothing.to(self.dtype), nothing, ids.new_zeros(0), torch.zeros_like(where)
+        chosen = where[:, 2:]  # b s-2
+        inputs = hidden[:, :-2].to(self.dtype)
+        if generator is not None and self.config.noise:
+            inputs = inputs + self._noise(inputs, batch, generator)
+        positions = batch.positions.to(device)[:, :-2]
+        mask = mask_of(batch.packing, inputs.shape[1], device)
+        out = self(inputs, ids[:, 1:-1], positions, mask)[chosen]
+        return out, hidden[:, 1:-1][chosen], ids[:, 2:][chosen], where
+
+    def _noise(self, inputs: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
+        """(b s d) uniform numbers."""
+        device = inputs.device
+        width = inputs.new_full((len(inputs), 1, 1), self.config.noise)
+        if self.config.noise_scaled:
+            lengths = batch.lengths_at().to(device)[:, : inputs.shape[1], None]
+            width = width * (512 / lengths.to(inputs.dtype))
+        noise = torch.rand(
+            inputs.shape, generator=generator, dtype=torch.float32, device=generator.device
+        )
+        return (noise.to(inputs) * 2 - 1) * width
 
     def loss(
         self, batch: Batch, features: Features, *, generator: torch.Generator | None = None
     ) -> Loss:
-        hidden = features.last_hidden
-        assert hidden is not None
-        device = self.fc.weight.device
-        hidden, ids = hidden.to(device), batch.input_ids.to(device)
-        chosen = batch.labels(2)[:, 2:].to(device)  # b s-2, weight of row i is the mask of x_{i+2}
-        count = chosen.sum().float()
-        if hidden.shape[1] < 3:
-            # No row reaches a label. Every parameter still takes part, so that no process waits for
-            # a gradient.
-            none = {name: (count * 0.0, count) for name in self.loss_parts}
+        out, teacher, labels, where = self._aligned(batch, features, generator)
+        count = where.sum().float()
+        if batch.input_ids.shape[1] < 3:
             return Loss(
-                torch.stack([p.sum() for p in self.parameters()]).sum().float() * 0.0, count, none
+                count * 0.0, count, {name: (count * 0.0, count) for name in self.loss_parts}
             )
-        inputs = hidden[:, :-2].to(self.dtype)
-        if generator is not None and self.noise:
-            width = torch.full((len(ids), 1, 1), self.noise, device=device, dtype=self.dtype)
-            if self.noise_scaled:
-                width = width * (
-                    512 / batch.lengths_at().to(device)[:, : inputs.shape[1], None].to(self.dtype)
-                )
-            noise = torch.rand(
-                inputs.shape, generator=generator, dtype=torch.float32, device=generator.device
-            )
-            inputs = inputs + (noise.to(inputs) * 2 - 1) * width
-        positions = batch.positions.to(device)[:, :-2]
-        out = self(
-            inputs, ids[:, 1:-1], positions, mask_of(batch.packing, inputs.shape[1], device)
-        )[chosen]  # t d
-        teacher = hidden[:, 1:-1][chosen]  # t d
-        labels = ids[:, 2:][chosen]  # t
         parts: dict[str, tuple[Tensor, Tensor]] = {}
-        total = out.sum() * 0.0
-        if self.regression:
+        total = out.new_zeros(())
+        if self.config.regression:
             value = losses.smooth_l1(out, teacher).sum()
-            total = total + self.regression * value
+            total = total + self.config.regression * value
             parts["regression"] = (value.detach(), count)
-        if self.classification:
+        if self.config.classification:
             value, choices = losses.over_vocabulary(
-                out, teacher, self.head, self._divergence, chunk=self.chunk
+                out, teacher, self.head, self._divergence, chunk=self.config.chunk
             )
-            total = total + self.classification * value
+            total = total + self.config.classification * value
             parts["classification"] = (value.detach(), count)
             # Labels outside the draft vocabulary cannot be chosen, so they count as misses.
             parts["accuracy"] = ((self.to_target_ids(choices) == labels).sum().float(), count)
@@ -214,43 +204,30 @@ class Eagle1(BorrowsHead, Autoregressive):
 
     @property
     def loss_parts(self) -> tuple[str, ...]:
-        return ("regression",) * (self.regression > 0) + ("classification", "accuracy") * (
-            self.classification > 0
-        )
+        by_feature = ("regression",) * (self.config.regression > 0)
+        return by_feature + ("classification", "accuracy") * (self.config.classification > 0)
 
     @torch.no_grad()
     def guesses(self, batch: Batch, features: Features) -> Tensor:
-        assert features.last_hidden is not None
-        device = self.fc.weight.device
-        ids = batch.input_ids.to(device)
-        if ids.shape[1] < 3:
-            return torch.full_like(ids, -1)[:, :, None]
-        positions = torch.arange(ids.shape[1] - 2, device=device)[None]
-        out = self(features.last_hidden.to(device)[:, :-2], ids[:, 1:-1], positions)
-        chosen = batch.loss_mask[:, 2:].to(device)
-        found = torch.full_like(ids, -1)
-        parts = [self.head(part).argmax(-1) for part in out[chosen].split(self.chunk)]
-        if parts:
-            found[:, 2:][chosen] = self.to_target_ids(torch.cat(parts))
+        out, _, labels, where = self._aligned(batch, features)
+        found = torch.full_like(batch.input_ids.to(where.device), -1)
+        found[where] = best_ids(self, out, self.head, self.config.chunk)
         return found[:, :, None]
 
     # Decoding -------------------------------------------------------------------------------------
-    def extend(self, state: AutoregressiveState, committed: Committed) -> tuple[Tensor, Tensor]:
+    def extend(
+        self, state: AutoregressiveState, committed: Committed, depth: int
+    ) -> tuple[Tensor, Candidates]:
         cache, s = state.cache, committed.tokens.shape[1]
         assert committed.features.last_hidden is not None
         device = committed.tokens.device
         tree_mask = torch.ones(1, s, s, dtype=torch.bool, device=device).tril()
         positions = cache.lengths[:, None] + torch.arange(s, device=device)
-        out = self(
-            committed.features.last_hidden,
-            committed.tokens,
-            positions,
-            cache.mask(tree_mask),
-            cache,
-        )
+        read = committed.features.last_hidden
+        out = self(read, committed.tokens, positions, cache.mask(tree_mask), cache)
         cache.commit(committed.counts)
         last = out[torch.arange(len(out), device=device), committed.counts - 1]  # b d
-        return last, self.head(last)
+        return last[:, None], self.candidates(self.head(last)[:, None])
 
     def expand(
         self,
@@ -259,48 +236,42 @@ class Eagle1(BorrowsHead, Autoregressive):
         hidden: Tensor,
         depth: int,
         tree_mask: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Candidates]:
         cache, m = state.cache, tokens.shape[1]
         true_rows = cache.lengths - (tree_mask.shape[-1] - m)
         positions = (true_rows + depth - 1)[:, None].expand(-1, m)
         out = self(hidden, tokens, positions, cache.mask(tree_mask), cache)
         cache.advance(m)
-        return out, self.head(out)
+        return out, self.candidates(self.head(out))
 
     # Inside ---------------------------------------------------------------------------------------
     def _probe(self) -> None:
         """A family whose layer cannot be driven like this is refused before anything is trained."""
         try:
             with torch.no_grad():
-                d, device = self.target.width, self.fc.weight.device
-                tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
-                features, positions = (
-                    torch.randn(1, 2, d, device=device),
-                    torch.arange(2, device=device)[None],
-                )
-                plain = self(features, tokens, positions)
-                cache = KVCache(1, 2, device)
-                for i in range(2):
-                    one = cache.mask(torch.ones(1, 1, 1, dtype=torch.bool, device=device))
-                    out = self(
-                        features[:, i : i + 1],
-                        tokens[:, i : i + 1],
-                        positions[:, i : i + 1],
-                        one,
-                        cache,
-                    )
-                    cache.commit(torch.ones(1, dtype=torch.int64, device=device))
-                assert torch.allclose(out[:, 0], plain[:, 1], rtol=1e-3, atol=1e-3), (
-                    "its cache is not used"
-                )
+                self._compare_with_its_cache()
         except (TypeError, AttributeError, AssertionError, RuntimeError) as error:
             raise InputError(
                 f"eagle1 cannot be built from target {self.target.name} "
-                f"({self.target.config.model_type}): its decoder "
-                f"layer is not a rotary one with an input norm ({error}); give a Llama-, Qwen-, "
-                f"Mistral-, Gemma-2- or "
-                "GPT-NeoX-like target"
+                f"({self.target.config.model_type}): its decoder layer is not a rotary one with an "
+                f"input norm ({error}); give a Llama-, Qwen-, Mistral-, Gemma-2- or GPT-NeoX-like "
+                "target"
             ) from error
+
+    def _compare_with_its_cache(self) -> None:
+        d, device = self.target.width, self.device
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
+        features = torch.randn(1, 2, d, device=device)
+        positions = torch.arange(2, device=device)[None]
+        plain = self(features, tokens, positions)
+        cache = KVCache(1, 2, device)
+        for i in range(2):
+            mask = cache.mask(torch.ones(1, 1, 1, dtype=torch.bool, device=device))
+            now = slice(i, i + 1)
+            out = self(features[:, now], tokens[:, now], positions[:, now], mask, cache)
+            cache.commit(torch.ones(1, dtype=torch.int64, device=device))
+        close = torch.allclose(out[:, 0], plain[:, 1], rtol=1e-3, atol=1e-3)
+        assert close, "its cache is not used"
 
     def _balance(self) -> None:
         d = self.target.width
@@ -322,9 +293,8 @@ def _decoder_layer(target: Target) -> nn.Module:
     layer = kind(config, 0)
     if not hasattr(layer, "input_layernorm") or not hasattr(target.base, "rotary_emb"):
         raise InputError(
-            f"eagle1 needs a target with rotary positions and a norm before attention; "
-            f"{target.name} "
-            f"({target.config.model_type}) has another layer"
+            "eagle1 needs a target with rotary positions and a norm before attention; "
+            f"{target.name} ({target.config.model_type}) has another layer"
         )
     layer.input_layernorm = nn.Identity()
     return layer

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drafttrain.checks import integer, shown, switch
-from drafttrain.drafter.base import SLACK, Heads
-from drafttrain.drafter.borrowing import BorrowsHead
+from drafttrain.drafter.borrowing import SLACK, BorrowsHead, best_ids
+from drafttrain.drafter.growing import Block
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Loss, Needs
 from drafttrain.nn import losses
@@ -36,7 +37,7 @@ MOST_HEADS = 64
 package asks for is built before its tensors are compared, so it must have an end."""
 MOST_BLOCKS = 64
 TEXT = "cross_entropy"
-"""The loss against the text's own tokens; all others are against the target's law."""
+"""The loss against the text's own tokens; all others are against the target's distribution."""
 
 
 class ResidualBlock(nn.Module):
@@ -57,42 +58,33 @@ class ResidualBlock(nn.Module):
         return z + functional.silu(self.linear(z))
 
 
-class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
-    """K heads, each with a projection to the vocabulary: its own, started as a copy of the
-    target's, or the target's frozen one.
+@dataclass(frozen=True, kw_only=True)
+class HeadsConfig:
+    """Settings of `VocabularyHeads`."""
 
-    Args:
-        target: the frozen model.
-        heads: K.
-        blocks: residual blocks of each head.
-        own_head: every head trains a projection of its own; false borrows the target's, which is
-            far smaller.
-        draft_ids: (w) ascending ids that can be proposed; None is the whole vocabulary.
-        decay: head k weighs decay^k in the loss; the paper's is 0.8.
-        loss: `cross_entropy` against the text's tokens, as in the paper, or a divergence from the
-            target's own law there.
-        chunk: positions whose logits exist at one time in the loss.
-    """
+    draft_ids: Sequence[int] | None
+    """(w) ascending ids that can be proposed; None is the whole vocabulary."""
+    heads: int
+    """K."""
+    blocks: int
+    """Residual blocks of each head."""
+    own_head: bool
+    """Every head trains a projection of its own; false borrows the target's, which is far
+    smaller."""
+    decay: float
+    """Head k weighs decay^k in the loss; the paper's is 0.8."""
+    loss: str
+    """`cross_entropy` against the text's tokens, as in the paper, or a divergence from the target's
+    own distribution there."""
+    chunk: int
+    """Positions whose logits exist at one time in the loss."""
 
-    needs = Needs(last_hidden=True)
-
-    def __init__(
-        self,
-        target: Target,
-        *,
-        heads: int = 4,
-        blocks: int = 1,
-        own_head: bool = False,
-        draft_ids: Tensor | list[int] | None = None,
-        decay: float = 0.8,
-        loss: str = TEXT,
-        chunk: int = 256,
-    ) -> None:
-        super().__init__(target, draft_ids)
-        integer("heads", heads, 1, MOST_HEADS)
-        integer("blocks", blocks, 1, MOST_BLOCKS)
-        integer("chunk", chunk, 1)
-        switch("own_head", own_head)
+    def __post_init__(self) -> None:
+        integer("heads", self.heads, 1, MOST_HEADS)
+        integer("blocks", self.blocks, 1, MOST_BLOCKS)
+        integer("chunk", self.config.chunk, 1)
+        switch("own_head", self.own_head)
+        decay, loss = self.config.decay, self.loss
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
             raise InputError(f"decay={decay}: needs a number above 0, at most 1")
         if not isinstance(loss, str) or (loss != TEXT and loss not in losses.DIVERGENCES):
@@ -100,19 +92,24 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
                 f"loss {shown(loss)} is not known: give one of "
                 f"{', '.join((TEXT, *losses.DIVERGENCES))}"
             )
-        self.blocks, self.own_head, self.decay, self.loss_name, self.chunk = (
-            blocks,
-            own_head,
-            decay,
-            loss,
-            chunk,
-        )
-        self._count = heads
+
+
+class VocabularyHeads(BorrowsHead, Block, abc.ABC):
+    """K heads fill the K places of a block, each with a projection to the vocabulary: its own,
+    started as a copy of the target's, or the target's frozen one."""
+
+    Config = HeadsConfig
+    config: HeadsConfig
+    needs = Needs(last_hidden=True)
+
+    def __init__(self, target: Target, **settings: Any) -> None:
+        super().__init__(target, **settings)
         self.projections: nn.ParameterList | None = None
-        if own_head:
+        if self.config.own_head:
             rows = self.rows_of_head().float()
-            self.projections = nn.ParameterList([nn.Parameter(rows.clone()) for _ in range(heads)])
-        self.heads = nn.ModuleList(self.make_head(k) for k in range(1, heads + 1))
+            copies = [nn.Parameter(rows.clone()) for _ in range(self.count)]
+            self.projections = nn.ParameterList(copies)
+        self.heads = nn.ModuleList(self.make_head(k) for k in range(1, self.count + 1))
         self.to(target.device)
 
     @classmethod
@@ -129,18 +126,12 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
 
     @property
     def count(self) -> int:
-        return self._count
+        """K, the number of heads."""
+        return self.config.heads
 
-    def settings(self) -> dict[str, Any]:
-        return {
-            "heads": self.count,
-            "blocks": self.blocks,
-            "own_head": self.own_head,
-            "draft_ids": None if self.draft_ids is None else self.draft_ids.tolist(),
-            "decay": self.decay,
-            "loss": self.loss_name,
-            "chunk": self.chunk,
-        }
+    @property
+    def max_depth(self) -> int:
+        return self.count
 
     def project(self, z: Tensor, k: int) -> Tensor:
         """(... d) what head k = 1..K made of its input -> (... w) logits."""
@@ -167,7 +158,7 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
 
     # Training -------------------------------------------------------------------------------------
     def check_packing(self) -> None:
-        pass
+        """A head reads one position of its own row, and `valid` says where it has one."""
 
     @property
     def loss_parts(self) -> tuple[str, ...]:
@@ -186,10 +177,12 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
         assert features.last_hidden is not None
         stacked, at, valid, labels = self._aligned(batch, features)
         own = self.to_draft_ids(labels)
-        by_text = self.loss_name == TEXT
+        by_text = self.config.loss == TEXT
         # A label that no head can say teaches nothing where it is all that is known.
         learn = valid & (own >= 0)[:, None] if by_text else valid
-        teacher = features.last_hidden[at[0], at[1] - 1]  # t d, whose law is the label's
+        teacher = features.last_hidden[
+            at[0], at[1] - 1
+        ]  # t d, which the label's distribution comes from
 
         def goal(part: slice) -> Tensor:
             return (
@@ -200,13 +193,13 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
         judged = losses.heads_over_vocabulary(
             stacked,
             learn,
-            [self.decay**k for k in ks],
+            [self.config.decay**k for k in ks],
             own,
             [functools.partial(self.project, k=k) for k in ks],
             goal,
-            losses.cross_entropy if by_text else losses.divergence(self.loss_name),
+            losses.cross_entropy if by_text else losses.divergence(self.config.loss),
             trained=list(self.projections or ()),
-            chunk=self.chunk,
+            chunk=self.config.chunk,
         )
         parts: dict[str, tuple[Tensor, Tensor]] = {}
         for k in ks:
@@ -216,9 +209,7 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
                 parts[f"head_{k}_top{top}"] = (hits.sum().float(), counted.sum().float())
             parts[f"head_{k}"] = (judged.sums[k - 1, 0], learn[:, k - 1].sum().float())
         parts["accuracy"] = parts["head_1_top1"]
-        # Every parameter takes part, so that no process waits for a gradient that another one has.
-        nothing = sum((p.sum() for p in self.parameters()), stacked.sum() * 0.0) * 0.0
-        return Loss(judged.total + nothing, valid[:, 0].sum().float(), parts)
+        return Loss(judged.total, valid[:, 0].sum().float(), parts)
 
     def _aligned(
         self, batch: Batch, features: Features
@@ -256,26 +247,24 @@ class VocabularyHeads(BorrowsHead, Heads, abc.ABC):
             (*batch.input_ids.shape, self.count), -1, dtype=torch.int64, device=stacked.device
         )
         for k in range(1, self.count + 1):
-            parts = [
-                self.project(part, k).argmax(-1) for part in stacked[:, k - 1].split(self.chunk)
-            ]
-            ids = self.to_target_ids(torch.cat(parts)) if parts else row
+            project = functools.partial(self.project, k=k)
+            ids = best_ids(self, stacked[:, k - 1], project, self.config.chunk)
             found[row, place, k - 1] = torch.where(valid[:, k - 1], ids, -1)
         return found
 
-    @property
-    def has_heads(self) -> bool:
-        return True
-
     @torch.no_grad()
     def hits(self, batch: Batch, features: Features, ranks: int) -> tuple[Tensor, Tensor]:
+        """How often each head's j-th choice is the text's token, teacher-forced.
+
+        Returns: (k ranks) int64 hits, (k) int64 comparisons made.
+        """
         stacked, _, valid, labels = self._aligned(batch, features)
         hits = torch.zeros(self.count, ranks, dtype=torch.int64)
         for k in range(1, self.count + 1):
             for part, counted, label in zip(
-                stacked[:, k - 1].split(self.chunk),
-                valid[:, k - 1].split(self.chunk),
-                labels.split(self.chunk),
+                stacked[:, k - 1].split(self.config.chunk),
+                valid[:, k - 1].split(self.config.chunk),
+                labels.split(self.config.chunk),
                 strict=True,
             ):
                 best = self.to_target_ids(self.project(part, k).topk(ranks, -1).indices)  # c ranks

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drafttrain.drafter.base import Committed, SemiAutoregressive, last_of
+from drafttrain.drafter.base import Committed
 from drafttrain.drafter.borrowing import sizes_of_inputs
+from drafttrain.drafter.growing import BlockState, Sequential, last_of
 from drafttrain.drafter.heads import ResidualBlock, VocabularyHeads
+from drafttrain.tree.candidates import Candidates
 
 
 class TokenBlock(nn.Module):
@@ -40,7 +42,7 @@ class TokenBlock(nn.Module):
         return out
 
 
-class HydraHeads(VocabularyHeads, SemiAutoregressive):
+class HydraHeads(VocabularyHeads, Sequential):
     """Head k reads [h_t; E(x_{t+1}); ..; E(x_{t+k})] and guesses x_{t+k+1}; the first block takes
     it to the target's width, the others are Medusa's (section 3). The embedding is the target's,
     frozen.
@@ -51,7 +53,9 @@ class HydraHeads(VocabularyHeads, SemiAutoregressive):
 
     def make_head(self, k: int) -> nn.Module:
         d = self.target.width
-        return nn.Sequential(TokenBlock(d, k), *(ResidualBlock(d) for _ in range(self.blocks - 1)))
+        return nn.Sequential(
+            TokenBlock(d, k), *(ResidualBlock(d) for _ in range(self.config.blocks - 1))
+        )
 
     @functools.cached_property
     def scale(self) -> float:
@@ -72,14 +76,13 @@ class HydraHeads(VocabularyHeads, SemiAutoregressive):
         out: Tensor = self.heads[k - 1](z)
         return out
 
-    def extend(self, state: None, committed: Committed) -> tuple[Tensor, Tensor]:
+    def rows(self, state: BlockState, committed: Committed, depth: int) -> Tensor:
         hidden = last_of(committed).to(self.dtype)
-        anchor = committed.tokens.gather(1, committed.counts[:, None] - 1)[:, 0]
-        z = torch.cat((hidden, self.embed(anchor)), -1)  # b 2d
-        return z, self.project(self.heads[0](z), 1)
+        return hidden[:, None].expand(-1, depth, -1)
 
-    def expand(
-        self, state: None, tokens: Tensor, hidden: Tensor, depth: int, tree_mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        z = torch.cat((hidden, self.embed(tokens)), -1)  # b m (depth+2)d
-        return z, self.project(self.heads[depth](z), depth + 1)
+    def step(
+        self, place: int, row: Tensor, tokens: Tensor, carried: Tensor | None
+    ) -> tuple[Tensor, Candidates]:
+        read = row[:, None] if carried is None else carried  # what the parent's head read
+        z = torch.cat((read, self.embed(tokens)), -1)  # b m (place+1)d
+        return z, self.candidates(self.project(self.heads[place - 1](z), place))

@@ -3,10 +3,13 @@ tokens at once."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
-from drafttrain.drafter.base import Parallel
+from drafttrain.drafter.base import Committed
+from drafttrain.drafter.growing import BlockState, Parallel, last_of
 from drafttrain.drafter.heads import ResidualBlock, VocabularyHeads
+from drafttrain.tree.candidates import Candidates
 
 
 class Medusa(VocabularyHeads, Parallel):
@@ -18,11 +21,15 @@ class Medusa(VocabularyHeads, Parallel):
     """
 
     def make_head(self, k: int) -> nn.Module:
-        return nn.Sequential(*(ResidualBlock(self.target.width) for _ in range(self.blocks)))
+        return nn.Sequential(*(ResidualBlock(self.target.width) for _ in range(self.config.blocks)))
 
     def outputs(self, hidden: Tensor, ids: Tensor, k: int) -> Tensor:
         out: Tensor = self.heads[k - 1](hidden)
         return out
 
-    def place(self, hidden: Tensor, k: int) -> Tensor:
-        return self.project(self.heads[k - 1](hidden.to(self.dtype)), k)
+    def rows(self, state: BlockState, committed: Committed, depth: int) -> Tensor:
+        hidden = last_of(committed).to(self.dtype)
+        return torch.stack([self.heads[k](hidden) for k in range(max(depth, 1))], 1)
+
+    def place(self, row: Tensor, place: int) -> Candidates:
+        return self.candidates(self.project(row, place)[:, None])

@@ -19,8 +19,7 @@ from drafttrain.errors import InputError
 from drafttrain.flow import Proposal, Sampling
 from drafttrain.nn.processing import Text
 from drafttrain.nn.sampling import Policy, draw
-from drafttrain.tree.laws import draft_logits
-from drafttrain.tree.speaker import Speaker
+from drafttrain.tree.candidates import Candidates, Expands
 from drafttrain.tree.topology import Growth, Tree
 
 
@@ -89,10 +88,10 @@ def goes_on(logits: Tensor, stop_below: float) -> Tensor:
 
 
 def grow_confident(
-    speaker: Speaker,
+    drafter: Expands,
     state: Any,
     hidden: Tensor,
-    logits: Tensor,
+    candidates: Candidates,
     tree: Confident,
     policy: Policy,
     u: Tensor | None,
@@ -103,43 +102,33 @@ def grow_confident(
     Returns: as many nodes as the longest row has, with `counts`.
     """
     b, device = len(hidden), hidden.device
-    going = goes_on(logits, tree.stop_below)
+    going = goes_on(candidates.logits[:, 0], tree.stop_below)
     counts = torch.zeros(b, dtype=torch.int64, device=device)
-    tokens: list[Tensor] = []
-    laws: list[Tensor] = []
+    tokens: list[Tensor] = []  # b 1
+    q: list[Tensor] = []  # b 1 v
     while bool(going.any()):
         counts += going
         if text is not None:
-            before = torch.stack(tokens, 1) if tokens else counts.new_empty(b, 0)
-            logits = draft_logits(speaker, logits[:, None], policy, text, before[:, None])[
-                :, 0
-            ]  # b v
+            before = torch.cat(tokens, 1) if tokens else counts.new_empty(b, 0)
+            candidates = candidates.processed(policy, text, before[:, None])
         if u is None:
-            chosen = logits.argmax(-1)
+            place = candidates.logits.argmax(-1)  # b 1
         else:
-            law = policy.probs(logits)
-            chosen = draw(law, u[:, len(tokens)])
-            laws.append(law if text is not None else speaker.to_target_probs(law))
-        tokens.append(chosen if text is not None else speaker.to_target_ids(chosen))
+            probs = policy.probs(candidates.logits[:, 0])
+            place = draw(probs, u[:, len(tokens)])[:, None]
+            q.append(candidates.spread(probs[:, None]))
+        tokens.append(candidates.to_ids(place[:, :, None])[:, :, 0])
         depth = len(tokens)
         if depth == tree.k:
             break
         tree_mask = torch.ones(1, 1, depth, dtype=torch.bool, device=device)
-        out, more = speaker.expand(state, tokens[-1][:, None], hidden[:, None], depth, tree_mask)
-        hidden, logits = out[:, 0], more[:, 0]
-        going = going & goes_on(logits, tree.stop_below)
+        hidden, candidates = drafter.expand(state, tokens[-1], hidden, depth, tree_mask)
+        going = going & goes_on(candidates.logits[:, 0], tree.stop_below)
     n = len(tokens)
     nodes = torch.arange(n, device=device).expand(b, n)
-    drafted = torch.stack(tokens, 1) if tokens else counts.new_empty(b, 0)
-    read = torch.where(nodes < tree.k - 1, nodes, -1)  # the last of a whole chain is not read
-    if u is None or not laws:
-        return Proposal(
-            drafted,
-            nodes - 1,
-            Sampling.ONE_HOT if u is None else Sampling.IID,
-            counts=counts,
-            read=read,
-        )
-    return Proposal(
-        drafted, nodes - 1, Sampling.IID, torch.stack(laws, 1), nodes, counts, read=read
-    )
+    drafted = torch.cat(tokens, 1) if tokens else counts.new_empty(b, 0)
+    read = torch.where(nodes < tree.k - 1, nodes, -1)  # the last of a full chain is not read
+    if u is None or not q:
+        how = Sampling.ONE_HOT if u is None else Sampling.IID
+        return Proposal(drafted, nodes - 1, how, counts=counts, read=read)
+    return Proposal(drafted, nodes - 1, Sampling.IID, torch.cat(q, 1), nodes, counts, read=read)

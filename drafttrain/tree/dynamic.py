@@ -26,7 +26,7 @@ from torch import Tensor
 
 from drafttrain.errors import InputError
 from drafttrain.flow import Proposal, Sampling
-from drafttrain.tree.speaker import Speaker
+from drafttrain.tree.candidates import Candidates, Expands
 from drafttrain.tree.topology import Growth, Tree
 
 
@@ -106,28 +106,29 @@ class Dynamic(Growth):
 
 
 def grow_dynamic(
-    speaker: Speaker, state: Any, hidden: Tensor, logits: Tensor, tree: Dynamic
+    drafter: Expands, state: Any, hidden: Tensor, candidates: Candidates, tree: Dynamic
 ) -> Proposal:
     """Expand and rerank, every row by its own values.
 
     Args:
-        hidden: (b d) the drafter's output at the anchor; logits: (b w) of the anchor's children.
+        hidden: (b 1 e) the drafter's output at the anchor.
+        candidates: for the anchor's children, of one node.
     Returns: `tree.total` nodes in every row, by depth; siblings by falling probability.
     """
     b, k, device = len(hidden), tree.top_k, hidden.device
-    found = logits.float().log_softmax(-1).topk(k)
-    value, tokens = found.values, speaker.to_target_ids(found.indices)  # b k, those read next
-    above = hidden[:, None].expand(-1, k, -1)  # b k d, outputs at their parents
+    found = candidates.logits.float().log_softmax(-1).topk(k)
+    value, tokens = found.values[:, 0], candidates.to_ids(found.indices)[:, 0]  # b k, read next
+    above = hidden.expand(-1, k, -1)  # b k e, outputs at their parents
     place = torch.arange(k, device=device).expand(b, k)  # their numbers among the candidates
     tree_mask = torch.eye(k, dtype=torch.bool, device=device).expand(b, k, k)
     values, ids, parents = [value], [tokens], [torch.full_like(tokens, -1)]
     read: list[Tensor] = []
     for depth in range(1, tree.depth):
         read.append(place)
-        out, logits = speaker.expand(state, tokens, above, depth, tree_mask)  # b k d, b k w
-        found = logits.float().log_softmax(-1).topk(k)
+        out, candidates = drafter.expand(state, tokens, above, depth, tree_mask)
+        found = candidates.logits.float().log_softmax(-1).topk(k)  # b k k
         children = (value[:, :, None] + found.values).flatten(1)  # b k*k
-        child_ids = speaker.to_target_ids(found.indices).flatten(1)
+        child_ids = candidates.to_ids(found.indices).flatten(1)
         values.append(children)
         ids.append(child_ids)
         parents.append(place.repeat_interleave(k, 1))

@@ -19,10 +19,9 @@ from drafttrain.errors import InputError
 from drafttrain.flow import Proposal, Sampling
 from drafttrain.nn.processing import Text
 from drafttrain.nn.sampling import Policy, draw, draw_without_replacement
+from drafttrain.tree.candidates import Candidates, Expands
 from drafttrain.tree.confident import Confident, grow_confident
 from drafttrain.tree.dynamic import Dynamic, grow_dynamic
-from drafttrain.tree.laws import draft_logits
-from drafttrain.tree.speaker import Speaker
 from drafttrain.tree.topology import Growth, Tree
 
 
@@ -31,8 +30,8 @@ class _Level:
     nodes: tuple[int, ...]
     asked: tuple[int, ...]
     """Places in the frontier of the parents that have children here."""
-    ways: Tensor
-    """(asked depth-1) nodes on the way to each of them, itself last."""
+    paths: Tensor
+    """(asked depth-1) nodes on the path to each of them, itself last."""
     most: int
     """Most children of any of them."""
     pick: tuple[Tensor, Tensor]
@@ -48,8 +47,8 @@ class _Level:
     """(1 m t) bool."""
 
 
-def _way(tree: Tree, node: int) -> list[int]:
-    return [] if node < 0 else [*_way(tree, tree.parents[node]), node]
+def _path(tree: Tree, node: int) -> list[int]:
+    return [] if node < 0 else [*_path(tree, tree.parents[node]), node]
 
 
 @lru_cache(maxsize=256)
@@ -77,7 +76,7 @@ def _plan(tree: Tree) -> tuple[_Level, ...]:
             _Level(
                 nodes=nodes,
                 asked=tuple(frontier.index(parent) for parent in parents),
-                ways=torch.tensor([_way(tree, parent) for parent in parents], dtype=torch.int64),
+                paths=torch.tensor([_path(tree, parent) for parent in parents], dtype=torch.int64),
                 most=most,
                 pick=(
                     torch.tensor([place[tree.parents[node]] for node in nodes]),
@@ -105,10 +104,10 @@ def _reading(tree: Tree) -> Tensor:
 
 
 def grow(
-    speaker: Speaker,
+    drafter: Expands,
     state: Any,
     hidden: Tensor,
-    logits: Tensor,
+    candidates: Candidates,
     tree: Growth,
     policy: Policy,
     u: Tensor | None,
@@ -118,52 +117,38 @@ def grow(
     """Grow a tree of any kind.
 
     Args:
-        hidden: (b d) the drafter's output at the anchor; logits: (b w) of the anchor's children.
+        hidden: (b 1 e) the drafter's output at the anchor.
+        candidates: for the anchor's children, of one node.
         policy: makes q from the draft's logits when tokens are drawn.
         u: (b n) in [0, 1), one number per node: children are drawn. None: children are the top-k, a
             deterministic function of the prefix.
-        law: how siblings are drawn: Law.WOR without replacement, Law.IID independently, repeats
-            kept. A chain has none.
-        text: what a policy that processes logits reads, on the draft's as on the target's. Without
-            it, and in a dynamic tree, drafts are made from the drafter's own logits; the text keeps
-            its law, fewer are accepted.
+        sampling: how siblings are drawn: Sampling.WOR without replacement, Sampling.IID
+            independently, repeats kept. A chain has no siblings.
+        text: what a policy that processes logits reads, of the draft as of the target. Without it,
+            and in a dynamic tree, drafts are made from the drafter's own logits; the text keeps its
+            distribution, fewer drafts are accepted.
     Raises: InputError if tokens are to be drawn where the growth looks at their values.
     """
+    text = text if policy.processes else None
     if isinstance(tree, Tree):
-        return _fill(
-            speaker,
-            state,
-            hidden,
-            logits,
-            tree,
-            policy,
-            u,
-            sampling,
-            text if policy.processes else None,
-        )
+        return _fill(drafter, state, hidden, candidates, tree, policy, u, sampling, text)
     if isinstance(tree, Confident):
-        return grow_confident(
-            speaker, state, hidden, logits, tree, policy, u, text if policy.processes else None
-        )
+        return grow_confident(drafter, state, hidden, candidates, tree, policy, u, text)
     if not isinstance(tree, Dynamic):
         raise TypeError(f"no way to grow a {type(tree).__name__} is known")
     if u is not None:
         raise InputError(
-            "a dynamic tree takes the likeliest tokens and draws none: leave sampled at auto, or "
+            "a dynamic tree takes the most likely tokens and draws none: leave sampled at auto, or "
             "use another tree"
         )
-    return grow_dynamic(speaker, state, hidden, logits, tree)
-
-
-def _as_it_is(value: Tensor) -> Tensor:
-    return value
+    return grow_dynamic(drafter, state, hidden, candidates, tree)
 
 
 def _fill(
-    speaker: Speaker,
+    drafter: Expands,
     state: Any,
     hidden: Tensor,
-    logits: Tensor,
+    candidates: Candidates,
     tree: Tree,
     policy: Policy,
     u: Tensor | None,
@@ -172,59 +157,60 @@ def _fill(
 ) -> Proposal:
     b, device = hidden.shape[0], hidden.device
     tokens = torch.empty(b, tree.size, dtype=torch.int64, device=device)
-    laws: list[Tensor] = []
+    q: list[Tensor] = []
     q_rows = torch.empty(tree.size, dtype=torch.int64)
-    hidden, logits = hidden[:, None], logits[:, None]  # b p ..
-    levels = _plan(tree)
-    # Processed logits are over the target's vocabulary, so that ids and laws made of them need no
-    # translation.
-    to_ids = speaker.to_target_ids if text is None else _as_it_is
-    to_law = speaker.to_target_probs if text is None else _as_it_is
-    for depth, level in enumerate(levels, start=1):
-        asked = logits[:, list(level.asked)]  # b p w
+    for depth, level in enumerate(_plan(tree), start=1):
+        asked = candidates.at(level.asked)  # of p nodes
         if text is not None:
-            asked = draft_logits(
-                speaker, asked, policy, text, tokens[:, level.ways.to(device)]
-            )  # b p v
+            asked = asked.processed(policy, text, tokens[:, level.paths.to(device)])
         if u is None:
-            best = (
-                asked.topk(level.most, dim=-1).indices
-                if level.most > 1
-                else asked.argmax(-1, keepdim=True)
-            )
-            chosen = to_ids(best)  # b p most
+            chosen = _most_likely(asked, level.most)  # b p most
         else:
-            probs = policy.probs(asked)
-            flat = probs.flatten(0, 1)
-            numbers = u[:, level.numbers.to(device)].flatten(0, 1)  # (b p) most
-            q_rows[list(level.nodes)] = level.pick[0] + sum(q.shape[1] for q in laws)
-            laws.append(to_law(probs))
-            if level.most == 1 or sampling is Sampling.IID:
-                drawn = to_ids(
-                    torch.stack([draw(flat, number) for number in numbers.unbind(-1)], -1)
-                )
-            elif bool(((flat > 0).sum(-1) < level.most).any()):
-                # Once a law is used up, the next child is uniform over all tokens not tried, as the
-                # rule counts them: the target's, of which the draft vocabulary may be a part.
-                drawn = draw_without_replacement(laws[-1].flatten(0, 1), numbers)
-            else:
-                drawn = to_ids(draw_without_replacement(flat, numbers))
-            chosen = drawn.reshape(b, -1, level.most)
+            q_rows[list(level.nodes)] = level.pick[0] + sum(one.shape[1] for one in q)
+            probs = policy.probs(asked.logits)
+            q.append(asked.spread(probs))
+            independent = level.most == 1 or sampling is Sampling.IID
+            chosen = _drawn(asked, probs, q[-1], u[:, level.numbers.to(device)], independent)
         parent, rank = (index.to(device) for index in level.pick)
         tokens[:, list(level.nodes)] = chosen[:, parent, rank]
         if level.grown:
-            hidden, logits = speaker.expand(
-                state,
-                tokens[:, list(level.grown)],
-                hidden[:, level.grown_parent.to(device)],
-                depth,
-                level.tree_mask.to(device),
-            )
+            above = hidden[:, level.grown_parent.to(device)]
+            read = tokens[:, list(level.grown)]
+            mask = level.tree_mask.to(device)
+            hidden, candidates = drafter.expand(state, read, above, depth, mask)
     parents = torch.tensor(tree.parents, dtype=torch.int64, device=device).expand(b, -1)
-    read = _reading(tree).to(device).expand(b, -1)
+    order = _reading(tree).to(device).expand(b, -1)
     if u is None:
-        return Proposal(tokens, parents, Sampling.ONE_HOT, read=read)
+        return Proposal(tokens, parents, Sampling.ONE_HOT, read=order)
     drawn_by = Sampling.IID if tree.is_chain else sampling
-    return Proposal(
-        tokens, parents, drawn_by, torch.cat(laws, 1), q_rows.to(device).expand(b, -1), read=read
-    )
+    rows = q_rows.to(device).expand(b, -1)
+    return Proposal(tokens, parents, drawn_by, torch.cat(q, 1), rows, read=order)
+
+
+def _most_likely(asked: Candidates, most: int) -> Tensor:
+    """(b p most) ids of the most likely candidates of p nodes, the most likely first."""
+    if most > 1:
+        return asked.to_ids(asked.logits.topk(most, dim=-1).indices)
+    return asked.to_ids(asked.logits.argmax(-1, keepdim=True))
+
+
+def _drawn(
+    asked: Candidates, probs: Tensor, wide: Tensor, numbers: Tensor, independent: bool
+) -> Tensor:
+    """(b p most) ids drawn for p nodes.
+
+    Args:
+        probs: (b p w) over the candidates; wide: (b p v) the same over the target's vocabulary.
+        numbers: (b p most) uniform numbers.
+    """
+    shape, flat = numbers.shape, probs.flatten(0, 1)
+    numbers = numbers.flatten(0, 1)  # (b p) most
+    if independent:
+        places = torch.stack([draw(flat, number) for number in numbers.unbind(-1)], -1)
+    elif bool(((flat > 0).sum(-1) < shape[-1]).any()):
+        # Once a distribution is used up, the next child is uniform over all tokens not tried, as
+        # the rule counts them: the target's, of which the candidates may be a part.
+        return draw_without_replacement(wide.flatten(0, 1), numbers).reshape(shape)
+    else:
+        places = draw_without_replacement(flat, numbers)
+    return asked.to_ids(places.reshape(shape))
