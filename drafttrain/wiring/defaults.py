@@ -7,15 +7,13 @@ from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 
-from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
-from drafttrain.target.model import Target
 from drafttrain.wiring.conf import conf_dir
 
-Kind = TypeVar("Kind", bound=Drafter)
+Made = TypeVar("Made")
 
 
-def default_settings(kind: type[Drafter]) -> dict[str, Any]:
+def default_settings(kind: Any) -> dict[str, Any]:
     """Every setting of a class of drafters, as `conf/drafter/` has it; None for those that are made
     during a run, such as `draft_ids`.
 
@@ -30,6 +28,7 @@ def default_settings(kind: type[Drafter]) -> dict[str, Any]:
     raise InputError(f"no file in conf/drafter/ names {name}: give all of its settings")
 
 
-def with_defaults(kind: type[Kind], target: Target, **settings: Any) -> Kind:
+def with_defaults(kind: type[Made], target: Any, **settings: Any) -> Made:
     """A new drafter with the settings given and the defaults for the others."""
-    return kind(target, **{**default_settings(kind), **settings})
+    made: Any = kind
+    return made(target, **{**default_settings(kind), **settings})
