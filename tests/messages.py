@@ -12,9 +12,13 @@ TARGET: dict[str, str] = {}
 
 NN: dict[str, str] = {}
 
-TREE: dict[str, str] = {}
+TREE = {
+    "draws_none": r"takes the most likely tokens and draws none",
+}
 
-DRAFTER: dict[str, str] = {}
+DRAFTER = {
+    "no_rotary_layer": r"needs a target with rotary positions",
+}
 
 DECODING: dict[str, str] = {}
 
