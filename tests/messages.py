@@ -18,6 +18,8 @@ TREE = {
 
 DRAFTER = {
     "no_rotary_layer": r"needs a target with rotary positions",
+    "tensors_missing": r"missing",
+    "too_deep": r"4 deep, this drafter fills 3",
 }
 
 DECODING: dict[str, str] = {}
