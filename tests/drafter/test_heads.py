@@ -25,7 +25,7 @@ from drafttrain.target.features import OnlineFeatures
 from drafttrain.training.calibrate import calibrated, check_calibrated, head_accuracy
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
-from tests.decoding.test_loop import SMALL, p_value
+from tests.decoding.models import SMALL, p_value
 from tests.packaging.made import packed
 from tests.training.parts import write_tiny_set
 
