@@ -5,7 +5,7 @@ import torch
 from scipy import stats
 
 from drafttrain.decoding import rules
-from drafttrain.decoding.exactness.law import SharedPrompt
+from drafttrain.decoding.exactness.distribution import SharedPrompt
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.eagle1 import Eagle1
