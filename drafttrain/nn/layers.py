@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers.cache_utils import Cache
 
 from drafttrain.errors import InputError
 from drafttrain.nn.cache import KVCache
@@ -124,9 +125,14 @@ def initialise(model: CausalLM, module: nn.Module) -> None:
         )
 
 
+def cache_word(layer: nn.Module) -> str:
+    """The argument by which a layer, or an attention, takes its cache."""
+    kind: Any = type(layer)
+    return _cache_word(kind)
+
+
 @functools.cache
-def cache_word(kind: Any) -> str:
-    """The argument of a layer class that takes the cache."""
+def _cache_word(kind: Any) -> str:
     words = inspect.signature(kind.forward).parameters
     known = (word for word in ("cache", "past_key_values", "layer_past") if word in words)
     return next(known, "cache")
@@ -139,7 +145,7 @@ def call(
     positions: Tensor,
     rotary: Any,
     mask: Tensor | None = None,
-    cache: KVCache | None = None,
+    cache: KVCache | Given | None = None,
 ) -> Tensor:
     """(b s d) residual stream before a layer -> after it.
 
@@ -148,7 +154,7 @@ def call(
         rotary: what the family's rotary module makes of the positions.
         mask: in the form of the attention backend, see `attention.as_attention`; None is causal
             where the backend is sdpa.
-        cache: to which the layer's keys and values are added.
+        cache: to which the layer's keys and values are added, or extra ones to be read before them.
     """
     out = layer(
         hidden,
@@ -156,10 +162,73 @@ def call(
         position_ids=positions,
         position_embeddings=rotary,
         use_cache=cache is not None,
-        **{cache_word(type(layer)): cache},
+        **{cache_word(layer): cache},
     )
     found: Tensor = out[0] if isinstance(out, tuple) else out
     return found
+
+
+class Given(Cache):
+    """Extra keys and values that a pass reads before its own; nothing is kept of the pass.
+
+    Args:
+        entries: {layer: keys and values, (b h t e) each, as of `keys_and_values`}.
+    """
+
+    is_compileable = False
+
+    def __init__(self, entries: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        self.layers: list = []
+        self.layer_class_to_replicate = None
+        self.offloading = False
+        self.entries = dict(entries)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """(b h s e) twice -> (b h t+s e) twice."""
+        keys, values = self.entries[layer_idx]
+        return torch.cat((keys, key_states), 2), torch.cat((values, value_states), 2)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.entries[layer_idx][0].shape[2]
+
+
+def keys_and_values(layer: nn.Module, x: Tensor, rotary: Any) -> tuple[Tensor, Tensor]:
+    """What a layer's attention makes of (b t d) inputs, rotated: (b h t e) keys and values. With
+    grad where gradients are on.
+
+    A block drafter reads a context so: keys and values of target features, then those of the block.
+
+    Args:
+        x: what the attention reads; the layer's input norm is not applied.
+        rotary: of the positions of x.
+    """
+    attention: Any = next(part for part in layer.children() if hasattr(part, "layer_idx"))
+    words = {cache_word(attention): _Recorder()}
+    try:
+        attention(x, attention_mask=None, position_embeddings=rotary, **words)
+    except _Recorded as found:
+        return found.keys, found.values
+    raise InputError(f"{type(layer).__name__} writes no keys and values into a cache")
+
+
+class _Recorded(Exception):
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+
+
+class _Recorder(Given):
+    """Ends the pass at the first keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        raise _Recorded(key_states, value_states)
 
 
 class _Marked(TorchFunctionMode):

@@ -148,6 +148,32 @@ def test_layers_run_with_a_cache_as_without(family: str) -> None:
     torch.testing.assert_close(torch.cat((first, second), 1), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", [*load.TINY, *EXPERTS])
+def test_extra_keys_and_values_are_read_before_those_of_the_pass(family: str) -> None:
+    model = model_of(family)
+    (layer,) = made(model, input_norm=False)
+    hidden = torch.randn(2, 7, model.width, generator=torch.Generator().manual_seed(1))
+    expected = run(model, layer.eval(), hidden)[:, 4:]
+    context = hidden[:, :4].clone().requires_grad_()
+    positions = torch.arange(7)[None].expand(2, -1)
+    rotary = model.base.rotary_emb(hidden, position_ids=positions)
+    before, own = (tuple(part[:, cut] for part in rotary) for cut in (slice(4), slice(4, 7)))
+    keys, values = layers.keys_and_values(layer, context, before)
+    assert keys.shape[2] == values.shape[2] == 4
+    mask = torch.ones(2, 1, 7, 7, dtype=torch.bool).tril()[:, :, 4:]
+    found = layers.call(
+        layer,
+        hidden[:, 4:],
+        positions=positions[:, 4:],
+        rotary=own,
+        mask=model.as_attention(mask),
+        cache=layers.Given({0: (keys, values)}),
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    found.sum().backward()
+    assert context.grad is not None and bool(context.grad.abs().sum(-1).all())
+
+
 class Joined(nn.Module):
     """The norm before attention of an EAGLE-3 layer: embedding and residual stream side by side."""
 
