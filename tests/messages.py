@@ -10,7 +10,12 @@ DATA: dict[str, str] = {}
 
 TARGET: dict[str, str] = {}
 
-NN: dict[str, str] = {}
+NN: dict[str, str] = {
+    "no_input_norm": r"target old \(gpt2\): .* no norm before attention",
+    "no_inputs": r"target old \(gpt2\): .* looked for as q_proj",
+    "no_rotary": r"target old \(gpt2\): .* no rotary positions",
+    "uninitialised": r"no initial value for mlp\.",
+}
 
 TREE = {
     "draws_none": r"takes the most likely tokens and draws none",
