@@ -14,6 +14,7 @@ import torch
 
 from drafttrain.decoding.measure import Watch, unwatched
 from drafttrain.drafter.base import Committed, Drafter
+from drafttrain.drafter.inside import Inside
 from drafttrain.flow import Features, PartialPass
 from drafttrain.nn.sampling import Policy
 from drafttrain.target.model import Target
@@ -113,11 +114,12 @@ def _verifier(
         depths = torch.ones(1, positions, dtype=torch.int64, device=device)
         depths[0, 0] = 0
         partial_pass = None
-        if drafter.shared_layer is not None and drafts:
+        inside = drafter if isinstance(drafter, Inside) else None
+        if inside is not None and inside.shared_layer is not None and drafts:
             # As of a chain, whose last draft alone has been through none of the layers.
             places = torch.arange(positions, device=device)[None]
             places[0, -1] = -1
-            partial_pass = PartialPass(drafter.shared_layer, target.embed(new[:, :-1]), places)
+            partial_pass = PartialPass(inside.shared_layer, target.embed(new[:, :-1]), places)
         layers = drafter.needs.layers
         hidden = target.step(
             new,
@@ -147,7 +149,7 @@ def _grower(
     device = target.device
     most = max((max(tree.size, tree.reads) for tree in trees), default=0)
     state: Any = drafter.open(1, context + len(trees) * (repeats + 1) * emitted + most + 1)
-    if drafter.inside:
+    if isinstance(drafter, Inside):
         cache = target.new_cache(1, context + most + 1)
         target.step(torch.arange(context, device=device)[None] % target.vocab_size, cache)
         cache.commit(torch.tensor([context], device=device))

@@ -17,6 +17,8 @@ from torch import Tensor
 from drafttrain.decoding import rules
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Committed, Drafter
+from drafttrain.drafter.inside import Inside
+from drafttrain.drafter.remembered import remember_texts
 from drafttrain.errors import InputError
 from drafttrain.flow import Acceptance, Features, Proposal, Sampling, Tally
 from drafttrain.nn.processing import Text
@@ -171,9 +173,8 @@ class _Decoding:
             self._round()
         if self.drafter:
             pairs = zip(self.prompts, self.outputs, strict=True)
-            self.drafter.remember_texts(
-                [prompt + output.ids for prompt, output in pairs if output.ids]
-            )
+            texts = [prompt + output.ids for prompt, output in pairs if output.ids]
+            remember_texts(self.drafter, texts)
             self.clock.mark("host")
         total = Tally()
         for output in self.outputs:
@@ -188,7 +189,7 @@ class _Decoding:
         s = int(lengths.max())
         longest = max(len(self.prompts[row]) + self.limits[row] for row in self.rows)
         capacity = longest + self.plan.tree.size + 1
-        if self.drafter and self.drafter.inside:
+        if isinstance(self.drafter, Inside):
             capacity += self.plan.tree.reads
         ids = torch.tensor([prompt + [0] * (s - len(prompt)) for prompt in prompts], device=device)
         self.cache = self.target.new_cache(len(prompts), capacity)
@@ -212,7 +213,8 @@ class _Decoding:
         if self.drafter:
             room = max(self.plan.tree.size, self.plan.tree.reads)
             self.state = self.drafter.open(len(prompts), longest + room + 1)
-            self.drafter.attach(self.state, self.cache)
+            if isinstance(self.drafter, Inside):
+                self.drafter.attach(self.state, self.cache)
             tokens = torch.cat((ids[:, 1:], ids[:, :1]), 1)
             tokens[places, lengths - 1] = self.anchor
             hidden = out.hidden if self.drafter.needs.last_hidden else None

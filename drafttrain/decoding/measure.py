@@ -23,6 +23,7 @@ import numpy as np
 from drafttrain.decoding.loop import Output, decode
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
+from drafttrain.drafter.remembered import tokens_remembered, without_memory
 from drafttrain.flow import Tally
 from drafttrain.nn.sampling import Policy
 from drafttrain.target.model import Target
@@ -187,7 +188,7 @@ def measure_acceptance(
     """Decode prompts in batches and count. Seconds by stage are the batches' own and no base for a
     speed claim."""
     total, outputs, plan = Tally(), list[Output](), plan.made_by(drafter)
-    drafter = drafter and drafter.without_memory()
+    drafter = drafter and without_memory(drafter)
     for start in watch(range(0, len(prompts), batch), "batches decoded"):
         part = prompts[start : start + batch]
         some, tally = decode(
@@ -219,11 +220,10 @@ def measure_acceptance(
 
 
 def _with_memory(found: Measurement, drafter: Drafter | None, prompts: Prompts) -> Measurement:
-    if drafter is None or not drafter.remembers:
+    tokens = 0 if drafter is None else tokens_remembered(drafter)
+    if not tokens:
         return found
-    return replace(
-        found, remember=drafter.remembers, repeated=len(prompts) - len(set(map(tuple, prompts)))
-    )
+    return replace(found, remember=tokens, repeated=len(prompts) - len(set(map(tuple, prompts))))
 
 
 def tau_behind(best: Measurement, other: Measurement) -> tuple[float | None, Interval | None]:
@@ -408,7 +408,7 @@ def race(
 def _afresh(entrants: Sequence[Entrant]) -> list[Entrant]:
     """Each with a memory of its own, where it has one: what another way of decoding wrote is this
     one's text, too."""
-    return [replace(one, drafter=one.drafter and one.drafter.without_memory()) for one in entrants]
+    return [replace(one, drafter=one.drafter and without_memory(one.drafter)) for one in entrants]
 
 
 def _resampled(prompts: int) -> np.ndarray:

@@ -13,8 +13,6 @@ tokens; deeper steps put the drafter's own output in the place of h.
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +30,7 @@ from drafttrain.nn import losses
 from drafttrain.nn.attention import as_attention
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.isolation import mask_of
+from drafttrain.nn.layers import INPUT_NORM, call, new_layers
 from drafttrain.target.model import Target
 from drafttrain.tree.candidates import Candidates
 
@@ -91,10 +90,8 @@ class Eagle1(BorrowsHead, Autoregressive):
         self._divergence = losses.divergence(self.config.divergence)
         d = target.width
         self.fc = nn.Linear(2 * d, d, bias=self.config.bias)
-        self.layer: Any = _decoder_layer(target)
-        words = inspect.signature(type(self.layer).forward).parameters
-        names = ("cache", "past_key_values", "layer_past")
-        self._cache_word = next((name for name in names if name in words), "cache")
+        _check_family(target)
+        self.layer = new_layers(target, input_norm=False)[0]
         self.to(target.device)
         self._probe()
         if self.config.balance_input:
@@ -124,15 +121,8 @@ class Eagle1(BorrowsHead, Autoregressive):
                 ).tril()
             mask = as_attention(mask, self.target.attention, self.dtype)
         positions = positions.expand(x.shape[0], -1)
-        out = self.layer(
-            x,
-            attention_mask=mask,
-            position_ids=positions,
-            position_embeddings=self.target.base.rotary_emb(x, position_ids=positions),
-            use_cache=cache is not None,
-            **{self._cache_word: cache},
-        )
-        return out[0] if isinstance(out, tuple) else out
+        rotary = self.target.base.rotary_emb(x, position_ids=positions)
+        return call(self.layer, x, positions=positions, rotary=rotary, mask=mask, cache=cache)
 
     # Training -------------------------------------------------------------------------------------
     def check_packing(self) -> None:
@@ -278,20 +268,10 @@ class Eagle1(BorrowsHead, Autoregressive):
             self.fc.weight[:, d:] /= embedding
 
 
-def _decoder_layer(target: Target) -> nn.Module:
-    """One layer of the target's family and shape, newly initialised, without the norm before its
-    attention."""
-    config = copy.deepcopy(target.config)
-    config.num_hidden_layers = 1
-    if getattr(config, "layer_types", None):
-        config.layer_types = ["full_attention"]
-    config._attn_implementation = target.attention
-    kind: Any = type(target.decoder_layers[0])
-    layer = kind(config, 0)
-    if not hasattr(layer, "input_layernorm") or not hasattr(target.base, "rotary_emb"):
+def _check_family(target: Target) -> None:
+    layer = target.decoder_layers[0]
+    if not hasattr(layer, INPUT_NORM) or not hasattr(target.base, "rotary_emb"):
         raise InputError(
             "eagle1 needs a target with rotary positions and a norm before attention; "
             f"{target.name} ({target.config.model_type}) has another layer"
         )
-    layer.input_layernorm = nn.Identity()
-    return layer

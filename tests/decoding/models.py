@@ -12,6 +12,7 @@ from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 
 PLAIN = Plan(Tree.chain(0))
 TREES = {"one": Tree.chain(1), "chain": Tree.chain(4), "tree": Tree.eagle1_static()}
@@ -21,7 +22,7 @@ PROMPTS = [[3, 5, 7, 9], [11], [20, 21, 22, 23, 24, 25, 26]]
 def make(family="llama", **settings):
     target = load.tiny(family=family, **settings)
     torch.manual_seed(0)
-    return target, Eagle1(target).eval()
+    return target, drafters.make(Eagle1, target).eval()
 
 
 # The distribution of sampled text -----------------------------------------------------------------

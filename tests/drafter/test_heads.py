@@ -114,7 +114,9 @@ def plain_loss(target, drafter, batch, true, by_text):
                 if by_text and label >= 0:
                     total = total - drafter.config.decay**k * logits.log_softmax(-1)[label]
                 elif not by_text:
-                    p = drafter.head(hidden[t + k]).softmax(-1)  # the target's distribution of x_{t+k+1}
+                    p = drafter.head(hidden[t + k]).softmax(
+                        -1
+                    )  # the target's distribution of x_{t+k+1}
                     total = total - drafter.config.decay**k * (p * logits.log_softmax(-1)).sum()
     return total, count, found
 
@@ -407,10 +409,7 @@ def test_a_package_cannot_ask_for_more_than_it_holds(kind, changes, message, tmp
 def test_a_calibrated_tree_that_heads_cannot_fill_is_refused(kind):
     _, drafter = make(kind, heads=2, draft_ids=[0, 1, 5, 9])
     check_calibrated(4 + 16, drafter, "final.calibrated")
-    with pytest.raises(
-        InputError,
-        match=r"final\.calibrated=21: .* 20 nodes",
-    ):
+    with pytest.raises(InputError, match=r"final\.calibrated=21: .* 20 nodes"):
         check_calibrated(21, drafter, "final.calibrated")
     with pytest.raises(InputError, match="final.calibrated: 5000 nodes"):
         check_calibrated(5000, drafter, "final.calibrated")

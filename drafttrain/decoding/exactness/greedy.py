@@ -12,6 +12,7 @@ from drafttrain.decoding.loop import decode
 from drafttrain.decoding.measure import Prompts, Watch, unwatched
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
+from drafttrain.drafter.remembered import without_memory
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 
@@ -29,7 +30,7 @@ def same_text(
 
     def write(plan: Plan, what: str) -> list[list[int]]:
         written: list[list[int]] = []
-        drafter = speculator.drafter.without_memory() if plan.tree.size else None
+        drafter = without_memory(speculator.drafter) if plan.tree.size else None
         for start in watch(range(0, len(prompts), batch), what):
             part = prompts[start : start + batch]
             outputs, _ = decode(
