@@ -82,9 +82,9 @@ class HeadsConfig:
     def __post_init__(self) -> None:
         integer("heads", self.heads, 1, MOST_HEADS)
         integer("blocks", self.blocks, 1, MOST_BLOCKS)
-        integer("chunk", self.config.chunk, 1)
+        integer("chunk", self.chunk, 1)
         switch("own_head", self.own_head)
-        decay, loss = self.config.decay, self.loss
+        decay, loss = self.decay, self.loss
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
             raise InputError(f"decay={decay}: needs a number above 0, at most 1")
         if not isinstance(loss, str) or (loss != TEXT and loss not in losses.DIVERGENCES):

@@ -1,8 +1,8 @@
 """Drafters that are a part of the target: some of its layers, run on its own cache.
 
 What the target has read stays in its cache as the target made it. A draft reads it there, writes
-behind it, and what it wrote is taken back. Layers that the draft runs just as the target does need
-not be run again for the tokens it has read: verification goes on behind them.
+after it, and what it wrote is taken back. Layers that the draft runs just as the target does need
+not run again for the tokens it has read: verification goes on after them.
 """
 
 from __future__ import annotations
@@ -24,31 +24,39 @@ from drafttrain.tree.topology import Growth
 
 @dataclass
 class InsideState:
+    """The target's cache, and what this round's drafts have read on it."""
+
     shared: KVCache | None = None
     """The target's own."""
     depths: list[int] = field(default_factory=list)
     """Of the drafted nodes read this round, in the order of their entries; 0 is the anchor's
     children."""
     stream: list[Tensor] = field(default_factory=list)
-    """(b m d) residual streams behind the layers that verification need not run, of the tokens read
+    """(b m d) residual streams after the layers that verification need not run, of the tokens read
     this round."""
 
 
 class Inside(BorrowsHead, abc.ABC):
     """Runs `common` steps, which are the target's first layers as they are, then `rest`."""
 
-    inside = True
     common: Steps = ()
     rest: Steps = ()
 
     @property
     def shared_layer(self) -> int | None:
+        """The target's last layer that drafts have been through when they are verified; None: they
+        start again at the first."""
         return len(self.common) - 1 if self.common else None
 
     def open(self, rows: int, capacity: int) -> InsideState:
         return InsideState()
 
     def attach(self, state: InsideState, cache: KVCache) -> None:
+        """Give a state the target's own cache, once, after `open`.
+
+        Drafts may write after its committed entries, where the verifying pass writes too. To
+        commit, and to select rows, is the loop's work.
+        """
         state.shared = cache
 
     def select(self, state: InsideState, rows: Tensor) -> None:
@@ -74,10 +82,8 @@ class Inside(BorrowsHead, abc.ABC):
             return proposal
         anchor = proposal.read.new_zeros(len(proposal.read), 1)
         places = torch.cat((anchor, torch.where(proposal.read < 0, -1, proposal.read + 1)), 1)
-        return replace(
-            proposal,
-            partial_pass=PartialPass(len(self.common) - 1, torch.cat(state.stream, 1), places),
-        )
+        done = PartialPass(len(self.common) - 1, torch.cat(state.stream, 1), places)
+        return replace(proposal, partial_pass=done)
 
     def read_anchor(self, state: InsideState, committed: Committed) -> Tensor:
         """(b 1 d) the residual stream at each row's last committed token."""
@@ -88,11 +94,10 @@ class Inside(BorrowsHead, abc.ABC):
         self, state: InsideState, tokens: Tensor, depth: int, tree_mask: Tensor
     ) -> Tensor:
         """(b m) drafted nodes of one depth -> (b m d) the residual stream there; arguments as in
-        `Speaker.expand`."""
+        `Expands.expand`."""
         state.depths += [depth - 1] * tokens.shape[1]
-        return self._read(
-            state, tokens, tree_mask, torch.tensor([state.depths], device=tokens.device)
-        )
+        depths = torch.tensor([state.depths], device=tokens.device)
+        return self._read(state, tokens, tree_mask, depths)
 
     def _read(
         self, state: InsideState, tokens: Tensor, tree_mask: Tensor | None, depths: Tensor | None
@@ -111,6 +116,6 @@ def _cache_of(state: InsideState) -> KVCache:
     if state.shared is None:
         raise ValueError(
             "a drafter that is a part of the target drafts on its cache: attach(state, cache) "
-            "behind open"
+            "after open"
         )
     return state.shared
