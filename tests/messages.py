@@ -10,11 +10,22 @@ DATA: dict[str, str] = {}
 
 TARGET: dict[str, str] = {}
 
-NN: dict[str, str] = {}
+NN: dict[str, str] = {
+    "no_input_norm": r"target old \(gpt2\): .* no norm before attention",
+    "no_inputs": r"target old \(gpt2\): .* looked for as q_proj",
+    "no_rotary": r"target old \(gpt2\): .* no rotary positions",
+    "uninitialised": r"no initial value for mlp\.",
+}
 
-TREE: dict[str, str] = {}
+TREE = {
+    "draws_none": r"takes the most likely tokens and draws none",
+}
 
-DRAFTER: dict[str, str] = {}
+DRAFTER = {
+    "no_rotary_layer": r"needs a target with rotary positions",
+    "tensors_missing": r"missing",
+    "too_deep": r"4 deep, this drafter fills 3",
+}
 
 DECODING: dict[str, str] = {}
 

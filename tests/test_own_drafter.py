@@ -33,7 +33,7 @@ from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Growth, Tree
 from notebooks.own_drafter import LastToken
-from tests.decoding.test_loop import LAWS, PLAIN, PROMPTS, SMALL, p_value, sharpened
+from tests.decoding.models import PLAIN, PROMPTS, SAMPLED, SMALL, p_value, sharpened
 from tests.training.parts import write_tiny_set
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
@@ -124,12 +124,12 @@ def small() -> tuple[Target, LastToken]:
 
 @pytest.mark.parametrize("name", ["chain ratio", "tree without replacement"])
 def test_first_three_tokens_follow_the_targets_law(small: Any, name: str) -> None:
-    assert p_value(*small, LAWS[name], rows=2_000) > 1e-3
+    assert p_value(*small, SAMPLED[name], rows=2_000) > 1e-3
 
 
 def test_a_planted_mistake_is_noticed(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rules.RULES, "ratio", sharpened)
-    assert p_value(*small, LAWS["chain ratio"], rows=8_000) < 1e-6
+    assert p_value(*small, SAMPLED["chain ratio"], rows=8_000) < 1e-6
 
 
 # --- it learns ------------------------------------------------------------------------------------

@@ -155,7 +155,8 @@ class Eagle1(BorrowsHead, Autoregressive):
         where = batch.labels(2).to(device)  # b s, the label x_{i+2} has its own mask
         if hidden.shape[1] < 3:  # no row reaches a label
             nothing = hidden.new_zeros(0, hidden.shape[-1])
-            return nothing.to(self.dtype), nothing, ids.new_zeros(0), torch.zeros_like(where)
+            out = self.fc(torch.cat((nothing, nothing), -1).to(self.dtype))
+            return out, nothing, ids.new_zeros(0), where
         chosen = where[:, 2:]  # b s-2
         inputs = hidden[:, :-2].to(self.dtype)
         if generator is not None and self.config.noise:
@@ -182,10 +183,6 @@ class Eagle1(BorrowsHead, Autoregressive):
     ) -> Loss:
         out, teacher, labels, where = self._aligned(batch, features, generator)
         count = where.sum().float()
-        if batch.input_ids.shape[1] < 3:
-            return Loss(
-                count * 0.0, count, {name: (count * 0.0, count) for name in self.loss_parts}
-            )
         parts: dict[str, tuple[Tensor, Tensor]] = {}
         total = out.new_zeros(())
         if self.config.regression:

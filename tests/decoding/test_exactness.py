@@ -20,7 +20,7 @@ from drafttrain.decoding.exactness.chi_square import (
     tail,
 )
 from drafttrain.decoding.exactness.greedy import gap_of, same_text
-from drafttrain.decoding.exactness.law import CONTROL, SharedPrompt, same_distribution
+from drafttrain.decoding.exactness.distribution import CONTROL, SharedPrompt, same_distribution
 from drafttrain.decoding.exactness.logits import last_logits
 from drafttrain.decoding.exactness.verdict import judged
 from drafttrain.decoding.loop import decode

@@ -23,7 +23,7 @@ from drafttrain.tree.confident import Confident, goes_on
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.search import expected_tokens, sequoia
 from drafttrain.tree.topology import Growth, Tree
-from tests.decoding.test_loop import SMALL, make, p_value
+from tests.decoding.models import SMALL, make, p_value
 from tests.packaging.made import overfitted
 
 PROMPTS = [[3, 5, 7, 9], [11], [20, 21, 22, 23, 24, 25, 26]]

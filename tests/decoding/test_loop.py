@@ -5,10 +5,8 @@ import itertools
 
 import pytest
 import torch
-from scipy import stats
 
 from drafttrain.decoding import rules
-from drafttrain.decoding.exactness.law import SharedPrompt
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.eagle1 import Eagle1
@@ -17,16 +15,7 @@ from drafttrain.flow import Acceptance, Proposal, Sampling
 from drafttrain.nn.sampling import Policy, draw
 from drafttrain.target import load
 from drafttrain.tree.topology import Tree
-
-PLAIN = Plan(Tree.chain(0))
-TREES = {"one": Tree.chain(1), "chain": Tree.chain(4), "tree": Tree.eagle1_static()}
-PROMPTS = [[3, 5, 7, 9], [11], [20, 21, 22, 23, 24, 25, 26]]
-
-
-def make(family="llama", **settings):
-    target = load.tiny(family=family, **settings)
-    torch.manual_seed(0)
-    return target, Eagle1(target).eval()
+from tests.decoding.models import PLAIN, PROMPTS, SAMPLED, SMALL, TREES, make, p_value, sharpened
 
 
 @pytest.fixture(scope="module", params=load.TINY)
@@ -273,73 +262,15 @@ def test_decoding_leaves_the_global_random_state_alone():
 
 
 # The law of sampled text --------------------------------------------------------------------------
-ROWS = 12_000
-AT_ONCE = 2_000
-"""Rows side by side: what belongs to more of them lies too far from the processor."""
-SMALL = {"vocab_size": 8, "sharpness": 1.5, "layers": 2, "width": 32}
-
-
-def three_token_law(target, prompt, policy):
-    """(512) the target's own law of the next three tokens, by plain forward passes over all
-    prefixes."""
-    with torch.inference_mode():
-        law = torch.ones(1, dtype=torch.float64)
-        prefixes = [list(prompt)]
-        for _ in range(3):
-            logits = target.model(input_ids=torch.tensor(prefixes), use_cache=False).logits[:, -1]
-            law = (law[:, None] * policy.probs(logits).double()).flatten()
-            prefixes = [prefix + [token] for prefix in prefixes for token in range(8)]
-    return law
-
-
-def drawn(target, drafter, plan, rows, prompt):
-    """(512) how often each text of three tokens is written behind a prompt."""
-    shared, texts = SharedPrompt(target), []
-    for start in range(0, rows, AT_ONCE):
-        numbers = range(start, min(start + AT_ONCE, rows))
-        given = {"max_new_tokens": 3, "stop_ids": (), "row_numbers": numbers}
-        texts += [
-            output.ids
-            for output in decode(shared, drafter, [prompt] * len(numbers), plan, **given)[0]
-        ]
-    return (torch.tensor(texts) @ torch.tensor([64, 8, 1])).bincount(minlength=512).double()
-
-
-def p_value(target, drafter, plan, rows=ROWS, prompt=(3, 5, 2)):
-    counts = drawn(target, drafter, plan, rows, prompt)
-    expected = three_token_law(target, prompt, plan.policy) * rows
-    assert float(counts[expected < 1e-9].sum()) == 0  # nothing outside the support
-    big = expected >= 5
-    observed = torch.cat((counts[big], counts[~big].sum()[None]))
-    wanted = torch.cat((expected[big], expected[~big].sum()[None]))
-    good = wanted > 0
-    return stats.chisquare(
-        observed[good].numpy(), (wanted[good] * rows / wanted[good].sum()).numpy()
-    ).pvalue
-
-
 @pytest.fixture(scope="module")
 def small():
     return make(**SMALL)
 
 
-LAWS = {
-    "chain ratio": Plan(Tree.chain(3), Policy(1.0)),
-    "chain warm": Plan(Tree.chain(2), Policy(1.5)),
-    "tree without replacement": Plan(Tree.expansion([3, 2, 1]), Policy(0.7)),
-    "tree filtered": Plan(Tree.expansion([2, 2]), Policy(1.0, 6, 0.95)),
-    "tree one-hot": Plan(Tree.expansion([2, 2]), Policy(1.0), sampled=False),
-    "chain one-hot": Plan(Tree.chain(3), Policy(1.0), sampled=False),
-    "chain block": Plan(Tree.chain(3), Policy(1.0), rule="block"),
-    "tree k-seq": Plan(Tree.expansion([3, 2]), Policy(1.0), rule="k_seq"),
-    "tree matched": Plan(Tree.expansion([2, 2]), Policy(1.0), rule="sample_and_match"),
-}
-
-
 @pytest.mark.field("F53")
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SAMPLED)
 def test_first_three_tokens_follow_the_targets_law(small, name):
-    assert p_value(*small, LAWS[name]) > 1e-3
+    assert p_value(*small, SAMPLED[name]) > 1e-3
 
 
 def resampled_from_p(p, proposal, u):
@@ -347,14 +278,6 @@ def resampled_from_p(p, proposal, u):
     right = rules.ratio(p, proposal, u)
     rows = torch.arange(len(p))
     return Acceptance(right.path, right.count, draw(p[rows, right.count], u[:, -1]))
-
-
-def sharpened(p, proposal, u):
-    """Mistake: the ratio uses a sharper q than the tokens were drawn from."""
-    q = proposal.q**2
-    return rules.ratio(
-        p, type(proposal)(**(vars(proposal) | {"q": q / q.sum(-1, keepdim=True)})), u
-    )
 
 
 def as_independent(p, proposal, u):
@@ -379,7 +302,7 @@ def always_kept(p, proposal, u):
     ],
 )
 def test_the_law_test_notices_a_planted_mistake(small, monkeypatch, name, rule, mistake):
-    plan = LAWS[name]
+    plan = SAMPLED[name]
     assert plan.rule_name == rule
     original = rules.RULES[rule]
     monkeypatch.setitem(rules.RULES, rule, mistake)

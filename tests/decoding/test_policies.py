@@ -28,7 +28,7 @@ from drafttrain.target import load
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Growth, Tree
-from tests.decoding.test_loop import SMALL, drawn, make
+from tests.decoding.models import SMALL, drawn, make
 from tests.packaging.made import overfitted
 
 PROMPTS = [[3, 5, 7, 9], [11], [20, 21, 22, 23, 24, 25, 26]]

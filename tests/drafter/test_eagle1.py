@@ -1,6 +1,8 @@
 """EAGLE-1: alignment, the draft row that training and decoding share, vocabulary, and an overfitted
 sample."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,6 +17,8 @@ from drafttrain.flow import Batch, Features, Needs
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
+from tests.messages import said
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_neox")
 
@@ -22,7 +26,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_neox")
 def make(family: str = "llama", **settings):
     target = load.tiny(family=family)
     torch.manual_seed(0)
-    return target, Eagle1(target, **settings).eval()
+    return target, drafters.make(Eagle1, target, **settings).eval()
 
 
 def row(ids, mask) -> Batch:
@@ -76,9 +80,9 @@ def test_no_label_from_padding_or_beyond_the_end():
     ]
     both = collate(rows)
     together = drafter.loss(both, features(target, both))
-    alone = [drafter.loss(b, features(target, b)) for b in (collate([r]) for r in rows)]
-    assert int(together.count) == sum(int(a.count) for a in alone) == 7
-    torch.testing.assert_close(together.total, sum(a.total for a in alone))
+    apart = [drafter.loss(b, features(target, b)) for b in (collate([r]) for r in rows)]
+    assert int(together.count) == sum(int(a.count) for a in apart) == 7
+    torch.testing.assert_close(together.total, sum(a.total for a in apart))
     wide = Batch(
         torch.nn.functional.pad(both.input_ids, (0, 9), value=3),
         torch.nn.functional.pad(both.loss_mask, (0, 9)),
@@ -110,8 +114,8 @@ def test_a_training_row_equals_the_drafting_step_of_its_prefix(family):
         for n in range(2, 12):
             state = drafter.open(1, 32)
             committed = Committed(Features(hidden[:, : n - 1]), x[:, 1:n], torch.tensor([n - 1]))
-            out, _ = drafter.extend(state, committed)
-            torch.testing.assert_close(out[0], trained[0, n - 2], rtol=1e-4, atol=1e-4)
+            out, _ = drafter.extend(state, committed, 1)
+            torch.testing.assert_close(out[0, 0], trained[0, n - 2], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.field("F39")
@@ -124,10 +128,10 @@ def test_draft_logits_equal_a_recomputation_from_true_features(family, tree, mon
     rounds = []
     extend = Eagle1.extend
 
-    def spy(self, state, committed):
-        out = extend(self, state, committed)
-        rounds.append((committed, out[1].clone()))
-        return out
+    def spy(self, state, committed, depth):
+        hidden, candidates = extend(self, state, committed, depth)
+        rounds.append((committed, candidates.logits[:, 0].clone()))
+        return hidden, candidates
 
     monkeypatch.setattr(Eagle1, "extend", spy)
     prompt = [7, 8, 9, 10]
@@ -185,7 +189,7 @@ def test_an_overfitted_sample_is_decoded_at_near_full_depth(draft_vocab):
         counts = torch.bincount(torch.tensor(outputs[0].ids), minlength=320)
         kept = most_frequent(counts, draft_vocab, target.stop_ids)
     torch.manual_seed(0)
-    drafter = Eagle1(target, draft_ids=kept, noise=0.02, classification=1.0)
+    drafter = drafters.make(Eagle1, target, draft_ids=kept, noise=0.02, classification=1.0)
     optimiser = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
     noise = torch.Generator().manual_seed(0)
     true = features(target, batch)
@@ -214,9 +218,10 @@ def test_reduced_vocabulary_counts_outside_labels_as_misses():
     batch = row([50, 60, 70, 80, 90], [0, 0, 1, 1, 1])
     loss = drafter.loss(batch, features(target, batch))
     assert torch.isfinite(loss.total) and float(loss.parts["accuracy"][0]) == 0.0
-    probs = torch.rand(2, 8)
-    law = drafter.to_target_probs(probs)
-    assert law.shape == (2, 320) and torch.equal(law[:, :8], probs) and float(law[:, 8:].sum()) == 0
+    probs = torch.rand(2, 1, 8)
+    wide = drafter.candidates(probs).spread(probs)
+    assert wide.shape == (2, 1, 320) and torch.equal(wide[..., :8], probs)
+    assert float(wide[..., 8:].sum()) == 0
 
 
 @pytest.mark.field("F14")
@@ -234,7 +239,7 @@ def test_vocabulary_selection():
     for size in (0, 1, 7):
         with pytest.raises(InputError, match="draft_vocab"):
             most_frequent(counts, size, [])
-    with pytest.raises(InputError, match="give 3"):
+    with pytest.raises(InputError, match="draft_vocab is 2: give 3"):
         most_frequent(counts, 2, [0, 1, 2])
 
 
@@ -252,7 +257,7 @@ def test_noise_is_on_inputs_only_and_scaled_as_asked(monkeypatch):
     drafter.loss(batch, true, generator=torch.Generator().manual_seed(0))
     gap = (seen[-1] - true.last_hidden[:, :-2]).abs().max()
     assert 0.09 < float(gap) <= 0.1001
-    drafter.noise_scaled = True
+    drafter.config = replace(drafter.config, noise_scaled=True)
     drafter.loss(batch, true, generator=torch.Generator().manual_seed(0))
     scaled = (seen[-1] - true.last_hidden[:, :-2]).abs().max()
     torch.testing.assert_close(scaled, gap * 512 / 32, rtol=1e-3, atol=1e-3)
@@ -285,20 +290,20 @@ def test_targets_without_a_rotary_layer_are_refused():
     model = GPT2LMHeadModel(
         GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, n_positions=64)
     )
-    with pytest.raises(InputError, match="rotary"):
-        Eagle1(Target(model, None, "gpt2"))
+    with pytest.raises(InputError, match=said("drafter.no_rotary_layer")):
+        drafters.make(Eagle1, Target(model, None, "gpt2"))
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"divergence": "nope"}, "loss nope"),
-        ({"divergence": ["jsd"]}, "loss .'jsd'. is not known"),
+        ({"divergence": ["jsd"]}, "loss .'jsd'."),
         ({"noise": -1.0}, "noise=-1.0"),
-        ({"noise": "much"}, "noise=much: needs a finite number"),
-        ({"regression": 0.0, "classification": 0.0}, "both 0"),
-        ({"bias": "no"}, "bias=no: needs true or false"),
-        ({"chunk": 1.5}, "chunk=1.5: needs a whole number"),
+        ({"noise": "much"}, "noise=much"),
+        ({"regression": 0.0, "classification": 0.0}, "regression and classification"),
+        ({"bias": "no"}, "bias=no"),
+        ({"chunk": 1.5}, "chunk=1.5"),
     ],
 )
 def test_bad_settings_are_refused(settings, message):
@@ -334,9 +339,9 @@ def test_rotary_settings_of_the_target_are_carried_over():
     )
     plain = load.tiny()
     torch.manual_seed(0)
-    one = Eagle1(scaled)
+    one = drafters.make(Eagle1, scaled)
     torch.manual_seed(0)
-    other = Eagle1(plain)
+    other = drafters.make(Eagle1, plain)
     hidden, tokens = torch.randn(1, 9, 64), torch.arange(9)[None]
     far = torch.arange(40, 49)[None]
     with torch.no_grad():

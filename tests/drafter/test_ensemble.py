@@ -29,7 +29,7 @@ from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.forest import Forest, forest
 from drafttrain.tree.topology import Growth, Tree
-from tests.decoding.test_loop import SMALL, p_value
+from tests.decoding.models import SMALL, p_value
 
 PLAIN = Plan(Tree.chain(0))
 PROMPTS = [[3, 5, 7, 9, 3, 5], [11], list(range(20, 44))]

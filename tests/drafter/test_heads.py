@@ -12,8 +12,6 @@ from drafttrain.data.datamodule import ConversationData, collate
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Committed
-from drafttrain.drafter.hydra_heads import HydraHeads
-from drafttrain.drafter.medusa import Medusa
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Needs
 from drafttrain.nn import losses
@@ -25,44 +23,18 @@ from drafttrain.target.features import OnlineFeatures
 from drafttrain.training.calibrate import calibrated, check_calibrated, head_accuracy
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
-from tests.decoding.test_loop import SMALL, p_value
+from tests.decoding.models import SMALL, p_value
+from tests.drafter.heads import KINDS, make
+from tests.messages import said
 from tests.packaging.made import packed
 from tests.training.parts import write_tiny_set
 
-KINDS = {"medusa": Medusa, "hydra_heads": HydraHeads}
 PROMPTS = [[3, 5, 7, 9], [11], [20, 21, 22, 23, 24, 25, 26]]
 TREES = {
     "chain": Tree.chain(3),
     "tree": Tree.expansion([3, 2, 1]),
     "dynamic": Dynamic(depth=3, top_k=3, total=8),
 }
-
-
-def stirred(drafter, seed=0):
-    """Weights that are not where training starts."""
-    with torch.no_grad():
-        for p in drafter.parameters():
-            p += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
-    return drafter.eval()
-
-
-def make(kind="medusa", family="llama", stir=True, target=None, **settings):
-    target = target or load.tiny(family=family)
-    drafter = KINDS[kind](target, **{"heads": 3, **settings})
-    return target, stirred(drafter) if stir else drafter.eval()
-
-
-def logits_behind_two_siblings(target, drafter):
-    """(2 w) what is drafted behind each of two different children of the anchor."""
-    x = torch.tensor([[7, 8, 9, 10, 11]])
-    hidden = target.features(x[:, :-1], torch.tensor([4]), Needs(last_hidden=True)).last_hidden
-    with torch.inference_mode():
-        start, _ = drafter.extend(None, Committed(Features(hidden), x[:, 1:], torch.tensor([4])))
-        tree_mask = torch.eye(2, dtype=torch.bool)[None]
-        _, logits = drafter.expand(
-            None, torch.tensor([[30, 40]]), start[:, None].expand(-1, 2, -1), 1, tree_mask
-        )
-    return logits[0]
 
 
 def row(ids, mask) -> Batch:
@@ -140,17 +112,17 @@ def plain_loss(target, drafter, batch, true, by_text):
                 label = int(drafter.to_draft_ids(ids[t + k + 1]))
                 found.append((k, label >= 0 and int(logits.argmax()) == label))
                 if by_text and label >= 0:
-                    total = total - drafter.decay**k * logits.log_softmax(-1)[label]
+                    total = total - drafter.config.decay**k * logits.log_softmax(-1)[label]
                 elif not by_text:
-                    p = drafter.head(hidden[t + k]).softmax(-1)  # the target's law of x_{t+k+1}
-                    total = total - drafter.decay**k * (p * logits.log_softmax(-1)).sum()
+                    p = drafter.head(hidden[t + k]).softmax(-1)  # the target's distribution of x_{t+k+1}
+                    total = total - drafter.config.decay**k * (p * logits.log_softmax(-1)).sum()
     return total, count, found
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("own_head", [False, True])
 @pytest.mark.parametrize("loss", ["cross_entropy", "soft_cross_entropy"])
-@pytest.mark.parametrize("draft_ids", [None, list(range(0, 320, 2))], ids=["full_pass", "half"])
+@pytest.mark.parametrize("draft_ids", [None, list(range(0, 320, 2))], ids=["all", "half"])
 def test_loss_and_gradients_equal_a_plain_computation(kind, own_head, loss, draft_ids):
     target, drafter = make(
         kind, own_head=own_head, loss=loss, draft_ids=draft_ids, blocks=2, chunk=3
@@ -191,11 +163,10 @@ def test_later_heads_without_a_label_give_no_nan(kind, length):
     target, drafter = make(kind)
     batch = row([4, 5, 6, 7][:length], [0] * (length - 1) + [1])
     loss = drafter.loss(batch, features(target, batch))
-    loss.total.backward()
+    if length > 2:
+        loss.total.backward()
     assert torch.isfinite(loss.total) and int(loss.count) == (length > 2)
-    assert all(
-        p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in drafter.parameters()
-    )
+    assert all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in drafter.parameters())
     assert [int(loss.parts[f"head_{k}_top1"][1]) for k in (1, 2, 3)] == [
         int(length > k + 1) for k in (1, 2, 3)
     ]
@@ -207,7 +178,8 @@ def test_what_is_trained_is_owned_and_blocks_are_not_shared(kind):
     d = target.width
 
     def size(blocks):
-        return sum(p.numel() for p in KINDS[kind](target, heads=2, blocks=blocks).parameters())
+        _, drafter = make(kind, target=target, heads=2, blocks=blocks)
+        return sum(p.numel() for p in drafter.parameters())
 
     assert size(3) - size(2) == size(2) - size(1) == 2 * (d * d + d)
     _, drafter = make(kind, own_head=True, draft_ids=list(range(50)))
@@ -239,7 +211,7 @@ def test_greedy_output_is_the_targets_own(kind, family, tree):
             assert output.ids == own.ids[: min(end, limit)]
 
 
-LAWS = {
+PLANS = {
     "chain": Plan(Tree.chain(3), Policy(1.0)),
     "block": Plan(Tree.chain(3), Policy(1.0), rule="block"),
     "without replacement": Plan(Tree.expansion([3, 2]), Policy(0.8)),
@@ -253,12 +225,12 @@ def small(request):
 
 
 @pytest.mark.field("F53")
-@pytest.mark.parametrize("name", LAWS)
-def test_first_three_tokens_follow_the_targets_law(small, name):
-    assert p_value(*small, LAWS[name], rows=8000) > 1e-3
+@pytest.mark.parametrize("name", PLANS)
+def test_first_three_tokens_follow_the_targets_distribution(small, name):
+    assert p_value(*small, PLANS[name], rows=8000) > 1e-3
 
 
-def test_typical_acceptance_changes_the_law(small):
+def test_typical_acceptance_changes_the_distribution(small):
     plan = Plan(Tree.expansion([3, 2, 1]), Policy(1.0), rule="typical")
     assert plan.guarantee == "approximate"
     assert p_value(*small, plan, rows=8000) < 1e-6
@@ -361,10 +333,10 @@ def test_accuracy_is_hits_over_the_comparisons_made(kind, tmp_path):
 def test_rows_set_aside_are_not_trained_on(tmp_path):
     target = load.tiny()
     folder = write_tiny_set(target, tmp_path / "set", rows=8, held_out=2)
-    whole = ConversationData(folder).indices
+    every = ConversationData(folder).indices
     rest = ConversationData(folder, set_aside=2).indices
     aside = ConversationData(folder, set_aside=2, take_set_aside=True).indices
-    assert rest + aside == whole and len(aside) == 2
+    assert rest + aside == every and len(aside) == 2
     for settings in (
         {"set_aside": 6},
         {"set_aside": 7},
@@ -376,7 +348,7 @@ def test_rows_set_aside_are_not_trained_on(tmp_path):
             ConversationData(folder, **settings)
 
 
-def test_a_calibrated_tree_is_of_the_likeliest_paths():
+def test_a_calibrated_tree_is_of_the_most_likely_paths():
     accuracies = [[0.6, 0.1, 0.2], [0.4, 0.3, 0.05]]
     tree = calibrated(accuracies, 6)
     ranked = [sorted(row, reverse=True) for row in accuracies]
@@ -394,12 +366,12 @@ def test_a_calibrated_tree_is_of_the_likeliest_paths():
     [
         ({"heads": 0}, "heads=0"),
         ({"heads": 2.0}, "heads=2.0"),
-        ({"heads": 65}, "heads=65: needs a whole number from 1 to 64"),
+        ({"heads": 65}, "heads=65: .* from 1 to 64"),
         ({"blocks": 0}, "blocks=0"),
         ({"own_head": "yes"}, "own_head=yes"),
         ({"decay": 0}, "decay=0"),
         ({"decay": 1.5}, "decay=1.5"),
-        ({"loss": "mse"}, "loss mse is not known: give one of cross_entropy"),
+        ({"loss": "mse"}, "loss mse"),
         ({"chunk": 0}, "chunk=0"),
     ],
 )
@@ -412,11 +384,11 @@ def test_bad_settings_are_refused(kind, settings, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heads": 10**9}, "heads=1000000000, blocks=1 need at least"),
-        ({"blocks": 10**9}, "heads=3, blocks=1000000000 need at least"),
-        ({"blocks": 2}, "missing"),
+        ({"heads": 10**9}, "heads=1000000000, blocks=1 need"),
+        ({"blocks": 10**9}, "heads=3, blocks=1000000000 need"),
+        ({"blocks": 2}, said("drafter.tensors_missing")),
         ({"heads": 0}, "heads=0"),
-        ({"loss": "mse"}, "loss mse is not known"),
+        ({"loss": "mse"}, "loss mse"),
     ],
 )
 def test_a_package_cannot_ask_for_more_than_it_holds(kind, changes, message, tmp_path, monkeypatch):
@@ -437,10 +409,10 @@ def test_a_calibrated_tree_that_heads_cannot_fill_is_refused(kind):
     check_calibrated(4 + 16, drafter, "final.calibrated")
     with pytest.raises(
         InputError,
-        match=r"final\.calibrated=21: the 4 best choices of 2 heads fill 20 nodes at most",
+        match=r"final\.calibrated=21: .* 20 nodes",
     ):
         check_calibrated(21, drafter, "final.calibrated")
-    with pytest.raises(InputError, match="at most 1024 can be checked"):
+    with pytest.raises(InputError, match="final.calibrated: 5000 nodes"):
         check_calibrated(5000, drafter, "final.calibrated")
 
 
@@ -448,7 +420,7 @@ def test_a_calibrated_tree_that_heads_cannot_fill_is_refused(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tree_deeper_than_the_heads_is_refused(kind):
     target, drafter = make(kind)
-    with pytest.raises(InputError, match="4 deep, this drafter fills 3"):
+    with pytest.raises(InputError, match=said("drafter.too_deep")):
         decode(target, drafter, [[3, 4]], Plan(Tree.chain(4)), max_new_tokens=4)
 
 

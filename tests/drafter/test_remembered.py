@@ -27,7 +27,7 @@ from drafttrain.target.model import Target
 from drafttrain.tree.copied import copied
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Growth, Tree
-from tests.decoding.test_loop import SMALL, p_value
+from tests.decoding.models import SMALL, p_value
 from tests.drafter.copying import propose
 from tests.drafter.test_automaton import state_of, strings
 from tests.drafter.test_suffix import TREES

@@ -24,7 +24,7 @@ from drafttrain.target import load
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Growth, Tree
-from tests.decoding.test_loop import SMALL, p_value
+from tests.decoding.models import SMALL, p_value
 from tests.drafter.copying import committed_of, drafts, propose, rows_of
 
 PLAIN = Plan(Tree.chain(0))

@@ -20,7 +20,7 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Growth, Tree
-from tests.decoding.test_loop import SMALL, p_value
+from tests.decoding.models import SMALL, p_value
 from tests.drafter.inside import PLAIN, PROMPTS, TREES, check_entries, counted, texts, watched
 
 SKIPS: dict[str, dict[str, Any]] = {

@@ -26,7 +26,7 @@ from drafttrain.target.model import Target
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Growth, Tree
-from tests.decoding.test_loop import SMALL, p_value
+from tests.decoding.models import SMALL, p_value
 from tests.helpers import tiny_chat_target, tiny_tokenizer
 
 PLAIN = Plan(Tree.chain(0))

@@ -15,44 +15,8 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.tree.dynamic import Dynamic, grow_dynamic
 from drafttrain.tree.growth import grow
 from drafttrain.tree.topology import Tree
-
-Path = tuple[int, ...]
-
-
-class Toy:
-    """A drafter whose law hangs on the whole path: through the parent's output, and through what
-    the mask lets it read."""
-
-    def __init__(self, width: int, *, scale: float = 2.0, seed: int = 0) -> None:
-        g = torch.Generator().manual_seed(seed)
-        self.words = torch.randn(width, 6, generator=g, dtype=torch.float64)
-        self.mix = torch.randn(6, 6, generator=g, dtype=torch.float64)
-        self.head = scale * torch.randn(6, width, generator=g, dtype=torch.float64)
-        self.asked: list[int] = []
-
-    def expand(
-        self, state: list[Tensor], tokens: Tensor, hidden: Tensor, depth: int, tree_mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        self.asked.append(tokens.shape[1])
-        state.append(self.words[tokens - 1])
-        read = torch.cat(state, 1)  # b t d
-        assert tree_mask.shape[-2:] == (tokens.shape[1], read.shape[1])
-        out = torch.tanh(hidden @ self.mix + tree_mask.double() @ read)
-        return out, out @ self.head
-
-    def to_target_ids(self, ids: Tensor) -> Tensor:
-        return ids + 1
-
-    def to_target_probs(self, probs: Tensor) -> Tensor:
-        return torch.nn.functional.pad(probs, (1, 0))
-
-    def law(self, anchor: Tensor, path: Path) -> Tensor:
-        """(w) log-probabilities of a path's children, one step at a time."""
-        out, read = anchor, torch.zeros(6, dtype=torch.float64)
-        for token in path:
-            read = read + self.words[token]
-            out = torch.tanh(out @ self.mix + read)
-        return (out @ self.head).float().log_softmax(-1)
+from tests.messages import said
+from tests.tree.toy import Path, Toy
 
 
 def twin(toy: Toy, anchor: Tensor, depth: int, k: int, total: int) -> dict[Path, float]:
@@ -61,26 +25,26 @@ def twin(toy: Toy, anchor: Tensor, depth: int, k: int, total: int) -> dict[Path,
     pool: dict[Path, float] = {}
     level: list[Path] = [()]
     for _ in range(depth):
-        fresh: dict[Path, float] = {}
+        level_values: dict[Path, float] = {}
         for path in level:
-            found = toy.law(anchor, path).topk(k)
+            found = toy.log_probs(anchor, path).topk(k)
             for value, token in zip(found.values.tolist(), found.indices.tolist(), strict=True):
-                fresh[(*path, token)] = pool.get(path, 0.0) + value
-        pool |= fresh
-        level = sorted(fresh, key=lambda path: -fresh[path])[:k]
+                level_values[(*path, token)] = pool.get(path, 0.0) + value
+        pool |= level_values
+        level = sorted(level_values, key=lambda path: -level_values[path])[:k]
     kept = sorted(pool, key=lambda path: (-pool[path], len(path)))[:total]
     return {path: pool[path] for path in kept}
 
 
 def grown(toy: Toy, anchors: Tensor, tree: Dynamic) -> list[list[Path]]:
     """Paths of draft ids of every row's nodes, in index order."""
-    found = grow_dynamic(toy, [], anchors, anchors @ toy.head, tree)
+    found = grow_dynamic(toy, [], anchors[:, None], toy.candidates(anchors[:, None]), tree)
     assert found.sampling is Sampling.ONE_HOT and found.q is None and found.size == tree.size
     rows = []
     for tokens, parents in zip((found.tokens - 1).tolist(), found.parents.tolist(), strict=True):
         paths: list[Path] = []
         for place, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-            assert -1 <= parent < place, "a parent stands before its children, so it was kept"
+            assert -1 <= parent < place, "a parent is before its children, so it was kept"
             paths.append((*(paths[parent] if parent >= 0 else ()), token))
         rows.append(paths)
     return rows
@@ -110,21 +74,21 @@ def test_every_rows_tree_is_the_papers(depth: int, k: int, total: int, scale: fl
 def test_a_child_as_sure_as_its_parent_never_stays_without_it() -> None:
     toy = Toy(6, scale=400.0)  # probabilities round to 1 and values to 0
     anchors = torch.randn(64, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    values = [toy.law(anchor, ()).max().item() for anchor in anchors]
+    values = [toy.log_probs(anchor, ()).max().item() for anchor in anchors]
     assert values.count(0.0) > 32
     for total in (4, 5, 7):
         grown(toy, anchors, Dynamic(depth=4, top_k=3, total=total))
 
 
-def test_siblings_stand_by_falling_probability() -> None:
+def test_siblings_are_by_falling_probability() -> None:
     toy = Toy(9)
     anchors = torch.randn(4, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     for paths, anchor in zip(
         grown(toy, anchors, Dynamic(depth=3, top_k=4, total=20)), anchors, strict=True
     ):
         for above in {path[:-1] for path in paths}:
-            law = toy.law(anchor, above)
-            children = [law[path[-1]].item() for path in paths if path[:-1] == above]
+            here = toy.log_probs(anchor, above)
+            children = [here[path[-1]].item() for path in paths if path[:-1] == above]
             assert children == sorted(children, reverse=True)
 
 
@@ -135,9 +99,9 @@ def test_its_tokens_cannot_be_drawn() -> None:
         inspect.signature(grow_dynamic).parameters
     )
     toy, tree = Toy(9), Dynamic(depth=2, top_k=2, total=4)
-    hidden = torch.zeros(1, 6, dtype=torch.float64)
-    with pytest.raises(InputError, match="draws none"):
-        grow(toy, [], hidden, hidden @ toy.head, tree, Policy(1.0), torch.zeros(1, 4))
+    hidden = torch.zeros(1, 1, 6, dtype=torch.float64)
+    with pytest.raises(InputError, match=said("tree.draws_none")):
+        grow(toy, [], hidden, toy.candidates(hidden), tree, Policy(1.0), torch.zeros(1, 4))
 
 
 def test_budget() -> None:

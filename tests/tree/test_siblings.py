@@ -1,4 +1,4 @@
-"""How siblings are drawn while a tree grows: the law they are said to have is the law they have."""
+"""How siblings are drawn while a tree grows: from the distribution that they are said to be drawn from."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from drafttrain.decoding.rules import multi_step
 from drafttrain.flow import Sampling
 from drafttrain.nn.sampling import Policy
+from drafttrain.tree.candidates import Candidates
 from drafttrain.tree.growth import grow
 from drafttrain.tree.topology import Tree
 
@@ -19,32 +20,23 @@ IDS = torch.tensor([1, 3, 4])
 
 
 class Constant:
-    """Says the same law everywhere, over a part of the target's vocabulary."""
+    """Has the same distribution everywhere, over a part of the target's vocabulary."""
 
-    def __init__(self, law: list[float]) -> None:
-        self.logits = torch.tensor(law).log()
+    def __init__(self, probs: list[float]) -> None:
+        logits = torch.tensor(probs).log().expand(ROWS, 1, -1)
+        self.candidates = Candidates(logits, V, IDS)
 
     def expand(
         self, state: Any, tokens: Tensor, hidden: Tensor, depth: int, tree_mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Candidates]:
         raise AssertionError("these trees have one level")
 
-    def to_target_ids(self, ids: Tensor) -> Tensor:
-        return IDS[ids]
 
-    def to_target_probs(self, probs: Tensor) -> Tensor:
-        law = probs.new_zeros(*probs.shape[:-1], V)
-        law[..., IDS] = probs
-        return law
-
-
-def grown(law: list[float], k: int, policy: Policy, how: Sampling) -> Any:
-    speaker, u = (
-        Constant(law),
-        torch.rand(ROWS, k, generator=torch.Generator().manual_seed(0), dtype=torch.float64),
-    )
-    hidden, logits = torch.zeros(ROWS, 1), speaker.logits.expand(ROWS, -1)
-    return grow(speaker, None, hidden, logits, Tree.expansion([k]), policy, u, how)
+def grown(probs: list[float], k: int, policy: Policy, how: Sampling) -> Any:
+    drafter = Constant(probs)
+    u = torch.rand(ROWS, k, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    hidden, tree = torch.zeros(ROWS, 1, 1), Tree.expansion([k])
+    return grow(drafter, None, hidden, drafter.candidates, tree, policy, u, how)
 
 
 def shares(tokens: Tensor) -> list[float]:
@@ -67,7 +59,7 @@ def test_siblings_without_replacement_do_not() -> None:
     assert (found.tokens.sort(-1).values == IDS).all()
 
 
-def test_beyond_its_support_a_law_goes_on_over_the_targets_vocabulary() -> None:
+def test_beyond_its_support_a_distribution_goes_on_over_the_targets_vocabulary() -> None:
     """As the rule counts: uniform over every token not tried, not only over those the drafter can
     say."""
     found = grown([0.5, 0.3, 0.2], 2, Policy(1.0, top_k=1), Sampling.WOR)
