@@ -1,12 +1,12 @@
-"""Several drafters side by side, their trees merged into one (Miao et al. 2023, SpecInfer,
+"""Several drafters at once, their trees merged into one (Miao et al. 2023, SpecInfer,
 arXiv:2305.09781, section 3).
 
 Members may be of any kinds, language models, heads or drafters that copy text. In every round each
 reads what became true and grows its own tree with uniform numbers of its own; what they propose is
-merged by path, every proposal with the law that it was made by (`drafttrain.tree.merge`), so that
-the text stays the target's. Members draft one after the other.
+merged by path, every proposal with the distribution that it was made by (`drafttrain.tree.merge`),
+so that the text stays the target's. Members draft one after the other.
 
-Departs from the paper: siblings are judged by member, not in an order drawn anew for every round,
+Departs from the paper: siblings are judged by member, not in an order drawn again for every round,
 which is exact too.
 """
 
@@ -20,6 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.drafter.base import Committed, Drafter
+from drafttrain.drafter.inside import Inside
+from drafttrain.drafter.remembered import (
+    Remembers,
+    remember_texts,
+    tokens_remembered,
+    without_memory,
+)
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Loss, Needs, Proposal, Sampling
 from drafttrain.nn.sampling import Policy
@@ -41,35 +48,45 @@ class EnsembleState:
     """Numbers of the rows, as they were when the state was opened."""
 
 
-class Ensemble(Drafter):
-    """Drafters that draft for the same target at once.
+@dataclass(frozen=True, kw_only=True)
+class EnsembleConfig:
+    """Settings of `Ensemble`."""
 
-    A tree that is none for several members is grown by each of them.
+    members: Sequence[Drafter]
+    """Drafters for the same target, in the order in which their drafts are judged."""
 
-    Args:
-        members: of this very target, in the order in which their drafts are judged.
-    Raises: InputError if there are none, or one is an ensemble, a part of the target, or drafts for
-    another target.
-    """
-
-    growths = (Forest, Tree, Dynamic, Confident)
-    learns = False
-
-    def __init__(self, target: Target, *, members: Sequence[Drafter]) -> None:
-        super().__init__(target)
-        if not members:
+    def __post_init__(self) -> None:
+        if not self.members:
             raise InputError("an ensemble has no members: give at least one drafter")
-        for number, member in enumerate(members, start=1):
+        for number, member in enumerate(self.members, start=1):
             if not isinstance(member, Drafter) or isinstance(member, Ensemble):
                 raise InputError(
                     f"member {number} is {type(member).__name__}, needs a drafter by itself"
                 )
-            if member.inside:
+            if isinstance(member, Inside):
                 raise InputError(
                     f"member {number} is {type(member).__name__}, a part of the target that drafts "
-                    f"on its cache, where there is "
-                    "room for one: give drafters of other kinds"
+                    "on its cache, where there is room for one: give drafters of other kinds"
                 )
+
+
+class Ensemble(Remembers, Drafter):
+    """Drafters that draft for the same target at once.
+
+    Each of them grows the tree asked for, unless that has a tree for each.
+
+    Raises: InputError if a member drafts for another target.
+    """
+
+    Config = EnsembleConfig
+    config: EnsembleConfig
+    growths = (Forest, Tree, Dynamic, Confident)
+    learns = False
+
+    def __init__(self, target: Target, **settings: Any) -> None:
+        super().__init__(target, **settings)
+        members = self.config.members
+        for number, member in enumerate(members, start=1):
             if member.target is not target:
                 raise InputError(f"member {number} drafts for another target than the ensemble's")
         self.members = nn.ModuleList(members)
@@ -89,7 +106,7 @@ class Ensemble(Drafter):
 
     def settings(self) -> dict[str, Any]:
         """Each member as the class that it is, how many tokens it proposes from, and its settings.
-        Who builds the ensemble again builds the members first."""
+        To build the ensemble again, the members are built first."""
         return {
             "members": [
                 {"_target_": _name(one), "draft_vocab": one.choices, **one.settings()}
@@ -108,39 +125,30 @@ class Ensemble(Drafter):
 
     @property
     def remembers(self) -> int:
-        return max(member.remembers for member in self.drafters)
+        return max(tokens_remembered(member) for member in self.drafters)
 
     def remember_texts(self, texts: Sequence[Sequence[int]]) -> None:
         for member in self.drafters:
-            member.remember_texts(texts)
+            remember_texts(member, texts)
 
     def without_memory(self) -> Ensemble:
         if not self.remembers:
             return self
-        return Ensemble(
-            self.target, members=[member.without_memory() for member in self.drafters]
-        ).eval()
+        members = [without_memory(member) for member in self.drafters]
+        return Ensemble(self.target, members=members).eval()
 
     @property
     def choices(self) -> int:
         """Of the member that proposes from the most tokens."""
         return max(member.choices for member in self.drafters)
 
-    @property
-    def trained_vocabulary(self) -> tuple[str, ...]:
-        return tuple(
-            f"members.{number}.{name}"
-            for number, member in enumerate(self.drafters)
-            for name in member.trained_vocabulary
-        )
-
     def describe(self) -> dict[str, Any]:
-        told = [
+        described = [
             f"{type(member).__name__} "
             f"({', '.join(f'{name} {value}' for name, value in member.describe().items())})"
             for member in self.drafters
         ]
-        return {"members": "; ".join(told)}
+        return {"members": "; ".join(described)}
 
     def shaped(self, tree: Growth) -> Growth:
         if isinstance(tree, Forest) or not tree.size:
@@ -155,11 +163,10 @@ class Ensemble(Drafter):
         if len(forest.trees) != len(self.members):
             raise InputError(
                 f"{where} has {len(forest.trees)} trees, this ensemble {len(self.members)} "
-                f"members: give one tree for each"
+                "members: give one tree for each"
             )
-        for number, (member, own) in enumerate(
-            zip(self.drafters, forest.trees, strict=True), start=1
-        ):
+        pairs = zip(self.drafters, forest.trees, strict=True)
+        for number, (member, own) in enumerate(pairs, start=1):
             if own.size:
                 member.check(own, f"{where}, member {number}")
 
@@ -196,11 +203,8 @@ class Ensemble(Drafter):
             raise TypeError(
                 f"an ensemble grows a Forest, this is a {type(tree).__name__}: see Ensemble.shaped"
             )
-        made = [
-            one
-            for one in self.drafts(state, committed, tree, policy, u, sampling)
-            if one is not None and one.size
-        ]
+        drafted = self.drafts(state, committed, tree, policy, u, sampling)
+        made = [one for one in drafted if one is not None and one.size]
         if not made:
             nothing = committed.tokens.new_empty(len(committed.tokens), 0)
             return Proposal(nothing, nothing, Sampling.ONE_HOT)
@@ -220,19 +224,19 @@ class Ensemble(Drafter):
         """What each member proposes; None of one that is left out, which reads nothing either.
 
         Args:
-            u: (b n) uniform numbers, each member's behind those of the members before it.
+            u: (b n) uniform numbers, each member's after those of the members before it.
         """
         found: list[Proposal | None] = []
-        begin = 0
+        start = 0
         for member, own, tree in zip(self.drafters, state.members, forest.trees, strict=True):
             numbers = None
             if u is not None and tree.can_draw and member.can_draw:
-                numbers = u[:, begin : begin + tree.size]
+                numbers = u[:, start : start + tree.size]
             how = Sampling.ONE_HOT if numbers is None else sampling
             found.append(
                 member.propose(own, committed, tree, policy, numbers, how) if tree.size else None
             )
-            begin += tree.size
+            start += tree.size
         return found
 
 
@@ -241,8 +245,5 @@ def _name(drafter: Drafter) -> str:
 
 
 def _as_deep_as(member: Drafter, tree: Growth) -> Growth:
-    return (
-        tree
-        if member.max_depth is None or tree.max_depth <= member.max_depth
-        else tree.capped(member.max_depth)
-    )
+    most = member.max_depth
+    return tree if most is None or tree.max_depth <= most else tree.capped(most)

@@ -84,7 +84,7 @@ class HeadsConfig:
         integer("blocks", self.blocks, 1, MOST_BLOCKS)
         integer("chunk", self.chunk, 1)
         switch("own_head", self.own_head)
-        decay, loss = self.config.decay, self.loss
+        decay, loss = self.decay, self.loss
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
             raise InputError(f"decay={decay}: needs a number above 0, at most 1")
         if not isinstance(loss, str) or (loss != TEXT and loss not in losses.DIVERGENCES):

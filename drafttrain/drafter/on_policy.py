@@ -28,18 +28,18 @@ from drafttrain.target.model import Pass, Target
 class OnPolicy:
     """Which rows the drafter writes, and how. Raises: InputError for settings out of range."""
 
-    share: float = 0.0
+    share: float
     """Of training rows."""
-    tokens: int = 64
-    """Most that are written behind a prompt."""
-    temperature: float = 1.0
+    tokens: int
+    """Most that are written after a prompt."""
+    temperature: float
 
     def __post_init__(self) -> None:
         share = self.share
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise InputError(f"on_policy={share}: needs a share from 0 to 1")
         if type(self.tokens) is not int or self.tokens < 1:
-            raise InputError(f"on_policy_tokens={self.tokens}: needs a whole number of at least 1")
+            raise InputError(f"on_policy_tokens={self.tokens}: needs an integer of at least 1")
         Policy(self.temperature)
 
     def chosen(self, batch: Batch, generator: torch.Generator) -> Tensor:
@@ -92,11 +92,11 @@ class _Pen:
 def write_answers(
     drafter: Writer, batch: Batch, rows: Tensor, settings: OnPolicy, generator: torch.Generator
 ) -> Batch:
-    """Answers behind prompts of some rows; the labels are the tokens written.
+    """Answers after prompts of some rows; the labels are the tokens written.
 
-    A prompt is all that stands before one of the row's answers, drawn uniformly; where every token
-    is a label, all before a place drawn uniformly. Nothing but the generator, the rows and the
-    drafter's weights decides what is written.
+    A prompt is all that comes before one of the row's answers, drawn uniformly; where every token
+    is a label, all before a place drawn uniformly. What is written depends only on the generator,
+    the rows and the drafter's weights.
 
     Args:
         rows: (b) bool, each with a label.

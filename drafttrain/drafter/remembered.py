@@ -7,7 +7,6 @@ import abc
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing_extensions import Self
 
 from drafttrain.drafter.automaton import SuffixAutomaton
 from drafttrain.drafter.base import Drafter
@@ -30,7 +29,7 @@ class Remembers(abc.ABC):
         """
 
     @abc.abstractmethod
-    def without_memory(self) -> Self:
+    def without_memory(self) -> Drafter:
         """This drafter as one that has kept nothing, and keeps for itself what it decodes; itself
         where none is ever kept. A measurement decodes with one of these: it must not see what
         another one wrote."""

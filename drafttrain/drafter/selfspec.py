@@ -3,20 +3,21 @@ its attention and some of its MLP sub-layers left out. Nothing is trained.
 
 What is left out is given, or searched by decoding (`search=skips`).
 
-As in the source, a draft reads the keys and values that the whole target has made of the text, and
+As in the source, a draft reads the keys and values that the full target has made of the text, and
 those of drafted tokens are its own, until verification overwrites them. Departs from it:
 
 - Layers before the first with something left out do in a draft what they do in the target.
   Verification does not run them again for tokens that the draft has read.
-- Where a draft ends is the tree's business: `tree=chain tree.stop_below=0.6` ends it before a token
-  that is unsure. The source ends it behind one, at a threshold that follows the rate of acceptance.
-- A reduced draft vocabulary is possible: the head, which the source runs whole, is a large part of
-  a small target.
+- The tree decides where a draft ends: `tree=chain tree.stop_below=0.6` ends it before a token that
+  is unsure. The source ends it after one, at a threshold that follows the rate of acceptance.
+- A reduced draft vocabulary is possible: the head, which the source runs in full, is a large part
+  of a small target.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,51 +28,66 @@ from drafttrain.drafter.inside import Inside, InsideState
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Loss, Needs
 from drafttrain.target.model import Target
+from drafttrain.tree.candidates import Candidates
+
+SKIPS = ("skip_attention", "skip_mlp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfSpecConfig:
+    """Settings of `SelfSpec`."""
+
+    skip_attention: Sequence[int]
+    """Numbers of the layers, from 0, whose attention is left out; kept ascending."""
+    skip_mlp: Sequence[int]
+    """Of those whose MLP is left out. A layer that is named in both is left out entirely."""
+    draft_ids: Sequence[int] | None
+    """(w) ascending ids that can be proposed; None is the whole vocabulary."""
+
+    def __post_init__(self) -> None:
+        for name in SKIPS:
+            given = getattr(self, name)
+            listed = isinstance(given, Sequence) and not isinstance(given, str)
+            numbers = listed and all(type(layer) is int and layer >= 0 for layer in given)
+            if not numbers or len(set(given)) < len(given):
+                raise InputError(
+                    f"{name}={given}: needs a list of layers of the target, numbers from 0, each "
+                    "once; [] for none"
+                )
+            object.__setattr__(self, name, sorted(given))
 
 
 class SelfSpec(Inside):
     """The target without some of its sub-layers.
 
-    Args:
-        target: the frozen model.
-        skip_attention, skip_mlp: numbers of the layers, from 0, whose attention, whose MLP is left
-            out. A layer that is named in both is left out whole.
-        draft_ids: (w) ascending ids that can be proposed; None is the whole vocabulary.
     Raises: InputError for layers that are not there, if nothing is left to draft with, and for a
         target whose layers cannot be taken apart.
     """
 
+    Config = SelfSpecConfig
+    config: SelfSpecConfig
     needs = Needs()
     learns = False
 
-    def __init__(
-        self,
-        target: Target,
-        *,
-        skip_attention: Sequence[int] = (),
-        skip_mlp: Sequence[int] = (),
-        draft_ids: Tensor | list[int] | None = None,
-    ) -> None:
-        super().__init__(target, draft_ids)
-        count = len(target.decoder_layers)
-        self.skip_attention = _numbers("skip_attention", skip_attention, count, target)
-        self.skip_mlp = _numbers("skip_mlp", skip_mlp, count, target)
-        if len(self.skip_attention) == len(self.skip_mlp) == count:
+    def __init__(self, target: Target, **settings: Any) -> None:
+        super().__init__(target, **settings)
+        skips, count = self.config, len(target.decoder_layers)
+        for name in SKIPS:
+            given = getattr(skips, name)
+            if given and given[-1] >= count:
+                raise InputError(
+                    f"{name}={given}: needs a list of layers of target {target.name}, numbers from "
+                    f"0 to {count - 1}, each once; [] for none"
+                )
+        if len(skips.skip_attention) == len(skips.skip_mlp) == count:
             raise InputError(
                 f"skip_attention and skip_mlp name all {count} layers of target {target.name}: "
-                f"leave some to draft with"
+                "leave some to draft with"
             )
-        steps = target.stack.without(self.skip_attention, self.skip_mlp)
-        first = min((*self.skip_attention, *self.skip_mlp), default=count)
+        steps = target.stack.without(skips.skip_attention, skips.skip_mlp)
+        first = min((*skips.skip_attention, *skips.skip_mlp), default=count)
         self.common, self.rest = steps[:first], steps[first:]
         self.to(target.device)
-
-    def settings(self) -> dict[str, Any]:
-        return {
-            "skip_attention": list(self.skip_attention),
-            "skip_mlp": list(self.skip_mlp),
-            "draft_ids": None if self.draft_ids is None else self.draft_ids.tolist(),
-        }
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,17 +99,17 @@ class SelfSpec(Inside):
         """Of the target's parameters, embedding left out, those that a draft reads: what a draft
         costs where weights bound it."""
         attention, mlp = self.target.stack.sizes()
-        head = self.target.output.weight.numel()
-        kept = sum(n for layer, n in enumerate(attention) if layer not in self.skip_attention)
-        kept += sum(n for layer, n in enumerate(mlp) if layer not in self.skip_mlp)
+        head, skips = self.target.output.weight.numel(), self.config
+        kept = sum(n for layer, n in enumerate(attention) if layer not in skips.skip_attention)
+        kept += sum(n for layer, n in enumerate(mlp) if layer not in skips.skip_mlp)
         drafting = head * self.choices / self.target.vocab_size
         return (kept + drafting) / (sum(attention) + sum(mlp) + head)
 
     def describe(self) -> dict[str, Any]:
         return {
             "learns": "nothing, it is the target with sub-layers left out",
-            "skip_attention": list(self.skip_attention),
-            "skip_mlp": list(self.skip_mlp),
+            "skip_attention": list(self.config.skip_attention),
+            "skip_mlp": list(self.config.skip_mlp),
             "reads of the target's weights": f"{self.share:.0%}",
         }
 
@@ -115,27 +131,14 @@ class SelfSpec(Inside):
         )
 
     # Decoding -------------------------------------------------------------------------------------
-    def extend(self, state: InsideState, committed: Committed) -> tuple[Tensor, Tensor]:
-        out = self.target.stack.norm(self.read_anchor(state, committed))[:, 0]
-        return out, self.head(out)
+    def extend(
+        self, state: InsideState, committed: Committed, depth: int
+    ) -> tuple[Tensor, Candidates]:
+        out = self.target.stack.norm(self.read_anchor(state, committed))  # b 1 d
+        return out, self.candidates(self.head(out[:, 0])[:, None])
 
     def expand(
         self, state: InsideState, tokens: Tensor, hidden: Tensor, depth: int, tree_mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Candidates]:
         out = self.target.stack.norm(self.read_drafts(state, tokens, depth, tree_mask))
-        return out, self.head(out)
-
-
-def _numbers(name: str, given: Sequence[int], count: int, target: Target) -> tuple[int, ...]:
-    """Ascending numbers of layers. Raises: InputError for anything else."""
-    listed = isinstance(given, Sequence) and not isinstance(given, str)
-    if (
-        not listed
-        or not all(type(layer) is int and 0 <= layer < count for layer in given)
-        or len(set(given)) < len(given)
-    ):
-        raise InputError(
-            f"{name}={given}: needs a list of layers of target {target.name}, numbers from 0 to "
-            f"{count - 1}, each once; [] for none"
-        )
-    return tuple(sorted(given))
+        return out, self.candidates(self.head(out))

@@ -1,16 +1,16 @@
-"""Suffix decoding: what followed the longest suffix of the text where it stood before, most
+"""Suffix decoding: what followed the longest suffix of the text where it occurred before, most
 frequent first.
 
 Oliaro et al. 2024, "SuffixDecoding" (arXiv:2411.04975). Learns nothing, has no weights, and reads
-nothing of the target. Departs from the paper: suffix automata instead of suffix trees; the longest
-match alone is followed, where the paper scores every length; a request's own text, the texts
+nothing of the target. Departs from the paper: suffix automata instead of suffix trees; only the
+longest match is followed, where the paper scores every length; a request's own text, the texts
 decoded earlier and the corpus are one count here, where the paper takes the better of two trees;
 and earlier texts, prompt and answer, are looked up only if `remember` asks for it.
 
 The counts rank drafts; they are no probability that a token was drawn with, and no rule sees them.
-So what is remembered moves how many drafts are kept, never the law of a text: a greedy one is the
-target's own, a drawn one has the target's distribution. Which one is drawn may differ with what is
-remembered, for the same seed.
+So what is remembered changes how many drafts are kept, never the distribution of a text: a greedy
+one is the target's own, a drawn one has the target's distribution. Which one is drawn may differ
+with what is remembered, for the same seed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import contextlib
 import copy
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ from drafttrain.checks import integer
 from drafttrain.data.conversations import TRAIN, read_set
 from drafttrain.data.datamodule import set_folder
 from drafttrain.drafter.automaton import SuffixAutomaton
-from drafttrain.drafter.base import Retrieval, RowText
-from drafttrain.drafter.remembered import ALONE, Remembered
+from drafttrain.drafter.remembered import LOCK, Remembered, Remembers
+from drafttrain.drafter.retrieval import Retrieval, RowText
 from drafttrain.errors import InputError
 from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
@@ -39,127 +39,125 @@ from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import MOST_NODES, Tree
 
 APART = -1
-"""Stands between two texts of a corpus; no token has this id."""
+"""Between two texts of a corpus; no token has this id."""
 MOST_REMEMBERED = 10_000_000
 """Tokens: some 12 GB of memory."""
 
 
-class Suffix(Retrieval):
+@dataclass(frozen=True, kw_only=True)
+class SuffixConfig:
+    """Settings of `Suffix`."""
+
+    max_match: int
+    """Tokens of the longest match that is looked for."""
+    min_match: int
+    """Tokens of the shortest. A shorter one occurred in more places."""
+    deepest: int
+    """The deepest tree that can be filled; strings of max_match + deepest tokens are counted."""
+    corpus: str | None
+    """A conversation set of this target, `builtin:<name>` or a folder, whose training rows count as
+    if they came before every text; None is only the text."""
+    corpus_tokens: int
+    """Rows of the corpus are taken while they have at most that many tokens in all. They travel in
+    packages."""
+    remember: int
+    """Tokens of texts, prompt and answer, that this drafter has decoded, whose places count too:
+    the latest ones, as complete texts. 0 looks up none. They are only in memory, at most some
+    1.2 kB a token, and are not packaged; other texts see them once the call that decoded them is
+    done."""
+    corpus_ids: Sequence[int] | None
+    """(t) the corpus as a package holds it, its texts apart by -1; None reads `corpus`."""
+
+    def __post_init__(self) -> None:
+        integer("max_match", self.max_match, 1, MOST_NODES)
+        integer("min_match", self.min_match, 1)
+        integer("deepest", self.deepest, 1, MOST_NODES)
+        integer("corpus_tokens", self.corpus_tokens, 1)
+        integer("remember", self.remember, 0, MOST_REMEMBERED)
+        if self.min_match > self.max_match:
+            raise InputError(
+                f"min_match={self.min_match} is above max_match={self.max_match}: the shortest "
+                "match cannot be the longer one"
+            )
+        if not (self.corpus is None or isinstance(self.corpus, str)):
+            raise InputError(
+                f"corpus={self.corpus}: needs builtin:<name> or the folder of a conversation set, "
+                "or null for none"
+            )
+        if self.corpus is None and self.corpus_ids is not None:
+            raise InputError("corpus_ids are given without the name of their corpus")
+
+
+class Suffix(Remembers, Retrieval):
     """Drafts the continuations of the longest suffix, of `max_match` to `min_match` tokens, that
-    stood in the text before.
+    occurred in the text before.
 
     Continuations of a node are ranked by how often they followed the match and the drafts on the
-    way to the node; among equals the one seen last in the text comes first, then the one seen last
-    in earlier texts, then in the corpus. Their shares decide which nodes a dynamic tree has.
-
-    Args:
-        max_match, min_match: the longest and the shortest match that is looked for. A shorter one
-            stood in more places.
-        deepest: the deepest tree that can be filled; strings of max_match + deepest tokens are
-            counted.
-        corpus: a conversation set of this target, `builtin:<name>` or a folder, whose training rows
-            count as if they stood before every text; None is the text alone.
-        corpus_tokens: rows of the corpus are taken while they have at most so many tokens in all.
-            They travel in packages.
-        remember: tokens of texts, prompt and answer, that this drafter has decoded, whose places
-            count too: the latest ones, as whole texts. 0 looks up none. They are in memory alone,
-            at most some 1.2 kB a token, and are not packaged; other texts see them once the call
-            that decoded them is done.
-        corpus_ids: (t) the corpus as a package holds it, its texts apart by -1; None reads
-            `corpus`.
+    path to the node; of equals the one seen last in the text comes first, then the one seen last in
+    earlier texts, then in the corpus. Their shares decide which nodes a dynamic tree has.
     """
 
+    Config = SuffixConfig
+    config: SuffixConfig
     growths = (Tree, Dynamic, Confident)
     corpus_ids: Tensor | None
 
-    def __init__(
-        self,
-        target: Target,
-        *,
-        max_match: int = 16,
-        min_match: int = 1,
-        deepest: int = 24,
-        corpus: str | None = None,
-        corpus_tokens: int = 50_000,
-        remember: int = 0,
-        corpus_ids: Tensor | list[int] | None = None,
-    ) -> None:
-        super().__init__(target)
-        integer("max_match", max_match, 1, MOST_NODES)
-        integer("min_match", min_match, 1)
-        integer("deepest", deepest, 1, MOST_NODES)
-        integer("corpus_tokens", corpus_tokens, 1)
-        integer("remember", remember, 0, MOST_REMEMBERED)
-        if min_match > max_match:
-            raise InputError(
-                f"min_match={min_match} is above max_match={max_match}: the shortest match cannot "
-                f"be the longer one"
-            )
-        if not (corpus is None or isinstance(corpus, str)):
-            raise InputError(
-                f"corpus={corpus}: needs builtin:<name> or the folder of a conversation set, or "
-                f"null for none"
-            )
-        if corpus is None and corpus_ids is not None:
-            raise InputError("corpus_ids are given without the name of their corpus")
-        self.max_match, self.min_match, self.deepest = max_match, min_match, deepest
-        self.corpus, self.corpus_tokens, self.remember = corpus, corpus_tokens, remember
-        ids = None
-        if corpus is not None:
-            ids = (
-                _read_corpus(corpus, target, corpus_tokens)
-                if corpus_ids is None
-                else torch.as_tensor(corpus_ids)
-            )
-            _check_ids(ids, target)
-        self.register_buffer("corpus_ids", ids)
+    def __init__(self, target: Target, **settings: Any) -> None:
+        super().__init__(target, **settings)
+        self.register_buffer("corpus_ids", self._corpus())
         self.known = SuffixAutomaton(self.longest)
         """The corpus, the same for all rows."""
-        for token in [] if ids is None else ids.tolist():
+        for token in self.config.corpus_ids or ():
             if token == APART:
                 self.known.begin()
             else:
                 self.known.append(token)
-        self.earlier = Remembered(remember, self.longest) if remember else None
+        self.earlier = self._nothing_remembered()
         """Texts decoded earlier."""
 
-    def settings(self) -> dict[str, Any]:
-        names = ("max_match", "min_match", "deepest", "corpus", "corpus_tokens", "remember")
-        return {name: getattr(self, name) for name in names} | {
-            "corpus_ids": None if self.corpus_ids is None else self.corpus_ids.tolist()
-        }
+    def _corpus(self) -> Tensor | None:
+        """(t) int64 ids of the corpus, which are settings from then on."""
+        corpus, given = self.config.corpus, self.config.corpus_ids
+        if corpus is None:
+            return None
+        if given is None:
+            ids = _read_corpus(corpus, self.target, self.config.corpus_tokens)
+        else:
+            ids = torch.as_tensor(given)
+        _check_ids(ids, self.target)
+        self.config = replace(self.config, corpus_ids=ids.tolist())
+        return ids
 
     def describe(self) -> dict[str, Any]:
-        told = super().describe()
-        told["corpus_ids"] = self.known.size
-        return told
+        return {**super().describe(), "corpus_ids": self.known.size}
 
     @property
     def max_depth(self) -> int:
-        return self.deepest
+        return self.config.deepest
 
     @property
     def longest(self) -> int:
         """Tokens of the longest string that is counted."""
-        return self.max_match + self.deepest
+        return self.config.max_match + self.config.deepest
 
     def memory(self) -> SuffixText:
-        others = [Elsewhere(self.known, self.max_match)] if self.known.size else []
+        most, least = self.config.max_match, self.config.min_match
+        others = [Elsewhere(self.known, most)] if self.known.size else []
         if self.earlier is not None:
-            others.insert(0, Earlier(self.earlier, self.max_match))
-        return SuffixText(SuffixAutomaton(self.longest), others, self.max_match, self.min_match)
+            others.insert(0, Earlier(self.earlier, most))
+        return SuffixText(SuffixAutomaton(self.longest), others, most, least)
 
     def reading(self) -> contextlib.AbstractContextManager[Any]:
-        return super().reading() if self.earlier is None else ALONE
+        return super().reading() if self.earlier is None else LOCK
 
     # What was decoded earlier ---------------------------------------------------------------------
     @property
     def remembers(self) -> int:
-        return self.remember
+        return self.config.remember
 
     def remember_texts(self, texts: Sequence[Sequence[int]]) -> None:
         if self.earlier is not None:
-            with ALONE:
+            with LOCK:
                 for text in texts:
                     self.earlier.add(text)
 
@@ -167,12 +165,15 @@ class Suffix(Retrieval):
         if self.earlier is None:
             return self
         other = copy.copy(self)
-        other.earlier = Remembered(self.remember, self.longest)
+        other.earlier = self._nothing_remembered()
         return other
+
+    def _nothing_remembered(self) -> Remembered | None:
+        return Remembered(self.remembers, self.longest) if self.remembers else None
 
 
 class Elsewhere:
-    """How much of the end of a row's text stands in other texts, which are there before it."""
+    """How much of the end of a row's text occurs in other texts, which are there before it."""
 
     def __init__(self, automaton: SuffixAutomaton, max_match: int) -> None:
         self.automaton, self.max_match = automaton, max_match
@@ -199,7 +200,7 @@ class Elsewhere:
 
 
 class Earlier(Elsewhere):
-    """The same in texts of which there are more and others as time goes on."""
+    """The same in texts that come and go with time."""
 
     def __init__(self, texts: Remembered, max_match: int) -> None:
         super().__init__(texts.automaton, max_match)
@@ -229,7 +230,7 @@ class Earlier(Elsewhere):
 
 Place = tuple[int | None, ...]
 """A string: its state in the row's own text, then in each of the others; None where it did not
-stand."""
+occur."""
 
 
 @dataclass(slots=True)
@@ -243,7 +244,7 @@ class _Found:
 
 
 class SuffixText(RowText):
-    """A row's text as an automaton, and what of its end stands in other texts."""
+    """A row's text as an automaton, and what of its end occurs in other texts."""
 
     def __init__(
         self, own: SuffixAutomaton, others: Sequence[Elsewhere], max_match: int, min_match: int
@@ -258,9 +259,8 @@ class SuffixText(RowText):
     def root(self) -> Place | None:
         own = self.own
         here = own.up_to(own.end, self.max_match)
-        while (
-            here > 0 and own.count[here] < 2
-        ):  # Once is the end of the text itself, which nothing follows yet.
+        # Once is the end of the text itself, which nothing follows yet.
+        while here > 0 and own.count[here] < 2:
             here = own.link[here]
         ends = [
             (here, min(own.length[here], self.max_match)),
@@ -284,15 +284,15 @@ class SuffixText(RowText):
                         one = found[token] = _Found([-1] * len(node), [None] * len(node))
                     one.count += there.count[after]
                     one.latest[number], one.place[number] = there.latest[after], after
-        whole = sum(one.count for one in found.values())
+        total = sum(one.count for one in found.values())
         best = sorted(
             found.items(), key=lambda item: (item[1].count, item[1].latest), reverse=True
         )[:most]
-        return [(token, one.count / whole, tuple(one.place)) for token, one in best]
+        return [(token, one.count / total, tuple(one.place)) for token, one in best]
 
 
 def _read_corpus(corpus: str, target: Target, tokens: int) -> Tensor:
-    """(t) int64 the first training rows of a set, a separator behind each."""
+    """(t) int64 the first training rows of a set, a separator after each."""
     read = read_set(set_folder(corpus, "drafter.corpus"))
     fingerprint.refuse_other(
         read.manifest["target"]["fingerprint"], target.fingerprint, f"corpus={corpus}"
@@ -308,7 +308,7 @@ def _read_corpus(corpus: str, target: Target, tokens: int) -> Tensor:
     if not taken:
         raise InputError(
             f"corpus={corpus}: none of its training rows has at most {tokens} tokens: raise "
-            f"corpus_tokens"
+            "corpus_tokens"
         )
     return torch.cat(taken)
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from drafttrain.drafter.base import Committed, Retrieval
+from drafttrain.drafter.base import Committed
+from drafttrain.drafter.retrieval import Retrieval
 from drafttrain.flow import Features, Proposal
 from drafttrain.nn.sampling import Policy
 from drafttrain.tree.topology import Growth

@@ -14,7 +14,7 @@ from drafttrain.decoding.costs import measure_costs
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Committed
-from drafttrain.drafter.early_exit import EarlyExit
+from drafttrain.drafter.early_exit import EarlyExit, EarlyExitState
 from drafttrain.drafter.inside import InsideState
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Needs
@@ -23,18 +23,20 @@ from drafttrain.nn.cache import KVCache
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.target.model import Target
+from drafttrain.tree.candidates import Candidates
 from drafttrain.tree.topology import Tree
 from tests.decoding.models import SMALL, p_value
 from tests.drafter.inside import PLAIN, PROMPTS, TREES, check_entries, counted, texts, watched
+from tests.drafter.make import make
 
 
-def make(
+def made(
     family: str = "llama", *, stirred: bool = True, **settings: Any
 ) -> tuple[Target, EarlyExit]:
     """A drafter behind the middle layer, its adapter no longer what it begins as."""
     target = load.tiny(family=family)
     torch.manual_seed(0)
-    drafter = EarlyExit(target, **{"exit_layer": 1, **settings}).eval()
+    drafter = make(EarlyExit, target, **{"exit_layer": 1, **settings}).eval()
     if stirred:
         with torch.no_grad():
             drafter.block.o.weight.normal_(0, 0.05)
@@ -64,7 +66,7 @@ def features(target: Target, batch: Batch, drafter: EarlyExit) -> Features:
     ids=[*load.TINY, "mistral, tree"],
 )
 def test_a_new_adapter_behind_the_last_layer_is_the_target(family: str, tree: Tree) -> None:
-    target, drafter = make(family, stirred=False, exit_layer=2, mlp=32)
+    target, drafter = made(family, stirred=False, exit_layer=2, mlp=32)
     limit = 1 + 3 * (tree.max_depth + 1)
     outputs, tally = decode(target, drafter, PROMPTS, Plan(tree), max_new_tokens=limit, stop_ids=())
     assert tally.tau == tree.max_depth + 1 and tally.rounds == 3 * len(PROMPTS)
@@ -84,7 +86,7 @@ def test_a_new_adapter_behind_the_last_layer_is_the_target(family: str, tree: Tr
     ],
 )
 def test_greedy_output_is_the_targets_own(family: str, settings: dict[str, Any], tree: str) -> None:
-    target, drafter = make(family, **settings)
+    target, drafter = made(family, **settings)
     plain = texts(decode(target, None, PROMPTS, PLAIN, max_new_tokens=20, stop_ids=())[0])
     stop = (plain[0][7], plain[1][13])
     outputs, tally = decode(
@@ -109,13 +111,13 @@ def test_greedy_output_is_the_targets_own(family: str, settings: dict[str, Any],
 def test_sampled_text_follows_the_targets_law(plan: Plan, settings: dict[str, Any]) -> None:
     target = load.tiny(**{**SMALL, "layers": 3})  # type: ignore[arg-type]
     torch.manual_seed(0)
-    drafter = EarlyExit(target, **{"exit_layer": 1, **settings}).eval()
+    drafter = make(EarlyExit, target, **{"exit_layer": 1, **settings}).eval()
     assert p_value(target, drafter, plan, rows=2000) > 1e-3
 
 
 @pytest.mark.parametrize("tree", ["chain", "tree"])
 def test_a_sampled_row_does_not_depend_on_its_neighbours(tree: str) -> None:
-    target, drafter = make()
+    target, drafter = made()
     plan = Plan(TREES[tree], Policy(1.0))
     together, _ = decode(target, drafter, PROMPTS, plan, max_new_tokens=16, stop_ids=(), seed=4)
     for number, prompt in enumerate(PROMPTS):
@@ -133,7 +135,7 @@ def test_a_sampled_row_does_not_depend_on_its_neighbours(tree: str) -> None:
 
 
 def test_an_adapter_in_low_precision_leaves_the_text_alone() -> None:
-    target, drafter = make()
+    target, drafter = made()
     half = drafter.at(torch.bfloat16)
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16} and half.shared_layer == 1
     outputs, _ = decode(target, half, PROMPTS, Plan(TREES["tree"]), max_new_tokens=12, stop_ids=())
@@ -153,7 +155,7 @@ def test_an_adapter_in_low_precision_leaves_the_text_alone() -> None:
 @pytest.mark.parametrize("tree", ["chain", "tree", "confident"])
 @pytest.mark.parametrize("exit_layer", [0, 1, 2])
 def test_no_layer_reads_a_token_twice(exit_layer: int, tree: str) -> None:
-    target, drafter = make(exit_layer=exit_layer)
+    target, drafter = made(exit_layer=exit_layer)
     growth = TREES[tree]
     with counted(target) as counts:
         _, tally = decode(
@@ -169,7 +171,7 @@ def test_the_targets_cache_keeps_the_text_alone(
     family: str, tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In its order, whatever the order in which drafts were read."""
-    target, drafter = make(family)
+    target, drafter = made(family)
     with watched(monkeypatch) as seen:
         outputs, tally = decode(
             target, drafter, PROMPTS, Plan(TREES[tree]), max_new_tokens=12, stop_ids=()
@@ -183,14 +185,17 @@ def test_a_round_drafts_what_training_would_guess(
     tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The law behind the anchor, from its own cache, is that of one pass over the whole text."""
-    target, drafter = make("mistral")
+    target, drafter = made("mistral")
     rounds: list[tuple[list[int], Tensor]] = []
     extend = EarlyExit.extend
 
-    def spy(self: EarlyExit, state: InsideState, committed: Committed) -> tuple[Tensor, Tensor]:
-        out = extend(self, state, committed)
-        rounds.append((state.rows.lengths.tolist(), out[1].clone()))  # type: ignore[attr-defined]
-        return out
+    def spy(
+        self: EarlyExit, state: InsideState, committed: Committed, depth: int
+    ) -> tuple[Tensor, Candidates]:
+        hidden, candidates = extend(self, state, committed, depth)
+        assert isinstance(state, EarlyExitState)
+        rounds.append((state.rows.lengths.tolist(), candidates.logits[:, 0].clone()))
+        return hidden, candidates
 
     monkeypatch.setattr(EarlyExit, "extend", spy)
     outputs, _ = decode(target, drafter, PROMPTS, Plan(TREES[tree]), max_new_tokens=12, stop_ids=())
@@ -214,14 +219,14 @@ def test_a_round_drafts_what_training_would_guess(
 def test_every_drafted_node_equals_one_pass_over_its_path(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, drafter = make(family)
+    target, drafter = made(family)
     tree, read = Tree.expansion([2, 2, 1]), list[Tensor]()
     expand = EarlyExit.expand
 
-    def spy(self: EarlyExit, *arguments: Any) -> tuple[Tensor, Tensor]:
-        out = expand(self, *arguments)
-        read.append(out[1])
-        return out
+    def spy(self: EarlyExit, *arguments: Any) -> tuple[Tensor, Candidates]:
+        hidden, candidates = expand(self, *arguments)
+        read.append(candidates.logits)
+        return hidden, candidates
 
     monkeypatch.setattr(EarlyExit, "expand", spy)
     prompts, lengths = (
@@ -259,7 +264,7 @@ def test_every_drafted_node_equals_one_pass_over_its_path(
 
 
 def test_guesses_are_what_is_drafted_behind_the_text() -> None:
-    target, drafter = make()
+    target, drafter = made()
     outputs, tally = decode(
         target, drafter, PROMPTS[:1], Plan(Tree.chain(1)), max_new_tokens=24, stop_ids=()
     )
@@ -275,7 +280,7 @@ def test_guesses_are_what_is_drafted_behind_the_text() -> None:
 
 
 def test_costs_can_be_measured() -> None:
-    target, drafter = make()
+    target, drafter = made()
     trees = [Tree.chain(2), Tree.expansion([2, 1])]
     found = measure_costs(target, drafter, Policy(), trees, context=8, repeats=1)
     assert (
@@ -298,7 +303,7 @@ def test_the_loss_of_every_label_by_hand(settings: dict[str, Any]) -> None:
     """Row i, of the stream behind the exit, predicts x_{i+1} against the target's law there; the
     weight is the label's mask."""
     weights = {"forward_kl": 0.5, "total_variation": 2.0, "cross_entropy": 1.0}
-    target, drafter = make(**settings, loss=weights, chunk=3)
+    target, drafter = made(**settings, loss=weights, chunk=3)
     ids, mask = [10, 11, 12, 13, 14, 20, 22, 24, 27], [0, 1, 0, 0, 0, 1, 1, 1, 1]
     short = row([5, 6, 7, 8], [0, 0, 1, 1], 1)
     batch = collate([row(ids, mask), short])
@@ -328,7 +333,7 @@ def test_the_loss_of_every_label_by_hand(settings: dict[str, Any]) -> None:
 
 
 def test_only_the_adapter_gets_a_gradient() -> None:
-    target, drafter = make(mlp=32)
+    target, drafter = made(mlp=32)
     batch = collate([row([10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 1, 1])])
     drafter.loss(batch, features(target, batch, drafter)).total.backward()
     assert {name.partition(".")[0] for name, _ in drafter.named_parameters()} == {"block", "norm"}
@@ -346,7 +351,7 @@ def test_only_the_adapter_gets_a_gradient() -> None:
 @pytest.mark.field("F12", "F31")
 @pytest.mark.parametrize("ids", [[4], [4, 5], [4, 5, 6]])
 def test_short_rows_and_rows_without_labels_give_no_nan(ids: list[int]) -> None:
-    target, drafter = make()
+    target, drafter = made()
     for mask in ([0] * len(ids), [0] * (len(ids) - 1) + [int(len(ids) > 1)]):
         batch = collate([row(ids, mask)])
         loss = drafter.loss(batch, features(target, batch, drafter))
@@ -360,14 +365,14 @@ def test_short_rows_and_rows_without_labels_give_no_nan(ids: list[int]) -> None:
 
 
 def test_text_alone_needs_no_law() -> None:
-    _, drafter = make(loss={"cross_entropy": 1.0, "forward_kl": 0.0})
-    assert drafter.needs == Needs(layers=(1,)) and make()[1].needs == Needs(
+    _, drafter = made(loss={"cross_entropy": 1.0, "forward_kl": 0.0})
+    assert drafter.needs == Needs(layers=(1,)) and made()[1].needs == Needs(
         last_hidden=True, layers=(1,)
     )
 
 
 def test_it_begins_as_the_targets_head_on_the_exit_layer_and_learns() -> None:
-    target, drafter = make(stirred=False, exit_layer=0, mlp=64)
+    target, drafter = made(stirred=False, exit_layer=0, mlp=64)
     (output,), _ = decode(target, None, PROMPTS[:1], PLAIN, max_new_tokens=40, stop_ids=())
     batch = collate([row(PROMPTS[0] + output.ids, [0] * 4 + [1] * 40)])
     true, frozen = (
@@ -456,4 +461,4 @@ def test_a_block_through_a_cache_is_the_block(mlp: int) -> None:
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said.replace(".", r"\.")):
-        EarlyExit(load.tiny(), **settings)
+        make(EarlyExit, load.tiny(), **settings)

@@ -25,22 +25,24 @@ from drafttrain.flow import Needs
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.target.model import Target
+from drafttrain.tree.candidates import Candidates
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.forest import Forest, forest
 from drafttrain.tree.topology import Growth, Tree
 from tests.decoding.models import SMALL, p_value
+from tests.drafter.make import make
 
 PLAIN = Plan(Tree.chain(0))
 PROMPTS = [[3, 5, 7, 9, 3, 5], [11], list(range(20, 44))]
 MEMBERS: dict[str, Callable[[Target], list[Drafter]]] = {
-    "two models": lambda target: [Ssm(target, layers=[0, 2]), Ssm(target, layers=[1])],
-    "alike": lambda target: [Ssm(target, layers=[0]), Ssm(target, layers=[0])],
+    "two models": lambda target: [make(Ssm, target, layers=[0, 2]), make(Ssm, target, layers=[1])],
+    "alike": lambda target: [make(Ssm, target, layers=[0]), make(Ssm, target, layers=[0])],
     "all kinds": lambda target: [
-        Eagle1(target),
-        NGram(target),
-        Medusa(target, heads=2),
-        Suffix(target),
+        make(Eagle1, target),
+        make(NGram, target),
+        make(Medusa, target, heads=2),
+        make(Suffix, target),
     ],
 }
 FORESTS: dict[tuple[str, str], Growth] = {
@@ -125,7 +127,7 @@ def small() -> tuple[Target, Ensemble]:
     target = load.tiny(**{**SMALL, "layers": 3})  # type: ignore[arg-type]
     torch.manual_seed(0)
     return target, Ensemble(
-        target, members=[Ssm(target, layers=[0]), Ssm(target, layers=[0, 1])]
+        target, members=[make(Ssm, target, layers=[0]), make(Ssm, target, layers=[0, 1])]
     ).eval()  # type: ignore[return-value]
 
 
@@ -151,7 +153,8 @@ def test_a_member_that_copies_keeps_the_law_too() -> None:
     """Where the copying member has nothing to copy and nothing is drawn, the rule is the same."""
     target = load.tiny(**SMALL)  # type: ignore[arg-type]
     prompt = (3, 5, 2, 3, 5)
-    for members in ([NGram(target), Ssm(target, layers=[0])], [NGram(target), Suffix(target)]):
+    for other in (make(Ssm, target, layers=[0]), make(Suffix, target)):
+        members = [make(NGram, target), other]
         drafter = Ensemble(target, members=members).eval()
         assert (
             p_value(
@@ -211,10 +214,12 @@ def test_after_every_round_each_members_cache_holds_one_plain_forward(
     rounds: list[tuple[Ssm, list[int], Tensor]] = []
     extend = Ssm.extend
 
-    def spy(self: Ssm, state: Any, committed: Committed) -> tuple[Tensor, Tensor]:
-        out = extend(self, state, committed)
-        rounds.append((self, state.cache.lengths.tolist(), out[1].clone()))
-        return out
+    def spy(
+        self: Ssm, state: Any, committed: Committed, depth: int
+    ) -> tuple[Tensor, Candidates]:
+        hidden, candidates = extend(self, state, committed, depth)
+        rounds.append((self, state.cache.lengths.tolist(), candidates.logits[:, 0].clone()))
+        return hidden, candidates
 
     monkeypatch.setattr(Ssm, "extend", spy)
     outputs, _ = decode(target, drafter, PROMPTS, Plan(tree), max_new_tokens=12, stop_ids=())
@@ -270,7 +275,7 @@ def test_a_copy_for_decoding_is_the_same_ensemble(target: Target) -> None:
     assert texts(outputs) == texts(
         decode(target, None, PROMPTS, PLAIN, max_new_tokens=8, stop_ids=())[0]
     )
-    copies = Ensemble(target, members=[NGram(target), Suffix(target)])
+    copies = Ensemble(target, members=[make(NGram, target), make(Suffix, target)])
     assert not copies.can_draw and copies.dtype is None and copies.needs == Needs()
 
 
@@ -306,13 +311,13 @@ def test_trees_that_do_not_fit_are_refused(tree: Growth, message: str, target: T
 
 
 def test_what_is_no_ensemble_is_refused(target: Target) -> None:
-    one = Ssm(target, layers=[0])
+    one = make(Ssm, target, layers=[0])
     with pytest.raises(InputError, match="no members"):
         Ensemble(target, members=[])
     with pytest.raises(InputError, match="member 2 is Ensemble, needs a drafter by itself"):
         Ensemble(target, members=[one, Ensemble(target, members=[one])])
     with pytest.raises(InputError, match="member 2 is SelfSpec, a part of the target"):
-        Ensemble(target, members=[one, SelfSpec(target, skip_mlp=[0])])
+        Ensemble(target, members=[one, make(SelfSpec, target, skip_mlp=[0])])
     with pytest.raises(InputError, match="member 1 drafts for another target"):
         Ensemble(load.tiny(), members=[one])
     with pytest.raises(InputError, match="not trained as one"):

@@ -15,6 +15,7 @@ from drafttrain.target.model import Target
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
 from tests.drafter.copying import drafts, propose, rows_of
+from tests.drafter.make import make
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ CASES: dict[str, tuple[dict[str, Any], list[int], Tree, list[tuple[int, int]]]] 
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_text_leads_to(target: Target, name: str) -> None:
     settings, text, tree, expected = CASES[name]
-    assert drafts(NGram(target, **settings), text, tree) == expected
+    assert drafts(make(NGram, target, **settings), text, tree) == expected
 
 
 def followed(text: Sequence[int], most: int, least: int) -> list[tuple[int, int]]:
@@ -70,7 +71,7 @@ def test_a_level_is_that_of_a_brute_force_search(target: Target) -> None:
         most = chance.randint(1, 4)
         least = chance.randint(1, most)
         found = drafts(
-            NGram(target, max_ngram=most, min_ngram=least, prefer="recent", occurrences=99),
+            make(NGram, target, max_ngram=most, min_ngram=least, prefer="recent", occurrences=99),
             text,
             Tree.expansion([4]),
         )
@@ -80,7 +81,7 @@ def test_a_level_is_that_of_a_brute_force_search(target: Target) -> None:
 
 def test_nodes_keep_their_numbers_in_the_shape(target: Target) -> None:
     tree = Tree.expansion([3, 2])
-    found = propose(NGram(target, max_ngram=1), [[1, 2, 3, 1, 2, 4, 1]], tree)
+    found = propose(make(NGram, target, max_ngram=1), [[1, 2, 3, 1, 2, 4, 1]], tree)
     assert found.places is not None and rows_of(found) == [[(2, -1), (4, 0), (3, 0)]]
     assert found.places.tolist() == [[0, 3, 4]]
     assert all(
@@ -103,9 +104,9 @@ def test_nodes_keep_their_numbers_in_the_shape(target: Target) -> None:
 )
 def test_bad_settings_are_refused(target: Target, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        NGram(target, **settings)
+        make(NGram, target, **settings)
 
 
 def test_what_it_cannot_fill_is_refused(target: Target) -> None:
     with pytest.raises(InputError, match="is a Dynamic, NGram can fill: Tree"):
-        NGram(target).check(Dynamic(depth=2, top_k=2, total=4))
+        make(NGram, target).check(Dynamic(depth=2, top_k=2, total=4))

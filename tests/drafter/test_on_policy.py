@@ -16,6 +16,7 @@ from drafttrain.flow import Batch, Needs
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import read_checkpoint
+from tests.drafter.make import make
 from tests.training.parts import Watch, fit, module_for, same, tiny, weights_of, write_tiny_set
 from tests.training.test_checkpoint import keeper
 
@@ -41,18 +42,18 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def drafter_of(target: Target, **settings: Any) -> Ssm:
     torch.manual_seed(0)
-    return Ssm(target, **{"layers": [0, 2], **settings})
+    return make(Ssm, target, **{"layers": [0, 2], **settings})
 
 
 def test_answers_depend_on_the_generator_alone(target: Target) -> None:
     drafter = drafter_of(target)
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = write_answers(drafter, batch(), EVERY, OnPolicy(1.0, 12), generator())
+    first = write_answers(drafter, batch(), EVERY, OnPolicy(1.0, 12, 1.0), generator())
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    again = write_answers(drafter, batch(), EVERY, OnPolicy(1.0, 12), generator())
-    other = write_answers(drafter, batch(), EVERY, OnPolicy(1.0, 12), generator(1))
+    again = write_answers(drafter, batch(), EVERY, OnPolicy(1.0, 12, 1.0), generator())
+    other = write_answers(drafter, batch(), EVERY, OnPolicy(1.0, 12, 1.0), generator(1))
     assert torch.equal(first.input_ids, again.input_ids) and torch.equal(
         first.loss_mask, again.loss_mask
     )
@@ -64,7 +65,7 @@ def test_answers_depend_on_the_generator_alone(target: Target) -> None:
 def test_a_prompt_ends_where_an_answer_begins(target: Target) -> None:
     drafter, seen = drafter_of(target), set()
     for seed in range(12):
-        written = write_answers(drafter, batch(), EVERY, OnPolicy(1.0, 3), generator(seed))
+        written = write_answers(drafter, batch(), EVERY, OnPolicy(1.0, 3, 1.0), generator(seed))
         starts = written.loss_mask.int().argmax(1).tolist()
         assert starts[0] == 5 and starts[1] in (4, 12) and 1 <= starts[2] <= 9
         for place, (start, length) in enumerate(zip(starts, written.lengths.tolist(), strict=True)):
@@ -114,14 +115,14 @@ def test_answers_end_on_a_stop_token(target: Target, monkeypatch: pytest.MonkeyP
 
 def test_only_what_can_be_proposed_is_written(target: Target) -> None:
     drafter = drafter_of(target, draft_ids=list(range(200, 240)))
-    written = write_answers(drafter, batch(), EVERY, OnPolicy(1.0, 8), generator())
+    written = write_answers(drafter, batch(), EVERY, OnPolicy(1.0, 8, 1.0), generator())
     answers = written.input_ids[written.loss_mask]
     assert len(answers) == 24 and int(answers.min()) >= 200 and int(answers.max()) < 240
 
 
 def test_the_context_is_not_overrun() -> None:
     short = load.tiny(max_position_embeddings=18)
-    written = write_answers(drafter_of(short), batch(), EVERY, OnPolicy(1.0, 64), generator())
+    written = write_answers(drafter_of(short), batch(), EVERY, OnPolicy(1.0, 64, 1.0), generator())
     assert int(written.lengths.max()) <= 18
 
 
@@ -129,11 +130,11 @@ def test_the_share_of_rows() -> None:
     ids, mask = torch.ones(400, 4, dtype=torch.int64), torch.ones(400, 4, dtype=torch.bool)
     mask[:100] = False
     rows = Batch(ids, mask, torch.full((400,), 4), torch.arange(400))
-    assert not OnPolicy(0.0).chosen(rows, generator()).any()
-    assert torch.equal(OnPolicy(1.0).chosen(rows, generator()), mask[:, 0])
-    some = OnPolicy(0.25).chosen(rows, generator())
+    assert not OnPolicy(0.0, 64, 1.0).chosen(rows, generator()).any()
+    assert torch.equal(OnPolicy(1.0, 64, 1.0).chosen(rows, generator()), mask[:, 0])
+    some = OnPolicy(0.25, 64, 1.0).chosen(rows, generator())
     assert not some[:100].any() and 45 <= int(some.sum()) <= 105
-    assert torch.equal(some, OnPolicy(0.25).chosen(rows, generator()))
+    assert torch.equal(some, OnPolicy(0.25, 64, 1.0).chosen(rows, generator()))
 
 
 def test_the_loss_on_its_own_answers_by_hand(target: Target) -> None:
@@ -205,7 +206,7 @@ def test_a_resumed_run_writes_and_learns_the_same_bits(tmp_path: Path) -> None:
     fit(first, stream, Watch(stop_at=3), keeper(tmp_path / "run", every=100))
     assert first.stopped == "signal" and first.updates < 7
     torch.manual_seed(9)  # a new process has another random state
-    second, stream = module_for(data, target, drafter=Ssm(target, **own), **settings)
+    second, stream = module_for(data, target, drafter=make(Ssm, target, **own), **settings)
     second.continue_from(read_checkpoint(tmp_path / "run" / "last.ckpt"))
     stream.position = second.position
     fit(second, stream)

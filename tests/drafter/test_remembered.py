@@ -19,7 +19,7 @@ from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.ensemble import Ensemble
 from drafttrain.drafter.ngram import NGram
-from drafttrain.drafter.remembered import ALONE, Remembered
+from drafttrain.drafter.remembered import LOCK, Remembered
 from drafttrain.drafter.suffix import Suffix
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
@@ -29,6 +29,7 @@ from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Growth, Tree
 from tests.decoding.models import SMALL, p_value
 from tests.drafter.copying import propose
+from tests.drafter.make import make
 from tests.drafter.test_automaton import state_of, strings
 from tests.drafter.test_suffix import TREES
 
@@ -147,7 +148,8 @@ def test_drafts_are_those_of_a_corpus_of_the_same_texts(target: Target, with_cor
             else []
         )
         first = [token for text in texts for token in (*text, -1)]
-        drafter = Suffix(
+        drafter = make(
+            Suffix,
             target,
             remember=room,
             **settings,
@@ -159,7 +161,7 @@ def test_drafts_are_those_of_a_corpus_of_the_same_texts(target: Target, with_cor
             drafter.remember_texts([text])
             held = told(held, text, room)
             ids = [*first, *(token for text in held for token in (*text, -1))]
-            corpus = Suffix(target, corpus="x", corpus_ids=ids, **settings).memory()
+            corpus = make(Suffix, target, corpus="x", corpus_ids=ids, **settings).memory()
             later = drafter.memory()
             for token in row:
                 corpus.append(token)
@@ -187,23 +189,23 @@ def test_memory_is_held_while_it_is_read(
     found: list[bool] = []
 
     def looked(*given: Any) -> Any:
-        found.append(ALONE.locked())
+        found.append(LOCK.locked())
         return copied(*given)
 
-    monkeypatch.setattr("drafttrain.drafter.base.copied", looked)
+    monkeypatch.setattr("drafttrain.drafter.retrieval.copied", looked)
     decode(
         target,
-        Suffix(target, remember=remember),
+        make(Suffix, target, remember=remember),
         [[3, 4, 3, 4, 3]],
         Plan(Tree.chain(2)),
         max_new_tokens=6,
     )
-    assert found and set(found) == {held} and not ALONE.locked()
+    assert found and set(found) == {held} and not LOCK.locked()
 
 
 def test_rows_of_many_calls_at_once(target: Target) -> None:
     """Texts are added by one thread while others draft: nothing is read while it changes."""
-    drafter, failed = Suffix(target, remember=150), list[BaseException]()
+    drafter, failed = make(Suffix, target, remember=150), list[BaseException]()
     chance = random.Random(0)
     texts = [[chance.randrange(6) for _ in range(20)] for _ in range(60)]
     before = sys.getswitchinterval()
@@ -244,7 +246,7 @@ def test_rows_of_many_calls_at_once(target: Target) -> None:
 )
 def test_greedy_text_is_the_targets_own_whatever_is_remembered(own: Any, tree: Growth) -> None:
     target, prompts, plain = own
-    drafter, plan = Suffix(target, remember=2000), Plan(tree)
+    drafter, plan = make(Suffix, target, remember=2000), Plan(tree)
     kept = []
     for stop, limit in (
         ((), LIMIT),
@@ -261,7 +263,7 @@ def test_greedy_text_is_the_targets_own_whatever_is_remembered(own: Any, tree: G
         kept.append(tally.accepted)
     assert kept[1] > kept[0] + 3 * len(prompts), "what was decoded before is not drafted from"
     # Texts that begin as these rows do, and go on otherwise.
-    wrong = Suffix(target, remember=2000)
+    wrong = make(Suffix, target, remember=2000)
     wrong.remember_texts(
         [[*prompt, *ids[:6], *reversed(ids)] for prompt, ids in zip(prompts, plain, strict=True)]
     )
@@ -281,7 +283,7 @@ def test_rows_of_one_call_are_on_their_own(own: Any, policy: Policy) -> None:
     plan, stop = Plan(Tree.expansion([2, 1, 1]), policy), (plain[0][7], plain[2][3])
 
     def filled() -> Suffix:
-        drafter = Suffix(target, remember=2000)
+        drafter = make(Suffix, target, remember=2000)
         drafter.remember_texts(
             [[*prompt, *ids[:20]] for prompt, ids in zip(prompts, plain, strict=True)]
         )
@@ -318,7 +320,7 @@ def test_rows_of_one_call_are_on_their_own(own: Any, policy: Policy) -> None:
 @pytest.mark.parametrize("tree", [Tree.chain(2), Tree.expansion([2, 2])], ids=["chain", "tree"])
 def test_sampled_text_keeps_the_targets_law(tree: Tree) -> None:
     target, prompt = load.tiny(**SMALL), (3, 5, 2)
-    drafter, plan = Suffix(target, remember=300), Plan(tree, Policy(1.0))
+    drafter, plan = make(Suffix, target, remember=300), Plan(tree, Policy(1.0))
     decode(target, drafter, [prompt] * 40, plan, max_new_tokens=6, stop_ids=(), seed=9)
     _, tally = decode(target, drafter, [prompt] * 40, plan, max_new_tokens=6, stop_ids=(), seed=10)
     assert tally.drafted > tally.rounds and 0 < tally.accepted < tally.drafted
@@ -328,7 +330,7 @@ def test_sampled_text_keeps_the_targets_law(tree: Tree) -> None:
 
 def test_a_speculator_remembers_from_call_to_call(own: Any) -> None:
     target, prompts, plain = own
-    speculator = Speculator(target, Suffix(target, remember=2000), Plan(Tree.chain(4)))
+    speculator = Speculator(target, make(Suffix, target, remember=2000), Plan(Tree.chain(4)))
     drafter = speculator.drafter
     assert isinstance(drafter, Suffix) and drafter.earlier is not None
     settings: dict[str, Any] = {"max_new_tokens": LIMIT, "stop_ids": ()}
@@ -346,7 +348,7 @@ def test_a_speculator_remembers_from_call_to_call(own: Any) -> None:
     turn = [*prompts[0], *plain[0], 50, 51]
     (output,), _ = speculator.generate([turn], **settings)
     assert list(drafter.earlier.texts) == [[*turn, *output.ids]]
-    off = Suffix(target)
+    off = make(Suffix, target)
     decode(target, off, prompts, Plan(Tree.chain(4)), **settings)
     assert off.earlier is None and off.without_memory() is off and off.remembers == 0
 
@@ -357,7 +359,7 @@ def test_a_speculator_remembers_from_call_to_call(own: Any) -> None:
 def test_a_measurement_sees_only_what_it_has_decoded_itself(own: Any) -> None:
     target, prompts, _ = own
     drafter, plan, other = (
-        Suffix(target, remember=2000),
+        make(Suffix, target, remember=2000),
         Plan(Tree.chain(4)),
         Plan(Tree.expansion([2, 1])),
     )
@@ -368,7 +370,7 @@ def test_a_measurement_sees_only_what_it_has_decoded_itself(own: Any) -> None:
     decode(target, drafter, prompts, plan, **settings)
     held = list(drafter.earlier.texts)
     again = measure_acceptance(target, drafter, prompts, plan, batch=1, **settings)
-    forgetful = measure_acceptance(target, Suffix(target), prompts, plan, batch=1, **settings)
+    forgetful = measure_acceptance(target, make(Suffix, target), prompts, plan, batch=1, **settings)
     assert again.tallies == first.tallies and first.tallies[0] == forgetful.tallies[0]
     # Every way of decoding has its own memory, and what warmed it up is not in it.
     raced = race(
@@ -398,8 +400,8 @@ def test_a_measurement_sees_only_what_it_has_decoded_itself(own: Any) -> None:
 
 def test_members_of_an_ensemble_remember(own: Any) -> None:
     target, prompts, plain = own
-    remembering = Suffix(target, remember=2000)
-    both = Ensemble(target, members=[NGram(target), remembering])
+    remembering = make(Suffix, target, remember=2000)
+    both = Ensemble(target, members=[make(NGram, target), remembering])
     plan = Plan(both.shaped(Tree.chain(3)))
     settings: dict[str, Any] = {"max_new_tokens": LIMIT, "stop_ids": ()}
     measured = measure_acceptance(target, both, prompts, plan, batch=2, **settings)
@@ -414,4 +416,4 @@ def test_members_of_an_ensemble_remember(own: Any) -> None:
     two, second = decode(target, both, prompts, plan, **settings)
     assert [o.ids for o in one] == [o.ids for o in two] == plain and second.rounds < first.rounds
     assert len(remembering.earlier.texts) == 2 * len(prompts)
-    assert Ensemble(target, members=[NGram(target)]).without_memory().remembers == 0
+    assert Ensemble(target, members=[make(NGram, target)]).without_memory().remembers == 0

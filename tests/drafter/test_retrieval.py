@@ -14,8 +14,10 @@ from drafttrain.decoding.loop import decode
 from drafttrain.decoding.measure import measure_acceptance
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
-from drafttrain.drafter.base import Committed, Retrieval
+from drafttrain.drafter.base import Committed
+from drafttrain.drafter.heads import VocabularyHeads
 from drafttrain.drafter.ngram import NGram
+from drafttrain.drafter.retrieval import Retrieval
 from drafttrain.drafter.suffix import Suffix
 from drafttrain.errors import InputError
 from drafttrain.flow import Acceptance, Batch, Features, Needs, Proposal, Sampling
@@ -26,6 +28,7 @@ from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Growth, Tree
 from tests.decoding.models import SMALL, p_value
 from tests.drafter.copying import committed_of, drafts, propose, rows_of
+from tests.drafter.make import make
 
 PLAIN = Plan(Tree.chain(0))
 LIMIT = 40
@@ -75,7 +78,7 @@ def test_greedy_text_is_the_targets_own(own: Any, name: str, stop: str, limit: i
     stop_ids = {"none": (), "mid": (plain[0][4], plain[1][9]), "first": (plain[0][0],)}[stop]
     outputs, tally = decode(
         target,
-        kind(target, **settings),
+        make(kind, target, **settings),
         prompts,
         Plan(tree),
         max_new_tokens=limit,
@@ -104,7 +107,7 @@ def test_greedy_text_is_the_targets_own(own: Any, name: str, stop: str, limit: i
 def test_a_rows_text_and_counts_are_its_own(own: Any, name: str, policy: Policy) -> None:
     target, prompts, plain = own
     kind, settings, tree = MADE[name]
-    drafter, plan = kind(target, **settings), Plan(tree, policy)
+    drafter, plan = make(kind, target, **settings), Plan(tree, policy)
     stop = (plain[0][7], plain[2][3])
     together, tally = decode(
         target, drafter, prompts, plan, max_new_tokens=LIMIT, stop_ids=stop, seed=4
@@ -152,7 +155,12 @@ def test_the_loop_hands_over_every_token_and_no_features(
     for prompt, ids in zip(prompts, plain, strict=True):
         seen.clear()
         decode(
-            target, kind(target), [prompt], Plan(Tree.chain(3)), max_new_tokens=LIMIT, stop_ids=()
+            target,
+            make(kind, target),
+            [prompt],
+            Plan(Tree.chain(3)),
+            max_new_tokens=LIMIT,
+            stop_ids=(),
         )
         assert all(committed.features == Features() for committed in seen)
         text = [
@@ -168,7 +176,7 @@ def test_the_loop_hands_over_every_token_and_no_features(
 @pytest.mark.parametrize("kind", [NGram, Suffix])
 def test_a_text_in_parts_is_the_text(kind: type[Retrieval]) -> None:
     target = load.tiny()
-    drafter, tree = kind(target), Tree.expansion([2, 2])
+    drafter, tree = make(kind, target), Tree.expansion([2, 2])
     text = [1, 2, 3, 1, 2, 4, 1, 2, 3, 5, 1, 2]
     state = drafter.open(2, 0)
     for start, end in ((0, 5), (5, 6), (6, 10), (10, 12)):
@@ -185,7 +193,7 @@ def test_a_text_in_parts_is_the_text(kind: type[Retrieval]) -> None:
 @pytest.mark.parametrize("kind", [NGram, Suffix])
 def test_rows_do_not_see_each_other(kind: type[Retrieval]) -> None:
     target = load.tiny()
-    found = propose(kind(target), [[1, 2, 3, 4, 1], [1], [5, 9, 5]], Tree.chain(3))
+    found = propose(make(kind, target), [[1, 2, 3, 4, 1], [1], [5, 9, 5]], Tree.chain(3))
     assert rows_of(found) == [[(2, -1), (3, 0), (4, 1)], [], [(9, -1), (5, 0)]]
     assert found.sampling is Sampling.ONE_HOT and found.q is None
 
@@ -193,7 +201,7 @@ def test_rows_do_not_see_each_other(kind: type[Retrieval]) -> None:
 @pytest.mark.parametrize("kind", [NGram, Suffix])
 def test_what_it_has_not(kind: type[Retrieval]) -> None:
     target = load.tiny()
-    drafter = kind(target)
+    drafter = make(kind, target)
     assert not list(drafter.parameters()) and not drafter.state_dict() and not drafter.learns
     assert (
         drafter.dtype is None
@@ -205,7 +213,7 @@ def test_what_it_has_not(kind: type[Retrieval]) -> None:
     batch = Batch(nothing, nothing.bool(), torch.tensor([0]), torch.tensor([0]))
     with pytest.raises(InputError, match="nothing to train"):
         drafter.loss(batch, Features())
-    assert drafter.guesses(batch, Features()) is None and not drafter.has_heads
+    assert drafter.guesses(batch, Features()) is None and not isinstance(drafter, VocabularyHeads)
     costs = measure_costs(
         target, drafter, Policy(1.0), [Tree.chain(2), Tree.expansion([2, 1])], context=9, repeats=1
     )
@@ -217,7 +225,7 @@ def test_what_it_has_not(kind: type[Retrieval]) -> None:
 
 def test_nothing_is_drawn(own: Any) -> None:
     target, prompts, _ = own
-    drafter = NGram(target)
+    drafter = make(NGram, target)
     plan = Plan(Tree.chain(3), Policy(1.0))
     assert (
         plan.rule_name == "ratio"
@@ -271,7 +279,7 @@ LAWS: dict[str, tuple[type[Retrieval], dict[str, Any], Plan]] = {
 def test_first_three_tokens_follow_the_targets_law(name: str) -> None:
     target = load.tiny(**SMALL)
     kind, settings, plan = LAWS[name]
-    drafter = kind(target, **settings)
+    drafter = make(kind, target, **settings)
     assert p_value(target, drafter, plan, rows=8_000, prompt=REPEATING) > 1e-3
     _, tally = decode(target, drafter, [list(REPEATING)] * 100, plan, max_new_tokens=3, stop_ids=())
     assert tally.drafted > tally.rounds / 2 and 0 < tally.accepted < tally.drafted
@@ -288,7 +296,9 @@ def test_the_law_test_notices_a_planted_mistake(monkeypatch: pytest.MonkeyPatch)
     target = load.tiny(**SMALL)
     kind, settings, plan = LAWS["ngram, chain"]
     monkeypatch.setitem(rules.RULES, "one_hot", always_kept)
-    assert p_value(target, kind(target, **settings), plan, rows=8_000, prompt=REPEATING) < 1e-6
+    assert (
+        p_value(target, make(kind, target, **settings), plan, rows=8_000, prompt=REPEATING) < 1e-6
+    )
 
 
 # Counting -----------------------------------------------------------------------------------------
@@ -299,7 +309,7 @@ def test_rates_by_rank_are_of_the_nodes_asked_for(own: Any) -> None:
     another."""
     target, prompts, plain = own
     tree = Tree.expansion([3, 2])
-    drafter = NGram(target)
+    drafter = make(NGram, target)
     found = measure_acceptance(
         target, drafter, prompts, Plan(tree), max_new_tokens=LIMIT, stop_ids=()
     )

@@ -22,6 +22,7 @@ from drafttrain.target.model import Target
 from drafttrain.tree.topology import Growth, Tree
 from tests.decoding.models import SMALL, p_value
 from tests.drafter.inside import PLAIN, PROMPTS, TREES, check_entries, counted, texts, watched
+from tests.drafter.make import make
 
 SKIPS: dict[str, dict[str, Any]] = {
     "a layer": {"skip_attention": [1], "skip_mlp": [1]},
@@ -35,9 +36,9 @@ SKIPS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(family: str = "llama", **settings: Any) -> tuple[Target, SelfSpec]:
+def made(family: str = "llama", **settings: Any) -> tuple[Target, SelfSpec]:
     target = load.tiny(family=family)
-    return target, SelfSpec(target, **(settings or SKIPS["parts of two"]))
+    return target, make(SelfSpec, target, **(settings or SKIPS["parts of two"]))
 
 
 # --- the text is the target's ---------------------------------------------------------------------
@@ -49,7 +50,7 @@ def test_with_nothing_left_out_everything_is_accepted(family: str, tree: Tree) -
     target = load.tiny(family=family)
     limit = 1 + 3 * (tree.max_depth + 1)
     outputs, tally = decode(
-        target, SelfSpec(target), PROMPTS, Plan(tree), max_new_tokens=limit, stop_ids=()
+        target, make(SelfSpec, target), PROMPTS, Plan(tree), max_new_tokens=limit, stop_ids=()
     )
     assert tally.tau == tree.max_depth + 1 and tally.rounds == 3 * len(PROMPTS)
     assert texts(outputs) == texts(
@@ -61,9 +62,9 @@ def test_drawn_drafts_of_the_whole_target_are_accepted_too() -> None:
     target = load.tiny()
     plan = Plan(Tree.chain(3), Policy(1.0))
     assert (
-        decode(target, SelfSpec(target), PROMPTS, plan, max_new_tokens=1 + 3 * 4, stop_ids=())[
-            1
-        ].tau
+        decode(
+            target, make(SelfSpec, target), PROMPTS, plan, max_new_tokens=1 + 3 * 4, stop_ids=()
+        )[1].tau
         == 4
     )
 
@@ -78,7 +79,7 @@ def test_drawn_drafts_of_the_whole_target_are_accepted_too() -> None:
     ],
 )
 def test_greedy_output_is_the_targets_own(family: str, skips: str, tree: str) -> None:
-    target, drafter = make(family, **SKIPS[skips])
+    target, drafter = made(family, **SKIPS[skips])
     plain = texts(decode(target, None, PROMPTS, PLAIN, max_new_tokens=20, stop_ids=())[0])
     stop = (plain[0][7], plain[1][13])
     outputs, tally = decode(
@@ -102,12 +103,12 @@ def test_greedy_output_is_the_targets_own(family: str, skips: str, tree: str) ->
 )
 def test_sampled_text_follows_the_targets_law(plan: Plan, settings: dict[str, Any]) -> None:
     target = load.tiny(**{**SMALL, "layers": 3})  # type: ignore[arg-type]
-    assert p_value(target, SelfSpec(target, **settings), plan, rows=2000) > 1e-3
+    assert p_value(target, make(SelfSpec, target, **settings), plan, rows=2000) > 1e-3
 
 
 @pytest.mark.parametrize("tree", ["chain", "tree"])
 def test_a_sampled_row_does_not_depend_on_its_neighbours(tree: str) -> None:
-    target, drafter = make()
+    target, drafter = made()
     plan = Plan(TREES[tree], Policy(1.0))
     together, _ = decode(target, drafter, PROMPTS, plan, max_new_tokens=16, stop_ids=(), seed=4)
     for number, prompt in enumerate(PROMPTS):
@@ -134,7 +135,7 @@ def test_the_targets_cache_keeps_its_own_keys_and_values(
     family: str, tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not those that a draft makes behind what it leaves out, and in the order of the text."""
-    target, drafter = make(family)
+    target, drafter = made(family)
     with watched(monkeypatch) as seen:
         outputs, tally = decode(
             target, drafter, PROMPTS, Plan(TREES[tree]), max_new_tokens=12, stop_ids=()
@@ -149,7 +150,7 @@ def test_a_layer_reads_a_token_twice_only_where_the_draft_differs(tree: str) -> 
     need not read these again."""
     growth: Growth = TREES[tree]
     target = load.tiny(layers=4)
-    drafter = SelfSpec(target, skip_attention=[1, 2], skip_mlp=[1])
+    drafter = make(SelfSpec, target, skip_attention=[1, 2], skip_mlp=[1])
     prompt = PROMPTS[0]
     with counted(target) as counts:
         (output,), tally = decode(
@@ -174,7 +175,7 @@ def test_a_layer_reads_a_token_twice_only_where_the_draft_differs(tree: str) -> 
 @pytest.mark.parametrize("tree", TREES)
 def test_what_a_growth_says_was_read_was_read(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Verification finds the entries of drafted tokens by these numbers."""
-    target, drafter = make()
+    target, drafter = made()
     rounds: list[list[torch.Tensor]] = []
     expand, propose = SelfSpec.expand, SelfSpec.propose
     compared = 0
@@ -204,7 +205,7 @@ def test_what_a_growth_says_was_read_was_read(tree: str, monkeypatch: pytest.Mon
 
 
 def test_a_reduced_vocabulary_is_proposed_from_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, drafter = make(**SKIPS["the last, few tokens"])
+    target, drafter = made(**SKIPS["the last, few tokens"])
     seen: list[int] = []
     propose = SelfSpec.propose
 
@@ -222,7 +223,7 @@ def test_a_reduced_vocabulary_is_proposed_from_alone(monkeypatch: pytest.MonkeyP
 def test_its_drafts_are_those_of_the_silenced_target_over_true_entries() -> None:
     """The first draft of a round: what the target without these parts says of the anchor, over keys
     and values of the whole one."""
-    target, drafter = make(skip_attention=[2], skip_mlp=[1])
+    target, drafter = made(skip_attention=[2], skip_mlp=[1])
     text = torch.tensor([PROMPTS[2]])
     with torch.inference_mode():
         cache = target.new_cache(1, 64)
@@ -247,7 +248,7 @@ def test_its_drafts_are_those_of_the_silenced_target_over_true_entries() -> None
 
 
 def test_costs_can_be_measured() -> None:
-    target, drafter = make(skip_attention=[1], skip_mlp=[1])
+    target, drafter = made(skip_attention=[1], skip_mlp=[1])
     trees = [Tree.chain(2), Tree.expansion([2, 1])]
     found = measure_costs(target, drafter, Policy(), trees, context=8, repeats=1)
     assert (
@@ -261,7 +262,7 @@ def test_costs_can_be_measured() -> None:
 
 
 def test_it_has_nothing_of_its_own() -> None:
-    target, drafter = make()
+    target, drafter = made()
     assert (
         not drafter.state_dict()
         and not list(drafter.parameters())
@@ -275,8 +276,8 @@ def test_it_has_nothing_of_its_own() -> None:
     assert moved.target is other and moved.settings() == drafter.settings()
     assert (
         drafter.shared_layer == 0
-        and SelfSpec(target, skip_mlp=[0]).shared_layer is None
-        and SelfSpec(target).shared_layer == 2
+        and make(SelfSpec, target, skip_mlp=[0]).shared_layer is None
+        and make(SelfSpec, target).shared_layer == 2
     )
     batch = collate([(torch.tensor([3, 4, 5]), torch.tensor([False, True, True]), 0)])
     with pytest.raises(InputError, match="nothing to train"):
@@ -288,17 +289,17 @@ def test_the_share_of_weights_that_a_draft_reads() -> None:
     attention, mlp = target.stack.sizes()
     head = target.output.weight.numel()
     whole = sum(attention) + sum(mlp) + head
-    assert SelfSpec(target).share == 1
-    assert SelfSpec(target, skip_attention=[0], skip_mlp=[2]).share == pytest.approx(
+    assert make(SelfSpec, target).share == 1
+    assert make(SelfSpec, target, skip_attention=[0], skip_mlp=[2]).share == pytest.approx(
         (whole - attention[0] - mlp[2]) / whole
     )
-    few = SelfSpec(target, draft_ids=list(range(80)))
+    few = make(SelfSpec, target, draft_ids=list(range(80)))
     assert few.share == pytest.approx((whole - head * 3 / 4) / whole)
     assert "skip_mlp" in few.describe()
 
 
 def test_without_the_targets_cache_it_says_what_it_needs() -> None:
-    _, drafter = make()
+    _, drafter = made()
     committed = Committed(Features(), torch.tensor([[4]]), torch.tensor([1]))
     with pytest.raises(ValueError, match=r"attach\(state, cache\)"):
         drafter.propose(drafter.open(1, 8), committed, Tree.chain(1), Policy(), None)
@@ -322,4 +323,4 @@ def test_without_the_targets_cache_it_says_what_it_needs() -> None:
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        SelfSpec(load.tiny(), **settings)
+        make(SelfSpec, load.tiny(), **settings)

@@ -23,10 +23,12 @@ from drafttrain.flow import Batch, Features, Needs
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.target.model import Target
+from drafttrain.tree.candidates import Candidates
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Growth, Tree
 from tests.decoding.models import SMALL, p_value
+from tests.drafter.make import make
 from tests.helpers import tiny_chat_target, tiny_tokenizer
 
 PLAIN = Plan(Tree.chain(0))
@@ -49,10 +51,10 @@ ORIGINS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(family: str = "llama", **settings: Any) -> tuple[Target, Ssm]:
+def made(family: str = "llama", **settings: Any) -> tuple[Target, Ssm]:
     target = load.tiny(family=family)
     torch.manual_seed(0)
-    return target, Ssm(target, **(settings or ORIGINS["cut"])).eval()
+    return target, make(Ssm, target, **(settings or ORIGINS["cut"])).eval()
 
 
 def row(ids: list[int], mask: list[int], number: int = 0) -> tuple[Tensor, Tensor, int]:
@@ -74,7 +76,7 @@ def texts(outputs: list[Any]) -> list[list[int]]:
 @pytest.mark.parametrize("tree", [Tree.chain(4), Tree.expansion([2, 2, 1])], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", load.TINY)
 def test_a_cut_of_all_layers_accepts_everything(family: str, tree: Tree) -> None:
-    target, drafter = make(family, layers=[0, 1, 2])
+    target, drafter = made(family, layers=[0, 1, 2])
     limit = 1 + 3 * (tree.max_depth + 1)
     outputs, tally = decode(target, drafter, PROMPTS, Plan(tree), max_new_tokens=limit, stop_ids=())
     assert tally.tau == tree.max_depth + 1 and tally.rounds == 3 * len(PROMPTS)
@@ -84,7 +86,7 @@ def test_a_cut_of_all_layers_accepts_everything(family: str, tree: Tree) -> None
 
 
 def test_drawn_drafts_of_all_layers_are_accepted_too() -> None:
-    target, drafter = make(layers=[0, 1, 2], own=ALL)
+    target, drafter = made(layers=[0, 1, 2], own=ALL)
     plan = Plan(Tree.chain(3), Policy(1.0))
     assert decode(target, drafter, PROMPTS, plan, max_new_tokens=1 + 3 * 4, stop_ids=())[1].tau == 4
 
@@ -99,7 +101,7 @@ def test_drawn_drafts_of_all_layers_are_accepted_too() -> None:
     ],
 )
 def test_greedy_output_is_the_targets_own(family: str, origin: str, tree: str) -> None:
-    target, drafter = make(family, **ORIGINS[origin])
+    target, drafter = made(family, **ORIGINS[origin])
     plain = texts(decode(target, None, PROMPTS, PLAIN, max_new_tokens=20, stop_ids=())[0])
     stop = (plain[0][7], plain[1][13])
     outputs, tally = decode(
@@ -125,12 +127,12 @@ def test_greedy_output_is_the_targets_own(family: str, origin: str, tree: str) -
 def test_sampled_text_follows_the_targets_law(plan: Plan, settings: dict[str, Any]) -> None:
     target = load.tiny(**SMALL)  # type: ignore[arg-type]
     torch.manual_seed(0)
-    assert p_value(target, Ssm(target, **settings).eval(), plan, rows=5000) > 1e-3
+    assert p_value(target, make(Ssm, target, **settings).eval(), plan, rows=5000) > 1e-3
 
 
 @pytest.mark.parametrize("tree", ["chain", "tree"])
 def test_a_sampled_row_does_not_depend_on_its_neighbours(tree: str) -> None:
-    target, drafter = make()
+    target, drafter = made()
     plan = Plan(TREES[tree], Policy(1.0))
     together, _ = decode(target, drafter, PROMPTS, plan, max_new_tokens=16, stop_ids=(), seed=4)
     for number, prompt in enumerate(PROMPTS):
@@ -157,14 +159,16 @@ def test_after_every_round_the_cache_holds_one_plain_forward(
     family: str, tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of a refused branch may stay in it, and nothing of the text may be missing."""
-    target, drafter = make(family)
+    target, drafter = made(family)
     rounds: list[tuple[list[int], Tensor]] = []
     extend = Ssm.extend
 
-    def spy(self: Ssm, state: Any, committed: Committed) -> tuple[Tensor, Tensor]:
-        out = extend(self, state, committed)
-        rounds.append((state.cache.lengths.tolist(), out[1].clone()))
-        return out
+    def spy(
+        self: Ssm, state: Any, committed: Committed, depth: int
+    ) -> tuple[Tensor, Candidates]:
+        hidden, candidates = extend(self, state, committed, depth)
+        rounds.append((state.cache.lengths.tolist(), candidates.logits[:, 0].clone()))
+        return hidden, candidates
 
     monkeypatch.setattr(Ssm, "extend", spy)
     outputs, _ = decode(target, drafter, PROMPTS, Plan(TREES[tree]), max_new_tokens=12, stop_ids=())
@@ -189,14 +193,14 @@ def test_every_drafted_node_equals_a_plain_forward_over_its_path(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Positions and masks of drafted nodes, also where a window slides over them."""
-    _, drafter = make(family)
+    _, drafter = made(family)
     tree, read = Tree.expansion([2, 2, 2, 1]), []
     expand = Ssm.expand
 
-    def spy(self: Ssm, *arguments: Any) -> tuple[Tensor, Tensor]:
-        out = expand(self, *arguments)
-        read.append(out[1])
-        return out
+    def spy(self: Ssm, *arguments: Any) -> tuple[Tensor, Candidates]:
+        hidden, candidates = expand(self, *arguments)
+        read.append(candidates.logits)
+        return hidden, candidates
 
     monkeypatch.setattr(Ssm, "expand", spy)
     prompts, lengths = (
@@ -228,7 +232,7 @@ def test_every_drafted_node_equals_a_plain_forward_over_its_path(
 def test_the_loss_of_every_label_by_hand(origin: str) -> None:
     """Row i predicts x_{i+1} against the target's law there; the weight is the label's mask."""
     weights = {"forward_kl": 0.5, "reverse_kl": 0.25, "total_variation": 2.0, "cross_entropy": 1.0}
-    target, drafter = make(**ORIGINS[origin], loss=weights, chunk=3)
+    target, drafter = made(**ORIGINS[origin], loss=weights, chunk=3)
     ids, mask = [10, 11, 12, 13, 14, 20, 22, 24, 27], [0, 1, 0, 0, 0, 1, 1, 1, 1]
     short = row([5, 6, 7, 8], [0, 0, 1, 1], 1)
     batch = collate([row(ids, mask), short])
@@ -261,7 +265,7 @@ def test_the_loss_of_every_label_by_hand(origin: str) -> None:
 def test_labels_count_by_their_weights() -> None:
     """A label of weight 0 is none, one of weight 2 is there twice, and the loss is divided by the
     sum of all weights."""
-    target, drafter = make(layers=[0, 2], loss={"forward_kl": 1.0, "cross_entropy": 0.5})
+    target, drafter = made(layers=[0, 2], loss={"forward_kl": 1.0, "cross_entropy": 0.5})
     one, two = row([10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 1, 1]), row([5, 6, 7, 8], [0, 0, 1, 1], 1)
     batch = collate([one, two])
     weights = torch.ones(2, 6)
@@ -283,7 +287,7 @@ def test_labels_count_by_their_weights() -> None:
 
 
 def test_its_own_answers_count_as_the_rows_they_stand_for() -> None:
-    target, drafter = make(layers=[0, 2], on_policy=1.0, on_policy_tokens=4)
+    target, drafter = made(layers=[0, 2], on_policy=1.0, on_policy_tokens=4)
     batch = collate(
         [row([10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 1, 1]), row([5, 6, 7, 8], [0, 0, 1, 1], 1)]
     )
@@ -305,7 +309,7 @@ def test_its_own_answers_count_as_the_rows_they_stand_for() -> None:
 
 @pytest.mark.parametrize("origin", ["cut", "cut, reduced vocabulary", "new"])
 def test_the_overlap_of_every_label_by_hand(origin: str) -> None:
-    target, drafter = make(**ORIGINS[origin], chunk=2)
+    target, drafter = made(**ORIGINS[origin], chunk=2)
     batch = collate(
         [row([10, 11, 12, 13, 14, 15], [0, 0, 1, 0, 1, 1]), row([5, 6, 7, 8], [0, 0, 1, 1], 1)]
     )
@@ -315,13 +319,12 @@ def test_the_overlap_of_every_label_by_hand(origin: str) -> None:
         text = batch.input_ids[place, :label][None]
         with torch.no_grad():
             p = target.model(input_ids=text).logits[0, -1].softmax(-1)
-            q = drafter.to_target_probs(
-                drafter.head(drafter.network.full_pass(text)[:, -1]).softmax(-1)
-            )[0]
+            q = drafter.head(drafter.network.full_pass(text)[:, -1:]).softmax(-1)
+            q = drafter.candidates(q).spread(q)[0, 0]
         assert float(found[place, label]) == pytest.approx(
             float(torch.minimum(p, q).sum()), abs=1e-4
         )
-    whole = Ssm(target, layers=[0, 1, 2])
+    whole = make(Ssm, target, layers=[0, 1, 2])
     torch.testing.assert_close(
         whole.overlap(batch, features(target, batch))[batch.loss_mask],
         torch.ones(5),
@@ -331,7 +334,7 @@ def test_the_overlap_of_every_label_by_hand(origin: str) -> None:
 
 
 def test_the_gradient_is_that_of_the_plain_computation() -> None:
-    target, drafter = make(layers=[0, 2], own=["norm", "head"], loss={"forward_kl": 1.0}, chunk=2)
+    target, drafter = made(layers=[0, 2], own=["norm", "head"], loss={"forward_kl": 1.0}, chunk=2)
     batch = collate([row([10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 1, 1])])
     drafter.loss(batch, features(target, batch)).total.backward()
     found = {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}
@@ -349,7 +352,7 @@ def test_the_gradient_is_that_of_the_plain_computation() -> None:
 @pytest.mark.field("F12", "F31")
 @pytest.mark.parametrize("ids", [[4], [4, 5], [4, 5, 6]])
 def test_short_rows_and_rows_without_labels_give_no_nan(ids: list[int]) -> None:
-    target, drafter = make()
+    target, drafter = made()
     for mask in ([0] * len(ids), [0] * (len(ids) - 1) + [int(len(ids) > 1)]):
         batch = collate([row(ids, mask)])
         loss = drafter.loss(batch, features(target, batch))
@@ -362,7 +365,7 @@ def test_short_rows_and_rows_without_labels_give_no_nan(ids: list[int]) -> None:
 
 @pytest.mark.field("F33")
 def test_padding_changes_nothing() -> None:
-    target, drafter = make("mistral")
+    target, drafter = made("mistral")
     rows = [row(list(range(9, 48)), [0, 0] + [1] * 37), row([5, 6, 7, 8], [0, 0, 1, 1], 1)]
     both, apart = collate(rows), [collate([one]) for one in rows]
     with torch.no_grad():
@@ -374,8 +377,8 @@ def test_padding_changes_nothing() -> None:
 
 
 def test_text_alone_needs_no_features() -> None:
-    _, drafter = make(layers=[0, 2], loss={"cross_entropy": 1.0, "forward_kl": 0.0})
-    assert drafter.needs == Needs() and make()[1].needs == Needs(last_hidden=True)
+    _, drafter = made(layers=[0, 2], loss={"cross_entropy": 1.0, "forward_kl": 0.0})
+    assert drafter.needs == Needs() and made()[1].needs == Needs(last_hidden=True)
     batch = collate([row([10, 11, 12, 13], [0, 0, 1, 1])])
     loss = drafter.loss(batch, Features())
     logits = drafter.model(input_ids=batch.input_ids).logits[0, 1:3]
@@ -386,7 +389,7 @@ def test_text_alone_needs_no_features() -> None:
 
 
 def test_guesses_are_what_is_drafted_behind_the_text() -> None:
-    target, drafter = make()
+    target, drafter = made()
     outputs, tally = decode(
         target, drafter, PROMPTS[:1], Plan(Tree.chain(1)), max_new_tokens=24, stop_ids=()
     )
@@ -402,7 +405,7 @@ def test_guesses_are_what_is_drafted_behind_the_text() -> None:
 
 
 def test_it_learns_a_text_by_distillation() -> None:
-    target, drafter = make(layers=2)
+    target, drafter = made(layers=2)
     (output,), _ = decode(target, None, PROMPTS[:1], PLAIN, max_new_tokens=40, stop_ids=())
     batch = collate([row(PROMPTS[0] + output.ids, [0] * 4 + [1] * 40)])
     true, frozen = (
@@ -430,7 +433,7 @@ def test_it_learns_a_text_by_distillation() -> None:
 
 @pytest.mark.parametrize("family", load.TINY)
 def test_a_cut_owns_its_layers_alone(family: str) -> None:
-    target, drafter = make(family)
+    target, drafter = made(family)
     drafter.head(torch.zeros(1, target.width))
     copied = [p for layer in (0, 2) for p in target.decoder_layers[layer].parameters()]
     assert sum(p.numel() for p in drafter.parameters()) == sum(p.numel() for p in copied)
@@ -455,13 +458,13 @@ def test_a_cut_owns_its_layers_alone(family: str) -> None:
 def test_tied_parts_are_one() -> None:
     target = load.tiny(tie_word_embeddings=True)
     assert target.output.weight is target.embedding.weight
-    together = Ssm(target, layers=[0], own=ALL)
+    together = make(Ssm, target, layers=[0], own=ALL)
     assert (
         together.network.output.weight
         is together.network.embedding.weight
         is not target.embedding.weight
     )
-    apart = Ssm(target, layers=[0], own=["head"])
+    apart = make(Ssm, target, layers=[0], own=["head"])
     assert (
         apart.network.embedding.weight is target.embedding.weight
         and apart.network.output.weight is not target.output.weight
@@ -475,7 +478,7 @@ def test_tied_parts_are_one() -> None:
 
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_a_copy_for_decoding_is_the_same_drafter(origin: str) -> None:
-    target, drafter = make(**ORIGINS[origin])
+    target, drafter = made(**ORIGINS[origin])
     with torch.no_grad():
         for p in drafter.parameters():
             p.add_(0.01)
@@ -497,7 +500,7 @@ def test_a_copy_for_decoding_is_the_same_drafter(origin: str) -> None:
 
 def test_a_target_in_low_precision_lends_in_the_drafters_dtype() -> None:
     target = load.tiny(dtype="bfloat16")
-    drafter = Ssm(target, layers=[0, 2])
+    drafter = make(Ssm, target, layers=[0, 2])
     assert {p.dtype for p in drafter.parameters()} == {torch.float32}
     assert drafter.network.full_pass(torch.arange(3, 9)[None]).dtype == torch.float32
 
@@ -506,7 +509,7 @@ def test_dropout_of_the_family_is_left_out() -> None:
     """It would draw from a source that a resumed run does not put back."""
     target = load.tiny(family="gpt_neox", hidden_dropout=0.3, attention_dropout=0.3)
     for settings in ({"layers": [0, 2]}, {"layers": 2}):
-        drafter = Ssm(target, **settings).train()  # type: ignore[arg-type]
+        drafter = make(Ssm, target, **settings).train()  # type: ignore[arg-type]
         ids = torch.arange(3, 12)[None]
         with torch.no_grad():
             assert torch.equal(drafter.network.full_pass(ids), drafter.network.full_pass(ids))
@@ -523,7 +526,7 @@ def directory(tmp_path: Path) -> Path:
 
 def test_a_directory_of_another_family_drafts(directory: Path) -> None:
     target = load.tiny()
-    drafter = Ssm(target, path=str(directory)).eval()
+    drafter = make(Ssm, target, path=str(directory)).eval()
     ids = torch.arange(3, 12)[None]
     with torch.inference_mode():
         theirs = load.tiny(family="qwen2", width=32, layers=2, seed=3).model(input_ids=ids).logits
@@ -543,28 +546,28 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"300 embeddings and 300 logits, target tiny-llama has 320"
     ):
-        Ssm(load.tiny(), path=str(tmp_path / "fewer"))
+        make(Ssm, load.tiny(), path=str(tmp_path / "fewer"))
 
 
 def test_another_tokenizer_is_refused_and_the_same_is_taken(directory: Path) -> None:
     target = tiny_chat_target()
     tiny_tokenizer().save_pretrained(directory)
-    assert Ssm(target, path=str(directory)).network.vocab_size == 320
+    assert make(Ssm, target, path=str(directory)).network.vocab_size == 320
     other = tiny_tokenizer()
     other.add_tokens(["<new>"])
     other.save_pretrained(directory)
     with pytest.raises(InputError, match="another tokenizer"):
-        Ssm(target, path=str(directory))
+        make(Ssm, target, path=str(directory))
 
 
 @pytest.mark.field("F67")
 def test_pickled_weights_are_refused(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     with pytest.raises(InputError, match=r"pytorch_model\.bin, which can run code"):
-        Ssm(load.tiny(), path=str(directory))
+        make(Ssm, load.tiny(), path=str(directory))
     (directory / "pytorch_model.bin").unlink()
     with pytest.raises(InputError, match="no weights"):
-        Ssm(load.tiny(), path=str(directory))
+        make(Ssm, load.tiny(), path=str(directory))
 
 
 @pytest.mark.field("F68")
@@ -580,9 +583,10 @@ def test_code_of_a_directory_is_not_run(directory: Path) -> None:
         )
     )
     with pytest.raises(InputError, match="own Python code, which is never run"):
-        Ssm(load.tiny(), path=str(directory))
+        make(Ssm, load.tiny(), path=str(directory))
     with pytest.raises(InputError, match="without code of its own"):
-        Ssm(
+        make(
+            Ssm,
             load.tiny(),
             config={
                 "model_type": "llama",
@@ -603,7 +607,7 @@ def test_an_adapter_beside_the_weights_is_refused(directory: Path) -> None:
         '{"base_model_name_or_path": "somewhere/else", "peft_type": "LORA"}'
     )
     with pytest.raises(InputError, match="holds an adapter"):
-        Ssm(load.tiny(), path=str(directory))
+        make(Ssm, load.tiny(), path=str(directory))
 
 
 @pytest.mark.parametrize(
@@ -619,7 +623,7 @@ def test_an_adapter_beside_the_weights_is_refused(directory: Path) -> None:
 def test_unfit_directories_are_refused(directory: Path, changes: dict[str, Any], said: str) -> None:
     edit(directory, **changes)
     with pytest.raises(InputError, match=said):
-        Ssm(load.tiny(), path=str(directory))
+        make(Ssm, load.tiny(), path=str(directory))
 
 
 @pytest.mark.parametrize(
@@ -669,4 +673,4 @@ def test_unfit_directories_are_refused(directory: Path, changes: dict[str, Any],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        Ssm(load.tiny(), **settings)
+        make(Ssm, load.tiny(), **settings)

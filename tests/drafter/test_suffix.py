@@ -21,6 +21,7 @@ from drafttrain.tree.copied import copied
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Growth, Tree
 from tests.drafter.copying import drafts
+from tests.drafter.make import make
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ CASES: dict[str, tuple[dict[str, Any], list[int], Growth, list[tuple[int, int]]]
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_text_leads_to(target: Target, name: str) -> None:
     settings, text, tree, expected = CASES[name]
-    assert drafts(Suffix(target, **settings), text, tree) == expected
+    assert drafts(make(Suffix, target, **settings), text, tree) == expected
 
 
 class Searched:
@@ -129,7 +130,7 @@ def test_drafts_are_those_of_a_brute_force_search(target: Target, with_corpus: b
                 "corpus": "texts",
                 "corpus_ids": [token for text in corpus for token in (*text, -1)],
             }
-        row = Suffix(target, **settings).memory()
+        row = make(Suffix, target, **settings).memory()
         text: list[int] = []
         for _ in range(30):
             text.append(chance.randrange(alphabet))
@@ -171,12 +172,12 @@ def test_drafts_are_those_of_a_brute_force_search(target: Target, with_corpus: b
 )
 def test_bad_settings_are_refused(target: Target, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Suffix(target, **settings)
+        make(Suffix, target, **settings)
 
 
 def test_a_tree_deeper_than_what_is_counted_is_refused(target: Target) -> None:
     with pytest.raises(InputError, match="5 deep, this drafter fills 4"):
-        Suffix(target, deepest=4).check(Tree.chain(5))
+        make(Suffix, target, deepest=4).check(Tree.chain(5))
 
 
 def written(folder: Path, target: Target, rows: Sequence[Sequence[int]], held_out: int) -> Path:
@@ -195,7 +196,7 @@ def test_a_corpus_is_the_training_rows_of_a_set(target: Target, tmp_path: Path) 
     read = read_set(folder)
     kept = [read.row(i)[0].tolist() for i in read.indices(TRAIN)]
     away = [read.row(i)[0].tolist() for i in read.indices(HELD_OUT)]
-    whole = Suffix(target, corpus=str(folder))
+    whole = make(Suffix, target, corpus=str(folder))
     assert whole.corpus_ids is not None
     assert (
         whole.corpus_ids.tolist() == [token for row in kept for token in (*row, -1)]
@@ -207,11 +208,11 @@ def test_a_corpus_is_the_training_rows_of_a_set(target: Target, tmp_path: Path) 
         ]
     for row in away:
         assert drafts(whole, [7, row[1]], Tree.chain(9)) == []
-    two = Suffix(target, corpus=str(folder), corpus_tokens=14)
+    two = make(Suffix, target, corpus=str(folder), corpus_tokens=14)
     assert two.corpus_ids is not None and two.corpus_ids.tolist() == [*kept[0], -1, *kept[1], -1]
     again = Suffix(target, **two.settings())
     assert again.settings() == two.settings()
     with pytest.raises(InputError, match="none of its training rows has at most 4 tokens"):
-        Suffix(target, corpus=str(folder), corpus_tokens=4)
+        make(Suffix, target, corpus=str(folder), corpus_tokens=4)
     with pytest.raises(InputError, match="belongs to another target"):
-        Suffix(load.tiny(seed=1), corpus=str(folder))
+        make(Suffix, load.tiny(seed=1), corpus=str(folder))
