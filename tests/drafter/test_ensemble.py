@@ -214,9 +214,7 @@ def test_after_every_round_each_members_cache_holds_one_plain_forward(
     rounds: list[tuple[Ssm, list[int], Tensor]] = []
     extend = Ssm.extend
 
-    def spy(
-        self: Ssm, state: Any, committed: Committed, depth: int
-    ) -> tuple[Tensor, Candidates]:
+    def spy(self: Ssm, state: Any, committed: Committed, depth: int) -> tuple[Tensor, Candidates]:
         hidden, candidates = extend(self, state, committed, depth)
         rounds.append((self, state.cache.lengths.tolist(), candidates.logits[:, 0].clone()))
         return hidden, candidates
