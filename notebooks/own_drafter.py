@@ -1,4 +1,6 @@
-"""A drafter of one's own, in full: it reads the last token and nothing else, a bigram model that speaks through the target's head.
+"""A complete drafter in one file: a bigram model that proposes through the target's head.
+
+It reads the last token and nothing else.
 
 Alignment, 0-based, for a row x_0..x_{T-1} with the target's features h_i (what its LM head reads):
 
@@ -30,7 +32,7 @@ class LastToken(BorrowsHead):
         chunk: positions whose logits exist at one time in the loss.
     """
 
-    needs = Needs(last_hidden=True)  # read by the loss alone
+    needs = Needs(last_hidden=True)  # read only by the loss
     loss_parts = ("divergence", "accuracy")
 
     def __init__(
