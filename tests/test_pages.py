@@ -106,6 +106,24 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+def rooms_imported(room: Path) -> set[str]:
+    """Names of the rooms that a room's files import from, at any place."""
+    found = set()
+    for path in room.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("drafttrain"):
+                found |= {f"{node.module}.{name.name}".split(".")[1] for name in node.names}
+    return {name for name in found if (ROOT / "drafttrain" / name).is_dir()} - {room.name}
+
+
+def test_rooms_import_only_from_rooms_above_them_on_the_map() -> None:
+    order = re.findall(r"^\| \[?`(\w+)/`", section(MAP, "Rooms"), re.MULTILINE)
+    rooms = {path.parent.name for path in (ROOT / "drafttrain").glob("*/__init__.py")}
+    assert len(order) == len(set(order)) and set(order) == rooms
+    for number, name in enumerate(order):
+        assert rooms_imported(ROOT / "drafttrain" / name) <= set(order[:number]), name
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", PAGES[page])
