@@ -27,7 +27,7 @@ class LastToken(BorrowsHead):
     """Two linears from the last token's embedding to what the head reads; nothing is remembered between rounds.
 
     Args:
-        draft_ids: (w) ascending ids that can be proposed; None is the whole vocabulary.
+        draft_ids: (w) ascending ids that can be proposed; None is the full vocabulary.
         width: of the layer between the two.
         chunk: positions whose logits exist at one time in the loss.
     """
