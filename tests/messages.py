@@ -17,9 +17,7 @@ NN: dict[str, str] = {
     "uninitialised": r"no initial value for mlp\.",
 }
 
-TREE = {
-    "draws_none": r"takes the most likely tokens and draws none",
-}
+TREE = {"draws_none": r"takes the most likely tokens and draws none"}
 
 DRAFTER = {
     "no_rotary_layer": r"needs a target with rotary positions",

@@ -12,7 +12,7 @@ import pytest
 from drafttrain.errors import InputError
 from drafttrain.tree.choice import SHARING
 from drafttrain.tree.forest import forest
-from drafttrain.tree.share import Followed, Path, candidate_forests, expected, kept, shared
+from drafttrain.tree.share import Followed, Path, candidate_forests, expected, for_one, kept, shared
 from drafttrain.tree.topology import Tree
 
 ROUNDS: list[Followed] = [
