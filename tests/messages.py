@@ -11,9 +11,19 @@ DATA: dict[str, str] = {}
 TARGET: dict[str, str] = {}
 
 NN: dict[str, str] = {
+    "cache_full": r"cache holds 2 entries",
+    "generators": r"2 generators given for 3 rows",
+    "layer_below": r"layer 0 asked for",
+    "no_distribution": r"not all 0",
     "no_input_norm": r"target old \(gpt2\): .* no norm before attention",
     "no_inputs": r"target old \(gpt2\): .* looked for as q_proj",
+    "no_teacher": r"needs the target's hidden states and head",
     "no_rotary": r"target old \(gpt2\): .* no rotary positions",
+    "no_weight": r"all weights of the loss are 0",
+    "not_left_out": r"parts of its layers cannot be left out",
+    "not_one_by_one": r"target old \(gpt2\): .* cannot be run one by one .*; give a Llama",
+    "rows_mixed": r"trainer\.pack: target tiny-llama \(llama\) .*\(features differ by",
+    "too_many_children": r"at most 4 children",
     "uninitialised": r"no initial value for mlp\.",
 }
 

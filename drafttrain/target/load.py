@@ -243,7 +243,7 @@ def hf(
         model = model.to(where_to)
         if where_to.type == "cpu" and kind == torch.float32:
             size = sum(p.numel() * p.element_size() for p in model.parameters())
-            if packed.wanted(pack, size):
+            if packed.should_pack(pack, size):
                 packed.pack(model)
     return Target(model, tokenizer, name or path)
 
