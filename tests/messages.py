@@ -8,7 +8,15 @@ from __future__ import annotations
 
 DATA: dict[str, str] = {}
 
-TARGET: dict[str, str] = {}
+TARGET: dict[str, str] = {
+    "headless": r"without a causal head",
+    "layers_beyond_files": r"describes 1000000000 layers, its files hold \d+ tensors",
+    "no_folder": r"target\.path=.* does not exist",
+    "no_such_layer": r"layer 2 asked for; .* layers 0\.\.1",
+    "not_loaded": r"target .* cannot be loaded",
+    "tokenizer": r"its tokenizer cannot be read",
+    "tuned_already": r"is tuned already",
+}
 
 NN: dict[str, str] = {
     "cache_full": r"cache holds 2 entries",
