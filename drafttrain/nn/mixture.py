@@ -105,8 +105,7 @@ def mixed(
 
     Args:
         hidden: (t d) with grad, what the draft's head reads.
-        labels: (t) int64 places of the text's tokens in the draft vocabulary; -1 where there is
-            nothing to learn from.
+        labels: (t) int64 places of the text's tokens in the draft vocabulary, -1 for none.
         head: (c d) -> (c w) draft logits.
         teacher: (t d') what the target's head reads there; needed where the mixture reads the
             target's distribution.
