@@ -38,7 +38,7 @@ from drafttrain.wiring.composing import compose
 from tests.packaging.made import overfitted, packed
 from tests.packaging.measured import FAST, OLD, SETTINGS, SLOW, row, write_runs
 from tests.reporting.test_page import check_form
-from tests.target.adapters import made
+from tests.target.test_adapter import made
 from tests.training.parts import write_tiny_set
 
 

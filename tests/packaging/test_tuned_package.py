@@ -27,7 +27,7 @@ from drafttrain.target.change import change
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 from tests.packaging.test_custom_generate import surroundings, with_package  # noqa: F401 - a fixture for every test
-from tests.target.adapters import made
+from tests.target.test_adapter import made
 from tests.training.parts import same
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6], [11]]
