@@ -27,7 +27,7 @@ class RowText(Continuations, Protocol):
         ...
 
     def root(self) -> Any:
-        """The place behind the anchor, whose continuations are drafted; None where nothing like the
+        """The place after the anchor, whose continuations are drafted; None where nothing like the
         text's end is known."""
         ...
 
