@@ -1,5 +1,5 @@
-"""Several drafters at once: the target's own text, each member's own cache and chance, and what does
-not fit together."""
+"""Several drafters at once: the target's own text, each member's own cache and chance, and what
+does not fit together."""
 
 from __future__ import annotations
 

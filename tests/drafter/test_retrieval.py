@@ -219,7 +219,7 @@ def test_what_it_has_not(kind: type[Retrieval]) -> None:
     assert len(costs.drafted) == 2 and all(seconds > 0 for seconds in costs.drafted.values())
 
 
-# The distribution of sampled text --------------------------------------------------------------------------
+# The distribution of sampled text -----------------------------------------------------------------
 
 
 def test_nothing_is_drawn(own: Any) -> None:
