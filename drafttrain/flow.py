@@ -1,9 +1,9 @@
-"""The records that travel between rooms. Shapes stand beside every field.
+"""The records that travel between rooms. Every field has its shape.
 
 Letters: b batch, s sequence, d width, v vocabulary, w draft vocabulary, n drafted tree nodes, k
 draft depth, r rows of q. Round state of every drafter: the target has read x_0..x_{n-1} and chosen
-x_n (the anchor); drafts are x_{n+1}..; the target's law after the anchor judges the first draft.
-"""
+x_n (the anchor); drafts are x_{n+1}..; the target's distribution after the anchor judges the first
+draft."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Packing:
-    """Where rows lie that were joined into sequences, one behind the other. Each is a document that
+    """Where rows are that were joined into sequences, one after the other. Each is a document that
     nothing outside of it reads."""
 
     document_ids: Tensor
@@ -48,7 +48,7 @@ class Batch:
     weights: Tensor | None = None
     """(b s) float32: how much each label counts; None is all alike."""
     packing: Packing | None = None
-    """Where joined rows lie; None: row k is sequence k."""
+    """Where joined rows are; None: row k is sequence k."""
 
     @property
     def padding(self) -> Tensor:
@@ -71,10 +71,10 @@ class Batch:
         ids = self.packing.document_ids
         return torch.bincount(ids[ids >= 0], minlength=len(self.row_ids))
 
-    def labels(self, behind: int) -> Tensor:
-        """(b s) bool, the tokens to learn that have at least so many tokens of their own row before
-        them."""
-        return self.loss_mask & (self.positions >= behind)
+    def labels(self, before: int) -> Tensor:
+        """(b s) bool, the tokens to learn that have at least `before` tokens of their own row
+        before them."""
+        return self.loss_mask & (self.positions >= before)
 
     def lengths_at(self) -> Tensor:
         """(b 1|s) int64, tokens of the row that each token is of; anything above 0 on padding."""
@@ -147,7 +147,7 @@ class Sampling(str, enum.Enum):
     IID = "iid"
     """k independent draws from q, duplicates kept; a chain is k = 1."""
     WOR = "wor"
-    """k draws without replacement; children stand in the order drawn."""
+    """k draws without replacement; children are in the order drawn."""
     ONE_HOT = "one_hot"
     """A deterministic function of the committed prefix (argmax, top-k, n-gram)."""
     UNKNOWN = "unknown"
@@ -157,12 +157,12 @@ class Sampling(str, enum.Enum):
 @dataclass(frozen=True)
 class PartialPass:
     """The lower layers of the pass that verifies, where drafting has run them already on the
-    target's own cache. The entries that they wrote stand behind the committed ones."""
+    target's own cache. The entries that they wrote follow the committed ones."""
 
     layer: int
     """The last layer that was run."""
     hidden: Tensor
-    """(b t d) residual stream behind it, of the tokens read, in the order of their entries."""
+    """(b t d) residual stream after it, of the tokens read, in the order of their entries."""
     places: Tensor
     """(b n+1) int64: which of them the anchor and each node are, -1 for one not read."""
 
@@ -182,18 +182,18 @@ class Proposal:
     """(b r v) float32 draft probabilities; for each node (or the anchor) that has children, one row
     per drafter that drew some of them. None under ONE_HOT, UNKNOWN."""
     q_rows: Tensor | None = None
-    """(b n) int64: the row of q that node's token was drawn from, its parent's law. Under WOR
-    siblings of one row were drawn together, those of different rows apart; a row that is a point
-    mass makes a deterministic child."""
+    """(b n) int64: the row of q that node's token was drawn from, its parent's distribution. Under
+    WOR siblings of one row were drawn together, those of different rows apart; a row that is a
+    point mass makes a deterministic child."""
     counts: Tensor | None = None
-    """(b) int64 nodes of each row that are real; those behind them are padding, never to be
+    """(b) int64 nodes of each row that are real; those after them are padding, never to be
     accepted. None: all are."""
     merged_into: Tensor | None = None
     """(b n) int64: the node whose children are judged once this one is accepted, the first of those
     with the same path. Only it has children; the others are further proposals of its token. None:
     no path is proposed twice."""
     places: Tensor | None = None
-    """(b n) int64: the node of the tree asked for that each node stands for, where a row may lack
+    """(b n) int64: the node of the tree asked for that each node is, where a row may lack
     some. None: its own number."""
     read: Tensor | None = None
     """(b n) int64: number of each node among those that the drafter read while growing, in that
@@ -246,7 +246,7 @@ class Tally:
     """Tokens emitted by rounds; the prefill's own first token is not counted."""
     offered: list[int] = field(default_factory=list)
     """offered[k]: rounds in which depths 1..k were accepted and a node of depth k+1 was drafted
-    behind the last of them."""
+    after the last of them."""
     kept: list[int] = field(default_factory=list)
     """kept[k]: rounds in which depth k+1 was accepted."""
     seconds: dict[str, float] = field(default_factory=dict)

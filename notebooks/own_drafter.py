@@ -1,5 +1,6 @@
-"""A drafter of one's own, in full: it reads the last token and nothing else, a bigram model that
-speaks through the target's head.
+"""A complete drafter in one file: a bigram model that proposes through the target's head.
+
+It reads the last token and nothing else.
 
 Alignment, 0-based, for a row x_0..x_{T-1} with the target's features h_i (what its LM head reads):
 
@@ -9,6 +10,8 @@ Alignment, 0-based, for a row x_0..x_{T-1} with the target's features h_i (what 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,44 +20,45 @@ from torch import Tensor, nn
 from drafttrain.checks import integer
 from drafttrain.drafter.base import Committed
 from drafttrain.drafter.borrowing import BorrowsHead
+from drafttrain.drafter.growing import anchor_of
 from drafttrain.flow import Batch, Features, Loss, Needs
 from drafttrain.nn import losses
 from drafttrain.target.model import Target
+from drafttrain.tree.candidates import Candidates
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastTokenConfig:
+    """Settings of `LastToken`. Their defaults are in its configuration file, not here."""
+
+    draft_ids: Sequence[int] | None
+    """(w) ascending ids that can be proposed; None is the whole vocabulary."""
+    width: int
+    """Of the layer between the two linears."""
+    chunk: int
+    """Positions whose logits exist at one time in the loss."""
+
+    def __post_init__(self) -> None:
+        integer("width", self.width, 1)
+        integer("chunk", self.chunk, 1)
 
 
 class LastToken(BorrowsHead):
     """Two linears from the last token's embedding to what the head reads; nothing is remembered
-    between rounds.
+    between rounds."""
 
-    Args:
-        draft_ids: (w) ascending ids that can be proposed; None is the whole vocabulary.
-        width: of the layer between the two.
-        chunk: positions whose logits exist at one time in the loss.
-    """
-
-    needs = Needs(last_hidden=True)  # read by the loss alone
+    Config = LastTokenConfig
+    config: LastTokenConfig
+    needs = Needs(last_hidden=True)  # read by the loss only
     loss_parts = ("divergence", "accuracy")
 
-    def __init__(
-        self,
-        target: Target,
-        *,
-        draft_ids: Tensor | list[int] | None = None,
-        width: int = 64,
-        chunk: int = 256,
-    ) -> None:
-        super().__init__(target, draft_ids)
-        integer("width", width, 1)
-        integer("chunk", chunk, 1)
-        self.width, self.chunk, d = width, chunk, target.width
+    def __init__(self, target: Target, **settings: Any) -> None:
+        super().__init__(target, **settings)
+        d, width = target.width, self.config.width
         self.layers = nn.Sequential(
             nn.RMSNorm(d), nn.Linear(d, width), nn.SiLU(), nn.Linear(width, d)
         )
         self.to(target.device)
-
-    def settings(self) -> dict[str, Any]:
-        ids = None if self.draft_ids is None else self.draft_ids.tolist()
-        return {"width": self.width, "chunk": self.chunk, "draft_ids": ids}
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(...) ids -> (... d) what the head reads of the next token."""
@@ -66,22 +70,17 @@ class LastToken(BorrowsHead):
         self, batch: Batch, features: Features, *, generator: torch.Generator | None = None
     ) -> Loss:
         assert features.last_hidden is not None
-        ids, chosen = (
-            batch.input_ids.to(self.device),
-            batch.loss_mask[:, 1:].to(self.device),
-        )  # b s-1
+        ids = batch.input_ids.to(self.device)
+        chosen = batch.loss_mask[:, 1:].to(self.device)  # b s-1
         out = self(ids[:, :-1][chosen])  # t d
         teacher = features.last_hidden.to(self.device)[:, :-1][chosen]  # t d
         total, guesses = losses.over_vocabulary(
-            out, teacher, self.head, losses.forward_kl, chunk=self.chunk
+            out, teacher, self.head, losses.forward_kl, chunk=self.config.chunk
         )
-        right, count = (
-            (self.to_target_ids(guesses) == ids[:, 1:][chosen]).sum().float(),
-            chosen.sum().float(),
-        )
-        return Loss(
-            total, count, {"divergence": (total.detach(), count), "accuracy": (right, count)}
-        )
+        right = (self.to_target_ids(guesses) == ids[:, 1:][chosen]).sum().float()
+        count = chosen.sum().float()
+        parts = {"divergence": (total.detach(), count), "accuracy": (right, count)}
+        return Loss(total, count, parts)
 
     def open(self, rows: int, capacity: int) -> None:
         return None
@@ -89,13 +88,12 @@ class LastToken(BorrowsHead):
     def select(self, state: None, rows: Tensor) -> None:
         return None
 
-    def extend(self, state: None, committed: Committed) -> tuple[Tensor, Tensor]:
-        last = committed.counts.to(committed.tokens.device)[:, None] - 1
-        out = self(committed.tokens.gather(1, last)[:, 0])  # b d
-        return out, self.head(out)
+    def extend(self, state: None, committed: Committed, depth: int) -> tuple[Tensor, Candidates]:
+        out = self(anchor_of(committed))  # b 1 d
+        return out, self.candidates(self.head(out))
 
     def expand(
         self, state: None, tokens: Tensor, hidden: Tensor, depth: int, tree_mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Candidates]:
         out = self(tokens)  # b m d
-        return out, self.head(out)
+        return out, self.candidates(self.head(out))

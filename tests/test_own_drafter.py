@@ -38,6 +38,7 @@ from tests.training.parts import write_tiny_set
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 LIMIT = 24
+DEFAULTS = {"draft_ids": None, "width": 64, "chunk": 256}
 TREES: dict[str, Growth] = {
     "chain": Tree.chain(4),
     "static": Tree.eagle1_static(),
@@ -55,7 +56,7 @@ def learned(target: Target, rows: list[list[int]], steps: int) -> tuple[LastToke
     features = target.features(batch.input_ids, batch.lengths, LastToken.needs)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        drafter = LastToken(target)
+        drafter = LastToken(target, **DEFAULTS)
     adam, course = torch.optim.Adam(drafter.parameters(), lr=1e-2), []
     for _ in range(steps):
         adam.zero_grad()
@@ -119,11 +120,11 @@ def test_a_rows_text_is_its_own(own: Any, policy: Policy) -> None:
 def small() -> tuple[Target, LastToken]:
     target = load.tiny(**SMALL)
     torch.manual_seed(0)
-    return target, LastToken(target).eval()
+    return target, LastToken(target, **DEFAULTS).eval()
 
 
 @pytest.mark.parametrize("name", ["chain ratio", "tree without replacement"])
-def test_first_three_tokens_follow_the_targets_law(small: Any, name: str) -> None:
+def test_first_three_tokens_follow_the_targets_distribution(small: Any, name: str) -> None:
     assert p_value(*small, SAMPLED[name], rows=2_000) > 1e-3
 
 
@@ -135,14 +136,14 @@ def test_a_planted_mistake_is_noticed(small: Any, monkeypatch: pytest.MonkeyPatc
 # --- it learns ------------------------------------------------------------------------------------
 
 
-def test_it_learns_what_a_last_token_tells(own: Any) -> None:
+def test_it_learns_what_a_last_token_says(own: Any) -> None:
     target, drafter, _, course = own
     assert course[-1] < 0.8 * course[0]
     torch.manual_seed(0)
-    fresh = LastToken(target).eval()
+    untrained = LastToken(target, **DEFAULTS).eval()
     kept = [
         decode(target, one, PROMPTS[:2], Plan(Tree.chain(3)), max_new_tokens=LIMIT, stop_ids=())[1]
-        for one in (fresh, drafter)
+        for one in (untrained, drafter)
     ]
     assert kept[1].accepted > kept[0].accepted
 
@@ -171,10 +172,10 @@ def test_a_loss_is_a_sum_over_rows(own: Any) -> None:
 
 def test_it_is_built_again_from_its_settings(own: Any) -> None:
     target, _, plain, _ = own
-    drafter = LastToken(target, draft_ids=sorted({*plain[0], *plain[1]}), width=8)
-    told = json.loads(json.dumps(drafter.settings()))
-    again = LastToken(target, **told)
-    assert again.settings() == told and again.choices < target.vocab_size
+    drafter = LastToken(target, draft_ids=sorted({*plain[0], *plain[1]}), width=8, chunk=256)
+    settings = json.loads(json.dumps(drafter.settings()))
+    again = LastToken(target, **settings)
+    assert again.settings() == settings and again.choices < target.vocab_size
     again.load_state_dict(drafter.state_dict())
     outputs, tally = decode(
         target, again.eval(), PROMPTS[:1], Plan(Tree.chain(3)), max_new_tokens=LIMIT, stop_ids=()

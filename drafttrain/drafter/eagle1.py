@@ -105,7 +105,7 @@ class Eagle1(BorrowsHead, Autoregressive):
         mask: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """(b s d) features and (b s) the tokens behind them -> (b s d) guesses of the next
+        """(b s d) features and (b s) the tokens after them -> (b s d) guesses of the next
         features.
 
         Args:
@@ -196,7 +196,7 @@ class Eagle1(BorrowsHead, Autoregressive):
 
     @torch.no_grad()
     def guesses(self, batch: Batch, features: Features) -> Tensor:
-        out, _, labels, where = self._aligned(batch, features)
+        out, _, _, where = self._aligned(batch, features)
         found = torch.full_like(batch.input_ids.to(where.device), -1)
         found[where] = best_ids(self, out, self.head, self.config.chunk)
         return found[:, :, None]

@@ -43,9 +43,8 @@ TEXT = "cross_entropy"
 class ResidualBlock(nn.Module):
     """z + SiLU(W z + b), W and b zero at first: it starts as the identity.
 
-    Cai et al. 2024 (arXiv:2401.10774), section 2.2.1. Departs from the public code, which zeroes W
-    alone.
-    """
+    Cai et al. 2024 (arXiv:2401.10774), section 2.2.1. Departs from the public code, which zeroes
+    only W."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ def most_frequent(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:
 
 
 def coverage(counts: Tensor, ids: Tensor) -> float:
-    """Share of supervised labels that lie in the draft vocabulary; the rest can never be
+    """Share of supervised labels that are in the draft vocabulary; the rest can never be
     accepted."""
     total = float(counts.sum())
     return float(counts[ids].sum()) / total if total else 0.0

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from drafttrain.checks import path_of
 from drafttrain.drafter.base import Drafter
+from drafttrain.drafter.standalone import owns_all
 from drafttrain.errors import InputError
 from drafttrain.packaging.checking import check_characters, check_keys, read_json, some
 from drafttrain.target import fingerprint
@@ -358,7 +359,7 @@ def class_of(name: str, where: str) -> type[Drafter]:
 def place_of(name: str, drafter: Drafter) -> tuple[str, str]:
     """The file that holds a tensor of this drafter, and its name there."""
     prefix = "model."
-    if drafter.owns_all and name.startswith(prefix):
+    if owns_all(drafter) and name.startswith(prefix):
         return STANDALONE_TENSORS, name.removeprefix(prefix)
     return TENSORS, name
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
+from drafttrain.drafter.standalone import Standalone, owns_all, trained_vocabulary
 from drafttrain.errors import InputError
 from drafttrain.packaging.card import REQUIREMENTS, card, generate_file
 from drafttrain.packaging.checking import some
@@ -102,7 +103,7 @@ def save_package(
     kept = getattr(torch, dtype)
     tensors = _tensors_of(drafter, target, kept)
     files: dict[str, dict[str, Tensor]] = {TENSORS: {}, **_by_file(tensors, drafter)}
-    if drafter.owns_all or export_assistant:
+    if owns_all(drafter) or export_assistant:
         standalone_config, files[STANDALONE_TENSORS] = _whole(drafter, kept)
     adapter, original = target.adapter, target.original or target
     if adapter is not None:
@@ -319,7 +320,7 @@ def _tensors_of(drafter: Drafter, target: Target, dtype: torch.dtype) -> dict[st
         tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
     _refuse_odd(tensors, "drafter")
     for name, tensor in owned(drafter).items():
-        if name in drafter.trained_vocabulary:
+        if name in trained_vocabulary(drafter):
             continue
         for borrowed in (
             target.embedding.weight,
@@ -352,7 +353,7 @@ def _refuse_odd(tensors: Mapping[str, Tensor], what: str) -> None:
 def check_export(drafter: Drafter, export_assistant: bool) -> None:
     """Raise InputError if a drafter is to be written as a language model and is none. Worth calling
     before long work."""
-    if export_assistant and drafter.standalone() is None:
+    if export_assistant and not isinstance(drafter, Standalone):
         raise InputError(
             f"export_assistant=true: {type(drafter).__name__} is no language model that could "
             f"stand alone; set it to false"
@@ -369,8 +370,8 @@ def _by_file(tensors: dict[str, Tensor], drafter: Drafter) -> dict[str, dict[str
 
 def _whole(drafter: Drafter, dtype: torch.dtype) -> tuple[str, dict[str, Tensor]]:
     """The config's text and the tensors of a drafter as a directory of transformers."""
+    assert isinstance(drafter, Standalone)
     found = drafter.standalone()
-    assert found is not None
     config, tensors = copy.deepcopy(found[0]), found[1]
     config.dtype = dtype
     kept = {}

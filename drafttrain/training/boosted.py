@@ -22,7 +22,7 @@ from drafttrain.training.boost import Boost, Collective, references
 from drafttrain.training.prepare import Ready, Settings, Training, usable_prompts
 from drafttrain.training.run import Run
 from drafttrain.tree.choice import SHARING
-from drafttrain.tree.share import alone, shared
+from drafttrain.tree.share import for_one, shared
 from drafttrain.tree.topology import Growth, Tree
 
 
@@ -201,5 +201,5 @@ def share_nodes(
     count = len(ensemble.drafters)
     found: dict[str, Growth] = {f"together_{nodes}": shared(rounds, nodes)}
     for member in range(count if count > 1 else 0):
-        found[f"member_{member + 1}_alone_{nodes}"] = alone(rounds, nodes, member)
+        found[f"member_{member + 1}_alone_{nodes}"] = for_one(rounds, nodes, member)
     return {name: tree for name, tree in found.items() if tree.size}

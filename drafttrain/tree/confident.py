@@ -1,11 +1,10 @@
 """A chain that ends where the drafter is no longer sure.
 
-Whether a k-th token is drafted is settled before it is drawn, by the largest probability of the law
-it would be drawn from: a function of the prefix and of the drafts before it. The text therefore
-keeps the target's law. Dropping a token that was drawn because *its* probability is low, as some
-engines do, changes the law: for p = (.7, .3) and q = (.5, .5), a scheduler that keeps the first
-token only when it was the first emits (.85, .15).
-"""
+Whether a k-th token is drafted is settled before it is drawn, by the largest probability of the
+distribution it would be drawn from: a function of the prefix and of the drafts before it. The text
+therefore keeps the target's distribution. Dropping a token that was drawn because *its* probability
+is low, as some engines do, changes the distribution: for p = (.7, .3) and q = (.5, .5), a scheduler
+that keeps the first token only when it was the first emits (.85, .15)."""
 
 from __future__ import annotations
 
@@ -25,18 +24,18 @@ from drafttrain.tree.topology import Growth, Tree
 
 @dataclass(frozen=True, kw_only=True)
 class Confident(Growth):
-    """At most k drafts one behind the other, ended before the first whose law is unsure."""
+    """At most k drafts in a row, ended before the first that is unsure."""
 
     k: int
     stop_below: float
-    """Least probability that the likeliest next token must have, at temperature 1, for the draft to
-    go on."""
+    """Least probability that the most likely next token must have, at temperature 1, for the draft
+    to go on."""
 
     def __post_init__(self) -> None:
         if type(self.k) is not int or self.k < 1:
             raise InputError(
-                f"tree.k is {self.k!r}, a chain that ends by confidence needs a whole number of at "
-                f"least 1"
+                f"tree.k is {self.k!r}, a chain that ends by confidence needs an integer of at "
+                "least 1"
             )
         if type(self.stop_below) not in (int, float) or not 0 < self.stop_below < 1:
             raise InputError(

@@ -1,7 +1,7 @@
 """Trees of drafts that are copied from text: which of the continuations at hand become which nodes.
 
 A source ranks the continuations of a place in the text. Nothing is drawn and nothing is made up:
-where it knows of no further continuation, a node stays out, with all that would stand behind it.
+where it knows of no further continuation, a node stays out, with all that would follow it.
 
 - A fixed shape: the node of rank r takes its parent's continuation of rank r. A chain thus takes
   the first one each time.
@@ -34,8 +34,8 @@ class Continuations(Protocol):
     """Text that knows what followed a place in it."""
 
     def children(self, node: Any, most: int) -> list[tuple[int, float, Any]]:
-        """At most so many different tokens that followed, the best first: (token, its share among
-        all that followed, the place behind it)."""
+        """At most `most` different tokens that followed, the best first: (token, its share among
+        all that followed, the place after it)."""
         ...
 
 

@@ -2,19 +2,18 @@
 narrow where it is not.
 
 A node's value is the product of the drafter's probabilities on the way to it, at temperature 1.
-*Expand*: each level takes the `top_k` likeliest children of the `top_k` most valuable nodes of the
-level before. *Rerank*: of all candidates the `total` most valuable stay; among equals the
+*Expand*: each level takes the `top_k` most likely children of the `top_k` most valuable nodes of
+the level before. *Rerank*: of all candidates the `total` most valuable stay; among equals the
 shallower, so that none stays without its parent.
 
 Departs from the paper: ties are broken as said (the public code leaves them to the device, and a
 child of probability 1.0 may then stay without its parent), and probabilities are added up as
 float32 logarithms.
 
-The tree is a function of the prefix alone: nothing is drawn, which `grow_dynamic` could not do,
-having no source of chance. Its law is thus `ONE_HOT` at every temperature, and its rule the one
-that judges a node by the target's probability alone. Drawing tokens and reranking them by their own
-probability would change the law of the text.
-"""
+The tree is a function of the prefix only: nothing is drawn, which `grow_dynamic` could not do,
+having no source of chance. Its `Sampling` is thus `ONE_HOT` at every temperature, and its rule the
+one that judges a node only by the target's probability. Drawing tokens and reranking them by their
+own probability would change the distribution of the text."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ class Dynamic(Growth):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise InputError(
-                    f"tree.{name} is {value!r}, a dynamic tree needs a whole number of at least 1"
+                    f"tree.{name} is {value!r}, a dynamic tree needs an integer of at least 1"
                 )
         if self.total < self.depth:
             raise InputError(

@@ -42,7 +42,7 @@ def read_tree(path: str) -> Tree:
 
 def table(given: str | Sequence[Any], what: str) -> Table:
     """Rows of numbers between 0 and 1, given as they are or as the name of a JSON or YAML file; one
-    row may come alone.
+    row may come by itself.
 
     Raises: InputError for anything else.
     """
@@ -64,13 +64,13 @@ def table(given: str | Sequence[Any], what: str) -> Table:
 def _parents(found: Any) -> list[int]:
     if not isinstance(found, list) or not found or any(type(parent) is not int for parent in found):
         raise InputError(
-            f"parents are {_what(found)}, need whole numbers, -1 for children of the anchor"
+            f"parents are {_what(found)}, need integers, -1 for children of the anchor"
         )
     return found
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Plain values, each written where it stands: ten lines that refer to each other can unfold to
+    """Plain values, each written where it is: ten lines that refer to each other can unfold to
     more than memory holds."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -86,8 +86,7 @@ class _PlainLoader(yaml.SafeLoader):
         ]
         if len(set(keys)) < len(keys):
             raise yaml.YAMLError(
-                f"the key {next(key for key in keys if keys.count(key) > 1)[:80]!r} stands there "
-                f"twice"
+                f"the key {next(key for key in keys if keys.count(key) > 1)[:80]!r} is there twice"
             )
         return super().construct_mapping(node, deep)
 

@@ -35,7 +35,7 @@ class Forest(Growth):
         if any(isinstance(tree, Forest) for tree in trees):
             raise InputError("trees hold trees of several members: give one tree for each member")
         object.__setattr__(self, "trees", tuple(trees))
-        # Where some are drawn and others are the likeliest, each keeps the law that it was made by.
+        # Where some are drawn and others are the most likely ones, each stays what it was made by.
         object.__setattr__(
             self, "can_draw", any(tree.can_draw for tree in trees if tree.size) or not self.size
         )
@@ -78,7 +78,7 @@ def forest(trees: Sequence[Any]) -> Forest:
     """A forest as settings name it.
 
     Args:
-        trees: for each member a number, which is a chain of so many drafts (0 leaves the member
+        trees: for each member a number, which is a chain of that many drafts (0 leaves the member
             out); a list of paths of ranks such as [[0], [1], [0, 0]]; or a growth.
     """
     if not isinstance(trees, list | tuple):

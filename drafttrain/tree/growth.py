@@ -3,7 +3,7 @@ level, all rows together.
 
 In a tree of fixed shape, which children exist and which is checked first is fixed before any token
 is drawn: a condition for exact sampling (SpecInfer, Miao et al. 2023, arXiv:2305.09781, section
-4.3). How growths of changing shape keep to it stands in their files.
+4.3). How growths of changing shape keep to it is in their files.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 Two nodes are the same where their *paths* are, token by token from the anchor. A path that was
 proposed twice is read by the target as one, but judged as often as it was proposed, each time by
-the law that it was drawn from: joining equal tokens into one proposal would change the law of the
-text. So every proposal stays a node, with its own law; of those with the same path the first has
-all the children, and the others lead on to them (`Proposal.merged_into`).
+the distribution that it was drawn from: joining equal tokens into one proposal would change the
+distribution of the text. So every proposal stays a node, with its own distribution; of those with
+the same path the first has all the children, and the others lead on to them
+(`Proposal.merged_into`).
 
 Siblings are judged by drafter, then in each drafter's own order. Neither looks at a drawn token.
 """
@@ -28,9 +29,9 @@ class Merged:
     """Several proposals for the same rows, as one."""
 
     proposal: Proposal
-    """All their nodes. Of law ONE_HOT if all of them are; else IID, with the law of each node in
-    its own row of q: that of a draw without replacement leaves out what its own drafter drew
-    before, that of a deterministic token is a point mass."""
+    """All their nodes. Of Sampling.ONE_HOT if all of them are; else IID, with the distribution of
+    each node in its own row of q: that of a draw without replacement leaves out what its own
+    drafter drew before, that of a deterministic token is a point mass."""
     drafter: Tensor
     """(b n) int64: which of the proposals a node comes from, -1 for padding."""
     node: Tensor
@@ -56,12 +57,12 @@ def merge(proposals: Sequence[Proposal], vocab_size: int | None = None) -> Merge
     """Merge by path.
 
     Args:
-        proposals: of the same rows, whole trees of any law but UNKNOWN; rows may differ in shape
-            and in size.
-        vocab_size: where given, the whole is of law IID also if every proposal is ONE_HOT, with
-            point masses over so many tokens: which rule judges it does not depend then on what
-            happened to be proposed.
-    Raises: InputError if there are none, one is of unknown law, or is itself merged.
+        proposals: of the same rows, full trees of any sampling but UNKNOWN; rows may differ in
+            shape and in size.
+        vocab_size: where given, the result is IID also if every proposal is ONE_HOT, with point
+            masses over that many tokens: which rule judges it does not depend then on what happened
+            to be proposed.
+    Raises: InputError if there are none, one is of unknown sampling, or is itself merged.
     """
     if not proposals:
         raise InputError("nothing to merge: give the proposals of at least one drafter")
@@ -73,7 +74,7 @@ def merge(proposals: Sequence[Proposal], vocab_size: int | None = None) -> Merge
                 else "does not say how its tokens were drawn"
             )
             raise InputError(
-                f"proposal {number} {reason}: merge trees of known law, all in one call"
+                f"proposal {number} {reason}: merge trees of known sampling, all in one call"
             )
     b, device = proposals[0].tokens.shape[0], proposals[0].tokens.device
     sizes = [one.size for one in proposals]
@@ -95,7 +96,7 @@ def merge(proposals: Sequence[Proposal], vocab_size: int | None = None) -> Merge
     parents = torch.where(parents < 0, -1, merged_into.gather(1, parents.clamp(min=0)))
     sampling, q, q_rows = _laws(proposals, tokens, vocab_size)
     if any(one.counts is not None for one in proposals):
-        # Padding goes behind the real nodes of all drafters; their order stays.
+        # Padding goes after the real nodes of all drafters; their order stays.
         order = (~real).long().argsort(dim=1, stable=True)
         place = order.argsort(1)
         tokens, drafter, node, real, parents, merged_into = (
@@ -114,9 +115,9 @@ def merge(proposals: Sequence[Proposal], vocab_size: int | None = None) -> Merge
 
 
 def without_repeats(one: Proposal) -> Proposal:
-    """A merged proposal of law ONE_HOT with every path once, so that the target reads it once.
+    """A merged ONE_HOT proposal with every path once, so that the target reads it once.
 
-    A second proposal of a path changes nothing here: where its token was refused, the target's law
+    A second proposal of a path changes nothing here: where its token was refused, the target's distribution
     has none of it left. Of a token that was drawn this does not hold.
     """
     assert one.sampling is Sampling.ONE_HOT and one.merged_into is not None
@@ -125,7 +126,7 @@ def without_repeats(one: Proposal) -> Proposal:
     n = int(counts.max())
     order = (
         (~kept).long().argsort(dim=1, stable=True)
-    )  # of the nodes that stay, in their order, the others behind them
+    )  # of the nodes that stay, in their order, the others after them
     place = order.argsort(1)
     tokens, parents = (value.gather(1, order)[:, :n] for value in (one.tokens, one.parents))
     there = torch.arange(n, device=tokens.device) < counts[:, None]
@@ -158,13 +159,13 @@ def _first_of_path(tokens: Tensor, parents: Tensor, real: Tensor) -> Tensor:
 def _laws(
     proposals: Sequence[Proposal], tokens: Tensor, vocab_size: int | None
 ) -> tuple[Sampling, Tensor | None, Tensor | None]:
-    """The law of the whole, and each node's own law as a row of q."""
+    """The sampling of the merged proposal, and each node's own distribution as a row of q."""
     if vocab_size is None and all(
         one.sampling is Sampling.ONE_HOT or not one.size for one in proposals
     ):
         return Sampling.ONE_HOT, None, None
     v = max((one.q.shape[-1] for one in proposals if one.q is not None), default=vocab_size or 0)
-    laws, rows = [], []
+    q_of, rows = [], []
     offset = 0
     for one in proposals:
         if not one.size:
@@ -174,29 +175,30 @@ def _laws(
             q_rows = torch.arange(one.size, device=tokens.device).expand_as(one.tokens)
         elif one.q is None or one.q_rows is None:
             raise InputError(
-                f"a proposal of law {one.sampling.value} came without q: its tokens cannot be "
+                f"a proposal of sampling {one.sampling.value} came without q: its tokens cannot be "
                 f"judged"
             )
         else:
             q, q_rows = one.q, one.q_rows
             if one.sampling is Sampling.WOR:
                 q, q_rows = _one_by_one(one, q, q_rows)
-        laws.append(q)
+        q_of.append(q)
         rows.append(q_rows + offset)
         offset += q.shape[1]
-    return Sampling.IID, torch.cat(laws, 1), torch.cat(rows, 1)
+    return Sampling.IID, torch.cat(q_of, 1), torch.cat(rows, 1)
 
 
 def _one_by_one(one: Proposal, q: Tensor, q_rows: Tensor) -> tuple[Tensor, Tensor]:
-    """A row of q for every node: the law of its draw once its earlier siblings were out."""
+    """A row of q for every node: the distribution of its draw once its earlier siblings were
+    out."""
     n, v = one.size, q.shape[-1]
     table = children_of(one.parents)  # b n+1 k
-    laws = q.gather(1, q_rows[:, :, None].expand(-1, -1, v))  # b n v
+    q_of = q.gather(1, q_rows[:, :, None].expand(-1, -1, v))  # b n v
     for rank in range(1, table.shape[-1]):
         row, parent = (table[:, :, rank] >= 0).nonzero(as_tuple=True)
         siblings = table[row, parent]  # nodes k
         drawn = siblings[:, rank]
-        laws[row, drawn] = untried(
-            laws[row, drawn], one.tokens[row[:, None], siblings[:, :rank]]
-        ).to(laws.dtype)
-    return laws, torch.arange(n, device=q.device).expand(len(q), n)
+        q_of[row, drawn] = untried(
+            q_of[row, drawn], one.tokens[row[:, None], siblings[:, :rank]]
+        ).to(q_of.dtype)
+    return q_of, torch.arange(n, device=q.device).expand(len(q), n)

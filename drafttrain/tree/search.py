@@ -24,7 +24,7 @@ Rates = str | Sequence[float] | Sequence[Sequence[float]]
 
 
 def sequoia(rates: Rates, nodes: int, depth: int | None = None) -> Tree:
-    """The tree that emits most tokens a pass, of all trees of so many nodes.
+    """The tree that emits most tokens a pass, of all trees with that many nodes.
 
     With T[n, d, b] the best sum of path products over n nodes, root included, d levels and b
     children of the root: T[n, d, b] = max over m of T[n - m, d, b - 1] + p_b * max over j of T[m, d
@@ -48,10 +48,10 @@ def sequoia(rates: Rates, nodes: int, depth: int | None = None) -> Tree:
                 f"most to 1"
             )
     if type(nodes) is not int or nodes < 1:
-        raise InputError(f"tree.nodes is {nodes!r}, needs a whole number of at least 1")
+        raise InputError(f"tree.nodes is {nodes!r}, needs an integer of at least 1")
     check_size(nodes)
     if depth is not None and (type(depth) is not int or depth < 1):
-        raise InputError(f"tree.depth is {depth!r}, needs a whole number of at least 1, or null")
+        raise InputError(f"tree.depth is {depth!r}, needs an integer of at least 1, or null")
     if depth is None and len(rows) == 1:
         if len(rows[0]) == 1:
             return Tree.chain(nodes)
@@ -125,12 +125,12 @@ def _scaled(values: np.ndarray, rate: float) -> np.ndarray:
 
 
 def sparse(accuracies: Rates, nodes: int) -> Tree:
-    """The likeliest paths, chosen one by one: always the best next sibling or first child of what
+    """The most likely paths, chosen one by one: always the best next sibling or first child of what
     is there already.
 
     A path is worth the product of its accuracies. Cai et al. 2024 (arXiv:2401.10774), section 2.3.3
     and its public code. Where accuracies do not rise with rank this takes the `nodes` largest
-    products of all; where a later rank is more accurate than an earlier one it waits behind that
+    products of all; where a later rank is more accurate than an earlier one it waits for that
     one, as there, since a tree has no gaps: sort them first.
 
     Args:
@@ -144,7 +144,7 @@ def sparse(accuracies: Rates, nodes: int) -> Tree:
     room = sum(math.prod(len(head) for head in heads[: depth + 1]) for depth in range(len(heads)))
     if type(nodes) is not int or not 1 <= nodes <= room:
         raise InputError(
-            f"tree.nodes is {nodes!r}, needs a whole number from 1 to {room}, which is all that "
+            f"tree.nodes is {nodes!r}, needs an integer from 1 to {room}, which is all that "
             f"these heads fill"
         )
     check_size(nodes)

@@ -23,7 +23,7 @@ refused all."""
 
 
 def shared(rounds: Sequence[Followed], nodes: int) -> Forest:
-    """Trees with at most so many nodes together, chosen greedily.
+    """Trees with at most `nodes` nodes together, chosen greedily.
 
     The next step always takes, of all paths that were followed somewhere, the one with the largest
     gain in kept drafts for each node that it needs: its ancestors, and on the way the siblings
@@ -32,7 +32,7 @@ def shared(rounds: Sequence[Followed], nodes: int) -> Forest:
     Raises: InputError if there is nothing to choose by.
     """
     if type(nodes) is not int or nodes < 1:
-        raise InputError(f"{nodes} nodes to share: needs a whole number of at least 1")
+        raise InputError(f"{nodes} nodes to share: needs an integer of at least 1")
     if not rounds:
         raise InputError(
             "no round was decoded to share nodes by: give more prompts, or more tokens for each"
@@ -61,7 +61,7 @@ def shared(rounds: Sequence[Followed], nodes: int) -> Forest:
     return Forest(tuple(Tree.from_paths(tree) if tree else Tree.chain(0) for tree in trees))
 
 
-def alone(rounds: Sequence[Followed], nodes: int, member: int) -> Forest:
+def for_one(rounds: Sequence[Followed], nodes: int, member: int) -> Forest:
     """The same budget for one member, the others left out."""
     (tree,) = shared([(one[member],) for one in rounds], nodes).trees
     return Forest(
@@ -70,13 +70,13 @@ def alone(rounds: Sequence[Followed], nodes: int, member: int) -> Forest:
 
 
 def candidate_forests(rounds: Sequence[Followed], sizes: Iterable[int]) -> list[Forest]:
-    """For every size the trees that share it, and that of each member alone; each once, none
+    """For every size the trees that share it, and that of each member by itself; each once, none
     without drafts."""
     found: dict[Forest, None] = {}
     for nodes in sizes:
         for forest in (
             shared(rounds, nodes),
-            *(alone(rounds, nodes, member) for member in range(len(rounds[0]))),
+            *(for_one(rounds, nodes, member) for member in range(len(rounds[0]))),
         ):
             found[forest] = None
     return [forest for forest in found if forest.size]

@@ -33,16 +33,15 @@ class Growth(abc.ABC):
     """What a plan knows of its trees before a token is drafted: their budget, and whether their
     tokens may be drawn.
 
-    A `Tree` is the growth whose shape is always the same. Other growths look at the drafter's laws
-    to decide which nodes exist, so their trees differ by row and by round. What none of them may
-    look at is a token that was *drawn*: which children exist, in which order they are checked and
-    which are cut must be settled before, or the text no longer follows the target's law (what
-    SpecInfer, section 4.3, takes for granted).
-    """
+    A `Tree` is the growth whose shape is always the same. Other growths look at the drafter's
+    probabilities to decide which nodes exist, so their trees differ by row and by round. What none
+    of them may look at is a token that was *drawn*: which children exist, in which order they are
+    checked and which are cut must be settled before, or the text no longer follows the target's
+    distribution (what SpecInfer, section 4.3, takes for granted)."""
 
     can_draw: bool = True
-    """Whether tokens may be drawn from the draft's law. False: they are its likeliest, a function
-    of the prefix alone."""
+    """Whether tokens may be drawn from the draft's distribution. False: they are its most likely
+    ones, a function of the prefix only."""
 
     @property
     @abc.abstractmethod
@@ -114,7 +113,7 @@ class Tree(Growth):
                 )
             if node and parent < self.parents[node - 1]:
                 raise InputError(
-                    f"node {node} has parent {parent} behind parent {self.parents[node - 1]}: sort "
+                    f"node {node} has parent {parent} after parent {self.parents[node - 1]}: sort "
                     f"nodes breadth first"
                 )
 
@@ -123,7 +122,7 @@ class Tree(Growth):
         """k nodes, each the only child of the one before; k = 0 is the empty proposal of plain
         decoding."""
         if type(k) is not int or k < 0:
-            raise InputError(f"chain length is {str(k)[:40]}, needs a whole number of at least 0")
+            raise InputError(f"chain length is {str(k)[:40]}, needs an integer of at least 0")
         check_size(k)
         return cls(tuple(range(-1, k - 1)))
 
@@ -167,7 +166,7 @@ class Tree(Growth):
             if not path:
                 raise InputError("path [] is the anchor, which every tree has: leave it out")
             if any(not isinstance(rank, int) or rank < 0 for rank in path):
-                raise InputError(f"path {list(path)} needs whole ranks of at least 0")
+                raise InputError(f"path {list(path)} needs integer ranks of at least 0")
             if path in known:
                 raise InputError(f"path {list(path)} is given twice: name each node once")
             known.add(path)
@@ -201,7 +200,7 @@ class Tree(Growth):
 
     @classmethod
     def medusa(cls, name: str = "mc_sim_7b_63") -> Tree:
-        """The 63 nodes of a published Medusa tree; `mc_sim_7b_63` is the one it drafts unless told
+        """The 63 nodes of a published Medusa tree; `mc_sim_7b_63` is the one it drafts unless asked
         otherwise.
 
         Cai et al. 2024 (arXiv:2401.10774); child counts as in its public code,
@@ -375,13 +374,15 @@ _MEDUSA = {
     "mc_sim_7b_63": {
         (): 10,
         (0,): 10, (1,): 7, (2,): 3, (3,): 2, (4,): 1, (5,): 1, (6,): 1, (7,): 1, (8,): 1, (9,): 1,
-        (0, 0): 10, (0, 1): 3, (0, 2): 2, (0, 3): 1, (0, 4): 1, (0, 5): 1, (0, 6): 1, (0, 7): 1, (1, 0): 2, (2, 0): 1,
+        (0, 0): 10, (0, 1): 3, (0, 2): 2, (0, 3): 1, (0, 4): 1, (0, 5): 1, (0, 6): 1, (0, 7): 1,
+        (1, 0): 2, (2, 0): 1,
         (0, 0, 0): 2,
     },
     "vicuna_7b_stage2": {
         (): 10,
         (0,): 10, (1,): 5, (2,): 2, (3,): 2, (4,): 1, (5,): 1, (6,): 1, (7,): 1,
-        (0, 0): 9, (0, 1): 4, (0, 2): 2, (0, 3): 1, (0, 4): 1, (0, 5): 1, (1, 0): 3, (1, 1): 1, (2, 0): 1,
+        (0, 0): 9, (0, 1): 4, (0, 2): 2, (0, 3): 1, (0, 4): 1, (0, 5): 1,
+        (1, 0): 3, (1, 1): 1, (2, 0): 1,
         (0, 0, 0): 4, (0, 0, 1): 1, (0, 0, 2): 1, (0, 1, 0): 1,
     },
 }  # fmt: skip

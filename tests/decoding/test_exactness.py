@@ -19,8 +19,8 @@ from drafttrain.decoding.exactness.chi_square import (
     power,
     tail,
 )
-from drafttrain.decoding.exactness.greedy import gap_of, same_text
 from drafttrain.decoding.exactness.distribution import CONTROL, SharedPrompt, same_distribution
+from drafttrain.decoding.exactness.greedy import gap_of, same_text
 from drafttrain.decoding.exactness.logits import last_logits
 from drafttrain.decoding.exactness.verdict import judged
 from drafttrain.decoding.loop import decode

@@ -12,7 +12,7 @@ import pytest
 from drafttrain.errors import InputError
 from drafttrain.tree.choice import SHARING
 from drafttrain.tree.forest import forest
-from drafttrain.tree.share import Followed, Path, alone, candidate_forests, expected, kept, shared
+from drafttrain.tree.share import Followed, Path, candidate_forests, expected, for_one, kept, shared
 from drafttrain.tree.topology import Tree
 
 ROUNDS: list[Followed] = [
@@ -50,7 +50,7 @@ def test_a_member_that_adds_nothing_gets_nothing() -> None:
 
 
 def test_what_is_worth_measuring() -> None:
-    assert alone(ROUNDS, 3, 1).trees == (Tree.chain(0), Tree.chain(3))
+    assert for_one(ROUNDS, 3, 1).trees == (Tree.chain(0), Tree.chain(3))
     found = candidate_forests(ROUNDS, [1, 3])
     assert found == [forest([1, 0]), forest([0, 1]), forest([2, 0]), forest([0, 3])], "each once"
     assert candidate_forests([((), ())], [2]) == []

@@ -1,4 +1,5 @@
-"""How siblings are drawn while a tree grows: from the distribution that they are said to be drawn from."""
+"""How siblings are drawn while a tree grows: from the distribution that they are said to be drawn
+from."""
 
 from __future__ import annotations
 
