@@ -1,13 +1,13 @@
 """A suffix automaton (Blumer et al. 1985) that grows token by token and counts how often short
 strings occur.
 
-A state stands for strings that end at the same places of the text; its link leads to the longest of
-its suffixes that ends elsewhere too. Counting every place of every string would take a walk over
-all suffixes for each token; here only strings of at most `longest` tokens are counted, so that the
-walk, and thus appending a token, is bounded by that, whatever the text is.
+A state is a set of strings that end at the same places of the text; its link leads to the longest
+of their suffixes that ends elsewhere too. Counting every place of every string would take a walk
+over all suffixes for each token; here only strings of at most `longest` tokens are counted, so that
+the walk, and thus appending a token, is bounded by that, whatever the text is.
 
 A text can be forgotten again: its strings are counted off by the same walks. Their states stay,
-with a count of 0; who builds another automaton of what is left is rid of them.
+with a count of 0; only another automaton, of what is left, is without them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SuffixAutomaton:
         """Occurrences of a state's strings."""
         self.latest: list[int] = [-1]
         """Index of the last token of the latest occurrence."""
-        self._whole = 0
+        self._last = 0
         self._end = 0
         self._end_length = 0
 
@@ -47,13 +47,13 @@ class SuffixAutomaton:
         """State of the text's longest counted suffix."""
         return self._end
 
-    def begin(self) -> None:
+    def start_text(self) -> None:
         """What is appended next is another text: no string reaches across."""
-        self._whole = self._end = self._end_length = 0
+        self._last = self._end = self._end_length = 0
 
     def append(self, token: int) -> None:
         follow, link, length = self.next, self.link, self.length
-        self._whole = self._longer(self._whole, token)
+        self._last = self._longer(self._last, token)
         # A state may have been split; its shorter strings are its link's now.
         end, size = self._end, self._end_length
         if size and length[link[end]] >= size:
@@ -89,17 +89,17 @@ class SuffixAutomaton:
                 state = link[state]
 
     def up_to(self, state: int, longest: int) -> int:
-        """State of the longest suffix of a state's strings that has at most so many tokens."""
+        """State of the longest suffix of a state's strings that has at most that many tokens."""
         link, length = self.link, self.length
         while state > 0 and length[link[state]] >= longest:
             state = link[state]
         return state
 
     def _longer(self, last: int, token: int) -> int:
-        """The state of the whole text with one more token."""
+        """The state of the full text with one more token."""
         follow, link, length = self.next, self.link, self.length
         known = follow[last].get(token)
-        if known is not None:  # An earlier text begins like this one.
+        if known is not None:  # An earlier text starts like this one.
             return known if length[known] == length[last] + 1 else self._split(last, token, known)
         state = self._state(length[last] + 1, 0, {}, 0, -1)
         while last >= 0 and token not in follow[last]:

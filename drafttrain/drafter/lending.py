@@ -11,7 +11,7 @@ from torch.nn import functional
 
 
 class Lent(nn.Module):
-    """Stands where a network has a part of its own.
+    """Takes the place of a part of a network.
 
     Args:
         part: the target's module.

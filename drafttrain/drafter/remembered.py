@@ -59,7 +59,7 @@ at once, by threads."""
 class Remembered:
     """The latest texts of at most `room` tokens in all; the oldest leave first, each at once.
 
-    A text that begins with all of the latest one takes its place: the next turn of a conversation
+    A text that starts with all of the latest one takes its place: the next turn of a conversation
     holds the earlier ones. Of a text that is longer than the room its end is kept.
 
     An automaton cannot shrink. Once a text has left it, a second one is started, of what comes from
@@ -118,6 +118,6 @@ class Remembered:
 
 def _append(automaton: SuffixAutomaton, tokens: Sequence[int], goes_on: bool) -> None:
     if not goes_on:
-        automaton.begin()
+        automaton.start_text()
     for token in tokens:
         automaton.append(token)

@@ -109,7 +109,7 @@ class Suffix(Remembers, Retrieval):
         """The corpus, the same for all rows."""
         for token in self.config.corpus_ids or ():
             if token == APART:
-                self.known.begin()
+                self.known.start_text()
             else:
                 self.known.append(token)
         self.earlier = self._nothing_remembered()

@@ -8,28 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from drafttrain.drafter.automaton import SuffixAutomaton
-
-
-def strings(texts: Sequence[Sequence[int]], longest: int) -> dict[tuple[int, ...], list[int]]:
-    """Every string of at most so many tokens, with the places of its last token, counted over all
-    texts."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    offset = 0
-    for text in texts:
-        for end in range(1, len(text) + 1):
-            for start in range(max(0, end - longest), end):
-                found.setdefault(tuple(text[start:end]), []).append(offset + end - 1)
-        offset += len(text)
-    return found
-
-
-def state_of(automaton: SuffixAutomaton, string: Sequence[int]) -> int | None:
-    state = 0
-    for token in string:
-        if token not in automaton.next[state]:
-            return None
-        state = automaton.next[state][token]
-    return state
+from tests.drafter.strings import state_of, strings
 
 
 def check(automaton: SuffixAutomaton, texts: Sequence[Sequence[int]], alphabet: int) -> None:
@@ -75,13 +54,13 @@ def test_no_string_reaches_across_texts() -> None:
         texts = [[chance.randrange(3) for _ in range(chance.randint(1, 12))] for _ in range(4)]
         automaton = SuffixAutomaton(chance.randint(1, 6))
         for text in texts:
-            automaton.begin()
+            automaton.start_text()
             for token in text:
                 automaton.append(token)
         check(automaton, texts, 3)
     automaton = SuffixAutomaton(4)
     for text in ([1, 2], [3, 4]):
-        automaton.begin()
+        automaton.start_text()
         for token in text:
             automaton.append(token)
     assert state_of(automaton, [2, 3]) is None and state_of(automaton, [3, 4]) is not None

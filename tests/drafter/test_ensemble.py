@@ -1,5 +1,5 @@
-"""Drafters side by side: the target's own text, each member's own cache and chance, and what does
-not fit together."""
+"""Several drafters at once: the target's own text, each member's own cache and chance, and what
+does not fit together."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from drafttrain.tree.forest import Forest, forest
 from drafttrain.tree.topology import Growth, Tree
 from tests.decoding.models import SMALL, p_value
 from tests.drafter.make import make
+from tests.messages import said
 
 PLAIN = Plan(Tree.chain(0))
 PROMPTS = [[3, 5, 7, 9, 3, 5], [11], list(range(20, 44))]
@@ -104,7 +105,7 @@ def test_a_rows_text_and_counts_are_its_own(
     stop = (decode(target, None, PROMPTS[:1], PLAIN, max_new_tokens=8, stop_ids=())[0][0].ids[5],)
     together, _ = decode(target, drafter, PROMPTS, plan, max_new_tokens=14, stop_ids=stop, seed=4)
     for row, prompt in enumerate(PROMPTS):
-        (alone,), _ = decode(
+        (single,), _ = decode(
             target,
             drafter,
             [prompt],
@@ -114,7 +115,7 @@ def test_a_rows_text_and_counts_are_its_own(
             seed=4,
             row_numbers=[row],
         )
-        assert (alone.ids, alone.runs, alone.tally) == (
+        assert (single.ids, single.runs, single.tally) == (
             together[row].ids,
             together[row].runs,
             together[row].tally,
@@ -131,25 +132,25 @@ def small() -> tuple[Target, Ensemble]:
     ).eval()  # type: ignore[return-value]
 
 
-LAWS = {
+SAMPLED = {
     "chains": Plan(forest([2, 2]), Policy(1.0)),
-    "drawn and likeliest": Plan(
+    "drawn and most likely": Plan(
         Forest((Tree.expansion([2, 1]), Dynamic(depth=2, top_k=2, total=3))), Policy(0.8)
     ),
-    "likeliest alone": Plan(forest([2, 2]), Policy(1.0), sampled=False),
+    "only the most likely": Plan(forest([2, 2]), Policy(1.0), sampled=False),
     "ended early": Plan(Forest((Confident(k=2, stop_below=0.3), Tree.chain(2))), Policy(1.0)),
 }
 
 
 @pytest.mark.field("F53")
-@pytest.mark.parametrize("name", LAWS)
-def test_first_three_tokens_follow_the_targets_law(
+@pytest.mark.parametrize("name", SAMPLED)
+def test_first_three_tokens_follow_the_targets_distribution(
     small: tuple[Target, Ensemble], name: str
 ) -> None:
-    assert p_value(*small, LAWS[name], rows=3000) > 1e-3
+    assert p_value(*small, SAMPLED[name], rows=3000) > 1e-3
 
 
-def test_a_member_that_copies_keeps_the_law_too() -> None:
+def test_a_member_that_copies_keeps_the_distribution_too() -> None:
     """Where the copying member has nothing to copy and nothing is drawn, the rule is the same."""
     target = load.tiny(**SMALL)  # type: ignore[arg-type]
     prompt = (3, 5, 2, 3, 5)
@@ -194,7 +195,7 @@ def test_each_member_draws_with_numbers_of_its_own(
     given.clear()
     plan = Plan(Forest((Tree.chain(2), Dynamic(depth=2, top_k=2, total=3))), Policy(1.0))
     decode(target, drafter, [[3, 5, 2]], plan, max_new_tokens=2)
-    assert given[0] is not None and given[1] is None, "what takes the likeliest draws nothing"
+    assert given[0] is not None and given[1] is None, "what takes the most likely draws nothing"
 
 
 # --- what each member knows -----------------------------------------------------------------------
@@ -221,7 +222,7 @@ def test_after_every_round_each_members_cache_holds_one_plain_forward(
 
     monkeypatch.setattr(Ssm, "extend", spy)
     outputs, _ = decode(target, drafter, PROMPTS, Plan(tree), max_new_tokens=12, stop_ids=())
-    whole = [
+    full = [
         torch.tensor([prompt + output.ids]) for prompt, output in zip(PROMPTS, outputs, strict=True)
     ]
     seen = dict.fromkeys(map(id, drafter.drafters), 0)
@@ -229,7 +230,7 @@ def test_after_every_round_each_members_cache_holds_one_plain_forward(
         for member, lengths, logits in rounds:
             if len(lengths) < len(PROMPTS):
                 continue  # rows have left
-            for text, known, found in zip(whole, lengths, logits, strict=True):
+            for text, known, found in zip(full, lengths, logits, strict=True):
                 plain = member.head(member.network.full_pass(text[:, :known])[:, -1])[0]
                 torch.testing.assert_close(found, plain, rtol=1e-3, atol=1e-3)
                 seen[id(member)] += 1
@@ -290,35 +291,35 @@ def test_a_tree_for_one_is_grown_by_each(target: Target) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tree", "message"),
+    ("tree", "fault"),
     [
-        (forest([1, 2]), "has 2 trees, this ensemble 4 members"),
-        (forest([1, 1, 3, 1]), "member 3 is 3 deep, this drafter fills 2"),
+        (forest([1, 2]), "trees_for_members"),
+        (forest([1, 1, 3, 1]), "member_too_deep"),
         (
             Forest(
                 (Tree.chain(1), Dynamic(depth=2, top_k=2, total=3), Tree.chain(1), Tree.chain(1))
             ),
-            "member 2 is a Dynamic, NGram",
+            "member_other_tree",
         ),
-        (forest([400, 400, 0, 400]), "1200 nodes are asked for"),
+        (forest([400, 400, 0, 400]), "too_many_nodes"),
     ],
 )
-def test_trees_that_do_not_fit_are_refused(tree: Growth, message: str, target: Target) -> None:
-    with pytest.raises(InputError, match=message):
+def test_trees_that_do_not_fit_are_refused(tree: Growth, fault: str, target: Target) -> None:
+    with pytest.raises(InputError, match=said(f"drafter.{fault}")):
         decode(target, made("all kinds", target), PROMPTS, Plan(tree), max_new_tokens=4)
 
 
 def test_what_is_no_ensemble_is_refused(target: Target) -> None:
     one = make(Ssm, target, layers=[0])
-    with pytest.raises(InputError, match="no members"):
+    with pytest.raises(InputError, match=said("drafter.no_members")):
         Ensemble(target, members=[])
-    with pytest.raises(InputError, match="member 2 is Ensemble, needs a drafter by itself"):
+    with pytest.raises(InputError, match=said("drafter.nested_ensemble")):
         Ensemble(target, members=[one, Ensemble(target, members=[one])])
-    with pytest.raises(InputError, match="member 2 is SelfSpec, a part of the target"):
+    with pytest.raises(InputError, match=said("drafter.member_inside")):
         Ensemble(target, members=[one, make(SelfSpec, target, skip_mlp=[0])])
-    with pytest.raises(InputError, match="member 1 drafts for another target"):
+    with pytest.raises(InputError, match=said("drafter.member_of_another_target")):
         Ensemble(load.tiny(), members=[one])
-    with pytest.raises(InputError, match="not trained as one"):
+    with pytest.raises(InputError, match=said("drafter.ensemble_not_trained")):
         Ensemble(target, members=[one]).loss(None, None)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="is a Forest, Ssm can fill"):
+    with pytest.raises(InputError, match=said("drafter.forest_for_one")):
         decode(target, one, PROMPTS, Plan(forest([2, 2])), max_new_tokens=4)

@@ -1,4 +1,4 @@
-"""Answers that the drafter writes itself: behind the right prompts, its own, the same again, and
+"""Answers that the drafter writes itself: after the right prompts, its own, the same again, and
 judged by the target."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def drafter_of(target: Target, **settings: Any) -> Ssm:
     return make(Ssm, target, **{"layers": [0, 2], **settings})
 
 
-def test_answers_depend_on_the_generator_alone(target: Target) -> None:
+def test_answers_depend_only_on_the_generator(target: Target) -> None:
     drafter = drafter_of(target)
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -62,7 +62,7 @@ def test_answers_depend_on_the_generator_alone(target: Target) -> None:
     )
 
 
-def test_a_prompt_ends_where_an_answer_begins(target: Target) -> None:
+def test_a_prompt_ends_where_an_answer_starts(target: Target) -> None:
     drafter, seen = drafter_of(target), set()
     for seed in range(12):
         written = write_answers(drafter, batch(), EVERY, OnPolicy(1.0, 3, 1.0), generator(seed))
@@ -138,7 +138,7 @@ def test_the_share_of_rows() -> None:
 
 
 def test_the_loss_on_its_own_answers_by_hand(target: Target) -> None:
-    """The target's law there, and no text to learn by heart."""
+    """The target's distribution there, and no text to learn by heart."""
     drafter = drafter_of(
         target, loss={"reverse_kl": 1.0, "cross_entropy": 1.0}, on_policy=1.0, on_policy_tokens=6
     )
@@ -180,14 +180,14 @@ def test_both_kinds_of_rows_in_one_batch(target: Target) -> None:
     kept = Batch(
         given.input_ids[stays], given.loss_mask[stays], given.lengths[stays], given.row_ids[stays]
     )
-    alone = drafter.loss(
+    apart = drafter.loss(
         kept, target.features(kept.input_ids, kept.lengths, Needs(last_hidden=True))
     )
     own = drafter.loss(
         written, target.features(written.input_ids, written.lengths, Needs(last_hidden=True))
     )
-    torch.testing.assert_close(loss.total, alone.total + own.total, rtol=1e-4, atol=1e-4)
-    assert int(loss.count) == int(alone.count) + int(own.count)
+    torch.testing.assert_close(loss.total, apart.total + own.total, rtol=1e-4, atol=1e-4)
+    assert int(loss.count) == int(apart.count) + int(own.count)
     loss.total.backward()
     assert all(
         p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in drafter.parameters()
@@ -199,8 +199,8 @@ def test_a_resumed_run_writes_and_learns_the_same_bits(tmp_path: Path) -> None:
     data = ConversationData(write_tiny_set(target, tmp_path / "set"))
     settings: dict[str, Any] = {"accumulate": 2, "max_steps": 7, "batch_tokens": 320}
     own: dict[str, Any] = {"layers": [0], "on_policy": 0.5, "on_policy_tokens": 8}
-    whole, stream = module_for(data, target, drafter=drafter_of(target, **own), **settings)
-    fit(whole, stream)
+    unbroken, stream = module_for(data, target, drafter=drafter_of(target, **own), **settings)
+    fit(unbroken, stream)
 
     first, stream = module_for(data, target, drafter=drafter_of(target, **own), **settings)
     fit(first, stream, Watch(stop_at=3), keeper(tmp_path / "run", every=100))
@@ -210,7 +210,9 @@ def test_a_resumed_run_writes_and_learns_the_same_bits(tmp_path: Path) -> None:
     second.continue_from(read_checkpoint(tmp_path / "run" / "last.ckpt"))
     stream.position = second.position
     fit(second, stream)
-    assert same(weights_of(second), weights_of(whole)) and second.supervised == whole.supervised
+    assert (
+        same(weights_of(second), weights_of(unbroken)) and second.supervised == unbroken.supervised
+    )
     plain, stream = module_for(data, target, drafter=drafter_of(target, layers=[0]), **settings)
     fit(plain, stream)
-    assert not same(weights_of(plain), weights_of(whole))
+    assert not same(weights_of(plain), weights_of(unbroken))

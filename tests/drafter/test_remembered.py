@@ -19,7 +19,13 @@ from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.ensemble import Ensemble
 from drafttrain.drafter.ngram import NGram
-from drafttrain.drafter.remembered import LOCK, Remembered
+from drafttrain.drafter.remembered import (
+    LOCK,
+    Remembered,
+    remember_texts,
+    tokens_remembered,
+    without_memory,
+)
 from drafttrain.drafter.suffix import Suffix
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
@@ -28,10 +34,9 @@ from drafttrain.tree.copied import copied
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Growth, Tree
 from tests.decoding.models import SMALL, p_value
-from tests.drafter.copying import propose
+from tests.drafter.copying import TREES, propose
 from tests.drafter.make import make
-from tests.drafter.test_automaton import state_of, strings
-from tests.drafter.test_suffix import TREES
+from tests.drafter.strings import state_of, strings
 
 PLAIN = Plan(Tree.chain(0))
 LIMIT = 30
@@ -54,8 +59,8 @@ def own(target: Target) -> tuple[Target, list[list[int]], list[list[int]]]:
 # What is held -------------------------------------------------------------------------------------
 
 
-def told(held: list[list[int]], text: Sequence[int], room: int) -> list[list[int]]:
-    """The rule: the end of a text that is too long, in the place of the latest if it begins with
+def kept(held: list[list[int]], text: Sequence[int], room: int) -> list[list[int]]:
+    """The rule: the end of a text that is too long, in the place of the latest if it starts with
     that, the oldest out."""
     new = list(text)[-room:]
     held = held[:-1] if held and new[: len(held[-1])] == held[-1] else list(held)
@@ -72,8 +77,8 @@ def some_text(chance: random.Random, alphabet: int, most: int, held: list[list[i
 
 @pytest.mark.parametrize("alphabet", [1, 2, 4])
 def test_it_holds_the_latest_texts_and_counts_their_strings(alphabet: int) -> None:
-    """Counts and the order of latest places are those of an automaton of these texts alone; what
-    has left counts nothing."""
+    """Counts and the order of latest places are those of an automaton of only these texts; what has
+    left counts nothing."""
     chance = random.Random(alphabet)
     left = 0
     for _ in range(8):
@@ -82,7 +87,7 @@ def test_it_holds_the_latest_texts_and_counts_their_strings(alphabet: int) -> No
         for _ in range(40):
             text = some_text(chance, alphabet, chance.choice([3, 8, room + 3]), held)
             memory.add(text)
-            held = told(held, text, room)
+            held = kept(held, text, room)
             assert list(memory.texts) == held and memory.tokens == sum(map(len, held)) <= room
             known = strings(held, longest)
             ever |= known.keys()
@@ -128,8 +133,7 @@ def test_what_is_held_is_bounded_and_no_text_costs_a_walk_over_all() -> None:
 
 @pytest.mark.parametrize("with_corpus", [False, True], ids=["remembered", "remembered and corpus"])
 def test_drafts_are_those_of_a_corpus_of_the_same_texts(target: Target, with_corpus: bool) -> None:
-    """For a row that was begun before the texts were there, and for one that is begun behind
-    them."""
+    """For a row that started before the texts were there, and for one that starts after them."""
     chance = random.Random(0)
     drafted = 0
     for _ in range(25):
@@ -155,11 +159,11 @@ def test_drafts_are_those_of_a_corpus_of_the_same_texts(target: Target, with_cor
             **settings,
             **({"corpus": "x", "corpus_ids": first} if with_corpus else {}),
         )
-        partial_pass, row, held = drafter.memory(), list[int](), list[list[int]]()
+        early, row, held = drafter.memory(), list[int](), list[list[int]]()
         for _ in range(12):
             text = some_text(chance, alphabet, 15, held)
             drafter.remember_texts([text])
-            held = told(held, text, room)
+            held = kept(held, text, room)
             ids = [*first, *(token for text in held for token in (*text, -1))]
             corpus = make(Suffix, target, corpus="x", corpus_ids=ids, **settings).memory()
             later = drafter.memory()
@@ -168,12 +172,12 @@ def test_drafts_are_those_of_a_corpus_of_the_same_texts(target: Target, with_cor
                 later.append(token)
             for _ in range(3):
                 row.append(chance.randrange(alphabet))
-                for one in (partial_pass, corpus, later):
+                for one in (early, corpus, later):
                     one.append(row[-1])
                 for tree in TREES:
                     wanted = copied(corpus, corpus.root(), tree)
                     assert (
-                        copied(partial_pass, partial_pass.root(), tree)
+                        copied(early, early.root(), tree)
                         == wanted
                         == copied(later, later.root(), tree)
                     ), (held, row, settings)
@@ -262,7 +266,7 @@ def test_greedy_text_is_the_targets_own_whatever_is_remembered(own: Any, tree: G
             assert output.ids == ids[: min(end, limit)]
         kept.append(tally.accepted)
     assert kept[1] > kept[0] + 3 * len(prompts), "what was decoded before is not drafted from"
-    # Texts that begin as these rows do, and go on otherwise.
+    # Texts that start as these rows do, and go on otherwise.
     wrong = make(Suffix, target, remember=2000)
     wrong.remember_texts(
         [[*prompt, *ids[:6], *reversed(ids)] for prompt, ids in zip(prompts, plain, strict=True)]
@@ -277,8 +281,8 @@ def test_greedy_text_is_the_targets_own_whatever_is_remembered(own: Any, tree: G
     ids=["greedy", "sampled", "penal"],
 )
 def test_rows_of_one_call_are_on_their_own(own: Any, policy: Policy) -> None:
-    """All begin with what earlier calls left, whatever stands beside them and whenever that
-    ends."""
+    """All start with what earlier calls left, whatever rows are next to them and whenever these
+    end."""
     target, prompts, plain = own
     plan, stop = Plan(Tree.expansion([2, 1, 1]), policy), (plain[0][7], plain[2][3])
 
@@ -295,7 +299,7 @@ def test_rows_of_one_call_are_on_their_own(own: Any, policy: Policy) -> None:
     )
     assert tally.accepted > 2 and len({len(output.runs) for output in together}) > 1
     for row, prompt in enumerate(prompts):
-        (alone,), _ = decode(
+        (single,), _ = decode(
             target,
             filled(),
             [prompt],
@@ -305,12 +309,12 @@ def test_rows_of_one_call_are_on_their_own(own: Any, policy: Policy) -> None:
             seed=4,
             row_numbers=[row],
         )
-        assert (alone.ids, alone.runs, alone.nodes) == (
+        assert (single.ids, single.runs, single.nodes) == (
             together[row].ids,
             together[row].runs,
             together[row].nodes,
         )
-        assert alone.tally == together[row].tally
+        assert single.tally == together[row].tally
     assert drafter.earlier is not None
     assert list(drafter.earlier.texts)[-len(prompts) :] == [
         [*p, *o.ids] for p, o in zip(prompts, together, strict=True)
@@ -318,7 +322,7 @@ def test_rows_of_one_call_are_on_their_own(own: Any, policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("tree", [Tree.chain(2), Tree.expansion([2, 2])], ids=["chain", "tree"])
-def test_sampled_text_keeps_the_targets_law(tree: Tree) -> None:
+def test_sampled_text_keeps_the_targets_distribution(tree: Tree) -> None:
     target, prompt = load.tiny(**SMALL), (3, 5, 2)
     drafter, plan = make(Suffix, target, remember=300), Plan(tree, Policy(1.0))
     decode(target, drafter, [prompt] * 40, plan, max_new_tokens=6, stop_ids=(), seed=9)
@@ -391,8 +395,8 @@ def test_a_measurement_sees_only_what_it_has_decoded_itself(own: Any) -> None:
     twice = measure_acceptance(
         target, drafter, [*prompts, *prompts], plan, batch=len(prompts), **settings
     )
-    before, behind = twice.tallies[: len(prompts)], twice.tallies[len(prompts) :]
-    assert before == forgetful.tallies and sum(one.rounds for one in behind) < sum(
+    before, after = twice.tallies[: len(prompts)], twice.tallies[len(prompts) :]
+    assert before == forgetful.tallies and sum(one.rounds for one in after) < sum(
         one.rounds for one in before
     )
     assert twice.row()["repeated_prompts"] == len(prompts)
@@ -416,4 +420,8 @@ def test_members_of_an_ensemble_remember(own: Any) -> None:
     two, second = decode(target, both, prompts, plan, **settings)
     assert [o.ids for o in one] == [o.ids for o in two] == plain and second.rounds < first.rounds
     assert len(remembering.earlier.texts) == 2 * len(prompts)
-    assert Ensemble(target, members=[make(NGram, target)]).without_memory().remembers == 0
+    copies = Ensemble(target, members=[make(NGram, target)])
+    assert copies.without_memory() is copies and tokens_remembered(copies) == 0
+    assert without_memory(copies.drafters[0]) is copies.drafters[0]
+    assert tokens_remembered(both) == 2000 and tokens_remembered(copies.drafters[0]) == 0
+    remember_texts(copies.drafters[0], prompts)

@@ -1,4 +1,4 @@
-"""Drafters that copy text, in the loop: the text is the target's own, rows are on their own,
+"""Drafters that copy text, in the loop: the text is the target's own, rows are independent,
 nothing of the target is read."""
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from drafttrain.tree.topology import Growth, Tree
 from tests.decoding.models import SMALL, p_value
 from tests.drafter.copying import committed_of, drafts, propose, rows_of
 from tests.drafter.make import make
+from tests.messages import said
 
 PLAIN = Plan(Tree.chain(0))
 LIMIT = 40
@@ -61,7 +62,7 @@ def own() -> Any:
         [*TEXT, *answers[2].ids[:12], *TEXT],
     ]
     plain, _ = decode(target, None, prompts, PLAIN, max_new_tokens=LIMIT, stop_ids=())
-    # The continuation of each prompt stands in it where the target repeats itself; put it there
+    # The continuation of each prompt occurs in it where the target repeats itself; put it there
     # where it does not.
     prompts[0] = [*plain[0].ids[:9], *prompts[0][-4:]]
     plain, _ = decode(target, None, prompts, PLAIN, max_new_tokens=LIMIT, stop_ids=())
@@ -114,7 +115,7 @@ def test_a_rows_text_and_counts_are_its_own(own: Any, name: str, policy: Policy)
     )
     assert len({len(output.runs) for output in together}) > 1, "rows finish at different times"
     for row, prompt in enumerate(prompts):
-        (alone,), _ = decode(
+        (single,), _ = decode(
             target,
             drafter,
             [prompt],
@@ -124,12 +125,12 @@ def test_a_rows_text_and_counts_are_its_own(own: Any, name: str, policy: Policy)
             seed=4,
             row_numbers=[row],
         )
-        assert (alone.ids, alone.runs, alone.nodes) == (
+        assert (single.ids, single.runs, single.nodes) == (
             together[row].ids,
             together[row].runs,
             together[row].nodes,
         )
-        assert alone.tally == together[row].tally
+        assert single.tally == together[row].tally
     small = measure_acceptance(
         target, drafter, prompts, plan, max_new_tokens=LIMIT, batch=2, stop_ids=stop, seed=4
     )
@@ -180,13 +181,11 @@ def test_a_text_in_parts_is_the_text(kind: type[Retrieval]) -> None:
     text = [1, 2, 3, 1, 2, 4, 1, 2, 3, 5, 1, 2]
     state = drafter.open(2, 0)
     for start, end in ((0, 5), (5, 6), (6, 10), (10, 12)):
-        committed = committed_of([text[start:end], text[start:end][:1]], begins=start == 0)
+        committed = committed_of([text[start:end], text[start:end][:1]], new=start == 0)
         found = drafter.propose(state, committed, tree, Policy(), None)
     assert rows_of(found)[0] == drafts(drafter, text, tree) != []
     drafter.select(state, torch.tensor([0]))
-    (row,) = rows_of(
-        drafter.propose(state, committed_of([[3]], begins=False), tree, Policy(), None)
-    )
+    (row,) = rows_of(drafter.propose(state, committed_of([[3]], new=False), tree, Policy(), None))
     assert row == drafts(drafter, [*text, 3], tree)
 
 
@@ -211,7 +210,7 @@ def test_what_it_has_not(kind: type[Retrieval]) -> None:
     assert type(drafter)(target, **drafter.settings()).settings() == drafter.settings()
     nothing = torch.empty(1, 0, dtype=torch.int64)
     batch = Batch(nothing, nothing.bool(), torch.tensor([0]), torch.tensor([0]))
-    with pytest.raises(InputError, match="nothing to train"):
+    with pytest.raises(InputError, match=said("drafter.nothing_to_train")):
         drafter.loss(batch, Features())
     assert drafter.guesses(batch, Features()) is None and not isinstance(drafter, VocabularyHeads)
     costs = measure_costs(
@@ -220,7 +219,7 @@ def test_what_it_has_not(kind: type[Retrieval]) -> None:
     assert len(costs.drafted) == 2 and all(seconds > 0 for seconds in costs.drafted.values())
 
 
-# The law of sampled text --------------------------------------------------------------------------
+# The distribution of sampled text -----------------------------------------------------------------
 
 
 def test_nothing_is_drawn(own: Any) -> None:
@@ -237,7 +236,7 @@ def test_nothing_is_drawn(own: Any) -> None:
         and Plan(Tree.chain(0), Policy(1.0)).made_by(drafter).sampled is None
     )
     assert Speculator(target, drafter, plan).plan.guarantee == "distribution"
-    with pytest.raises(InputError, match="NGram copies its drafts and draws none"):
+    with pytest.raises(InputError, match=said("drafter.draws_none")):
         decode(
             target,
             drafter,
@@ -245,7 +244,7 @@ def test_nothing_is_drawn(own: Any) -> None:
             Plan(Tree.chain(3), Policy(1.0), sampled=True),
             max_new_tokens=3,
         )
-    with pytest.raises(InputError, match=r"rule ratio does not fit .*copies text makes no others"):
+    with pytest.raises(InputError, match="rule ratio"):
         decode(
             target,
             drafter,
@@ -256,8 +255,8 @@ def test_nothing_is_drawn(own: Any) -> None:
 
 
 REPEATING = (3, 5, 2, 5, 1, 3, 5, 0, 3, 2, 2, 5, 7, 6, 4, 0, 1)
-"""Every token stands in it, so that whatever the target draws first has a continuation."""
-LAWS: dict[str, tuple[type[Retrieval], dict[str, Any], Plan]] = {
+"""Every token occurs in it, so that whatever the target draws first has a continuation."""
+SAMPLED: dict[str, tuple[type[Retrieval], dict[str, Any], Plan]] = {
     "ngram, chain": (NGram, {}, Plan(Tree.chain(2), Policy(1.0))),
     "ngram, tree": (NGram, {}, Plan(Tree.expansion([2, 2]), Policy(1.0))),
     "ngram, matched": (
@@ -275,10 +274,10 @@ LAWS: dict[str, tuple[type[Retrieval], dict[str, Any], Plan]] = {
 
 
 @pytest.mark.field("F53")
-@pytest.mark.parametrize("name", LAWS)
-def test_first_three_tokens_follow_the_targets_law(name: str) -> None:
+@pytest.mark.parametrize("name", SAMPLED)
+def test_first_three_tokens_follow_the_targets_distribution(name: str) -> None:
     target = load.tiny(**SMALL)
-    kind, settings, plan = LAWS[name]
+    kind, settings, plan = SAMPLED[name]
     drafter = make(kind, target, **settings)
     assert p_value(target, drafter, plan, rows=8_000, prompt=REPEATING) > 1e-3
     _, tally = decode(target, drafter, [list(REPEATING)] * 100, plan, max_new_tokens=3, stop_ids=())
@@ -292,9 +291,11 @@ def always_kept(p: torch.Tensor, proposal: Proposal, u: torch.Tensor) -> Accepta
     )
 
 
-def test_the_law_test_notices_a_planted_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_test_of_distributions_notices_a_planted_mistake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target = load.tiny(**SMALL)
-    kind, settings, plan = LAWS["ngram, chain"]
+    kind, settings, plan = SAMPLED["ngram, chain"]
     monkeypatch.setitem(rules.RULES, "one_hot", always_kept)
     assert (
         p_value(target, make(kind, target, **settings), plan, rows=8_000, prompt=REPEATING) < 1e-6
@@ -305,7 +306,7 @@ def test_the_law_test_notices_a_planted_mistake(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_rates_by_rank_are_of_the_nodes_asked_for(own: Any) -> None:
-    """A tree with holes is numbered as the whole one, or calibration would take one rank for
+    """A tree with holes is numbered as the full one, or calibration would take one rank for
     another."""
     target, prompts, plain = own
     tree = Tree.expansion([3, 2])
