@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from drafttrain.decoding.exactness.cells import TOKENS
-from drafttrain.decoding.exactness.greedy import same_text
 from drafttrain.decoding.exactness.distribution import same_distribution
+from drafttrain.decoding.exactness.greedy import same_text
 from drafttrain.decoding.exactness.verdict import FALSE_ALARM, judged, words
 from drafttrain.decoding.measure import Prompts, Watch, unwatched
 from drafttrain.decoding.plan import Plan
