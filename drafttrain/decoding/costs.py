@@ -106,7 +106,7 @@ def _verifier(
     def verify(drafts: int) -> object:
         positions = drafts + 1
         new = ids[:, :1].expand(1, positions)
-        # A star: every draft sees only the anchor. The shape of a tree does not change the cost of a
+        # A star: every draft sees only the anchor. The shape of a tree changes no cost of a
         # pass.
         tree_mask = torch.eye(positions, dtype=torch.bool, device=device)
         tree_mask[:, 0] = True
