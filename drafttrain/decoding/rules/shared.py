@@ -63,7 +63,7 @@ def check_tree(rule: str, proposal: Proposal) -> tuple[int, int]:
     if tokens.ndim != 2 or parents.shape != tokens.shape:
         raise InputError(
             f"rule {rule} got tokens {tuple(tokens.shape)} and parents {tuple(parents.shape)}, "
-            f"needs both (b n)"
+            "needs both (b n)"
         )
     index = torch.arange(tokens.shape[1], device=parents.device)
     if bool(((parents < -1) | (parents >= index)).any()):
