@@ -62,17 +62,18 @@ def main(cfg: DictConfig) -> None:
     growths = filled_trees(asked.trees, speculator, drafter, package)
     asked.check_rules(growths, drafter)
     with new_folder(cfg) as folder:
+        rows = measure(speculator, prompts, growths, asked)
         few = prompts[: asked.parity_prompts]
         result = {
             "settings": settings_of(asked, Path(cfg.package), source, prompts, speculator),
-            "rows": measure(speculator, prompts, growths, asked),
+            "rows": rows,
             "target_change": changed(target, source, asked.change_rows),
             "parity": parity(speculator, drafter, few, asked.max_new_tokens),
             "exactness": exact(speculator, prompts, growths, asked) if cfg.exactness else None,
             "provenance": provenance(cfg),
         }
         write_json(folder / RESULT, result)
-        drafted = [row for row in result["rows"] if row["nodes"]]
+        drafted = [row for row in rows if row["nodes"]]
         acceptance_curve(drafted, folder / PICTURE, title=Path(cfg.package).name)
         show(result)
         say(f"wrote {folder / RESULT} and {folder / PICTURE}")
