@@ -63,7 +63,7 @@ def main(cfg: DictConfig) -> None:
     read_config(package)
     if cfg.write:
         check_change(package)
-    source = open_prompts(cfg.prompts, plain_value(cfg.columns))
+    source = open_prompts(cfg.prompts, plain(cfg.columns))
     target: Target = build(cfg.target, work="decode")
     target = target_for(package, target)
     drafter = load_drafter(package, target)
@@ -146,7 +146,7 @@ def check_settings(cfg: DictConfig) -> Asked:
     check_dtype(cfg.dtype)
     check_run_dir(cfg.run_dir, resume=False)
     policy = Policy(cfg.temperature, cfg.top_k, cfg.top_p).simplest()
-    trees = {str(value): tree_of(plain_value(value)) for value in cfg.trees}
+    trees = {str(value): tree_of(plain(value)) for value in cfg.trees}
     for name, tree in trees.items():
         if not tree.size:
             raise InputError(
@@ -162,7 +162,7 @@ def check_settings(cfg: DictConfig) -> Asked:
     )
 
 
-def plain_value(value: Any) -> Any:
+def plain(value: Any) -> Any:
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 

@@ -426,9 +426,7 @@ def test_a_calibrated_tree_is_that_of_the_packaged_accuracies(
     (row,) = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())["rows"]
     assert row["nodes"] == 3 and row["tau"] >= 1
     speculator = drafttrain.load(package, target)
-    assert packaged_tree("calibrated:3", speculator, package) == Tree.from_paths(
-        [[0], [1], [0, 0]]
-    )
+    assert packaged_tree("calibrated:3", speculator, package) == Tree.from_paths([[0], [1], [0, 0]])
 
 
 BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {

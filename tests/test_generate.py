@@ -67,7 +67,8 @@ def test_the_text_is_plain_decodings_with_accepted_drafts_marked(
         [ids], max_new_tokens=16, plan=Plan(Tree.chain(0))
     )
     assert outputs[0].ids == plain[0].ids
-    expected = shown(target.tokenizer.decode(plain[0].ids, skip_special_tokens=True))  # type: ignore[union-attr]
+    tokenizer: Any = target.tokenizer
+    expected = shown(tokenizer.decode(plain[0].ids, skip_special_tokens=True))
     assert re.sub(r"\[\[|\]\]", "", text) == expected
     assert "[[" in text and text.count("[[") == text.count("]]")
     assert closing.startswith(
@@ -127,7 +128,8 @@ def test_policies_that_read_the_text(
     policy = Policy(repetition_penalty=1.4, min_new_tokens=9, logit_bias={first: -math.inf, 7: 2.0})
     (plain,), _ = speculator.generate([ids], max_new_tokens=16, plan=Plan(Tree.chain(0), policy))
     settings = ("repetition_penalty=1.4", "min_new_tokens=9", f"logit_bias={{{first}:-inf,7:2}}")
-    expected = shown(target.tokenizer.decode(plain.ids, skip_special_tokens=True))  # type: ignore[union-attr]
+    tokenizer: Any = target.tokenizer
+    expected = shown(tokenizer.decode(plain.ids, skip_special_tokens=True))
     assert written(*settings) == expected != written()
     assert written(*settings, "temperature=1.0", "min_p=1.0") == expected
 
@@ -434,7 +436,8 @@ def test_without_a_template_texts_follow_one_another(target: Target) -> None:
     first = talk.prompt("once", 8)
     assert first == target.tokenizer.encode("once")  # type: ignore[union-attr]
     talk.keep(first, Output(ids=[50, 51], finish="length"))
-    assert talk.prompt(" upon", 8) == [*first, 50, 51, *target.tokenizer.encode(" upon")]  # type: ignore[union-attr]
+    tokenizer: Any = target.tokenizer
+    assert talk.prompt(" upon", 8) == [*first, 50, 51, *tokenizer.encode(" upon")]
 
 
 def test_room_in_the_context(target: Target, capsys: pytest.CaptureFixture[str]) -> None:

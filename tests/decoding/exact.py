@@ -133,7 +133,8 @@ def siblings(
 ) -> Case:
     """A one-level case; q is one distribution for all children or one for each."""
     distributions = tuple(q) if isinstance(q[0], tuple) else (q,) * len(tokens)
-    return Case(chance, tokens, distributions, sampling, Tree.expansion([len(tokens)]))  # type: ignore[arg-type]
+    tree = Tree.expansion([len(tokens)])
+    return Case(chance, tokens, distributions, sampling, tree)  # type: ignore[arg-type]
 
 
 def cases(tree: Tree, q: Table, sampling: Sampling) -> Iterator[Case]:

@@ -4,6 +4,7 @@ and shapes, names."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -86,10 +87,11 @@ def test_the_tensors_given_are_left_as_they_are(rule, sampling: Sampling) -> Non
     proposal = as_chain(proposal) if SCOPES[rule.__name__].chain else proposal
     assert proposal.q is not None
     given = (p.double(), replace(proposal, q=proposal.q.double()), u.double())
-    before = [given[0].clone(), given[1].q.clone(), given[1].tokens.clone(), given[2].clone()]  # type: ignore[union-attr]
+    read: list[Any] = [given[0], given[1].q, given[1].tokens, given[2]]
+    before = [value.clone() for value in read]
     first, again = rule(*given), rule(*given)
-    for value, old in zip((given[0], given[1].q, given[1].tokens, given[2]), before, strict=True):
-        assert torch.equal(value, old)  # type: ignore[arg-type]
+    for value, old in zip(read, before, strict=True):
+        assert torch.equal(value, old)
     assert torch.equal(first.next_token, again.next_token) and torch.equal(first.path, again.path)
     half = rule(p, proposal, u)
     assert (half.count == first.count).float().mean() > 0.9
