@@ -321,8 +321,8 @@ def continued(probs: dict[Text, Fraction], p: Table, length: int) -> dict[Text, 
             longer = {
                 (*text, token): chance * share for token, share in enumerate(p(text)) if share
             }
-            for text_, part in continued(longer, p, length).items():
-                out[text_] += part
+            for ended, part in continued(longer, p, length).items():
+                out[ended] += part
     return dict(out)
 
 

@@ -160,15 +160,15 @@ def test_cells_are_the_targets_distribution(speculator):
     target, prompt = speculator.target, PROMPTS[0]
     for policy in (WARM, Policy(0.7, 5, 0.9)):
         cells = Cells.of(target, prompt, policy, 1000)
-        prefixes, probs = [()], torch.ones(1, dtype=torch.float64)
+        prefixes, joint = [()], torch.ones(1, dtype=torch.float64)
         for _ in range(3):
             probs = policy.probs(
                 last_logits(target, [[*prompt, *prefix] for prefix in prefixes])
             ).double()
-            probs = (probs[:, None] * probs).flatten()
+            joint = (joint[:, None] * probs).flatten()
             prefixes = [(*prefix, token) for prefix in prefixes for token in range(24)]
         summed = torch.zeros_like(cells.probs)
-        for prefix, mass in zip(prefixes, probs.tolist(), strict=True):
+        for prefix, mass in zip(prefixes, joint.tolist(), strict=True):
             cell, never = cells.place(prefix)
             summed[cell] += mass
             assert not (never and mass)
@@ -177,7 +177,7 @@ def test_cells_are_the_targets_distribution(speculator):
         first = policy.probs(last_logits(target, [prompt]))[0].max()
         assert float(cells.probs[1:].min()) >= max(0.01, LEAST_CELL * float(first)) - 1e-6
         assert {prefix[:1] for prefix in cells.tables if prefix} == {
-            (int(probs.reshape(24, -1).sum(1).argmax()),)
+            (int(joint.reshape(24, -1).sum(1).argmax()),)
         }
 
 

@@ -85,7 +85,7 @@ def relabelled(
     sampling: Sampling,
     tokens: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple,
 ) -> list[Case]:
-    """The same drafts under another distribution, in another order, or fewer of them."""
+    """The same drafts said to be drawn in another way, in another order, or fewer of them."""
     return [siblings(case.chance, tokens(case.tokens), Q, sampling) for case in found]
 
 
