@@ -1,9 +1,7 @@
 """The decoding loop: propose, verify, accept, emit, commit, until a stop token or the limit.
 
-No text goes past either.
-
-Plain decoding is the same loop with an empty proposal, on the same cache: the yardstick of every
-speed measurement.
+No text goes past either of them. Plain decoding is the same loop with an empty proposal, on the
+same cache: the yardstick of every speed measurement.
 """
 
 from __future__ import annotations
@@ -164,9 +162,7 @@ class _Decoding:
         places = torch.arange(len(prompts), device=device)
         self.anchor = self._first(self.target.head(out.hidden[places, lengths - 1]))
         if self.drafter:
-            room = max(self.plan.tree.size, self.plan.tree.reads)
-            self.state = self.drafter.open(len(prompts), longest + room + 1)
-            self.drafter.attach(self.state, self.cache)
+            self._open(self.drafter, longest)
             tokens = torch.cat((ids[:, 1:], ids[:, :1]), 1)
             tokens[places, lengths - 1] = self.anchor
             hidden = out.hidden if self.drafter.needs.last_hidden else None
@@ -189,6 +185,12 @@ class _Decoding:
         if policy.greedy:
             return logits.argmax(-1)
         return draw(policy.probs(logits), self.chance.uniform(1)[:, 0].to(logits.device))
+
+    def _open(self, drafter: Drafter, longest: int) -> None:
+        """Open the drafter's state, for texts of at most `longest` tokens."""
+        room = max(self.plan.tree.size, self.plan.tree.reads)
+        self.state = drafter.open(len(self.rows), longest + room + 1)
+        drafter.attach(self.state, self.cache)
 
     # --- a round ----------------------------------------------------------------------------------
 
