@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from drafttrain.decoding.clock import Clock
 from drafttrain.decoding.counting import Drafts, usable_drafts
 from drafttrain.decoding.judging import judge
-from drafttrain.decoding.memory import remember
+from drafttrain.decoding.memory import remember_texts
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.record import Ends, Listener, Output, Record
 from drafttrain.drafter.base import Committed, Drafter
@@ -137,7 +137,7 @@ class _Decoding:
         while self.rows:
             self._round()
         if self.drafter:
-            remember(self.drafter, self.record.texts())
+            remember_texts(self.drafter, self.record.texts())
             self.clock.mark("host")
         total = self.record.tally()
         total.seconds = self.clock.seconds

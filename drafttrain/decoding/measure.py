@@ -15,7 +15,7 @@ from typing import Any
 
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.measurement import Measurement, behind, rank_rates, tau_behind
-from drafttrain.decoding.memory import remembered, without_memory
+from drafttrain.decoding.memory import tokens_remembered, without_memory
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.record import Output
 from drafttrain.drafter.base import Drafter
@@ -244,7 +244,7 @@ def _measurement(one: Entrant, found: _Timed, plain: _Timed, prompts: Prompts) -
 
 def _with_memory(found: Measurement, drafter: Drafter | None, prompts: Prompts) -> Measurement:
     """With what the drafter remembered of the texts that were decoded."""
-    if not remembered(drafter):
+    tokens = 0 if drafter is None else tokens_remembered(drafter)
+    if not tokens:
         return found
-    repeated = len(prompts) - len(set(map(tuple, prompts)))
-    return replace(found, remember=remembered(drafter), repeated=repeated)
+    return replace(found, remember=tokens, repeated=len(prompts) - len(set(map(tuple, prompts))))

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from drafttrain.drafter.base import Drafter
 
 
-def remembered(drafter: Drafter | None) -> int:
+def tokens_remembered(drafter: Drafter) -> int:
     """Tokens of texts decoded earlier that may be drafted from; 0 where none are kept."""
-    return 0 if drafter is None else drafter.remembers
+    return drafter.remembers
 
 
-def remember(drafter: Drafter, texts: Sequence[Sequence[int]]) -> None:
+def remember_texts(drafter: Drafter, texts: Sequence[Sequence[int]]) -> None:
     """Hand over complete texts, each a prompt and its answer, in the order of the rows."""
     drafter.remember_texts(texts)
 
