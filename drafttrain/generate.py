@@ -1,5 +1,5 @@
-"""Decode with a package and see it work: accepted drafts are marked in the text, tau and speed
-stand below it.
+"""Decode with a package and see it work: accepted drafts are marked in the text, tau and speed are
+written below it.
 
 With prompt="..." one answer is written. Without it, in a terminal, turns are asked for until an
 empty line; the conversation is kept as token ids and never encoded again. Otherwise the prompt is
@@ -47,18 +47,17 @@ _CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in 
 
 @door("generate", text=("prompt", "system", "package", "tree", "rule"))
 def main(cfg: DictConfig) -> None:
-    policy = check_settings(cfg)
+    asked = check_settings(cfg)
     package = path_of("package", cfg.package)
     read_config(package)
-    prompt = prompt_of(cfg)
-    need_tokenizer(cfg)
+    prompt = prompt_of(cfg.prompt)
+    need_tokenizer(OmegaConf.to_container(cfg.target))  # type: ignore[arg-type]
     target: Target = build(cfg.target, work="decode")
     target = target_for(package, target)
     drafter = load_drafter(package, target)
-    speculator = Speculator(
-        target, drafter, read_plan(package / DECODING, drafter), dtype=cfg.dtype
-    )
-    plan = plan_of(cfg, speculator, policy)
+    plan = read_plan(package / DECODING, drafter)
+    speculator = Speculator(target, drafter, plan, dtype=cfg.dtype)
+    plan = asked.plan(speculator)
     screen = Screen(mark=cfg.mark)
     conversation = Conversation(target, chat=cfg.chat, system=cfg.system)
     for number, said in enumerate([prompt] if prompt is not None else turns()):
@@ -78,7 +77,29 @@ def main(cfg: DictConfig) -> None:
 # --- before long work starts ----------------------------------------------------------------------
 
 
-def check_settings(cfg: DictConfig) -> Policy:
+@dataclass(frozen=True)
+class Asked:
+    """How the settings ask to decode."""
+
+    policy: Policy
+    tree: Growth | None
+    """None is the package's own."""
+    rule: str | None
+    """None is the one that fits."""
+
+    def plan(self, speculator: Speculator) -> Plan:
+        """The plan for this package."""
+        own = speculator.plan
+        if self.tree is not None:
+            plan = Plan(self.tree, self.policy, rule=self.rule)
+            return fit(plan, speculator.drafter, self.tree.title)
+        if self.rule is None and own.policy.greedy == self.policy.greedy:
+            return replace(own, policy=self.policy)
+        return Plan(own.tree, self.policy, rule=self.rule).made_by(speculator.drafter)
+
+
+def check_settings(cfg: DictConfig) -> Asked:
+    """How to decode. Raises InputError for what can be refused before anything is read."""
     integer("max_new_tokens", cfg.max_new_tokens, 1)
     if cfg.mark not in MARKS:
         raise InputError(f"mark={cfg.mark}: give one of {', '.join(MARKS)}")
@@ -92,11 +113,13 @@ def check_settings(cfg: DictConfig) -> Policy:
         cfg.min_p,
         cfg.repetition_penalty,
         cfg.min_new_tokens,
-        bias_of(cfg),
+        () if cfg.logit_bias is None else plain(cfg.logit_bias),
     ).simplest()
+    tree = None if cfg.tree == "package" else chosen_tree(cfg.tree)
+    asked = Asked(policy, tree, rule_of(cfg.rule))
     # The package's own tree is not known yet; a rule that fits any tree fits a chain.
-    tree = Tree.chain(1) if cfg.tree == "package" else chosen_tree(cfg)
-    _ = Plan(tree, policy, rule=rule_of(cfg.rule)).rule_name  # refuses what does not fit
+    plan = Plan(Tree.chain(1) if tree is None else tree, policy, rule=asked.rule)
+    _ = plan.rule_name  # refuses what does not fit
     if cfg.prompt is not None and not str(cfg.prompt).strip():
         raise InputError('prompt is empty: give prompt="...", or leave it out to be asked')
     if cfg.system is not None and not cfg.chat:
@@ -107,21 +130,23 @@ def check_settings(cfg: DictConfig) -> Policy:
         readable(str(cfg.system), "system")
     check_seed(cfg.seed)
     check_dtype(cfg.dtype)
-    return policy
+    return asked
 
 
-def bias_of(cfg: DictConfig) -> Any:
-    """What is given as logit_bias, as plain values; `Policy` checks it."""
-    given = cfg.logit_bias
-    return (
-        () if given is None else OmegaConf.to_object(given) if OmegaConf.is_config(given) else given
-    )
+def plain(value: Any) -> Any:
+    """A setting as plain lists, dicts and scalars."""
+    return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
 
 
-def prompt_of(cfg: DictConfig) -> str | None:
-    """The prompt given, or standard input's; None if a person sits there to be asked."""
-    if cfg.prompt is not None:
-        return readable(str(cfg.prompt))
+def chosen_tree(value: Any) -> Growth:
+    """A tree by name, or as a choice of the configuration describes it."""
+    return build(value) if OmegaConf.is_dict(value) else tree_of(value)
+
+
+def prompt_of(given: Any) -> str | None:
+    """The prompt given, or standard input's; None if a person is there to be asked."""
+    if given is not None:
+        return readable(str(given))
     if sys.stdin is not None and sys.stdin.isatty():
         return None
     try:
@@ -129,7 +154,7 @@ def prompt_of(cfg: DictConfig) -> str | None:
     except UnicodeDecodeError as error:
         raise InputError(
             f"standard input is not {error.encoding.upper()} (byte {error.start + 1}): save it as "
-            f"that"
+            "that"
         ) from error
     if not text.strip():
         raise InputError('nothing to answer: give prompt="...", or text on standard input')
@@ -146,30 +171,19 @@ def readable(text: str, what: str = "the prompt") -> str:
     return text
 
 
-def need_tokenizer(cfg: DictConfig) -> None:
-    """Refuse before weights are read if text cannot be read or written."""
-    if tokenizer_only(OmegaConf.to_container(cfg.target)) is None:  # type: ignore[arg-type]
+def need_tokenizer(target: dict[str, Any]) -> None:
+    """Refuse before weights are read if text cannot be read or written.
+
+    Args:
+        target: its settings.
+    """
+    if tokenizer_only(target) is None:
         raise InputError("this target came without a tokenizer: text cannot be read or written")
-
-
-def plan_of(cfg: DictConfig, speculator: Speculator, policy: Policy) -> Plan:
-    own, rule = speculator.plan, rule_of(cfg.rule)
-    if cfg.tree != "package":
-        tree = chosen_tree(cfg)
-        return fit(Plan(tree, policy, rule=rule), speculator.drafter, tree.title)
-    if rule is None and own.policy.greedy == policy.greedy:
-        return replace(own, policy=policy)
-    return Plan(own.tree, policy, rule=rule).made_by(speculator.drafter)
-
-
-def chosen_tree(cfg: DictConfig) -> Growth:
-    """A tree by name, or as a choice of the configuration describes it."""
-    return build(cfg.tree) if OmegaConf.is_dict(cfg.tree) else tree_of(cfg.tree)
 
 
 def turns() -> Iterator[str]:
     """What a person types, until an empty line or the end of input."""
-    print("generate: type what the target shall answer; an empty line ends", file=sys.stderr)
+    print("generate: type what the target is to answer; an empty line ends", file=sys.stderr)
     while True:
         try:
             said = input("\n> ")
@@ -218,7 +232,7 @@ class Conversation:
         if len(ids) >= self.target.context:
             raise InputError(
                 f"{len(ids)} tokens, the target's context holds {self.target.context}: shorten, or "
-                f"start anew"
+                "start again"
             )
         if len(ids) + room > self.target.context:
             print(

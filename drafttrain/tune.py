@@ -3,7 +3,7 @@
 Calibrate: decode prompts with a wide tree and count how often the child of each rank is accepted at
 each depth. Measure what drafting and verifying cost here. Predict tokens a second for the best tree
 of every size and depth. Race the most promising ones against plain decoding on further prompts; the
-fastest wins, plain decoding among them.
+fastest wins, which may be plain decoding.
 
 Of an ensemble every member grows a wide tree, and the drafts of every size are shared by what each
 member adds.
@@ -19,7 +19,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from drafttrain.checks import path_of
+from drafttrain.checks import integer, path_of, switch
 from drafttrain.data.conversations import write_json
 from drafttrain.decoding.costs import measure_costs
 from drafttrain.decoding.measure import Measurement
@@ -48,41 +48,41 @@ from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
 
 RESULT = "tuning.json"
-NO_ROUND = "no prompt had a round of drafts (answers end at once): give other prompts, or raise max_new_tokens"
+NO_ROUND = (
+    "no prompt had a round of drafts (answers end at once): give other prompts, or raise "
+    "max_new_tokens"
+)
+RECORDED = ("temperature", "top_k", "top_p", "max_new_tokens", "seed")
 SHOWN = 12
 
 
 @door("tune", text=("package", "prompts"))
 def main(cfg: DictConfig) -> None:
-    policy = check_settings(cfg)
+    asked = check_settings(cfg)
     package = path_of("package", cfg.package)
     read_config(package)
     if cfg.write:
         check_change(package)
-    source = open_prompts(cfg.prompts, OmegaConf.to_container(cfg.columns))  # type: ignore[arg-type]
+    source = open_prompts(cfg.prompts, plain(cfg.columns))
     target: Target = build(cfg.target, work="decode")
     target = target_for(package, target)
     drafter = load_drafter(package, target)
-    speculator = Speculator(
-        target, drafter, read_plan(package / DECODING, drafter), dtype=cfg.dtype
-    )
-    prompts = source.ids(target, cfg.calibration_prompts + cfg.race_prompts, say)
-    more = [fit(Plan(tree_of(value)), drafter, f"trees: {value}").tree for value in cfg.trees]
+    plan = read_plan(package / DECODING, drafter)
+    speculator = Speculator(target, drafter, plan, dtype=cfg.dtype)
+    prompts = source.ids(target, asked.calibration_prompts + asked.race_prompts, say)
+    more = [fit(Plan(tree), drafter, f"trees: {name}").tree for name, tree in asked.trees.items()]
     with new_folder(cfg) as folder:
-        calibration = calibrate(speculator, prompts[: cfg.calibration_prompts], policy, cfg)
-        guesses = predict(speculator, calibration, prompts, policy, cfg)
+        calibration = calibrate(speculator, prompts[: asked.calibration_prompts], asked)
+        guesses = predict(speculator, calibration, prompts, asked)
         show_guesses(guesses)
-        plans = racing(guesses, [speculator.plan.tree, *more], policy, drafter, cfg)
+        plans = racing(guesses, [speculator.plan.tree, *more], drafter, asked)
         # Prompts that were not calibrated on, where there are enough.
-        unseen = prompts[cfg.calibration_prompts :] or prompts
-        raced = race(speculator, unseen[: cfg.race_prompts], plans, cfg)
-        winner = choose(raced, policy)
+        unseen = prompts[asked.calibration_prompts :] or prompts
+        raced = race(speculator, unseen[: asked.race_prompts], plans, asked)
+        winner = choose(raced, asked.policy)
         show_race(raced, guesses)
         result = {
-            "settings": {
-                key: plain_value(cfg[key])
-                for key in ("temperature", "top_k", "top_p", "max_new_tokens", "seed")
-            },
+            "settings": {key: cfg[key] for key in RECORDED},
             "prompts": source.name,
             "rates": calibration.rates,
             "predicted": [guess.row() for guess in guesses],
@@ -105,41 +105,64 @@ def main(cfg: DictConfig) -> None:
 # --- before long work starts ----------------------------------------------------------------------
 
 
-def check_settings(cfg: DictConfig) -> Policy:
-    whole = {
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is tuned for, and on how much text: the settings, checked."""
+
+    policy: Policy
+    sizes: tuple[int, ...]
+    trees: dict[str, Growth]
+    """{as the settings name it: tree}, which race in any case."""
+    rules: tuple[str | None, ...]
+    max_new_tokens: int
+    batch: int
+    calibration_prompts: int
+    race: int
+    """Trees that race."""
+    race_prompts: int
+    seed: int
+
+
+def check_settings(cfg: DictConfig) -> Asked:
+    """What is asked for. Raises InputError for what can be refused before anything is read."""
+    least = {
         "max_new_tokens": 2,
         "batch": 1,
         "calibration_prompts": 1,
         "race": 1,
         "race_prompts": 1,
     }
-    for key, least in whole.items():
-        if type(cfg[key]) is not int or cfg[key] < least:
-            raise InputError(f"{key}={cfg[key]}: needs a whole number of at least {least}")
-    if not isinstance(cfg.write, bool):
-        raise InputError(f"write={cfg.write}: needs true or false")
+    for key, at_least in least.items():
+        integer(key, cfg[key], at_least)
+    switch("write", cfg.write)
     for key in ("sizes", "trees", "rules"):
         if not OmegaConf.is_list(cfg[key]):
             raise InputError(f"{key}={cfg[key]}: needs a list, such as '{key}=[]'")
     for size in cfg.sizes:
         if type(size) is not int or size < 1:
-            raise InputError(f"sizes: {size!r} is not a whole number of at least 1")
+            raise InputError(f"sizes: {size!r} is not an integer of at least 1")
         check_size(size, "sizes")
     check_seed(cfg.seed)
     check_dtype(cfg.dtype)
     check_run_dir(cfg.run_dir, resume=False)
     policy = Policy(cfg.temperature, cfg.top_k, cfg.top_p).simplest()
-    for value in cfg.trees:
-        if not tree_of(value).size:
+    trees = {str(value): tree_of(plain(value)) for value in cfg.trees}
+    for name, tree in trees.items():
+        if not tree.size:
             raise InputError(
-                f"trees: {value} drafts nothing; plain decoding races anyway: leave it out"
+                f"trees: {name} drafts nothing; plain decoding races anyway: leave it out"
             )
-    for rule in cfg.rules:
-        rule_of(rule)
-    return policy
+    return Asked(
+        policy=policy,
+        sizes=tuple(cfg.sizes),
+        trees=trees,
+        rules=tuple(rule_of(rule) for rule in cfg.rules),
+        **{key: cfg[key] for key in least},
+        seed=cfg.seed,
+    )
 
 
-def plain_value(value: Any) -> Any:
+def plain(value: Any) -> Any:
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
@@ -157,7 +180,7 @@ class Calibration:
     """Of an ensemble, how far each member's tree was followed."""
 
     def trees(self, sizes: Sequence[int]) -> list[Growth]:
-        """Those worth measuring, of at most so many nodes each."""
+        """Those worth measuring, of at most these numbers of nodes."""
         if self.rounds is not None:
             return list(candidate_forests(self.rounds, sizes))
         rates = known(self.rates or [])
@@ -196,21 +219,21 @@ class Guess:
 
 
 def calibrate(
-    speculator: Speculator, prompts: Sequence[Sequence[int]], policy: Policy, cfg: DictConfig
+    speculator: Speculator, prompts: Sequence[Sequence[int]], asked: Asked
 ) -> Calibration:
     """Decode with a wide tree, as wide and deep as this drafter can fill."""
     drafter = speculator.drafter
     if isinstance(drafter, Ensemble):
-        return calibrate_members(speculator, drafter, prompts, policy, cfg)
+        return calibrate_members(speculator, drafter, prompts, asked)
     wide = CALIBRATION if drafter.max_depth is None else CALIBRATION.capped(drafter.max_depth)
     wide = Tree.from_paths([path for path in wide.paths if max(path) < drafter.choices])
     say(f"calibrates: {len(prompts)} prompts with a tree of {wide.size}")
     found = speculator.measure_acceptance(
         prompts,
-        Plan(wide, policy),
-        max_new_tokens=cfg.max_new_tokens,
-        batch=cfg.batch,
-        seed=cfg.seed,
+        Plan(wide, asked.policy),
+        max_new_tokens=asked.max_new_tokens,
+        batch=asked.batch,
+        seed=asked.seed,
         watch=lambda items, what: track(items, description=what),
     )
     if not found.tally.rounds:
@@ -219,11 +242,7 @@ def calibrate(
 
 
 def calibrate_members(
-    speculator: Speculator,
-    drafter: Ensemble,
-    prompts: Sequence[Sequence[int]],
-    policy: Policy,
-    cfg: DictConfig,
+    speculator: Speculator, drafter: Ensemble, prompts: Sequence[Sequence[int]], asked: Asked
 ) -> Calibration:
     """Decode with a wide tree for each member."""
     narrow = min(member.choices for member in drafter.drafters)
@@ -234,10 +253,10 @@ def calibrate_members(
         drafter,
         prompts,
         wide,
-        max_new_tokens=cfg.max_new_tokens,
-        policy=policy,
-        batch=cfg.batch,
-        seed=cfg.seed,
+        max_new_tokens=asked.max_new_tokens,
+        policy=asked.policy,
+        batch=asked.batch,
+        seed=asked.seed,
         watch=lambda items, what: track(items, description=what),
     )
     if not rounds:
@@ -246,23 +265,19 @@ def calibrate_members(
 
 
 def predict(
-    speculator: Speculator,
-    calibration: Calibration,
-    prompts: Sequence[Sequence[int]],
-    policy: Policy,
-    cfg: DictConfig,
+    speculator: Speculator, calibration: Calibration, prompts: Sequence[Sequence[int]], asked: Asked
 ) -> list[Guess]:
     """The best trees of all sizes and depths with what they promise, the most promising first."""
-    trees = calibration.trees(cfg.sizes)
+    trees = calibration.trees(asked.sizes)
     if not trees:
         return []
     target, drafter = speculator.target, speculator.drafter
-    context = round(statistics.median(map(len, prompts))) + cfg.max_new_tokens // 2
-    room = target.context - max(*cfg.sizes, *(tree.size for tree in trees), 1) - 2
+    context = round(statistics.median(map(len, prompts))) + asked.max_new_tokens // 2
+    room = target.context - max(*asked.sizes, *(tree.size for tree in trees), 1) - 2
     costs = measure_costs(
         target,
         drafter,
-        policy,
+        asked.policy,
         trees,
         context=max(1, min(context, room)),
         emitted=max(1, round(calibration.tau or 1)),
@@ -276,27 +291,23 @@ def predict(
 
 
 def racing(
-    guesses: Sequence[Guess],
-    more: Sequence[Growth],
-    policy: Policy,
-    drafter: Drafter,
-    cfg: DictConfig,
+    guesses: Sequence[Guess], more: Sequence[Growth], drafter: Drafter, asked: Asked
 ) -> list[Plan]:
     """The most promising trees, those that race in any case, and further rules where they fit."""
-    trees: list[Growth] = [guess.tree for guess in guesses[: cfg.race]]
+    trees: list[Growth] = [guess.tree for guess in guesses[: asked.race]]
     trees += [tree for tree in more if tree.size]
-    plans = [Plan(tree, policy).made_by(drafter) for tree in dict.fromkeys(trees)]
-    if not policy.greedy:
+    plans = [Plan(tree, asked.policy).made_by(drafter) for tree in dict.fromkeys(trees)]
+    if not asked.policy.greedy:
         for plan in list(plans):
-            for rule in cfg.rules:
-                other = replace(plan, rule=rule_of(rule))
+            for rule in asked.rules:
+                other = replace(plan, rule=rule)
                 if other.misfit is None and other.rule_name != plan.rule_name:
                     plans.append(other)
     return list(dict.fromkeys(plans))
 
 
 def race(
-    speculator: Speculator, prompts: Sequence[Sequence[int]], plans: Sequence[Plan], cfg: DictConfig
+    speculator: Speculator, prompts: Sequence[Sequence[int]], plans: Sequence[Plan], asked: Asked
 ) -> list[Measurement]:
     if not plans:
         return []
@@ -304,8 +315,8 @@ def race(
     return speculator.measure_speed(
         prompts,
         plans,
-        max_new_tokens=cfg.max_new_tokens,
-        seed=cfg.seed,
+        max_new_tokens=asked.max_new_tokens,
+        seed=asked.seed,
         watch=lambda items, what: track(items, description=what),
     )
 
@@ -358,7 +369,10 @@ def verdict(winner: Plan, raced: Sequence[Measurement]) -> str:
         best = f", the best of {len(found)} reached {max(found):.2f}x" if found else ""
         return f"plain decoding is fastest on this device{best}"
     speedup = next(found.speedup for found in raced if found.plan == winner)
-    return f"fastest on this device is {winner.tree.title} with rule {winner.rule_name}, {speedup:.2f}x plain decoding"
+    return (
+        f"fastest on this device is {winner.tree.title} with rule {winner.rule_name}, "
+        f"{speedup:.2f}x plain decoding"
+    )
 
 
 def say(text: str) -> None:

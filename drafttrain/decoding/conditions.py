@@ -1,5 +1,5 @@
-"""What two measurements must have in common, beside how much is decoded, before their numbers may
-stand in one table."""
+"""What two measurements must have in common, in addition to how much is decoded, before their
+numbers may be put in one table."""
 
 from __future__ import annotations
 

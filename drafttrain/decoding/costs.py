@@ -27,7 +27,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds on one device, for one row behind some context."""
+    """Seconds on one device, for one row after some context."""
 
     verified: dict[int, float]
     """{drafts checked: seconds of one target pass over them and the anchor, vocabulary and choice
@@ -97,7 +97,7 @@ def interleaved_seconds(
 def _verifier(
     target: Target, drafter: Drafter, policy: Policy, context: int, most: int
 ) -> Callable[[int], object]:
-    """A function that checks so many drafts once, behind a context that is read here."""
+    """A function that checks a number of drafts, after a context that is read here."""
     device = target.device
     cache = target.new_cache(1, context + most + 1)
     ids = torch.arange(context, device=device)[None] % target.vocab_size
@@ -107,19 +107,19 @@ def _verifier(
     def verify(drafts: int) -> object:
         positions = drafts + 1
         new = ids[:, :1].expand(1, positions)
-        # A star: every draft sees the anchor alone. The shape of a tree does not change the cost of
-        # a pass.
+        # A star: every draft sees only the anchor. The shape of a tree changes no cost of a
+        # pass.
         tree_mask = torch.eye(positions, dtype=torch.bool, device=device)
         tree_mask[:, 0] = True
         depths = torch.ones(1, positions, dtype=torch.int64, device=device)
         depths[0, 0] = 0
         partial_pass = None
-        inside = drafter if isinstance(drafter, Inside) else None
-        if inside is not None and inside.shared_layer is not None and drafts:
-            # As of a chain, whose last draft alone has been through none of the layers.
+        layer = drafter.shared_layer if isinstance(drafter, Inside) else None
+        if layer is not None and drafts:
+            # As of a chain, of which only the last draft has been through none of the layers.
             places = torch.arange(positions, device=device)[None]
             places[0, -1] = -1
-            partial_pass = PartialPass(inside.shared_layer, target.embed(new[:, :-1]), places)
+            partial_pass = PartialPass(layer, target.embed(new[:, :-1]), places)
         layers = drafter.needs.layers
         hidden = target.step(
             new,
@@ -144,7 +144,7 @@ def _grower(
     trees: Sequence[Growth],
     repeats: int,
 ) -> Callable[[Growth], object]:
-    """A function that grows a tree once, behind a context that is read here and is `emitted` longer
+    """A function that grows a tree once, after a context that is read here and is `emitted` longer
     each time."""
     device = target.device
     most = max((max(tree.size, tree.reads) for tree in trees), default=0)

@@ -33,10 +33,10 @@ def followed(
     seed: int = 0,
     watch: Watch = unwatched,
 ) -> list[Followed]:
-    """Decode, and tell for every round how far the text went along each member's own tree.
+    """Decode, and return for every round how far the text went along each member's own tree.
 
-    Rounds that could not use the whole depth of a tree, so near to the limit, are left out; and an
-    output's last round, which a stop token may have cut.
+    Left out are rounds so near to the limit that they could not use the full depth of a tree, and
+    an output's last round, which a stop token may have cut.
 
     Args:
         tree: a fixed shape, or a forest of them.
@@ -103,7 +103,7 @@ class _Note:
             at, depth, last = -1, 0, -1
             assert isinstance(tree, Tree)
             nodes = [] if rows is None else rows[place]
-            # Parents stand before their children, so that one pass goes as far as the text leads.
+            # Parents come before their children, so that one pass goes as far as the text leads.
             for number, (token, parent, shape) in enumerate(nodes):
                 if parent == at and depth < len(text) and token == text[depth]:
                     at, depth, last = number, depth + 1, shape
@@ -125,7 +125,7 @@ def _listed(one: Proposal) -> list[Any]:
 
 
 def _rounds_of(row: int, output: Output, notes: Sequence[_Note], latest: int) -> list[Followed]:
-    """Of one output, all rounds but its last that began behind at most `latest` tokens."""
+    """Of one output, all rounds but its last that began after at most `latest` tokens."""
     found: list[Followed] = []
     mine = [note for note in notes if row in note.rows]
     place = output.runs[0][0] if output.runs else 0

@@ -14,12 +14,12 @@ from drafttrain.target.model import Target
 from drafttrain.tree.topology import Growth
 
 TUNED = ", relative to the tuned target"
-"""What a guarantee says further where training changed the target too."""
+"""What a guarantee adds where training changed the target too."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to decode: proposal shape, law and rule."""
+    """How to decode: the shape of a proposal, how its drafts are drawn, and the rule."""
 
     tree: Growth
     """How the tree of drafts grows, and its budget; Tree.chain(0) is plain decoding."""
@@ -49,9 +49,8 @@ class Plan:
         if self.sampled and not self.tree.can_draw:
             raise InputError(
                 f"sampled=true does not go with a {self.tree.kind} tree: which of its nodes stay "
-                f"depends on their "
-                "tokens, so drawn ones would change the law of the text; leave it out, or give a "
-                "static tree"
+                "depends on their tokens, so drawn ones would change the distribution of the text; "
+                "leave it out, or give a static tree"
             )
         drawn: tuple[Sampling, ...] = ()
         if self.tree.can_draw:
@@ -66,20 +65,18 @@ class Plan:
                 return sampling
         if not self.tree.can_draw:
             raise InputError(
-                f"rule {self.rule} judges drawn drafts, a {self.tree.kind} tree takes the "
-                f"likeliest ones: give rule=auto, or a "
-                "static tree"
+                f"rule {self.rule} judges drawn drafts, a {self.tree.kind} tree takes the most "
+                "likely ones: give rule=auto, or a static tree"
             )
         others = "" if self.sampled else " (a drafter that copies text makes no others)"
         raise InputError(
             f"rule {self.rule} does not fit sampled={str(self.sampled).lower()}, which makes "
-            f"drafts of law "
-            f"{possible[0].value}{others}: leave one of the two out"
+            f"{possible[0].value} drafts{others}: leave one of the two out"
         )
 
     def made_by(self, drafter: Drafter | None) -> Plan:
-        """The same plan as this drafter carries it out: its tree, and drafts of a law that it can
-        make. Raises InputError if none is as asked for."""
+        """The same plan as this drafter carries it out: its tree, and drafts made as it can make
+        them. Raises InputError if none is as asked for."""
         if drafter is None or not self.tree.size:
             return self
         plan = replace(self, tree=drafter.shaped(self.tree))
@@ -88,7 +85,7 @@ class Plan:
         if self.sampled:
             raise InputError(
                 f"sampled=true: {type(drafter).__name__} copies its drafts and draws none, leave "
-                f"it out"
+                "it out"
             )
         return replace(plan, sampled=False)
 
@@ -113,12 +110,12 @@ class Plan:
 
     @property
     def guarantee(self) -> str:
-        """Relative to the target used: "greedy" (same tokens), "distribution" (same law) or
+        """Relative to the target used: "greedy" (same tokens), "distribution" (the same one) or
         "approximate" (neither)."""
         if not self.tree.size:
             return "greedy" if self.policy.greedy else "distribution"
         return rules.guarantee_of(self.rule_name)
 
     def guarantee_on(self, target: Target) -> str:
-        """The guarantee as people shall read it: a tuned target is not the original."""
+        """The guarantee as people read it: a tuned target is not the original."""
         return self.guarantee if target.adapter is None else self.guarantee + TUNED

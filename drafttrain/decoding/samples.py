@@ -22,7 +22,7 @@ def samples_of(
     Returns: how they were decoded, and `answers`, each with its `prompt`, how it ended (`finish`),
         and its `passes`, the prefill first. Of each: `tokens`, how many it wrote; `drafts`, the
         texts of those that were accepted drafts; `own`, the text of the one that the target chose
-        behind them, where it is there. `written_in` is "text"; "ids" where the target has no
+        after them, where it is there. `written_in` is "text"; "ids" where the target has no
         tokenizer.
     """
     plan, kept = measured.plan, measured.outputs[:count]

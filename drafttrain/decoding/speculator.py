@@ -35,7 +35,7 @@ class Speculator:
     Args:
         dtype: the drafter's while decoding. `auto` on a CPU measures which of float32 and bfloat16
             drafts faster here; on an accelerator it is the target's. Exactness does not depend on
-            it: the law that a draft was drawn from is the law handed to the rule.
+            it: the distribution that a draft was drawn from is the one handed to the rule.
     """
 
     def __init__(

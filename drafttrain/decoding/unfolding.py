@@ -6,7 +6,7 @@ from typing import Any
 
 _UNFINISHED = "\ufffd"
 _LONGEST_CHARACTER = 8
-"""Tokens after which text that is no whole character is shown as it is."""
+"""Tokens after which text that is no complete character is shown as it is."""
 
 
 class Unfolding:
@@ -21,7 +21,7 @@ class Unfolding:
         shown."""
 
     def add(self, token: int, drafted: bool) -> tuple[str, bool] | None:
-        """The text that is whole now, and whether the token that made it whole was drafted; None
+        """The text that is complete now, and whether the token that completed it was drafted; None
         while none is."""
         self.ids.append(token)
         self.drafted.append(drafted)
@@ -37,7 +37,7 @@ class Unfolding:
         if new.endswith(_UNFINISHED) and not force:
             return None
         drafted = self.drafted[-1]
-        # The last shown token stays, since a word's blank may depend on what stands before it.
+        # The last shown token stays, since a word's blank may depend on what comes before it.
         self.before, self.shown = self.shown, len(self.ids)
         return new[len(old) :], drafted
 

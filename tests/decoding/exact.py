@@ -1,9 +1,9 @@
 """Acceptance rules measured exactly: every draft of a small table, every uniform on a grid, summed
 in rational numbers.
 
-The rule under test is called as it stands, with float tensors. A uniform only ever meets fixed
-thresholds, so a grid of mid-points whose size is a multiple of every threshold's denominator stands
-for the whole interval: no mid-point lies on a threshold, and the share of points below one equals
+The rule under test is called as it is, with float tensors. A uniform only ever meets fixed
+thresholds, so a grid of mid-points whose size is a multiple of every threshold's denominator
+means the full interval: no mid-point is on a threshold, and the share of points below one equals
 it.
 """
 
@@ -44,8 +44,8 @@ def floats(vectors: Sequence[Vector]) -> Tensor:
     return torch.tensor([[[float(x) for x in vector] for vector in vectors]])
 
 
-def constant(law: Vector) -> Table:
-    return lambda prefix: law
+def constant(probs: Vector) -> Table:
+    return lambda prefix: probs
 
 
 def norm(weights: Sequence[Fraction]) -> Vector:
@@ -53,23 +53,24 @@ def norm(weights: Sequence[Fraction]) -> Vector:
 
 
 def without(q: Vector, tried: Sequence[int]) -> Vector:
-    """The next law of drawing without replacement, uniform over the rest once the support is used
-    up."""
+    """The next distribution of drawing without replacement, uniform over the rest once the support
+    is used up."""
     if not tried:
         return q
     left = [Fraction(0) if token in tried else weight for token, weight in enumerate(q)]
     return norm(left if any(left) else [Fraction(token not in tried) for token in range(len(q))])
 
 
-def draws(q: Vector, k: int, law: Sampling) -> Iterator[tuple[Text, Fraction]]:
-    """Every way to draw k children from q, with its probability; under ONE_HOT the k likeliest."""
-    if law is Sampling.ONE_HOT:
+def draws(q: Vector, k: int, sampling: Sampling) -> Iterator[tuple[Text, Fraction]]:
+    """Every way to draw k children from q, with its probability; under ONE_HOT the k most likely
+    ones."""
+    if sampling is Sampling.ONE_HOT:
         yield tuple(sorted(range(len(q)), key=lambda token: -q[token])[:k]), Fraction(1)
         return
     for tokens in itertools.product(range(len(q)), repeat=k):
         chance = Fraction(1)
         for j, token in enumerate(tokens):
-            chance *= (without(q, tokens[:j]) if law is Sampling.WOR else q)[token]
+            chance *= (without(q, tokens[:j]) if sampling is Sampling.WOR else q)[token]
         if chance:
             yield tokens, chance
 
@@ -81,7 +82,8 @@ class Case:
     chance: Fraction
     tokens: Text
     q: tuple[Vector, ...]
-    """The law that each node is said to be drawn from, earlier siblings not yet left out."""
+    """The distribution that each node is said to be drawn from, earlier siblings not yet left
+    out."""
     sampling: Sampling
     tree: Tree
 
@@ -90,7 +92,7 @@ class Case:
 
     @property
     def q_rows(self) -> list[int]:
-        """Siblings that name the same law share a row: they were drawn together."""
+        """Siblings that name the same distribution share a row: they were drawn together."""
         return [
             next(
                 other
@@ -101,7 +103,7 @@ class Case:
         ]
 
     def drawn_from(self, child: int) -> Vector:
-        """The law of one child, given the siblings before it."""
+        """The distribution of one child, given the siblings before it."""
         if self.sampling is Sampling.ONE_HOT:
             return tuple(
                 Fraction(self.tokens[child] == token) for token in range(len(self.q[child]))
@@ -121,18 +123,21 @@ class Case:
             torch.tensor([self.q_rows]).expand(rows, n),
         )
 
-    def laws(self, p: Table) -> Tensor:
-        """(1 n+1 v) what the target says behind the anchor and behind each node."""
+    def distributions(self, p: Table) -> Tensor:
+        """(1 n+1 v) what the target says after the anchor and after each node."""
         return floats([p(self.prefix(node)) for node in range(-1, self.tree.size)])
 
 
-def siblings(chance: Fraction, tokens: Text, q: Vector | Sequence[Vector], law: Sampling) -> Case:
-    """A one-level case; q is one law for all children or one for each."""
-    laws = tuple(q) if isinstance(q[0], tuple) else (q,) * len(tokens)
-    return Case(chance, tokens, laws, law, Tree.expansion([len(tokens)]))  # type: ignore[arg-type]
+def siblings(
+    chance: Fraction, tokens: Text, q: Vector | Sequence[Vector], sampling: Sampling
+) -> Case:
+    """A one-level case; q is one distribution for all children or one for each."""
+    distributions = tuple(q) if isinstance(q[0], tuple) else (q,) * len(tokens)
+    tree = Tree.expansion([len(tokens)])
+    return Case(chance, tokens, distributions, sampling, tree)  # type: ignore[arg-type]
 
 
-def cases(tree: Tree, q: Table, law: Sampling) -> Iterator[Case]:
+def cases(tree: Tree, q: Table, sampling: Sampling) -> Iterator[Case]:
     """Every draft that fills a tree."""
 
     def fill(parent: int, done: Case) -> Iterator[Case]:
@@ -141,11 +146,13 @@ def cases(tree: Tree, q: Table, law: Sampling) -> Iterator[Case]:
             return
         k = len(tree.children(parent))
         here = q(done.prefix(parent))
-        for tokens, chance in draws(here, k, law) if k else [((), Fraction(1))]:
-            more = Case(done.chance * chance, done.tokens + tokens, done.q + (here,) * k, law, tree)
+        for tokens, chance in draws(here, k, sampling) if k else [((), Fraction(1))]:
+            more = Case(
+                done.chance * chance, done.tokens + tokens, done.q + (here,) * k, sampling, tree
+            )
             yield from fill(parent + 1, more)
 
-    yield from fill(-1, Case(Fraction(1), (), (), law, tree))
+    yield from fill(-1, Case(Fraction(1), (), (), sampling, tree))
 
 
 def grid(case: Case, p: Table) -> list[int]:
@@ -170,9 +177,9 @@ def grid(case: Case, p: Table) -> list[int]:
     return sizes
 
 
-def edges_of(law: Sequence[Fraction]) -> list[int]:
-    """Grid sizes that hold the edges between the tokens of a law."""
-    return [edge.denominator for edge in itertools.accumulate(law)]
+def edges_of(probs: Sequence[Fraction]) -> list[int]:
+    """Grid sizes that hold the edges between the tokens of a distribution."""
+    return [edge.denominator for edge in itertools.accumulate(probs)]
 
 
 @dataclass(frozen=True)
@@ -183,7 +190,7 @@ class Block:
     b: tuple[Fraction, ...]
     h: tuple[Fraction, ...]
     following: tuple[Vector, ...]
-    """The law of the next token behind i kept tokens; any law where h is 0."""
+    """The distribution of the next token after i kept tokens; any distribution where h is 0."""
 
     @property
     def chances(self) -> list[Fraction]:
@@ -215,10 +222,10 @@ def in_blocks(case: Case, p: Table) -> Block:
 def block_grid(case: Case, p: Table) -> list[int]:
     """`grid` for block verification."""
     found = in_blocks(case, p)
-    ends = [law for law, chance in zip(found.following, found.chances, strict=True) if chance]
+    ends = [probs for probs, chance in zip(found.following, found.chances, strict=True) if chance]
     return [
         *(h.denominator for h in found.h[1:]),
-        math.lcm(*(size for law in ends for size in edges_of(law))),
+        math.lcm(*(size for probs in ends for size in edges_of(probs))),
     ]
 
 
@@ -254,16 +261,16 @@ def pinned(
         weights.append(torch.tensor(shares, dtype=torch.float64))
     u = torch.cartesian_prod(*axes).reshape(-1, len(axes))
     weight = torch.cartesian_prod(*weights).reshape(-1, len(axes)).prod(1)
-    kept = rule(case.laws(p).expand(len(u), -1, -1), case.proposal(len(u)), u)
+    kept = rule(case.distributions(p).expand(len(u), -1, -1), case.proposal(len(u)), u)
     assert kept.fallbacks == 0
     found, place = torch.cat((kept.path, kept.next_token[:, None]), 1).unique(
         dim=0, return_inverse=True
     )
     sums = torch.zeros(len(found), dtype=torch.float64).index_add_(0, place, weight)
-    law: dict[Text, float] = defaultdict(float)
+    probs: dict[Text, float] = defaultdict(float)
     for (*path, following), share in zip(found.tolist(), sums.tolist(), strict=True):
-        law[(*(case.tokens[node] for node in path if node >= 0), following)] += share
-    return dict(law), float((kept.count * weight).sum())
+        probs[(*(case.tokens[node] for node in path if node >= 0), following)] += share
+    return dict(probs), float((kept.count * weight).sum())
 
 
 def measure(
@@ -278,7 +285,7 @@ def measure(
     parent is accepted. `sizes` gives the grids; the default replays the judgement of the multi-step
     residual, of which a chain is a case.
     """
-    law: dict[Text, Fraction] = defaultdict(Fraction)
+    probs: dict[Text, Fraction] = defaultdict(Fraction)
     accepted = Fraction(0)
     for case in drafts:
         tree = case.tree
@@ -291,7 +298,7 @@ def measure(
         columns = list(shared)
         u = points[:, [columns.index(place) for place in places]]
         rows = len(u)
-        kept = rule(case.laws(p).expand(rows, -1, -1), case.proposal(rows), u)
+        kept = rule(case.distributions(p).expand(rows, -1, -1), case.proposal(rows), u)
         assert kept.fallbacks == 0
         found, times = torch.cat((kept.path, kept.next_token[:, None]), 1).unique(
             dim=0, return_counts=True
@@ -299,26 +306,26 @@ def measure(
         for (*path, following), count in zip(found.tolist(), times.tolist(), strict=True):
             nodes = [node for node in path if node >= 0]
             chance = case.chance * Fraction(count, rows)
-            law[(*(case.tokens[node] for node in nodes), following)] += chance
+            probs[(*(case.tokens[node] for node in nodes), following)] += chance
             accepted += chance * len(nodes)
-    return dict(law), accepted
+    return dict(probs), accepted
 
 
-def continued(law: dict[Text, Fraction], p: Table, length: int) -> dict[Text, Fraction]:
-    """Cut or continue every text, by the target's own law, to the given length."""
+def continued(probs: dict[Text, Fraction], p: Table, length: int) -> dict[Text, Fraction]:
+    """Cut or continue every text, by the target's own distribution, to the given length."""
     out: dict[Text, Fraction] = defaultdict(Fraction)
-    for text, chance in law.items():
+    for text, chance in probs.items():
         if len(text) >= length:
             out[text[:length]] += chance
         else:
             longer = {
                 (*text, token): chance * share for token, share in enumerate(p(text)) if share
             }
-            for whole, part in continued(longer, p, length).items():
-                out[whole] += part
+            for ended, part in continued(longer, p, length).items():
+                out[ended] += part
     return dict(out)
 
 
 def text_distribution(p: Table, length: int) -> dict[Text, Fraction]:
-    """The target's own law of texts."""
+    """The target's own distribution of texts."""
     return continued({(): Fraction(1)}, p, length)

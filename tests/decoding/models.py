@@ -28,25 +28,25 @@ def make(family="llama", **settings):
 # The distribution of sampled text -----------------------------------------------------------------
 ROWS = 12_000
 AT_ONCE = 2_000
-"""Rows side by side: what belongs to more of them lies too far from the processor."""
+"""Rows side by side: more of them do not fit the processor's caches."""
 SMALL = {"vocab_size": 8, "sharpness": 1.5, "layers": 2, "width": 32}
 
 
 def three_token_probs(target, prompt, policy):
-    """(512) the target's own law of the next three tokens, by plain forward passes over all
-    prefixes."""
+    """(512) the target's own distribution of the next three tokens, by plain forward passes over
+    all prefixes."""
     with torch.inference_mode():
-        law = torch.ones(1, dtype=torch.float64)
+        probs = torch.ones(1, dtype=torch.float64)
         prefixes = [list(prompt)]
         for _ in range(3):
             logits = target.model(input_ids=torch.tensor(prefixes), use_cache=False).logits[:, -1]
-            law = (law[:, None] * policy.probs(logits).double()).flatten()
+            probs = (probs[:, None] * policy.probs(logits).double()).flatten()
             prefixes = [prefix + [token] for prefix in prefixes for token in range(8)]
-    return law
+    return probs
 
 
 def drawn(target, drafter, plan, rows, prompt):
-    """(512) how often each text of three tokens is written behind a prompt."""
+    """(512) how often each text of three tokens is written after a prompt."""
     shared, texts = SharedPrompt(target), []
     for start in range(0, rows, AT_ONCE):
         numbers = range(start, min(start + AT_ONCE, rows))

@@ -1,5 +1,5 @@
-"""Acceptance rules measured by chance: whole rounds from tables of laws, many at once, and how
-often each text came out.
+"""Acceptance rules measured by chance: complete rounds from tables of distributions, many at once,
+and how often each text came out.
 
 A round is a row of the batch. Every seed has a generator and rows of its own, whose numbers do not
 depend on the others.
@@ -28,10 +28,10 @@ OTHER_DRAFT = torch.tensor(
     [[0.1, 0.1, 0.5, 0.3], [0.4, 0.1, 0.1, 0.4], [0.1, 0.3, 0.4, 0.2], [0.25, 0.25, 0.25, 0.25]]
 )
 CLOSE_DRAFT = torch.cat((torch.tensor([[0.3, 0.2, 0.2, 0.3]]), DRAFT[1:]))
-"""Laws of the next token by the last one. Under the close one a block's weights shrink a residual
-without emptying it."""
+"""Distributions of the next token by the last one. Under the close one a block's weights shrink a
+residual without emptying it."""
 TEXTS = (TARGET[0][:, None, None] * TARGET[:, :, None] * TARGET[None]).flatten().double()
-"""(64) the target's law of the three tokens behind token 0."""
+"""(64) the target's distribution of the three tokens after token 0."""
 TEXTS = TEXTS / TEXTS.sum()
 
 Uniform = Callable[[int], Tensor]
@@ -42,7 +42,7 @@ Rule = Callable[[Tensor, Proposal, Tensor], Acceptance]
 
 
 def grow(
-    tree: Tree, law: Sampling, last: Tensor, uniform: Uniform, draft: Tensor = DRAFT
+    tree: Tree, sampling: Sampling, last: Tensor, uniform: Uniform, draft: Tensor = DRAFT
 ) -> Proposal:
     """Fill a tree from a draft table for rows whose last tokens are `last`."""
     text = torch.cat((last[:, None], last.new_zeros(len(last), tree.size)), 1)
@@ -52,28 +52,30 @@ def grow(
             continue
         q = draft[text[:, node + 1]]
         u = uniform(len(children))
-        if law is Sampling.ONE_HOT:
+        if sampling is Sampling.ONE_HOT:
             drawn = q.argsort(dim=-1, descending=True, stable=True)[:, : len(children)]
-        elif law is Sampling.WOR:
+        elif sampling is Sampling.WOR:
             drawn = draw_without_replacement(q, u)
         else:
             drawn = torch.stack([draw(q, u[:, j]) for j in range(len(children))], 1)
         text[:, [child + 1 for child in children]] = drawn
     parents = torch.tensor(tree.parents).expand(len(last), -1)
-    return Proposal(text[:, 1:], parents, law, draft[text], parents + 1)
+    return Proposal(text[:, 1:], parents, sampling, draft[text], parents + 1)
 
 
-def grow_by_two(law: Sampling, last: Tensor, uniform: Uniform) -> Proposal:
+def grow_by_two(sampling: Sampling, last: Tensor, uniform: Uniform) -> Proposal:
     """Two children by one drafter, then two by another, which may repeat the first one's tokens."""
-    laws = torch.stack((DRAFT[last], OTHER_DRAFT[last]), 1)  # b r v
+    distributions = torch.stack((DRAFT[last], OTHER_DRAFT[last]), 1)  # b r v
     u = uniform(4)
-    if law is Sampling.WOR:
-        drawn = [draw_without_replacement(laws[:, r], u[:, 2 * r : 2 * r + 2]) for r in range(2)]
+    if sampling is Sampling.WOR:
+        drawn = [
+            draw_without_replacement(distributions[:, r], u[:, 2 * r : 2 * r + 2]) for r in range(2)
+        ]
         tokens = torch.cat(drawn, 1)
     else:
-        tokens = torch.stack([draw(laws[:, j // 2], u[:, j]) for j in range(4)], 1)
+        tokens = torch.stack([draw(distributions[:, j // 2], u[:, j]) for j in range(4)], 1)
     rows = torch.tensor([0, 0, 1, 1]).expand(len(last), -1)
-    return Proposal(tokens, torch.full_like(rows, -1), law, laws, rows)
+    return Proposal(tokens, torch.full_like(rows, -1), sampling, distributions, rows)
 
 
 def judged(
@@ -86,25 +88,25 @@ def judged(
 def rounds(
     rule: Rule,
     tree: Tree,
-    law: Sampling,
+    sampling: Sampling,
     change: Callable[[Proposal], Proposal] = lambda found: found,
     draft: Tensor = DRAFT,
 ) -> Round:
     return lambda last, uniform: judged(
-        rule, change(grow(tree, law, last, uniform, draft)), last, uniform
+        rule, change(grow(tree, sampling, last, uniform, draft)), last, uniform
     )
 
 
 def rounds_by_two(
-    rule: Rule, law: Sampling, change: Callable[[Proposal], Proposal] = lambda found: found
+    rule: Rule, sampling: Sampling, change: Callable[[Proposal], Proposal] = lambda found: found
 ) -> Round:
     return lambda last, uniform: judged(
-        rule, change(grow_by_two(law, last, uniform)), last, uniform
+        rule, change(grow_by_two(sampling, last, uniform)), last, uniform
     )
 
 
 def three_tokens(one_round: Round, seeds: Sequence[int], rows: int) -> Tensor:
-    """(seeds 64) how often each text of three tokens was written behind token 0, by as many rounds
+    """(seeds 64) how often each text of three tokens was written after token 0, by as many rounds
     as it takes."""
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     total = len(seeds) * rows
@@ -135,7 +137,8 @@ def three_tokens(one_round: Round, seeds: Sequence[int], rows: int) -> Tensor:
 
 
 def p_values(counts: Tensor) -> np.ndarray:
-    """(seeds) by chi-square: chance that the target's law writes texts as unlike it as these."""
+    """(seeds) by chi-square: chance that the target's distribution writes texts as unlike it as
+    these."""
     expected = TEXTS.numpy()[None] * counts.sum(1, keepdim=True).numpy()
     return stats.chisquare(counts.numpy(), expected, axis=1).pvalue
 
@@ -149,7 +152,7 @@ def total_variation(counts: Tensor) -> float:
 
 
 def largest_variation(rows: int, level: float) -> float:
-    """What the total variation of so many texts, written by the target itself, stays below with
+    """What the total variation of that many texts, written by the target itself, stays below with
     this probability."""
     shares = np.random.default_rng(0).multinomial(rows, TEXTS.numpy(), 50_000) / rows
     return float(np.quantile(np.abs(shares - TEXTS.numpy()).sum(1) / 2, level))

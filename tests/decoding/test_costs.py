@@ -30,9 +30,9 @@ def test_a_round_is_drafting_and_verifying(
         passes.append(ids.shape[1])
         return real(ids, *given, **more)
 
-    def noted(state, fresh, tree, *given, **more):
+    def noted(state, committed, tree, *given, **more):
         grown.append(tree.size)
-        return propose(state, fresh, tree, *given, **more)
+        return propose(state, committed, tree, *given, **more)
 
     monkeypatch.setattr(target, "step", counted)
     monkeypatch.setattr(drafter, "propose", noted)

@@ -1,5 +1,5 @@
-"""The loop on real (tiny) models: greedy identity, stops and limits, batches, and the law of
-sampled text."""
+"""The loop on real (tiny) models: greedy identity, stops and limits, batches, and the distribution
+of sampled text."""
 
 import itertools
 
@@ -16,6 +16,7 @@ from drafttrain.nn.sampling import Policy, draw
 from drafttrain.target import load
 from drafttrain.tree.topology import Tree
 from tests.decoding.models import PLAIN, PROMPTS, SAMPLED, SMALL, TREES, make, p_value, sharpened
+from tests.messages import said
 
 
 @pytest.fixture(scope="module", params=load.TINY)
@@ -51,7 +52,7 @@ def test_plain_decoding_equals_the_library(family):
     ],
     ids=str,
 )
-def test_what_a_target_has_beside_its_matrices_is_computed(settings):
+def test_what_a_target_has_next_to_its_matrices_is_computed(settings):
     """Biases, which a fresh model has at zero, are given values here."""
     target, _ = make(**settings)
     chance = torch.Generator().manual_seed(7)
@@ -100,8 +101,8 @@ def perfect(target, drafter, prompt, limit):
     ids = decode(target, None, [prompt], PLAIN, max_new_tokens=limit + 8, stop_ids=())[0][0].ids
 
     class Perfect(Eagle1):
-        def propose(self, state, fresh, tree, policy, u, law):
-            self.seen = getattr(self, "seen", 0) + int(fresh.counts[0])
+        def propose(self, state, committed, tree, policy, u, sampling):
+            self.seen = getattr(self, "seen", 0) + int(committed.counts[0])
             start = self.seen - len(prompt) + 1
             tokens = torch.tensor([(ids[start:] + [0] * tree.size)[: tree.size]])
             return Proposal(tokens, torch.tensor([tree.parents]), Sampling.ONE_HOT)
@@ -154,34 +155,34 @@ def test_context_limit_ends_as_plain_decoding_does():
     for tree in (Tree.chain(0), Tree.chain(4), Tree.eagle1_static()):
         outputs, _ = decode(target, drafter, [prompt], Plan(tree), max_new_tokens=50, stop_ids=())
         assert len(outputs[0].ids) == 6 and outputs[0].finish == "context"
-    with pytest.raises(InputError, match="context"):
+    with pytest.raises(InputError, match=said("decoding.context")):
         decode(target, drafter, [list(range(24))], PLAIN, max_new_tokens=1)
 
 
 @pytest.mark.field("F55")
 @pytest.mark.parametrize(
-    ("prompt", "message"), [([], "empty"), ([400], "vocabulary"), ([-1], "vocabulary")]
+    ("prompt", "fault"), [([], "empty_prompt"), ([400], "unknown_id"), ([-1], "unknown_id")]
 )
-def test_bad_prompts_are_refused(prompt, message):
+def test_bad_prompts_are_refused(prompt, fault):
     target, drafter = make()
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=said(f"decoding.{fault}")):
         decode(target, drafter, [[3], prompt], PLAIN, max_new_tokens=4)
 
 
 def test_plans_that_do_not_fit_are_refused():
-    with pytest.raises(InputError, match="temperature"):
+    with pytest.raises(InputError, match="sampled=true"):
         _ = Plan(Tree.chain(2), Policy(), sampled=True).draws
-    with pytest.raises(InputError, match="not known"):
+    with pytest.raises(InputError, match="rule magic"):
         _ = Plan(Tree.chain(2), Policy(1.0), rule="magic").rule_name
     for rule in rules.RULES:
-        with pytest.raises(InputError, match="temperature 0"):
+        with pytest.raises(InputError, match=f"rule {rule}"):
             _ = Plan(Tree.chain(2), Policy(1.0 if rule == "greedy" else 0.0), rule=rule).rule_name
     for rule in ("ratio", "block"):
-        with pytest.raises(InputError, match="judges a chain"):
+        with pytest.raises(InputError, match=said("decoding.rule_for_chains")):
             _ = Plan(Tree.expansion([2]), Policy(1.0), rule=rule).rule_name
-        with pytest.raises(InputError, match="sampled=false, which makes drafts of law one_hot"):
+        with pytest.raises(InputError, match="sampled=false"):
             _ = Plan(Tree.chain(2), Policy(1.0), False, rule).rule_name
-    with pytest.raises(InputError, match="sampled=true, which makes drafts of law wor"):
+    with pytest.raises(InputError, match="sampled=true"):
         _ = Plan(Tree.expansion([2]), Policy(1.0), True, "one_hot").rule_name
     target, drafter = make()
     with pytest.raises(InputError):
@@ -192,12 +193,12 @@ def test_plans_that_do_not_fit_are_refused():
             Plan(Tree.eagle1_static(), Policy(1.0), rule="ratio"),
             max_new_tokens=4,
         )
-    with pytest.raises(InputError, match="needs a drafter"):
+    with pytest.raises(InputError, match=said("decoding.no_drafter")):
         decode(target, None, [[3]], Plan(Tree.chain(2)), max_new_tokens=4)
 
 
 @pytest.mark.parametrize(
-    ("rule", "tree", "law", "guarantee"),
+    ("rule", "tree", "sampling", "guarantee"),
     [
         (None, "chain", Sampling.IID, "distribution"),
         (None, "tree", Sampling.WOR, "distribution"),
@@ -212,16 +213,16 @@ def test_plans_that_do_not_fit_are_refused():
         ("typical:0.02:0.1", "chain", Sampling.ONE_HOT, "approximate"),
     ],
 )
-def test_drafts_are_made_as_suits_the_rule(rule, tree, law, guarantee):
+def test_drafts_are_made_as_suits_the_rule(rule, tree, sampling, guarantee):
     plan = Plan(TREES[tree], Policy(1.0), rule=rule)
     assert (plan.sampling, plan.guarantee, plan.draws) == (
-        law,
+        sampling,
         guarantee,
-        law is not Sampling.ONE_HOT,
+        sampling is not Sampling.ONE_HOT,
     )
     assert (
-        Plan(TREES[tree], Policy(1.0), sampled=law is not Sampling.ONE_HOT, rule=rule).sampling
-        is law
+        Plan(TREES[tree], Policy(1.0), sampled=sampling is not Sampling.ONE_HOT, rule=rule).sampling
+        is sampling
     )
     target, drafter = make()
     outputs, tally = decode(target, drafter, PROMPTS, plan, max_new_tokens=6, stop_ids=())
@@ -240,7 +241,7 @@ def test_a_sampled_row_does_not_depend_on_its_neighbours(policy, tree, sampled):
     other, _ = decode(target, drafter, PROMPTS, plan, max_new_tokens=24, stop_ids=(), seed=5)
     assert [o.ids for o in together] == [o.ids for o in again] != [o.ids for o in other]
     for row, prompt in enumerate(PROMPTS):
-        alone, _ = decode(
+        single, _ = decode(
             target,
             drafter,
             [prompt],
@@ -250,18 +251,19 @@ def test_a_sampled_row_does_not_depend_on_its_neighbours(policy, tree, sampled):
             seed=4,
             row_numbers=[row],
         )
-        assert alone[0].ids == together[row].ids
+        assert single[0].ids == together[row].ids
 
 
 @pytest.mark.field("F54")
-def test_decoding_leaves_the_global_random_state_alone():
+def test_decoding_does_not_touch_the_global_random_state():
     target, drafter = make()
     before = torch.get_rng_state()
     decode(target, drafter, PROMPTS, Plan(TREES["tree"], Policy(1.0)), max_new_tokens=8)
     assert torch.equal(before, torch.get_rng_state())
 
 
-# The law of sampled text --------------------------------------------------------------------------
+# The distribution of sampled text
+# --------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def small():
     return make(**SMALL)
@@ -269,7 +271,7 @@ def small():
 
 @pytest.mark.field("F53")
 @pytest.mark.parametrize("name", SAMPLED)
-def test_first_three_tokens_follow_the_targets_law(small, name):
+def test_first_three_tokens_follow_the_targets_distribution(small, name):
     assert p_value(*small, SAMPLED[name]) > 1e-3
 
 
@@ -301,7 +303,9 @@ def always_kept(p, proposal, u):
         ("tree one-hot", "one_hot", always_kept),
     ],
 )
-def test_the_law_test_notices_a_planted_mistake(small, monkeypatch, name, rule, mistake):
+def test_the_test_of_distributions_notices_a_planted_mistake(
+    small, monkeypatch, name, rule, mistake
+):
     plan = SAMPLED[name]
     assert plan.rule_name == rule
     original = rules.RULES[rule]

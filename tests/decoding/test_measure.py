@@ -106,12 +106,12 @@ def test_drafters_race_in_turn_against_plain_decoding_of_their_own_target(pair, 
     target, drafter = pair
     other = load.tiny(seed=1)
     jobs = []
-    whole = measure.decode
+    original = measure.decode
 
     def record(target, drafter, prompts, plan, **settings):
         if settings["max_new_tokens"] == 12:
             jobs.append((target, drafter, prompts[0], plan.tree.size))
-        return whole(target, drafter, prompts, plan, **settings)
+        return original(target, drafter, prompts, plan, **settings)
 
     monkeypatch.setattr(measure, "decode", record)
     copies = NGram(target)
@@ -133,10 +133,10 @@ def test_drafters_race_in_turn_against_plain_decoding_of_their_own_target(pair, 
     assert [one.same_as_plain for one in found] == [2, 2, 2, 2]
     first, second, third, plain = found
     assert first.plain_seconds == second.plain_seconds == plain.plain_seconds != third.plain_seconds
-    alone = measure_acceptance(
+    single = measure_acceptance(
         target, copies, PROMPTS[:2], Plan(Tree.chain(4)), max_new_tokens=12, stop_ids=(), seed=3
     )
-    assert second.tally.tau == alone.tally.tau and second.plan.sampled is False
+    assert second.tally.tau == single.tally.tau and second.plan.sampled is False
     assert plain.row()["tau"] == 1.0
 
 
@@ -232,8 +232,8 @@ def test_positions_have_intervals_over_prompts(pair):
     even = [Tally(rounds=10, offered=[10], kept=[5])] * 10
     same = Measurement(Plan(Tree.chain(1)), even, Tally(offered=[100], kept=[50]), [])
     assert same.row()["accept_at_interval"] == [[0.5, 0.5]]
-    alone = Measurement(Plan(Tree.chain(1)), even[:1], even[0], [])
-    assert alone.row()["accept_at_interval"] == [None]
+    single = Measurement(Plan(Tree.chain(1)), even[:1], even[0], [])
+    assert single.row()["accept_at_interval"] == [None]
 
 
 def test_plain_decoding_s_stages_stand_beside(pair):
@@ -249,7 +249,7 @@ def test_plain_decoding_s_stages_stand_beside(pair):
         assert 0 < sum(row["plain_seconds"].values()) <= sum(one.plain_seconds)
         assert 0 < sum(row["seconds"].values()) <= sum(one.seconds)
     assert chain.row()["plain_seconds"] == tree.row()["plain_seconds"]
-    alone = measure_acceptance(
+    single = measure_acceptance(
         *pair, PROMPTS[:2], Plan(Tree.chain(2)), max_new_tokens=12, stop_ids=()
     )
-    assert alone.row()["plain_seconds"] is None and alone.row()["plain_tokens"] is None
+    assert single.row()["plain_seconds"] is None and single.row()["plain_tokens"] is None

@@ -1,4 +1,4 @@
-"""How far the text goes along each member's tree: as far as that member alone would have been
+"""How far the text goes along each member's tree: as far as that member by itself would have been
 followed from there."""
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.forest import Forest
 from drafttrain.tree.share import kept, shared
 from drafttrain.tree.topology import Tree
+from tests.messages import said
 
 PROMPTS = [[3, 5, 7, 3, 5], [11, 12], list(range(20, 40)), [9, 9, 9]]
 TREE = Tree.expansion([3, 2, 1])
@@ -37,7 +38,7 @@ def drafter() -> Ensemble:
 
 
 def whole_rounds(output: Output) -> list[int]:
-    """Drafts kept in every round but the last whose text could go along the whole depth of the
+    """Drafts kept in every round but the last whose text could go along the full depth of the
     tree."""
     found, place = [], 1
     for emitted, count in output.runs[1:-1]:
@@ -64,8 +65,8 @@ def test_each_round_is_followed_as_by_decoding(drafter: Ensemble, policy: Policy
     assert {len(one) for one in found} == {3} and any(len(set(one)) > 1 for one in found)
 
 
-def test_a_member_is_followed_as_it_would_be_alone(drafter: Ensemble) -> None:
-    """Behind the very same text, a member by itself keeps what its tree in the ensemble was
+def test_a_member_is_followed_as_it_would_be_by_itself(drafter: Ensemble) -> None:
+    """After the same text, a member by itself keeps what its tree in the ensemble was
     followed for."""
     target = drafter.target
     found = followed(target, drafter, PROMPTS[:1], TREE, max_new_tokens=LIMIT)
@@ -75,12 +76,12 @@ def test_a_member_is_followed_as_it_would_be_alone(drafter: Ensemble) -> None:
     for one, (emitted, _) in zip(found, outputs[0].runs[1:], strict=False):
         text = PROMPTS[0] + outputs[0].ids[:place]
         for member, path in zip(drafter.drafters, one, strict=True):
-            # The prefill chooses the anchor again, so the draft stands behind the same text.
-            (alone,), _ = decode(
+            # The prefill chooses the anchor again, so the draft follows the same text.
+            (single,), _ = decode(
                 target, member, [text[:-1]], Plan(TREE), max_new_tokens=6, stop_ids=()
             )
-            assert alone.ids[0] == text[-1]
-            nodes = alone.nodes[0]
+            assert single.ids[0] == text[-1]
+            nodes = single.nodes[0]
             assert path == (TREE.paths[nodes[-1]] if nodes else ())
         place += emitted
 
@@ -98,5 +99,5 @@ def test_shared_trees_keep_what_was_counted(drafter: Ensemble) -> None:
 
 def test_trees_that_change_are_refused(drafter: Ensemble) -> None:
     tree = Forest((Tree.chain(2), Tree.chain(2), Dynamic(depth=2, top_k=2, total=3)))
-    with pytest.raises(InputError, match="trees of fixed shape"):
+    with pytest.raises(InputError, match=said("decoding.fixed_shape")):
         followed(drafter.target, drafter, PROMPTS, tree, max_new_tokens=4)

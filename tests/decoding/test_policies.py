@@ -1,5 +1,5 @@
 """Policies that read the text, in the loop: greedy text is transformers' own, sampled text has the
-law of plain decoding."""
+distribution of plain decoding."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Growth, Tree
 from tests.decoding.models import SMALL, drawn, make
+from tests.messages import said
 from tests.packaging.made import overfitted
 
 PROMPTS = [[3, 5, 7, 9], [11], [20, 21, 22, 23, 24, 25, 26]]
@@ -42,7 +43,8 @@ TREES: dict[str, Growth] = {
 
 
 class Alternating(LogitsProcessor):
-    """Even tokens behind odd ones, odd behind even: every law depends on the token before."""
+    """Even tokens after odd ones, odd after even: every distribution depends on the token
+    before."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores.masked_fill(
@@ -146,7 +148,7 @@ def test_a_sampled_rows_text_is_its_own(kind: str, sampled: bool) -> None:
     )
     assert all(len(output.ids) >= 8 for output in together)
     for row, prompt in enumerate(PROMPTS):
-        (alone,), _ = decode(
+        (single,), _ = decode(
             target,
             drafter,
             [prompt],
@@ -156,7 +158,7 @@ def test_a_sampled_rows_text_is_its_own(kind: str, sampled: bool) -> None:
             seed=4,
             row_numbers=[row],
         )
-        assert (alone.ids, alone.runs) == (together[row].ids, together[row].runs)
+        assert (single.ids, single.runs) == (together[row].ids, together[row].runs)
 
 
 def test_a_plain_policy_reads_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +193,7 @@ def only(*allowed: int) -> Any:
 
 
 def counting(ids: Tensor, scores: Tensor) -> Tensor:
-    """Every token must be one more than the last, up to 13; behind 13 nothing may stand."""
+    """Every token must be one more than the last, up to 13; after 13 nothing may follow."""
     ruled = torch.full_like(scores, -math.inf)
     for row, token in enumerate(ids[:, -1].tolist()):
         if token < 13:
@@ -201,7 +203,7 @@ def counting(ids: Tensor, scores: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", TREES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_laws_of_one_token_are_kept_to(kind: str, temperature: float) -> None:
+def test_distributions_of_one_token_are_kept_to(kind: str, temperature: float) -> None:
     target, _, drafter, _ = trained("penalty")
     plan = Plan(TREES[kind], Policy(temperature, processors=(counting,)))
     outputs, _ = decode(target, drafter, [[3], [5, 9], [8]], plan, max_new_tokens=9, stop_ids=(13,))
@@ -211,8 +213,8 @@ def test_laws_of_one_token_are_kept_to(kind: str, temperature: float) -> None:
         [9, 10, 11, 12, 13],
     ]
     assert [output.finish for output in outputs] == ["length", "stop", "stop"]
-    # A law that is empty only behind the end is none of the policy's business; one in the text is.
-    with pytest.raises(InputError, match="leaves no token to choose in row 1"):
+    # A distribution that is empty only after the end is not up to the policy; one in the text is.
+    with pytest.raises(InputError, match=said("decoding.nothing_left") + " in row 1"):
         decode(target, drafter, [[3], [9]], plan, max_new_tokens=6, stop_ids=())
 
 
@@ -232,9 +234,9 @@ def test_a_policy_that_rules_all_out_at_once_is_refused() -> None:
     target, *_ = trained("penalty")
     for temperature in (0.0, 1.0):
         plan = Plan(Tree.chain(0), Policy(temperature, min_new_tokens=2, processors=(only(7),)))
-        with pytest.raises(InputError, match="leaves no token to choose in row 0"):
+        with pytest.raises(InputError, match=said("decoding.nothing_left") + " in row 0"):
             decode(target, None, PROMPTS, plan, max_new_tokens=4, stop_ids=(7,))
-    with pytest.raises(InputError, match="logit_bias names token 9999"):
+    with pytest.raises(InputError, match=r"logit_bias\b.*9999"):
         decode(
             target,
             None,
@@ -244,7 +246,7 @@ def test_a_policy_that_rules_all_out_at_once_is_refused() -> None:
         )
 
 
-# --- the law of sampled text ----------------------------------------------------------------------
+# --- the distribution of sampled text -------------------------------------------------------------
 
 ROWS = 4_500
 PENALTY, LIFT = 6.0, 3.0
@@ -253,69 +255,71 @@ PENALTY, LIFT = 6.0, 3.0
 
 @lru_cache(maxsize=1)
 def small() -> tuple[Any, Eagle1, Eagle1, Tensor]:
-    """A target of 8 tokens, two drafters, and the target's law of three tokens by transformers' own
-    penalty."""
+    """A target of 8 tokens, two drafters, and the target's distribution of three tokens by
+    transformers' own penalty."""
     target, drafter = make(**SMALL)
     torch.manual_seed(0)
     partial = Eagle1(target, draft_ids=[0, 2, 3, 5, 6]).eval()
     penalty = RepetitionPenaltyLogitsProcessor(PENALTY)
     with torch.inference_mode():
-        law, prefixes = torch.ones(1, dtype=torch.float64), [[3]]
+        probs, prefixes = torch.ones(1, dtype=torch.float64), [[3]]
         for _ in range(3):
             ids = torch.tensor(prefixes)
             logits = penalty(
                 ids, target.model(input_ids=ids, use_cache=False).logits[:, -1].float() + LIFT
             )
-            law = (law[:, None] * logits.double().softmax(-1)).flatten()
+            probs = (probs[:, None] * logits.double().softmax(-1)).flatten()
             prefixes = [prefix + [token] for prefix in prefixes for token in range(8)]
-    return target, drafter, partial, law
+    return target, drafter, partial, probs
 
 
 def p_value(drafter: Eagle1, tree: Growth, **settings: Any) -> float:
-    target, _, _, law = small()
+    target, _, _, probs = small()
     policy = Policy(1.0, repetition_penalty=PENALTY, logit_bias={token: LIFT for token in range(8)})
     plan = Plan(tree, policy, **settings)
-    counts, expected = drawn(target, drafter, plan, ROWS, [3]), law * ROWS
+    counts, expected = drawn(target, drafter, plan, ROWS, [3]), probs * ROWS
     big = expected >= 5
     observed = torch.cat((counts[big], counts[~big].sum()[None]))
     wanted = torch.cat((expected[big], expected[~big].sum()[None]))
     return float(stats.chisquare(observed.numpy(), (wanted * ROWS / wanted.sum()).numpy()).pvalue)
 
 
-LAWS: dict[str, tuple[Growth, dict[str, Any]]] = {
+SAMPLED: dict[str, tuple[Growth, dict[str, Any]]] = {
     "chain": (Tree.chain(3), {"rule": "ratio"}),
     "tree": (Tree.expansion([3, 2]), {}),
-    "likeliest": (Dynamic(depth=2, top_k=2, total=4), {}),
+    "most likely": (Dynamic(depth=2, top_k=2, total=4), {}),
 }
 
 
-@pytest.mark.parametrize("name", LAWS)
-@pytest.mark.parametrize("vocabulary", ["whole", "part"])
-def test_three_tokens_follow_the_penalised_law(name: str, vocabulary: str) -> None:
+@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("vocabulary", ["full", "part"])
+def test_three_tokens_follow_the_penalised_distribution(name: str, vocabulary: str) -> None:
     _, drafter, partial, _ = small()
-    tree, settings = LAWS[name]
-    assert p_value(drafter if vocabulary == "whole" else partial, tree, **settings) > 1e-3
+    tree, settings = SAMPLED[name]
+    assert p_value(drafter if vocabulary == "full" else partial, tree, **settings) > 1e-3
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SAMPLED)
 def test_a_penalty_without_the_drafted_tokens_is_noticed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = loop.ways
     monkeypatch.setattr(loop, "ways", lambda *arguments: torch.full_like(right(*arguments), -1))
-    tree, settings = LAWS[name]
+    tree, settings = SAMPLED[name]
     assert p_value(small()[1], tree, **settings) < 1e-6
 
 
-def test_drafts_are_drawn_from_the_law_that_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_drawn_from_the_distribution_that_is_handed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """q of every node is transformers' penalty on the text and the drafts before it: tokens of both
     are marked down."""
     target, drafter, *_ = small()
     seen: list[tuple[Any, Any]] = []
     propose = Eagle1.propose
 
-    def recorded(self: Eagle1, state: Any, fresh: Any, *more: Any) -> Any:
-        seen.append((fresh.text, propose(self, state, fresh, *more)))
+    def recorded(self: Eagle1, state: Any, committed: Any, *more: Any) -> Any:
+        seen.append((committed.text, propose(self, state, committed, *more)))
         return seen[-1][1]
 
     monkeypatch.setattr(Eagle1, "propose", recorded)

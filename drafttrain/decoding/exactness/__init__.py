@@ -1,20 +1,20 @@
 """Is the text really the target's own? Greedy text against plain decoding, sampled text against the
-target's exact law.
+target's exact distribution.
 
 Greedy: the same prompts decoded plainly and by a plan, token for token. Where they part, the
 target's logits of the two tokens are compared, since in low precision two passes over one text may
 order two nearly equal logits differently.
 
-Sampled: Pearson's goodness of fit of the first tokens behind a prompt, drawn many times by the
+Sampled: Pearson's goodness of fit of the first tokens after a prompt, drawn many times by the
 decoding loop, against probabilities that plain passes of the target give. A vocabulary is far too
 large for a cell per sequence, so sequences are sorted into cells of at least a known probability
 (`Cells`). The statistic is summed over the prompts.
 
 A test that finds nothing says little unless it would have found something. With n draws the
 noncentrality is n times sum (r - p)^2 / p, at least 4 n TV(r, p)^2 by Cauchy-Schwarz, whatever the
-wrong law r: so a power is promised for every difference of a given total variation distance, in the
-cells, on average over the prompts. A decoder known to be wrong, which keeps every draft, is tested
-beside the others.
+wrong distribution r: so a power is promised for every difference of a given total variation
+distance, in the cells, on average over the prompts. A decoder known to be wrong, which keeps every
+draft, is tested next to the others.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ LEAST_DRAWS = 40
 def check_draws(draws: object, prompts: object) -> None:
     """Raises: InputError for a number of draws or prompts that no test can be made of."""
     if type(prompts) is not int or prompts < 1:
-        raise InputError(f"exactness_prompts={prompts}: needs a whole number of at least 1")
+        raise InputError(f"exactness_prompts={prompts}: needs an integer of at least 1")
     if type(draws) is not int or draws < LEAST_DRAWS * prompts:
         raise InputError(
-            f"exactness_draws={draws}: {prompts} prompts need a whole number of at least "
-            f"{LEAST_DRAWS * prompts}, "
-            f"{LEAST_DRAWS} for each"
+            f"exactness_draws={draws}: {prompts} prompts need an integer of at least "
+            f"{LEAST_DRAWS * prompts}, {LEAST_DRAWS} for each"
         )
 
 
@@ -64,13 +63,14 @@ def check(
     seed: int = 0,
     watch: Watch = unwatched,
 ) -> dict[str, Any]:
-    """Compare every plan with the target, greedy ones by their text, sampled ones by their law.
+    """Compare every plan with the target, greedy ones by their text, sampled ones by their
+    distribution.
 
     Args:
         plans: by the name under which they are reported.
         draws: sequences drawn by every sampled plan, over all its prompts.
         places: how many prompts: the first ones for greedy text, the shortest ones, which cost
-            least, for laws.
+            least, for sampled text.
     Returns: {"greedy": rows, "law": rows}, plain JSON values; each row has a verdict.
     """
     check_draws(draws, places)

@@ -1,5 +1,5 @@
-"""Cells for the first few tokens behind a prompt, of at least a known probability under the
-target's own law."""
+"""Cells for the first few tokens after a prompt, of at least a known probability under the target's
+own distribution."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.target.model import Target
 
 TOKENS = 3
-"""Length of the sequences whose law is tested. The first token is the prefill's, before any
+"""Length of the sequences that are tested. The first token is the prefill's, before any
 draft."""
 LEAST_CELL = 1 / 8
 """Of the probability of the first token, the share that a cell holds at least."""
@@ -23,12 +23,12 @@ LEAST_EXPECTED = 10
 
 @dataclass(frozen=True)
 class Cells:
-    """A partition of the sequences of a few tokens behind a prompt, with the target's own
+    """A partition of the sequences of a few tokens after a prompt, with the target's own
     probability of each part.
 
-    The first token is the prefill's, so only what follows the likeliest one is told apart: all
-    other first tokens are one cell. From there on a likely token leads to the sequences behind it;
-    the others are put together, likeliest first.
+    The first token is the prefill's, so only what follows the most likely one is divided further:
+    all other first tokens are one cell. From there on a likely token leads to the sequences after
+    it; the others are put together, the most likely first.
     """
 
     tables: dict[tuple[int, ...], Tensor]
@@ -49,25 +49,22 @@ class Cells:
         *,
         tokens: int = TOKENS,
     ) -> Cells:
-        """Every cell but the first expects LEAST_EXPECTED of so many draws, or more, and holds at
-        least LEAST_CELL of what the likeliest first token does."""
+        """Every cell but the first expects LEAST_EXPECTED of these draws, or more, and holds at
+        least LEAST_CELL of what the most likely first token does."""
         least = 1.0
         tables: dict[tuple[int, ...], Tensor] = {}
         outside: dict[tuple[int, ...], Tensor] = {}
-        masses, small = (
-            [0.0],
-            0,
-        )  # cell 0: other first tokens, and what is too little for a cell of its own
+        # Cell 0: other first tokens, and what is too little for a cell of its own.
+        masses, small = [0.0], 0
         level: dict[tuple[int, ...], float] = {(): 1.0}
         for depth in range(tokens):
             deeper: dict[tuple[int, ...], float] = {}
             if not level:
                 break
             logits = last_logits(target, [[*prompt, *prefix] for prefix in level])
-            for (prefix, mass), law in zip(
-                level.items(), policy.probs(logits).double().cpu(), strict=True
-            ):
-                falling, order = (mass * law / law.sum()).sort(descending=True)
+            after = policy.probs(logits).double().cpu()
+            for (prefix, mass), probs in zip(level.items(), after, strict=True):
+                falling, order = (mass * probs / probs.sum()).sort(descending=True)
                 if not depth:
                     least = max(LEAST_CELL * float(falling[0]), LEAST_EXPECTED / draws)
                 named = int((falling >= least).sum()) if depth else 1
@@ -94,13 +91,13 @@ class Cells:
                     masses += (
                         torch.zeros(groups, dtype=rest.dtype).index_add(0, group, rest).tolist()
                     )
-                tables[prefix], outside[prefix] = table, law <= 0
+                tables[prefix], outside[prefix] = table, probs <= 0
             level = deeper
         return cls(tables, outside, torch.tensor(masses, dtype=torch.float64))._without_dust(draws)
 
     def _without_dust(self, draws: int) -> Cells:
-        """Cell 0 joins the smallest other one if it expects too little for the chi-square law to
-        hold."""
+        """Cell 0 joins the smallest other one if it expects too little for the chi-square
+        distribution to hold."""
         if len(self.probs) == 1 or float(self.probs[0]) * draws >= LEAST_EXPECTED / 2:
             return self
         goal = 1 + int(self.probs[1:].argmin())

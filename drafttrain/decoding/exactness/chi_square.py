@@ -1,4 +1,4 @@
-"""Pearson's test of a law, its power, and the correction for several of them."""
+"""Pearson's test of a distribution, its power, and the correction for several of them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def fit_of(counts: Sequence[Tensor], probs: Sequence[Tensor]) -> dict[str, Any]:
     """Pearson's statistic summed over independent samples, and the mean total variation distance
     seen in the cells.
 
-    The distance is of what was drawn, so chance alone makes it larger than 0. None where there is
+    The distance is of what was drawn, so chance makes it larger than 0. None where there is
     nothing to compare.
     """
-    df = sum(len(law) - 1 for law in probs)
+    df = sum(len(p) - 1 for p in probs)
     draws = int(sum(float(count.sum()) for count in counts))
     common = {"draws": draws, "prompts": len(probs), "cells": sum(map(len, probs)), "df": df}
     if not df or not draws:
         return common | {"statistic": None, "p": None, "seen_distance": None}
     statistic = distance = 0.0
-    for count, law in zip(counts, probs, strict=True):
+    for count, p in zip(counts, probs, strict=True):
         n = float(count.sum())
-        statistic += float(((count - n * law) ** 2 / (n * law)).sum())
-        distance += float((count - n * law).abs().sum()) / 2
+        statistic += float(((count - n * p) ** 2 / (n * p)).sum())
+        distance += float((count - n * p).abs().sum()) / 2
     return common | {
         "statistic": statistic,
         "p": tail(statistic, df),
@@ -61,8 +61,8 @@ def power(df: int, noncentrality: float, alarm: float) -> float:
 
 
 def noticed_distance(df: int, draws: int, alarm: float, chance: float = POWER) -> float:
-    """The total variation distance from which on a difference, of whatever kind, is noticed with
-    this chance or more."""
+    """The total variation distance from which on a difference, of any kind, is noticed with this
+    chance or more."""
     noncentrality = _root(lambda x: power(df, x, alarm) - chance)
     return min(1.0, math.sqrt(noncentrality / draws) / 2)
 

@@ -1,4 +1,4 @@
-"""The law of sampled text: sequences drawn by the decoding loop, counted in cells."""
+"""The distribution of sampled text: sequences drawn by the decoding loop, counted in cells."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from drafttrain.decoding.loop import decode
 from drafttrain.decoding.measure import Prompts, Watch, unwatched
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
+from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.remembered import without_memory
 from drafttrain.flow import Needs, PartialPass
 from drafttrain.nn.cache import KVCache
@@ -23,7 +24,7 @@ from drafttrain.tree.topology import Tree
 
 CONTROL = "control: every draft kept"
 _LOOKED_AT = 24
-"""Greedy tokens behind a prompt among which a place to draw at is chosen."""
+"""Greedy tokens after a prompt, of which one is chosen as the place to draw at."""
 _LOGITS = 1 << 24
 """Logits of a pass while drawing: bounds the rows side by side."""
 
@@ -68,6 +69,10 @@ class SharedPrompt(Target):
         return Pass(out.hidden.expand(rows, -1, -1), wide)
 
 
+Place = tuple[list[int], Cells]
+"""A text to draw after, and the cells of what may follow it."""
+
+
 def same_distribution(
     speculator: Speculator,
     prompts: Prompts,
@@ -80,48 +85,15 @@ def same_distribution(
     """A row for each plan, all of one sampling policy, and one for the control; `judged` adds what
     needs all rows."""
     (policy,) = {plan.policy for plan in plans.values()}
-    target = SharedPrompt(speculator.target)
+    target, drafter = SharedPrompt(speculator.target), speculator.drafter
     each = draws // len(prompts)
-    places = []
-    for prompt in prompts:
-        where = undecided_place(target, prompt, policy)
-        if where is not None:
-            cells = Cells.of(target, where, policy, each)
-            if len(cells.probs) > 1:
-                places.append((where, cells))
-    drafter = speculator.drafter
-    wrong = Plan(
-        Tree.chain(min(2, drafter.max_depth or 2)),
-        policy,
-        sampled=drafter.can_draw,
-        rule="typical:0:0",
-    )
+    places = _places(target, prompts, policy, each)
     control = f"T={policy.temperature:g} {CONTROL}"
     rows = []
-    for name, plan in {**plans, control: wrong}.items():
-        counts = [torch.zeros_like(cells.probs) for _, cells in places]
-        outside = 0
-        side = max(1, min(256, _LOGITS // ((plan.tree.size + 1) * target.vocab_size)))
-        jobs = [(place, start) for place in range(len(places)) for start in range(0, each, side)]
-        own = without_memory(drafter)
-        for job in watch(range(len(jobs)), f"exactness: {name}"):
-            place, start = jobs[job]
-            where, cells = places[place]
-            numbers = range(place * each + start, place * each + min(start + side, each))
-            outputs, _ = decode(
-                target,
-                own,
-                [where] * len(numbers),
-                plan,
-                max_new_tokens=TOKENS,
-                stop_ids=(),
-                seed=seed,
-                row_numbers=numbers,
-            )
-            for output in outputs:
-                cell, never = cells.place(output.ids)
-                counts[place][cell] += 1
-                outside += never
+    for name, plan in {**plans, control: _wrong(drafter, policy)}.items():
+        counts, outside = _drawn(
+            target, drafter, plan, places, each, seed, watch, f"exactness: {name}"
+        )
         rows.append(
             {
                 "label": name,
@@ -136,9 +108,68 @@ def same_distribution(
     return rows
 
 
+def _places(target: Target, prompts: Prompts, policy: Policy, draws: int) -> list[Place]:
+    """Where to draw, for the prompts after which the target leaves a choice."""
+    places = []
+    for prompt in prompts:
+        where = undecided_place(target, prompt, policy)
+        if where is not None:
+            cells = Cells.of(target, where, policy, draws)
+            if len(cells.probs) > 1:
+                places.append((where, cells))
+    return places
+
+
+def _wrong(drafter: Drafter, policy: Policy) -> Plan:
+    """The control: a plan that keeps every draft."""
+    chain = Tree.chain(min(2, drafter.max_depth or 2))
+    return Plan(chain, policy, sampled=drafter.can_draw, rule="typical:0:0")
+
+
+def _drawn(
+    target: Target,
+    drafter: Drafter,
+    plan: Plan,
+    places: Sequence[Place],
+    each: int,
+    seed: int,
+    watch: Watch,
+    what: str,
+) -> tuple[list[Tensor], int]:
+    """How often each cell of every place was drawn, and how many draws the target never makes.
+
+    Args:
+        each: draws at every place.
+        what: shown by `watch`.
+    """
+    counts, outside = [torch.zeros_like(cells.probs) for _, cells in places], 0
+    side = max(1, min(256, _LOGITS // ((plan.tree.size + 1) * target.vocab_size)))
+    jobs = [(place, start) for place in range(len(places)) for start in range(0, each, side)]
+    own = without_memory(drafter)
+    for job in watch(range(len(jobs)), what):
+        place, start = jobs[job]
+        where, cells = places[place]
+        numbers = range(place * each + start, place * each + min(start + side, each))
+        outputs, _ = decode(
+            target,
+            own,
+            [where] * len(numbers),
+            plan,
+            max_new_tokens=TOKENS,
+            stop_ids=(),
+            seed=seed,
+            row_numbers=numbers,
+        )
+        for output in outputs:
+            cell, never = cells.place(output.ids)
+            counts[place][cell] += 1
+            outside += never
+    return counts, outside
+
+
 def undecided_place(target: Target, prompt: Sequence[int], policy: Policy) -> list[int] | None:
-    """The prompt with the part of its greedy answer behind which the target is sure of one token
-    and least of the next.
+    """The prompt with the part of its greedy answer after which the target is sure of one token
+    and least sure of the next.
 
     The first token of an answer is drawn before any draft: if it were open, the draws would scatter
     before a rule has had a say. None where the context has no room.
@@ -151,12 +182,13 @@ def undecided_place(target: Target, prompt: Sequence[int], policy: Policy) -> li
     )
     answer = outputs[0].ids
     if len(answer) > 1 and answer[-1] in target.stop_ids:
-        answer = answer[:-1]  # Behind its end nobody decodes.
+        answer = answer[:-1]  # Nothing is decoded after the end.
     ids = torch.tensor([[*prompt, *answer]])
     hidden = target.features(ids, torch.tensor([ids.shape[1]]), Needs(last_hidden=True)).last_hidden
     assert hidden is not None
-    laws = policy.probs(target.head(hidden[0, len(prompt) - 1 :])).double().cpu()  # answer+1 v
-    sure = laws[:-1].gather(1, torch.tensor(answer)[:, None])[:, 0]
-    open_ = 1 - laws[1:].square().sum(1)
+    # answer+1 v
+    probs = policy.probs(target.head(hidden[0, len(prompt) - 1 :])).double().cpu()
+    sure = probs[:-1].gather(1, torch.tensor(answer)[:, None])[:, 0]
+    open_ = 1 - probs[1:].square().sum(1)
     best = int((sure * open_).argmax())
     return [*prompt, *answer[:best]]

@@ -82,19 +82,19 @@ def _parting(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 def gap_of(
     target: Target, ids: list[int], plain: int | None, drafted: int | None
 ) -> dict[str, Any]:
-    """The target's logits of the two tokens behind a text, and whether rounding can have exchanged
+    """The target's logits of the two tokens after a text, and whether rounding can have exchanged
     them.
 
-    Rounding is measured there: the largest difference of any logit between one pass over the whole
+    Rounding is measured there: the largest difference of any logit between one pass over the full
     text and a cached pass over its last token, and never below the spacing of numbers as large as
-    the largest logit. The two tokens may each be off by so much.
+    the largest logit. The two tokens may each be off by as much.
     """
     tokens = {"plain": plain, "drafted": drafted}
     texts = {f"{name}_text": _text(target, token) for name, token in tokens.items()}
     if plain is None or drafted is None:
         return tokens | texts | {"gap": None, "rounding": None, "near_tie": False}
-    whole = last_logits(target, [ids])[0]
-    stepped = whole
+    full = last_logits(target, [ids])[0]
+    stepped = full
     if len(ids) > 1:
         device = target.device
         cache = target.new_cache(1, len(ids))
@@ -102,9 +102,9 @@ def gap_of(
         cache.commit(torch.tensor([len(ids) - 1], device=device))
         last = target.step(torch.tensor([ids[-1:]], device=device), cache)
         stepped = target.head(last.hidden)[0, -1].double()
-    spacing = torch.finfo(target.dtype).eps * float(whole.abs().max())
-    rounding = max(float((whole - stepped).abs().max()), spacing)
-    gap = float(whole[plain] - whole[drafted])
+    spacing = torch.finfo(target.dtype).eps * float(full.abs().max())
+    rounding = max(float((full - stepped).abs().max()), spacing)
+    gap = float(full[plain] - full[drafted])
     return tokens | texts | {"gap": gap, "rounding": rounding, "near_tie": abs(gap) <= 2 * rounding}
 
 

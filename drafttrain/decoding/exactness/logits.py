@@ -1,4 +1,4 @@
-"""What plain passes of the target say behind texts."""
+"""What plain passes of the target say after texts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drafttrain.target.model import Target
 
 
 def last_logits(target: Target, rows: Sequence[Sequence[int]]) -> Tensor:
-    """(b v) float64 logits behind texts of one length, by one plain causal pass."""
+    """(b v) float64 logits after texts of one length, by one plain causal pass."""
     ids = torch.tensor([list(row) for row in rows])
     hidden = target.features(
         ids, torch.full((len(ids),), ids.shape[1]), Needs(last_hidden=True)

@@ -28,7 +28,7 @@ def judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         tested = row["p"] is not None
         found = tested and p <= (FALSE_ALARM if id(row) in own else alarm)
         if not tested:
-            verdict = "not tested: the target leaves no choice behind these prompts"
+            verdict = "not tested: the target leaves no choice after these prompts"
         elif row["control"]:
             verdict = "noticed, as it should be" if found else "NOT NOTICED"
         elif id(row) not in own:
@@ -49,7 +49,7 @@ def judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if tested:
             more["noticed_distance"] = noticed_distance(row["df"], row["draws"], alarm)
         if tested and row["control"]:
-            # What lies above the statistic's mean under the target's own law estimates the
+            # What exceeds the statistic's mean under the target's own distribution estimates the
             # noncentrality.
             more["power"] = power(row["df"], max(0.0, row["statistic"] - row["df"]), alarm)
         judged.append(row | more)
@@ -75,38 +75,35 @@ def words(found: dict[str, Any]) -> list[str]:
     for row in exact:
         if row["verdict"] == "DIFFERS":
             lines.append(
-                f"{row['label']}: DIFFERS from the target's law: chi-square {row['statistic']:.1f} "
-                f"with {row['df']} degrees of "
-                f"freedom, p {row['p']:.2g}, corrected {row['p_corrected']:.2g}"
+                f"{row['label']}: DIFFERS from the target's distribution: chi-square "
+                f"{row['statistic']:.1f} with {row['df']} degrees of freedom, p {row['p']:.2g}, "
+                f"corrected {row['p_corrected']:.2g}"
             )
     if exact and all(row["verdict"] == "no difference found" for row in exact):
         worst = max(row["noticed_distance"] for row in exact)
         lines.append(
-            f"sampled: no difference from the target's law found in {len(exact)} ways of drafting; "
-            f"a difference of more than "
-            f"{worst:.3f} (total variation, of the first {TOKENS} tokens in cells) would have been "
-            f"noticed with "
-            f"{POWER:.0%} probability, at {FALSE_ALARM:.0%} false alarms over all of them"
+            f"sampled: no difference from the target's distribution found in {len(exact)} ways of "
+            f"drafting; a difference of more than {worst:.3f} (total variation, of the first "
+            f"{TOKENS} tokens in cells) would have been noticed with {POWER:.0%} probability, at "
+            f"{FALSE_ALARM:.0%} false alarms over all of them"
         )
     for row in found["law"]:
         if row["outside"] and not row["control"]:
             lines.append(
                 f"{row['label']}: {row['outside']} of {row['draws']} draws have tokens that the "
-                f"target's filtered law leaves "
-                "out; in low precision its border moves with rounding"
+                "target's filtered distribution leaves out; in low precision its border moves with "
+                "rounding"
             )
         if row["power"] is not None and row["verdict"] != "NOT NOTICED":
             lines.append(
                 f"temperature {row['temperature']:g}: a decoder that keeps every draft was noticed "
-                f"(distance seen "
-                f"{row['seen_distance']:.2f}); another run would notice it with about "
-                f"{row['power']:.0%} probability"
+                f"(distance seen {row['seen_distance']:.2f}); another run would notice it with "
+                f"about {row['power']:.0%} probability"
             )
         if row["control"] and row["verdict"] == "NOT NOTICED":
             lines.append(
                 f"THE TEST IS WEAK at temperature {row['temperature']:g}: a decoder that keeps "
-                f"every draft was not told from "
-                "the target; raise exactness_draws"
+                "every draft was not noticed; raise exactness_draws"
             )
         if row["p"] is None and not row["control"]:
             lines.append(f"{row['label']}: {row['verdict']}")
@@ -118,8 +115,14 @@ def _difference(found: dict[str, Any]) -> str:
         token, text = found[name], found[f"{name}_text"]
         return "the end" if token is None else f"{token}" + ("" if text is None else f" {text!r}")
 
-    where = f"prompt {found['prompt']}, token {found['place'] + 1}: {shown('plain')} plainly, {shown('drafted')} with drafts"
+    where = (
+        f"prompt {found['prompt']}, token {found['place'] + 1}: {shown('plain')} plainly, "
+        f"{shown('drafted')} with drafts"
+    )
     if found["gap"] is None:
         return where
     tie = "a near-tie" if found["near_tie"] else "no near-tie"
-    return f"{where}; their logits are {found['gap']:.3g} apart, rounding moves one by {found['rounding']:.2g}: {tie}"
+    return (
+        f"{where}; their logits are {found['gap']:.3g} apart, rounding moves one by "
+        f"{found['rounding']:.2g}: {tie}"
+    )

@@ -1,8 +1,8 @@
 """Acceptance rules: which drafted tokens stay, and which token follows them.
 
-Pure functions of the target's laws, the proposal and uniform numbers: the same input gives the same
-answer, and a row's answer does not depend on the other rows. A rule is exact only for the law by
-which the proposal was drawn, so each checks that first.
+Pure functions of the target's probabilities, the proposal and uniform numbers: the same input gives
+the same answer, and a row's answer does not depend on the other rows. A rule is exact only for
+drafts that were made in the way it expects (`Sampling`), so each checks that first.
 
     rule              judges                                   file
     greedy            any proposal, at temperature 0           match
@@ -10,21 +10,22 @@ which the proposal was drawn, so each checks that first.
     ratio             a chain drawn from q                     chain
     block             a chain drawn from q                     chain
     multi_step        a tree drawn from q, or from several     tree
-    one_hot           a tree or chain of likeliest tokens      tree
+    one_hot           a tree or chain of most likely tokens    tree
     k_seq             a tree of independent siblings           spectr
     typical           any proposal; not exact                  approximate
 
-What all rules share, but for greedy, which reads argmaxes alone:
+What all rules share, but for greedy, which reads only argmaxes:
     p: (b n+1 v) target probabilities after the sampling policy; row 0 follows the anchor, row i+1
-    follows node i. u: (b n+1) uniform numbers in [0, 1). u[:, n] draws the token that follows the
-        accepted ones; which of the others serves what is said at each rule. A row reads its own
-        numbers only, in places that do not depend on the tokens.
+        follows node i.
+    u: (b n+1) uniform numbers in [0, 1). u[:, n] draws the token that follows the accepted ones;
+        each rule says what it uses the others for. A row reads only its own numbers, in places that
+        do not depend on the tokens.
     A token stays if u < ratio, strictly: at u = 0 a token of target probability 0 is still refused.
     Siblings are judged in index order; the order must not depend on the drawn tokens.
     `path` of the answer is as wide as the deepest node of the batch (a chain's length), padded with
     -1. Arithmetic is float64 on one (b v) residual; p and q are read row by row and never copied
-    whole. Raises InputError if the rule does not fit the proposal or shapes disagree, ValueError if
-    a drafted token has q = 0.
+    in full. Raises InputError if the rule does not fit the proposal or shapes disagree, ValueError
+    if a drafted token has q = 0.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ GUARANTEES: dict[str, str] = {
     "typical": "approximate",
 }
 """What each rule keeps of the target used: "greedy" the ids of greedy decoding, "distribution" the
-law of sampling, "approximate" neither."""
+distribution of sampling, "approximate" neither."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class Scope:
     """What a rule can judge."""
 
     samplings: tuple[Sampling, ...]
-    """The one it accepts most drafts of comes first: drafts are made so unless told otherwise."""
+    """The one it accepts most drafts of comes first: drafts are made so unless a plan says
+    otherwise."""
     chain: bool = False
     """Each node must be the only child of the one before."""
 
@@ -106,8 +108,7 @@ def named(name: str) -> Callable[..., Acceptance]:
     if base != "typical":
         raise InputError(
             f"rule {name[:80]} is not known: only typical takes numbers, its epsilon and delta, as "
-            f"in "
-            f"typical:{EPSILON}:{DELTA}"
+            f"in typical:{EPSILON}:{DELTA}"
         )
     check_thresholds(epsilon, delta)
     return partial(RULES[base], epsilon=epsilon, delta=delta)
@@ -126,8 +127,8 @@ def guarantee_of(name: str) -> str:
 
 
 def rule_for(sampling: Sampling, greedy: bool, is_chain: bool) -> str:
-    """Name of the exact rule that fits a proposal: its law, whether decoding is greedy, whether
-    each node has one child."""
+    """Name of the exact rule that fits a proposal, by how its drafts were made, whether decoding is
+    greedy, and whether each node has one child."""
     if greedy:
         return "greedy"
     if sampling is Sampling.IID and is_chain:
@@ -138,7 +139,7 @@ def rule_for(sampling: Sampling, greedy: bool, is_chain: bool) -> str:
 
 
 def check_fit(name: str, *, greedy: bool, is_chain: bool) -> None:
-    """Refuse a rule that cannot serve this temperature or shape, whatever the drafts' law.
+    """Refuse a rule that cannot serve this temperature or shape, however the drafts are made.
 
     Raises: InputError saying why, and what to give instead.
     """
@@ -146,8 +147,7 @@ def check_fit(name: str, *, greedy: bool, is_chain: bool) -> None:
     if greedy and name != "greedy":
         raise InputError(
             f"rule {name} judges sampled text, at temperature 0 the rule is greedy: give a "
-            f"temperature above 0, or "
-            "rule=auto"
+            "temperature above 0, or rule=auto"
         )
     if name == "greedy" and not greedy:
         raise InputError(
@@ -156,6 +156,5 @@ def check_fit(name: str, *, greedy: bool, is_chain: bool) -> None:
     if scope.chain and not is_chain:
         raise InputError(
             f"rule {name} judges a chain, this tree has nodes with several children: give a chain "
-            f"such as tree=4, or "
-            "rule=auto"
+            "such as tree=4, or rule=auto"
         )

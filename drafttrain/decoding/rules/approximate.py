@@ -1,4 +1,5 @@
-"""Rules that trade the target's law for longer runs. What they write is labelled approximate."""
+"""Rules that give up the target's distribution for longer runs. What they write is labelled
+approximate."""
 
 from __future__ import annotations
 
@@ -21,23 +22,23 @@ def typical(
     p: Tensor, proposal: Proposal, u: Tensor, *, epsilon: float = EPSILON, delta: float = DELTA
 ) -> Acceptance:
     """Keep a drafted token whose target probability is above min(epsilon, delta exp(-H)), H the
-    entropy of its law in nats.
+    entropy of its distribution in nats.
 
     A token must be likely outright, or likely enough where the target itself is undecided. The
     longest path of such tokens wins, among equals the one with the largest product of
-    probabilities, then the lowest index. The token behind it is the target's argmax: the rule uses
+    probabilities, then the lowest index. The token after it is the target's argmax: the rule uses
     no chance, and its text does not have the target's distribution.
 
     Cai et al. 2024 (Medusa, arXiv:2401.10774), section 2.3.1, as the public code does by default.
     Departs from it: nowhere; the first token of an answer, drawn by the decoding loop before any
-    draft, is no business of a rule.
+    draft, is not up to a rule.
 
     Args:
         p: (b n+1 v) target probabilities.
-        proposal: any tree of any law, rows may differ in shape; q is not read.
+        proposal: any tree, drawn in any way; rows may differ in shape; q is not read.
         u: (b n+1) uniform numbers; none is used.
         epsilon, delta: at least 0. Lower values keep more and stray further.
-    Returns: accepted path, count, and the argmax behind it.
+    Returns: accepted path, count, and the argmax after it.
     Raises: InputError if shapes disagree or a threshold is negative.
     """
     check_thresholds(epsilon, delta)
@@ -45,20 +46,19 @@ def typical(
     tokens, parents = proposal.tokens, proposal.parents
     children = children_of(parents)  # b n+1 k
     depths = depths_of(parents)  # b n
-    score = p.new_full(
-        (b, n + 1), -math.inf, dtype=torch.float64
-    )  # log probability of the path to each node reached
+    # log probability of the path to each node reached
+    score = p.new_full((b, n + 1), -math.inf, dtype=torch.float64)
     score[:, 0] = 0
     for node in range(n):  # the anchor is row 0, and a parent's index is below its children's
         live = ((score[:, node] > -math.inf) & (children[:, node] >= 0).any(-1)).nonzero()[:, 0]
         if not len(live):
             continue
-        law = p[live, node].double()  # rows v
-        threshold = (-torch.special.entr(law).sum(-1)).exp().mul(delta).clamp(max=epsilon)
+        probs = p[live, node].double()  # rows v
+        threshold = (-torch.special.entr(probs).sum(-1)).exp().mul(delta).clamp(max=epsilon)
         there = children[live, node]  # rows k
         rows, ranks = (there >= 0).nonzero(as_tuple=True)
         child = there[rows, ranks]
-        chance = law[rows, tokens[live[rows], child]]
+        chance = probs[rows, tokens[live[rows], child]]
         passes = chance > threshold[rows]
         rows, child, chance = live[rows[passes]], child[passes], chance[passes]
         score[rows, child + 1] = score[rows, node] + chance.log()

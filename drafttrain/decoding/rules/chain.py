@@ -1,4 +1,4 @@
-"""Rules for chains drawn from the draft's law: token by token, and the block as a whole."""
+"""Rules for chains drawn from the draft's distribution: token by token, and as one block."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def ratio(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
 
     Args:
         p: (b n+1 v) target probabilities.
-        proposal: a chain under Law.IID, with q.
+        proposal: a chain under Sampling.IID, with q.
         u: (b n+1) uniform numbers; u[:, i] judges node i.
     Returns: accepted path, count, and the correction or, if all n stay, the bonus token.
-    Raises: InputError on a tree or another law; ValueError if a drafted token has q = 0.
+    Raises: InputError on a tree or other drafts; ValueError if a drafted token has q = 0.
     """
     b, n = check("ratio", p, proposal, u, samplings=(Sampling.IID,), chain=True)
     rows, u = torch.arange(b, device=p.device), u.to(p.device, torch.float64)
@@ -34,8 +34,8 @@ def ratio(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
     count = (u[:, :n] < wanted / drafted).long().cumprod(1).sum(1)  # b
     weights = p[rows, count].double()  # b v
     refused = rows[count < n]
-    law = proposal.q[refused, proposal.q_rows[refused, count[refused]]].double()
-    rest, empty = minus(weights[refused], law)
+    q = proposal.q[refused, proposal.q_rows[refused, count[refused]]].double()
+    rest, empty = minus(weights[refused], q)
     weights[refused] = torch.where(empty[:, None], weights[refused], rest)
     return Acceptance(_prefix(count, n), count, draw(weights, u[:, n]), int(empty.sum()))
 
@@ -44,13 +44,15 @@ def block(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
     """Keep the longest prefix of a chain that its own trial accepts; a later token can rescue an
     earlier one.
 
-    With p_i, q_i the laws of drafted token x_i (i = 1..n) and p_{n+1} that behind the last:
+    With p_i, q_i the distributions of drafted token x_i (i = 1..n) and p_{n+1} that of the token
+    after the last:
         b_0 = 1, b_i = min(1, b_{i-1} p_i(x_i) / q_i(x_i)): how much of the prefix's mass the target
-        still wants; w_i = max(0, b_i p_{i+1} - q_{i+1}), r_i its sum: what the draft leaves undone
-        behind i kept tokens; h_i = r_i / (r_i + 1 - b_i) for i < n (1 where that is 0/0), h_n =
-        b_n: chance of the trial at i.
+        still needs;
+        w_i = max(0, b_i p_{i+1} - q_{i+1}), r_i its sum: what is left to do after i kept tokens;
+        h_i = r_i / (r_i + 1 - b_i) for i < n (1 where that is 0/0), h_n = b_n: chance of the trial
+        at i.
     The trials are independent, the largest i that succeeds is kept (h_0 = 1), and the next token
-    comes from norm(w_i), behind the whole block from p_{n+1}. There is no early stop.
+    comes from norm(w_i), after the full block from p_{n+1}. There is no early stop.
 
     b is taken in closed form, log b_i = S_i - max_{j <= i} S_j with S_i = sum_{j <= i} log(p_j(x_j)
     / q_j(x_j)) and S_0 = 0: a long chain of small ratios neither underflows on the way nor loses
@@ -65,11 +67,11 @@ def block(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
 
     Args:
         p: (b n+1 v) target probabilities.
-        proposal: a chain under Law.IID, with q.
+        proposal: a chain under Sampling.IID, with q.
         u: (b n+1) uniform numbers; u[:, i] is the trial of keeping nodes 0..i.
-    Returns: accepted path, count, and the token drawn from the residual behind it or, if all n
+    Returns: accepted path, count, and the token drawn from the residual after it or, if all n
     stay, the bonus token.
-    Raises: InputError on a tree or another law; ValueError if a drafted token has q = 0.
+    Raises: InputError on a tree or other drafts; ValueError if a drafted token has q = 0.
     """
     b, n = check("block", p, proposal, u, samplings=(Sampling.IID,), chain=True)
     rows, u = torch.arange(b, device=p.device), u.to(p.device, torch.float64)
@@ -86,8 +88,8 @@ def block(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
             break
         here = p[undecided, kept].double()  # rows v
         share = weight[undecided, kept]
-        law = proposal.q[undecided, proposal.q_rows[undecided, kept]].double()
-        rest = (share[:, None] * here - law).clamp_(min=0)
+        q = proposal.q[undecided, proposal.q_rows[undecided, kept]].double()
+        rest = (share[:, None] * here - q).clamp_(min=0)
         mass = rest.sum(-1)
         stays = torch.ones_like(undecided, dtype=torch.bool)
         if kept:
@@ -109,8 +111,8 @@ def kept_on_average(p: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
 
     Args:
         p: (b n+1 v) target probabilities.
-        proposal: a chain under Law.IID, with q.
-    Returns: (b) for `ratio` and (b) for `block`, float64, between 0 and n; a row of `block` may lie
+        proposal: a chain under Sampling.IID, with q.
+    Returns: (b) for `ratio` and (b) for `block`, float64, between 0 and n; a row of `block` may be
         below that of `ratio`, the average over chains drawn from q does not (arXiv:2403.10444,
         Theorem 2).
     Raises: as the rules.
@@ -134,8 +136,8 @@ def kept_on_average(p: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
     fails = 1 - weight[:, n]  # that every trial from here to the end does
     by_block += 1 - fails
     for kept in range(n - 1, 0, -1):
-        law = proposal.q[rows, proposal.q_rows[:, kept]].double()
-        mass = (weight[:, kept, None] * p[:, kept].double() - law).clamp_(min=0).sum(-1)
+        q = proposal.q[rows, proposal.q_rows[:, kept]].double()
+        mass = (weight[:, kept, None] * p[:, kept].double() - q).clamp_(min=0).sum(-1)
         fails = fails * (1 - _trial(mass, weight[:, kept]))
         by_block += 1 - fails
     return by_token, by_block

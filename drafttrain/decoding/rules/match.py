@@ -1,5 +1,5 @@
-"""Rules that keep a drafted token where it is the very token that the target says: its argmax, or
-its own draw."""
+"""Rules that keep a drafted token where it is the token that the target chooses: its argmax, or its
+own draw."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def greedy(argmax: Tensor, proposal: Proposal) -> Acceptance:
     Args:
         argmax: (b n+1) int64 target argmaxes; column 0 follows the anchor, column i+1 follows node
             i.
-        proposal: of any law.
+        proposal: drawn in any way.
     Returns: the accepted path; its next token is the argmax after it.
     Raises: InputError if shapes disagree.
     """
@@ -33,7 +33,7 @@ def greedy(argmax: Tensor, proposal: Proposal) -> Acceptance:
     if argmax.shape != (b, n + 1):
         raise InputError(
             f"rule greedy got argmaxes of shape {tuple(argmax.shape)}, needs {(b, n + 1)}: one per "
-            f"node and the anchor"
+            "node and the anchor"
         )
     depths = depths_of(parents)  # b n
     width = deepest(depths)
@@ -64,9 +64,9 @@ def sample_and_match(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
 
     Args:
         p: (b n+1 v) target probabilities.
-        proposal: any tree of any law; q is not read.
-        u: (b n+1) uniform numbers; u[:, k] draws the token k + 1 places behind the anchor.
-    Returns: the accepted path, and the draw that no draft matched, or the one behind a leaf.
+        proposal: any tree, drawn in any way; q is not read.
+        u: (b n+1) uniform numbers; u[:, k] draws the token k + 1 places after the anchor.
+    Returns: the accepted path, and the draw that no draft matched, or the one after a leaf.
     Raises: InputError if shapes disagree.
     """
     _, n = check("sample_and_match", p, proposal, u, samplings=tuple(Sampling), reads_q=False)
@@ -80,8 +80,8 @@ def sample_and_match(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
         live = here.any(1).nonzero()[:, 0]
         if not len(live):
             break
-        # More than one node only where siblings repeat a token: then they stand behind one text and
-        # share its law.
+        # More than one node only where siblings repeat a token: then they follow one text and share
+        # its distribution.
         node = here[live].int().argmax(1)
         token = draw(p[live, node], u[live, depth])
         drawn[live] = torch.where(here[live], token[:, None], drawn[live])

@@ -14,13 +14,12 @@ INSTEAD = {
     Sampling.ONE_HOT: "one_hot",
     Sampling.UNKNOWN: "sample_and_match",
 }
-"""Which exact rules serve a law, in words."""
+"""Which exact rules serve drafts made in each way, in words."""
 
 
-def minus(law: Tensor, drawn_from: Tensor) -> tuple[Tensor, Tensor]:
-    """norm(max(0, law - drawn_from)), (b v), and (b) bool where nothing, or no number, is left of
-    it."""
-    return norm((law - drawn_from).clamp_(min=0))
+def minus(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """norm(max(0, p - q)), (b v), and (b) bool where nothing, or no number, is left of it."""
+    return norm((p - q).clamp_(min=0))
 
 
 def norm(weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,9 +52,9 @@ def refuse_undrawable(drafted: Tensor, tokens: Tensor) -> None:
     bad = ~(drafted > 0)
     if bool(bad.any()):
         raise ValueError(
-            f"token {int(tokens[bad][0])} was drafted, but the law it is said to come from gives "
-            f"it probability 0: "
-            "pass on the very tensor that was drawn from, with the rows and the order of the draw"
+            f"token {int(tokens[bad][0])} was drafted, but the q that it should come from gives it "
+            "probability 0: pass the same tensor that was drawn from, with the rows and the "
+            "order of the draw"
         )
 
 
@@ -64,7 +63,7 @@ def check_tree(rule: str, proposal: Proposal) -> tuple[int, int]:
     if tokens.ndim != 2 or parents.shape != tokens.shape:
         raise InputError(
             f"rule {rule} got tokens {tuple(tokens.shape)} and parents {tuple(parents.shape)}, "
-            f"needs both (b n)"
+            "needs both (b n)"
         )
     index = torch.arange(tokens.shape[1], device=parents.device)
     if bool(((parents < -1) | (parents >= index)).any()):
@@ -87,7 +86,7 @@ def check(
     """Sizes (b, n) of a proposal that a rule can judge.
 
     Args:
-        laws: those that the rule is made for.
+        samplings: the ways of drawing that the rule is made for.
         chain: every node must be the only child of the one before.
         reads_q: the rule reads q; a point mass has none.
     Raises: InputError saying what does not fit.
@@ -95,28 +94,25 @@ def check(
     b, n = check_tree(rule, proposal)
     if proposal.sampling not in samplings:
         raise InputError(
-            f"rule {rule} is made for proposals of law "
-            f"{' or '.join(one.value for one in samplings)}, this one is "
-            f"{proposal.sampling.value}: use {INSTEAD[proposal.sampling]}"
+            f"rule {rule} is made for {' or '.join(one.value for one in samplings)} drafts, these "
+            f"are {proposal.sampling.value}: use {INSTEAD[proposal.sampling]}"
         )
     if chain and not bool(
         (proposal.parents == torch.arange(-1, n - 1, device=proposal.parents.device)).all()
     ):
         raise InputError(
             f"rule {rule} needs a chain, each node the only child of the one before; this is a "
-            f"tree: use multi_step"
+            "tree: use multi_step"
         )
     if p.ndim != 3 or p.shape[:2] != (b, n + 1):
         raise InputError(
             f"rule {rule} got p of shape {tuple(p.shape)}, needs {(b, n + 1)} and the vocabulary: "
-            f"a law for the anchor "
-            "and for each node"
+            "a distribution for the anchor and for each node"
         )
     if u.shape != (b, n + 1):
         raise InputError(
             f"rule {rule} got uniforms of shape {tuple(u.shape)}, needs {(b, n + 1)}: one per node "
-            f"and one for "
-            "the next token"
+            "and one for the next token"
         )
     if reads_q and proposal.sampling is not Sampling.ONE_HOT and n:
         _check_q(rule, p, proposal)
@@ -127,17 +123,17 @@ def _check_q(rule: str, p: Tensor, proposal: Proposal) -> None:
     b, n = proposal.tokens.shape
     if proposal.q is None or proposal.q_rows is None:
         raise InputError(
-            f"rule {rule} needs q and q_rows, the laws that the tokens were drawn from; this "
-            f"proposal has none"
+            f"rule {rule} needs q and q_rows, the distributions that the tokens were drawn from; "
+            "this proposal has none"
         )
     if proposal.q.ndim != 3 or proposal.q.shape[0] != b or proposal.q.shape[-1] != p.shape[-1]:
         raise InputError(
             f"rule {rule} got q of shape {tuple(proposal.q.shape)} for p of shape "
-            f"{tuple(p.shape)}, needs one "
-            "batch and one vocabulary: scatter a smaller draft vocabulary into the target's"
+            f"{tuple(p.shape)}, needs one batch and one vocabulary: scatter a smaller draft "
+            "vocabulary into the target's"
         )
     if proposal.q_rows.shape != (b, n):
         raise InputError(
             f"rule {rule} got q_rows of shape {tuple(proposal.q_rows.shape)}, needs {(b, n)}: one "
-            f"per node"
+            "per node"
         )

@@ -20,30 +20,31 @@ def k_seq(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
     q(x))), the same rho for all.
 
     With beta = sum_x min(q, p / rho), one child stays with probability P = 1 - (1 - beta)^k; where
-    none does, the token comes from norm(p - min(q, p / rho) P / beta). That is no law unless P <=
-    rho beta; `smallest_rho` finds, for each node and its own k, the least rho that allows it.
-    Children of a kept node are judged in the same way.
+    none does, the token comes from norm(p - min(q, p / rho) P / beta). That is no distribution
+    unless P <= rho beta; `smallest_rho` finds, for each node and its own k, the least rho that
+    allows it. Children of a kept node are judged in the same way.
 
     Exact for the target's distribution: Sun et al. 2023 (SpecTr, arXiv:2310.15141), section 4 and
-    Algorithm 2. Departs from it: applied at every node of a tree, not to whole drafts; where
+    Algorithm 2. Departs from it: applied at every node of a tree, not to complete drafts; where
     rounding leaves the residual empty, the token is drawn from p and counted in `fallbacks`. Keeps
     a little more than `multi_step` with independent children, less than `multi_step` without
     replacement.
 
     Args:
         p: (b n+1 v) target probabilities.
-        proposal: any tree under Law.IID whose siblings share a row of q; rows may differ in shape.
+        proposal: any tree under Sampling.IID whose siblings share a row of q; rows may differ in
+            shape.
         u: (b n+1) uniform numbers; u[:, i] judges node i.
     Returns: accepted path, count, and the token drawn from the last residual, or after a leaf from
     p.
-    Raises: InputError on another law, or siblings of different rows of q; ValueError if a drafted
+    Raises: InputError on other drafts, or siblings of different rows of q; ValueError if a drafted
     token has q = 0.
     """
     b, n = check("k_seq", p, proposal, u, samplings=(Sampling.IID,))
     tokens = proposal.tokens
     u = u.to(p.device, torch.float64)
     table = children_of(proposal.parents)  # b n+1 k
-    _refuse_several_laws(proposal, table)
+    _refuse_several_rows(proposal, table)
     width = deepest(depths_of(proposal.parents))
     path = tokens.new_full((b, width), -1)
     node = tokens.new_full((b,), -1)
@@ -57,29 +58,40 @@ def k_seq(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
         if not len(live):
             break
         assert proposal.q is not None and proposal.q_rows is not None
-        here = residual[live]  # rows v
-        law = proposal.q[live, proposal.q_rows[live, children[:, 0]]].double()
+        q = proposal.q[live, proposal.q_rows[live, children[:, 0]]].double()
         present, children = children >= 0, children.clamp(min=0)
-        token = tokens[live[:, None], children]  # rows k
-        drafted = law.gather(1, token)
-        refuse_undrawable(drafted[present], token[present])
-        rho = smallest_rho(here, law, present.sum(1))[:, None]
-        passes = present & (u[live[:, None], children] < here.gather(1, token) / (rho * drafted))
+        place = live[:, None], children  # rows k
+        passes, rest, empty = _try(residual[live], q, tokens[place], present, u[place])
         keep = passes.any(1)
-        refused = ~keep
-        rest, empty = _left(
-            here[refused], law[refused], rho[refused], present[refused].sum(1, keepdim=True)
-        )
-        residual[live[refused]] = torch.where(empty[:, None], here[refused], rest)
+        residual[live[~keep]] = torch.where(empty[:, None], residual[live[~keep]], rest)
         fallbacks += int(empty.sum())
-        child = children.gather(1, passes.int().argmax(1, keepdim=True))[
-            :, 0
-        ]  # the first that passes
-        live, child = live[keep], child[keep]
+        first = passes.int().argmax(1, keepdim=True)
+        live, child = live[keep], children.gather(1, first)[keep, 0]
         node[live] = child
         path[live, step] = child
         residual[live] = p[live, child + 1].double()
     return Acceptance(path, (path >= 0).sum(1), draw(residual, u[:, n]), fallbacks)
+
+
+def _try(
+    p: Tensor, q: Tensor, tokens: Tensor, present: Tensor, u: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Try the children of one node of every row.
+
+    Args:
+        p, q: (b v) what is left of the target's probabilities, and those the children were drawn
+            from.
+        tokens, present, u: (b k) of the children, those that are there, and their numbers.
+    Returns: (b k) bool, those that pass; of the rows where none does, (r v) what is left of p, and
+        (r) bool where that is nothing.
+    """
+    drafted = q.gather(1, tokens)
+    refuse_undrawable(drafted[present], tokens[present])
+    rho = smallest_rho(p, q, present.sum(1))[:, None]
+    passes = present & (u < p.gather(1, tokens) / (rho * drafted))
+    none = ~passes.any(1)
+    left = _left(p[none], q[none], rho[none], present[none].sum(1, keepdim=True))
+    return passes, *left
 
 
 def smallest_rho(p: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -109,8 +121,8 @@ def smallest_rho(p: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _overlap(p: Tensor, q: Tensor, rho: Tensor) -> Tensor:
-    """(b) beta: the probability that one draft passes; sums of rounded laws may exceed 1 by a
-    trifle."""
+    """(b) beta: the probability that one draft passes; rounded probabilities may add up to a
+    little more than 1."""
     return torch.minimum(q, p / rho[:, None]).sum(-1).clamp(max=1)
 
 
@@ -128,14 +140,13 @@ def _left(p: Tensor, q: Tensor, rho: Tensor, k: Tensor) -> tuple[Tensor, Tensor]
     return rest, ~(rest.sum(-1) > 0)
 
 
-def _refuse_several_laws(proposal: Proposal, table: Tensor) -> None:
+def _refuse_several_rows(proposal: Proposal, table: Tensor) -> None:
     if not table.numel():
         return
     assert proposal.q_rows is not None
     drawn = proposal.q_rows.gather(1, table.clamp(min=0).flatten(1)).reshape(table.shape)
     if bool(((table >= 0) & (drawn != drawn[..., :1])).any()):
         raise InputError(
-            "rule k_seq needs siblings drawn from one law, these have different rows of q, as from "
-            "several drafters: "
-            "use multi_step"
+            "rule k_seq needs siblings drawn from one distribution, these have different rows of "
+            "q, as from several drafters: use multi_step"
         )

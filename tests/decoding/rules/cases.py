@@ -1,4 +1,4 @@
-"""Laws and proposals that several tests of rules judge."""
+"""Distributions and proposals that several tests of rules judge."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ TOY_2 = (
 )
 
 
-def first_token(law: dict[tuple[int, ...], Fraction], v: int = 4) -> Vector:
+def first_token(probs: dict[tuple[int, ...], Fraction], v: int = 4) -> Vector:
     return tuple(
-        sum((chance for text, chance in law.items() if text[0] == token), F(0))
+        sum((chance for text, chance in probs.items() if text[0] == token), F(0))
         for token in range(v)
     )
 
@@ -59,7 +59,7 @@ def random_parents(b: int, n: int, generator: torch.Generator) -> Tensor:
 
 
 def random_round(
-    law: Sampling, b: int = 120, n: int = 8, v: int = 12, seed: int = 0
+    sampling: Sampling, b: int = 120, n: int = 8, v: int = 12, seed: int = 0
 ) -> tuple[Tensor, Proposal, Tensor]:
     """Rows with trees of different shapes."""
     generator = torch.Generator().manual_seed(seed)
@@ -67,11 +67,11 @@ def random_round(
     p, q = (torch.randn(b, n + 1, v, generator=generator).mul(1.5).softmax(-1) for _ in range(2))
     q = (q + p) / 2
     order = torch.rand(b, n, v, generator=generator).argsort(-1)[..., 0]
-    if law is not Sampling.IID:  # siblings get different tokens
+    if sampling is not Sampling.IID:  # siblings get different tokens
         order = torch.stack([torch.randperm(v, generator=generator)[:n] for _ in range(b)])
     return (
         p,
-        Proposal(order, parents, law, q, parents + 1),
+        Proposal(order, parents, sampling, q, parents + 1),
         torch.rand(b, n + 1, generator=generator),
     )
 
@@ -82,8 +82,10 @@ def as_chain(proposal: Proposal) -> Proposal:
     return replace(proposal, parents=chain, q_rows=chain + 1)
 
 
-def random_chain(law: Sampling = Sampling.IID, **sizes: int) -> tuple[Tensor, Proposal, Tensor]:
-    p, proposal, u = random_round(law, **sizes)
+def random_chain(
+    sampling: Sampling = Sampling.IID, **sizes: int
+) -> tuple[Tensor, Proposal, Tensor]:
+    p, proposal, u = random_round(sampling, **sizes)
     return p, as_chain(proposal), u
 
 

@@ -14,19 +14,20 @@ from drafttrain.errors import InputError
 from drafttrain.flow import Acceptance, Proposal, Sampling
 from drafttrain.tree.topology import Tree
 from tests.decoding.rules.cases import random_round, row_of
+from tests.messages import said
 
 
-def accepted_tokens(law: list[float], **thresholds: float) -> list[int]:
-    """The tokens that a law keeps, each drafted alone."""
-    v = len(law)
-    p = torch.tensor([[law, law]], dtype=torch.float64).expand(v, 2, v)
+def accepted_tokens(probs: list[float], **thresholds: float) -> list[int]:
+    """The tokens that a distribution keeps, each drafted by itself."""
+    v = len(probs)
+    p = torch.tensor([[probs, probs]], dtype=torch.float64).expand(v, 2, v)
     tokens, root = torch.arange(v)[:, None], torch.full((v, 1), -1)
     kept = typical(p, Proposal(tokens, root, Sampling.UNKNOWN), torch.zeros(v, 2), **thresholds)
     return [token for token in range(v) if kept.count[token]]
 
 
 @pytest.mark.parametrize(
-    ("law", "entropy", "threshold", "kept"),
+    ("probs", "entropy", "threshold", "kept"),
     [
         ([0.5, 0.3, 0.15, 0.05], 1.1421, 0.09, [0, 1, 2]),
         ([0.25] * 4, 1.3863, 0.075, [0, 1, 2, 3]),
@@ -35,25 +36,25 @@ def accepted_tokens(law: list[float], **thresholds: float) -> list[int]:
         ([1.0, 0.0, 0.0, 0.0], 0.0, 0.09, [0]),
     ],
 )
-def test_laws_and_their_thresholds(
-    law: list[float], entropy: float, threshold: float, kept: list[int]
+def test_distributions_and_their_thresholds(
+    probs: list[float], entropy: float, threshold: float, kept: list[int]
 ) -> None:
-    found = -sum(one * math.log(one) for one in law if one)
+    found = -sum(one * math.log(one) for one in probs if one)
     assert found == pytest.approx(entropy, abs=5e-5)
     assert min(0.09, 0.3 * math.exp(-found)) == pytest.approx(threshold, abs=1e-6)
-    assert accepted_tokens(law) == kept
+    assert accepted_tokens(probs) == kept
 
 
 def test_the_entropy_counts_from_ten_thirds_of_a_choice() -> None:
     """delta exp(-H) falls below epsilon once exp(H) exceeds delta / epsilon: at H = 1.204 nats."""
     assert math.log(approximate.DELTA / approximate.EPSILON) == pytest.approx(1.204, abs=1e-3)
-    law = [0.3 - 1e-9, 0.3, 0.3, 0.1 + 1e-9]
-    assert accepted_tokens(law, delta=10.0) == [0, 1, 2, 3]
-    assert accepted_tokens(law, epsilon=0.1 + 1e-6, delta=10.0) == [0, 1, 2]
-    assert accepted_tokens(law, epsilon=1.0, delta=0.35) == [0, 1, 2, 3]  # exp(-H) is .2688 here
-    assert accepted_tokens(law, epsilon=1.0, delta=0.4) == [0, 1, 2]
-    assert accepted_tokens(law, epsilon=1.0, delta=1.2) == []
-    assert accepted_tokens(law, epsilon=0.0, delta=0.0) == [0, 1, 2, 3]
+    probs = [0.3 - 1e-9, 0.3, 0.3, 0.1 + 1e-9]
+    assert accepted_tokens(probs, delta=10.0) == [0, 1, 2, 3]
+    assert accepted_tokens(probs, epsilon=0.1 + 1e-6, delta=10.0) == [0, 1, 2]
+    assert accepted_tokens(probs, epsilon=1.0, delta=0.35) == [0, 1, 2, 3]  # exp(-H) is .2688 here
+    assert accepted_tokens(probs, epsilon=1.0, delta=0.4) == [0, 1, 2]
+    assert accepted_tokens(probs, epsilon=1.0, delta=1.2) == []
+    assert accepted_tokens(probs, epsilon=0.0, delta=0.0) == [0, 1, 2, 3]
     assert accepted_tokens([0.5, 0.5, 0.0], epsilon=0.0) == [0, 1], (
         "a probability of 0 is never typical"
     )
@@ -73,9 +74,9 @@ def reference(
             node = int(proposal.parents[0, node])
         chances = []
         for node in path:
-            law = p[0, int(proposal.parents[0, node]) + 1].double()
-            chance = float(law[proposal.tokens[0, node]])
-            entropy = -float((law * law.log()).sum())
+            probs = p[0, int(proposal.parents[0, node]) + 1].double()
+            chance = float(probs[proposal.tokens[0, node]])
+            entropy = -float((probs * probs.log()).sum())
             if not chance > min(epsilon, delta * math.exp(-entropy)):
                 break
             chances.append(math.log(chance))
@@ -89,8 +90,8 @@ def reference(
 
 def unlike_the_reference(rule) -> int:
     wrong = 0
-    for law in (Sampling.IID, Sampling.ONE_HOT):
-        p, proposal, u = random_round(law, b=300, n=8, v=9, seed=5)
+    for sampling in (Sampling.IID, Sampling.ONE_HOT):
+        p, proposal, u = random_round(sampling, b=300, n=8, v=9, seed=5)
         kept = rule(p, proposal, u)
         for row in range(len(u)):
             path, following = reference(p[row : row + 1], row_of(proposal, row))
@@ -105,8 +106,8 @@ def test_trees_of_many_shapes_agree_with_the_reference() -> None:
 
 
 def in_bits(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
-    """The entropy is taken in bits: exp(-H / ln 2) instead of exp(-H), here as a law sharpened to
-    that effect."""
+    """The entropy is taken in bits: exp(-H / ln 2) instead of exp(-H), here as a distribution
+    sharpened to that effect."""
     entropy = torch.special.entr(p.double()).sum(-1).mean()
     return typical(p, proposal, u, delta=0.3 * math.exp(float(entropy - entropy / math.log(2))))
 
@@ -117,7 +118,7 @@ def swapped(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
 
 
 def late_by_one(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
-    """Each token is judged by the law behind it."""
+    """Each token is judged by the distribution after it."""
     return typical(torch.cat((p[:, 1:], p[:, -1:]), 1), proposal, u)
 
 
@@ -149,7 +150,9 @@ def test_the_longest_path_wins_then_the_likelier_one() -> None:
         ]
     )
     kept = typical(p, proposal, torch.zeros(1, 6))
-    assert kept.path.tolist() == [[2, 4]], ".3 x .5 beats .2 x .6; node 0 is likelier but alone"
+    assert kept.path.tolist() == [[2, 4]], (
+        ".3 x .5 beats .2 x .6; node 0 is likelier, but nothing follows it"
+    )
     assert kept.next_token.tolist() == [2]
     p[0, 2] = torch.tensor([0.9, 0.05, 0.05])
     kept = typical(p, proposal, torch.zeros(1, 6))
@@ -157,7 +160,7 @@ def test_the_longest_path_wins_then_the_likelier_one() -> None:
     assert kept.next_token.tolist() == [1]
 
 
-def test_it_does_not_keep_the_targets_law_and_says_so() -> None:
+def test_it_does_not_keep_the_targets_distribution_and_says_so() -> None:
     """A token of probability .3 is always kept: the total variation of the first token is .7."""
     p = torch.tensor([[[0.5, 0.3, 0.2]] * 2]).expand(50, 2, 3)
     proposal = Proposal(
@@ -172,10 +175,10 @@ def test_rows_do_not_depend_on_each_other_and_no_chance_is_used() -> None:
     p, proposal, u = random_round(Sampling.WOR)
     together, again = typical(p, proposal, u), typical(p, proposal, 1 - u)
     for row in range(len(u)):
-        alone = typical(p[row : row + 1], row_of(proposal, row), u[row : row + 1])
-        count = int(alone.count)
-        assert (together.count[row], together.next_token[row]) == (count, alone.next_token[0])
-        assert together.path[row, :count].tolist() == alone.path[0, :count].tolist()
+        single = typical(p[row : row + 1], row_of(proposal, row), u[row : row + 1])
+        count = int(single.count)
+        assert (together.count[row], together.next_token[row]) == (count, single.next_token[0])
+        assert together.path[row, :count].tolist() == single.path[0, :count].tolist()
     assert torch.equal(together.path, again.path) and torch.equal(
         together.next_token, again.next_token
     )
@@ -185,5 +188,5 @@ def test_rows_do_not_depend_on_each_other_and_no_chance_is_used() -> None:
     "thresholds", [{"epsilon": -0.1}, {"delta": math.inf}, {"delta": math.nan}]
 )
 def test_thresholds_below_nothing_are_refused(thresholds: dict[str, float]) -> None:
-    with pytest.raises(InputError, match="needs a finite number of at least 0"):
+    with pytest.raises(InputError, match=said("decoding.threshold")):
         accepted_tokens([0.5, 0.5], **thresholds)

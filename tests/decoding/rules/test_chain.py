@@ -36,6 +36,7 @@ from tests.decoding.exact import (
     vector,
 )
 from tests.decoding.rules.cases import TOY_1, TOY_2, F, P, Q, first_token, random_chain, row_of
+from tests.messages import said
 
 SIZES = {ratio: grid, multi_step: grid, block: block_grid}
 
@@ -51,32 +52,32 @@ SIZES = {ratio: grid, multi_step: grid, block: block_grid}
 def test_one_step_accepts_the_overlap_and_adds_the_residual(
     rule, p: Vector, q: Vector, residual: Vector
 ) -> None:
-    law, accepted = measure(
+    probs, accepted = measure(
         rule, cases(Tree.chain(1), constant(q), Sampling.IID), constant(p), SIZES[rule]
     )
     assert accepted == F(7, 10) == sum(map(min, p, q))
-    assert first_token(law, len(p)) == p
+    assert first_token(probs, len(p)) == p
     kept = tuple(
-        sum((c for t, c in law.items() if t[0] == x and len(t) == 2), F(0)) for x in range(len(p))
+        sum((c for t, c in probs.items() if t[0] == x and len(t) == 2), F(0)) for x in range(len(p))
     )
     assert kept == tuple(map(min, p, q))
-    assert tuple(law.get((x,), F(0)) for x in range(len(p))) == residual
+    assert tuple(probs.get((x,), F(0)) for x in range(len(p))) == residual
 
 
 @pytest.mark.parametrize("rule", [ratio, multi_step])
 def test_chain_without_context_emits_the_geometric_sum(rule) -> None:
     p, q = constant(vector(".4", ".35", ".25")), constant(vector(".7", ".2", ".1"))
-    law, accepted = measure(rule, cases(Tree.chain(3), q, Sampling.IID), p)
+    probs, accepted = measure(rule, cases(Tree.chain(3), q, Sampling.IID), p)
     assert accepted + 1 == F(2533, 1000) == (1 - F(7, 10) ** 4) / (1 - F(7, 10))
-    assert continued(law, p, 4) == text_distribution(p, 4)
+    assert continued(probs, p, 4) == text_distribution(p, 4)
 
 
 @pytest.mark.parametrize("rule", [ratio, multi_step])
 def test_chain_with_context_is_exact(rule) -> None:
     p, q = TOY_1
-    law, accepted = measure(rule, cases(Tree.chain(2), q, Sampling.IID), p)
+    probs, accepted = measure(rule, cases(Tree.chain(2), q, Sampling.IID), p)
     assert accepted == F(7, 5)
-    assert continued(law, p, 3) == text_distribution(p, 3)
+    assert continued(probs, p, 3) == text_distribution(p, 3)
 
 
 # --- block verification ---
@@ -85,24 +86,24 @@ def test_chain_with_context_is_exact(rule) -> None:
 @pytest.mark.parametrize(("rule", "accepted"), [(ratio, F(10, 9)), (block, F(11, 9))])
 def test_the_papers_example(rule, accepted: Fraction) -> None:
     p, q = constant(vector("1/3", "2/3")), constant(vector("2/3", "1/3"))
-    law, found = measure(rule, cases(Tree.chain(2), q, Sampling.IID), p, SIZES[rule])
+    probs, found = measure(rule, cases(Tree.chain(2), q, Sampling.IID), p, SIZES[rule])
     assert found == accepted
-    assert continued(law, p, 3) == text_distribution(p, 3)
+    assert continued(probs, p, 3) == text_distribution(p, 3)
 
 
 def kept_by(
     rule, drafts, p: Table, v: int
 ) -> dict[tuple[int, ...], tuple[list[Fraction], list[Vector | None]]]:
-    """For each draft the law of how many tokens stay, and for each number the law of the token
-    behind them."""
+    """For each draft the distribution of how many tokens stay, and for each number the distribution
+    of the token after them."""
     found = {}
     for case in drafts:
         counts: dict[int, list[Fraction]] = defaultdict(lambda: [F(0)] * v)
         for text, chance in measure(rule, [case], p, SIZES[rule])[0].items():
             counts[len(text) - 1][text[-1]] += chance / case.chance
         sums = [sum(counts[i], F(0)) if i in counts else F(0) for i in range(case.tree.size + 1)]
-        laws = [norm(counts[i]) if share else None for i, share in enumerate(sums)]
-        found[case.tokens] = (sums, laws)
+        distributions = [norm(counts[i]) if share else None for i, share in enumerate(sums)]
+        found[case.tokens] = (sums, distributions)
     return found
 
 
@@ -123,7 +124,8 @@ def test_the_papers_example_draft_by_draft() -> None:
 
 FIRST, LAST = (F(1), F(0), F(0)), (F(0), F(0), F(1))
 TABLE = {
-    # draft: probability, b, h, law of the kept count, law of the next token behind 0 and behind 1
+    # draft: probability, b, h, distribution of the kept count, distribution of the next token after
+    # 0 and after 1
     (0, 0): ("3/25", "1 1 1", "1 1 1", "0 0 1", None, None),
     (0, 1): ("3/25", "1 1 3/4", "1 1 3/4", "0 1/4 3/4", None, FIRST),
     (0, 2): ("3/50", "1 1 1/2", "1 1 1/2", "0 1/2 1/2", None, FIRST),
@@ -149,25 +151,25 @@ def test_every_draft_of_a_toy_with_context() -> None:
     found = kept_by(block, drafts, p, 3)
     assert found.keys() == TABLE.keys()
     for case in drafts:
-        chance, b, h, counts, *behind = TABLE[case.tokens]
+        chance, b, h, counts, *after = TABLE[case.tokens]
         replayed = in_blocks(case, p)
         assert case.chance == F(chance)
         assert (replayed.b, replayed.h) == tuple(tuple(map(F, words.split())) for words in (b, h))
-        sums, laws = found[case.tokens]
+        sums, distributions = found[case.tokens]
         assert sums == list(map(F, counts.split())) == replayed.chances
-        assert laws[:2] == behind
+        assert distributions[:2] == after
 
 
 @pytest.mark.parametrize(("rule", "accepted"), [(ratio, F(32, 25)), (block, F(67, 50))])
 def test_a_toy_with_context(rule, accepted: Fraction) -> None:
     p, q = TOY_2
-    law, found = measure(rule, cases(Tree.chain(2), q, Sampling.IID), p, SIZES[rule])
+    probs, found = measure(rule, cases(Tree.chain(2), q, Sampling.IID), p, SIZES[rule])
     assert found == accepted
-    assert continued(law, p, 3) == text_distribution(p, 3)
+    assert continued(probs, p, 3) == text_distribution(p, 3)
 
 
 def random_table(draw_from: random.Random, v: int) -> Table:
-    """Laws of small whole weights, one for each text asked about."""
+    """Distributions of small integer weights, one for each text asked about."""
     known: dict[tuple[int, ...], Vector] = {}
 
     def table(prefix: tuple[int, ...]) -> Vector:
@@ -179,14 +181,14 @@ def random_table(draw_from: random.Random, v: int) -> Table:
 
 
 def test_sixty_random_toys_are_exact_and_never_worse_than_the_ratio_rule() -> None:
-    """The real code is held to the recursion's thresholds to within 1e-6; the recursion's law is
-    compared in rationals."""
+    """The real code is held to the recursion's thresholds to within 1e-6; the recursion's
+    distribution is compared in rationals."""
     draw_from = random.Random(1)
     better = 0
     for _ in range(60):
         v, n = draw_from.choice([2, 3]), draw_from.choice([1, 2, 3])
         p, q = random_table(draw_from, v), random_table(draw_from, v)
-        law: dict[tuple[int, ...], Fraction] = defaultdict(Fraction)
+        probs: dict[tuple[int, ...], Fraction] = defaultdict(Fraction)
         mine = theirs = F(0)
         for case in cases(Tree.chain(n), q, Sampling.IID):
             found = in_blocks(case, p)
@@ -195,7 +197,7 @@ def test_sixty_random_toys_are_exact_and_never_worse_than_the_ratio_rule() -> No
                 for token, share in enumerate(found.following[i]):
                     own[(*case.tokens[:i], token)] += chance * share
             for text, chance in own.items():
-                law[text] += chance * case.chance
+                probs[text] += chance * case.chance
             mine += case.chance * sum(i * chance for i, chance in enumerate(found.chances))
             reach = F(1)
             for i in range(n):
@@ -209,7 +211,7 @@ def test_sixty_random_toys_are_exact_and_never_worse_than_the_ratio_rule() -> No
             assert real.keys() == {text for text, chance in own.items() if chance}
             assert all(abs(real[text] - own[text]) < 1e-4 for text in real)
         assert continued(
-            {text: chance for text, chance in law.items() if chance}, p, n + 1
+            {text: chance for text, chance in probs.items() if chance}, p, n + 1
         ) == text_distribution(p, n + 1)
         assert mine >= theirs
         assert n > 1 or mine == theirs
@@ -230,7 +232,9 @@ def test_what_both_rules_keep_of_a_chain_on_average() -> None:
                 reach *= min(F(1), p(before)[case.tokens[i]] / q(before)[case.tokens[i]])
                 by_token += reach
             by_block = sum(i * chance for i, chance in enumerate(in_blocks(case, p).chances))
-            found = [float(kept) for kept in kept_on_average(case.laws(p), case.proposal(1))]
+            found = [
+                float(kept) for kept in kept_on_average(case.distributions(p), case.proposal(1))
+            ]
             assert found == pytest.approx([float(by_token), float(by_block)], abs=1e-5)
             sums = [
                 total + float(case.chance) * kept for total, kept in zip(sums, found, strict=True)
@@ -250,12 +254,12 @@ def test_an_empty_chain_keeps_nothing_on_average() -> None:
     )
     assert [kept.tolist() for kept in kept_on_average(p[:, :1], none)] == [[0.0] * 3] * 2
     tree = replace(proposal, parents=torch.full_like(proposal.parents, -1))
-    with pytest.raises(InputError, match="needs a chain"):
+    with pytest.raises(InputError, match=said("decoding.not_a_chain")):
         kept_on_average(p, tree)
 
 
-def accumulated(law: Vector) -> list[Fraction]:
-    return [sum(law[: i + 1], F(0)) for i in range(len(law))]
+def accumulated(probs: Vector) -> list[Fraction]:
+    return [sum(probs[: i + 1], F(0)) for i in range(len(probs))]
 
 
 def test_deterministic_drafts_or_a_decided_target_gain_nothing() -> None:
@@ -265,12 +269,12 @@ def test_deterministic_drafts_or_a_decided_target_gain_nothing() -> None:
     chosen: Table = lambda prefix: points[prefix[-1] + 1] if prefix else points[0]  # noqa: E731
     decided, drafted = constant((F(0), F(1), F(0))), constant(vector(".2", ".5", ".3"))
     for target, draft, n in ((p, chosen, 2), (decided, drafted, 2)):
-        (law, mine), (_, theirs) = (
+        (probs, mine), (_, theirs) = (
             measure(rule, cases(Tree.chain(n), draft, Sampling.IID), target, SIZES[rule])
             for rule in (block, ratio)
         )
         assert mine == theirs
-        assert continued(law, target, n + 1) == text_distribution(target, n + 1)
+        assert continued(probs, target, n + 1) == text_distribution(target, n + 1)
 
 
 def test_the_closed_form_is_the_recursion() -> None:
@@ -298,16 +302,16 @@ def test_a_long_block_neither_underflows_nor_forgets() -> None:
     assert b[801] == b[802] == 0
 
 
-def test_block_keeps_a_draft_behind_a_failed_trial() -> None:
+def test_block_keeps_a_draft_after_a_failed_trial() -> None:
     """The second trial succeeds for certain, so the first one's failure does not matter."""
     p, q = TOY_2
     (case,) = [case for case in cases(Tree.chain(2), q, Sampling.IID) if case.tokens == (1, 1)]
     u = torch.tensor([[0.999, 0.5, 0.5]])
-    assert block(case.laws(p), case.proposal(1), u).count.tolist() == [2]
-    assert ratio(case.laws(p), case.proposal(1), u).count.tolist() == [0]
+    assert block(case.distributions(p), case.proposal(1), u).count.tolist() == [2]
+    assert ratio(case.distributions(p), case.proposal(1), u).count.tolist() == [0]
 
 
-def test_equal_laws_accept_everything() -> None:
+def test_equal_distributions_accept_everything() -> None:
     p, proposal, u = random_chain()
     proposal = Proposal(proposal.tokens, proposal.parents, Sampling.IID, p, proposal.q_rows)
     for rule in (ratio, block):
@@ -317,8 +321,8 @@ def test_equal_laws_accept_everything() -> None:
 
 
 def test_block_draws_nothing_from_a_residual_that_is_empty() -> None:
-    """Nothing is wanted behind the first token (b = 1/4 of a law that q covers), so the trial there
-    never succeeds."""
+    """Nothing is left to want after the first token (b = 1/4 of a distribution that q covers), so
+    the trial there never succeeds."""
     p = torch.tensor([[[0.2, 0.8], [0.5, 0.5], [0.5, 0.5]]])
     q = torch.tensor([[[0.8, 0.2], [0.5, 0.5]]])
     chain = torch.tensor([[-1, 0]])
@@ -328,17 +332,19 @@ def test_block_draws_nothing_from_a_residual_that_is_empty() -> None:
         assert (kept.count.tolist(), kept.next_token.tolist(), kept.fallbacks) == ([0], [1], 0)
 
 
-def test_rows_agree_with_themselves_alone_and_the_ratio_rule_with_a_tree_of_one_branch() -> None:
+def test_rows_agree_with_themselves_by_itself_and_the_ratio_rule_with_a_tree_of_one_branch() -> (
+    None
+):
     p, proposal, u = random_chain()
     for rule in (ratio, block):
         together = rule(p, proposal, u)
         assert together.count.unique().numel() > 2
         for name in ("path", "count", "next_token"):
-            alone = [
+            single = [
                 getattr(rule(p[r : r + 1], row_of(proposal, r), u[r : r + 1]), name)
                 for r in range(120)
             ]
-            assert torch.equal(getattr(together, name), torch.cat(alone))
+            assert torch.equal(getattr(together, name), torch.cat(single))
     as_tree = multi_step(p, proposal, u)
     for name in ("path", "count", "next_token"):
         assert torch.equal(getattr(ratio(p, proposal, u), name), getattr(as_tree, name))
@@ -368,16 +374,16 @@ def sharpened(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
 
 
 @pytest.mark.parametrize(
-    ("rule", "sizes", "accepted", "law"),
+    ("rule", "sizes", "accepted", "probs"),
     [
         (resampled_from_p, (5, 10), F(7, 10), (F(26, 100), F(29, 100), F(32, 100), F(13, 100))),
         (sharpened, (125, 30), F(636, 1000), (F(17, 125), F(241, 750), F(166, 375), F(1, 10))),
     ],
 )
-def test_one_step_shows_a_mistake(rule, sizes, accepted: Fraction, law: Vector) -> None:
+def test_one_step_shows_a_mistake(rule, sizes, accepted: Fraction, probs: Vector) -> None:
     drafts = [
         siblings(chance, tokens, Q, Sampling.IID) for tokens, chance in draws(Q, 1, Sampling.IID)
     ]
     found, share = measure(rule, drafts, constant(P), sizes)
-    assert first_token(found) == law != P
+    assert first_token(found) == probs != P
     assert share == accepted

@@ -1,4 +1,5 @@
-"""Rules that keep what the target says: greedy token for token, sample-and-match in law."""
+"""Rules that keep what the target says: greedy token for token, sample-and-match in
+distribution."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def test_greedy_equals_its_brute_force_twin() -> None:
 
 
 def late_by_one(argmax: Tensor, proposal: Proposal) -> Acceptance:
-    """Each node is compared with the argmax behind it."""
+    """Each node is compared with the argmax after it."""
     return greedy(torch.cat((argmax[:, 1:], argmax[:, -1:]), 1), proposal)
 
 
@@ -112,7 +113,7 @@ def first_child_only(argmax: Tensor, proposal: Proposal) -> Acceptance:
 
 
 def bonus_from_the_last_row(argmax: Tensor, proposal: Proposal) -> Acceptance:
-    """The next token is the argmax behind the last node drafted, not behind the last one kept."""
+    """The next token is the argmax after the last node drafted, not after the last one kept."""
     kept = greedy(argmax, proposal)
     return Acceptance(kept.path, kept.count, argmax[:, -1])
 
@@ -126,7 +127,7 @@ def test_greedy_mistakes_show(mistake) -> None:
 
 
 def places(case: Case, p) -> list[int]:
-    """Grid sizes for a rule whose number k draws the token k + 1 places behind the anchor."""
+    """Grid sizes for a rule whose number k draws the token k + 1 places after the anchor."""
     sizes = [1] * (case.tree.size + 1)
     for node in range(-1, case.tree.size):
         depth = len(case.prefix(node))
@@ -134,13 +135,13 @@ def places(case: Case, p) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("law", [Sampling.IID, Sampling.ONE_HOT])
-def test_a_chain_is_exact_and_keeps_the_targets_own_draws(law: Sampling) -> None:
+@pytest.mark.parametrize("sampling", [Sampling.IID, Sampling.ONE_HOT])
+def test_a_chain_is_exact_and_keeps_the_targets_own_draws(sampling: Sampling) -> None:
     p, q = TOY_2
-    found, accepted = measure(sample_and_match, cases(Tree.chain(2), q, law), p, places)
+    found, accepted = measure(sample_and_match, cases(Tree.chain(2), q, sampling), p, places)
     assert continued(found, p, 3) == text_distribution(p, 3)
     expected = F(0)
-    for case in cases(Tree.chain(2), q, law):
+    for case in cases(Tree.chain(2), q, sampling):
         first = p(())[case.tokens[0]]
         expected += case.chance * first * (1 + p(case.tokens[:1])[case.tokens[1]])
     assert accepted == expected
@@ -156,20 +157,22 @@ def test_acceptance_by_number_of_independent_children(k: int, share: Fraction) -
     found = [measure_one_level(case) for case in drafts]
     accepted = sum(case.chance * one for case, (_, one) in zip(drafts, found, strict=True))
     assert round(float(accepted), 2) == float(share)
-    law = [
+    probs = [
         sum(case.chance * one[x] for case, (one, _) in zip(drafts, found, strict=True))
         for x in range(4)
     ]
-    assert tuple(law) == P
+    assert tuple(probs) == P
 
 
 def measure_one_level(case: Case) -> tuple[tuple[Fraction, ...], Fraction]:
-    """Law of the first token and share accepted, over a grid for the only number that matters
-    there."""
+    """Distribution of the first token and share accepted, over a grid for the only number that
+    matters there."""
     n, size = case.tree.size, 10
     u = torch.full((size, n + 1), 0.5, dtype=torch.float64)
     u[:, 0] = (torch.arange(size) + 0.5) / size
-    kept = sample_and_match(case.laws(constant(P)).expand(size, -1, -1), case.proposal(size), u)
+    kept = sample_and_match(
+        case.distributions(constant(P)).expand(size, -1, -1), case.proposal(size), u
+    )
     tokens = torch.cat((torch.tensor([case.tokens]).expand(size, n), kept.next_token[:, None]), 1)
     first = tokens.gather(1, torch.where(kept.count > 0, kept.path[:, 0], n)[:, None])[:, 0]
     return tuple(F(int((first == x).sum()), size) for x in range(4)), F(int(kept.count.sum()), size)
@@ -208,12 +211,12 @@ def test_rows_are_followed_by_their_own_draws() -> None:
             while above >= 0:
                 depth, above = depth + 1, int(proposal.parents[row, above])
             drawn[node + 1] = int(draw(p[row, node + 1][None], u[row, depth][None])[0])
-        # Repeats of a token stand behind one text; only there the walk takes the first node's law
-        # for all.
-        alone = sample_and_match(p[row : row + 1], row_of(proposal, row), u[row : row + 1])
+        # Repeats of a token follow one text; only there the walk takes the first node's
+        # distribution for all.
+        single = sample_and_match(p[row : row + 1], row_of(proposal, row), u[row : row + 1])
         assert (
-            together.count[row] == alone.count[0]
-            and together.next_token[row] == alone.next_token[0]
+            together.count[row] == single.count[0]
+            and together.next_token[row] == single.next_token[0]
         )
         siblings = [
             (int(a), int(t))
@@ -227,7 +230,7 @@ def test_rows_are_followed_by_their_own_draws() -> None:
             assert together.next_token[row] == drawn[path[-1] + 1 if path else 0]
 
 
-def test_unknown_drafts_keep_the_law() -> None:
+def test_unknown_drafts_keep_the_distribution() -> None:
     """Whatever proposes: here a drafter that always says what is least likely."""
     p, _ = TOY_2
     drafts = [Case(F(1), (2, 0), ((F(0),) * 3,) * 2, Sampling.UNKNOWN, Tree.chain(2))]

@@ -1,4 +1,5 @@
-"""Whole rounds of every rule: the right rule writes the target's law, planted mistakes do not.
+"""Complete rounds of every rule: the right rule writes the target's distribution, planted mistakes
+do not.
 
 A million rounds per rule and 200 seeds each are marked slow:
     python -m pytest -m slow tests/decoding/rules/test_rounds.py
@@ -60,7 +61,7 @@ RIGHT: dict[str, tuple[str, Round]] = {
     ),
     "one_hot": ("one_hot", rounds(one_hot, FORK, Sampling.ONE_HOT)),
     "k_seq": ("k_seq", rounds(k_seq, FORK, Sampling.IID)),
-    "sample_and_match, likeliest": (
+    "sample_and_match, most likely": (
         "sample_and_match",
         rounds(sample_and_match, FORK, Sampling.ONE_HOT),
     ),
@@ -69,15 +70,15 @@ RIGHT: dict[str, tuple[str, Round]] = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_rounds_write_the_targets_law(name: str) -> None:
+def test_rounds_write_the_targets_distribution(name: str) -> None:
     assert p_value(RIGHT[name][1], 50_000) > 1e-3
 
 
 # --- mistakes ---
 
 
-def with_law(law: Sampling):
-    return lambda found: replace(found, sampling=law)
+def with_sampling(sampling: Sampling):
+    return lambda found: replace(found, sampling=sampling)
 
 
 def rows_of(p: Tensor) -> Tensor:
@@ -109,7 +110,8 @@ def sharpened(rule):
 
 
 def late_rows(rule):
-    """Each token is judged by the law behind it, not by the one it came from: a shift by one."""
+    """Each token is judged by the distribution after it, not by the one it came from: a shift by
+    one."""
 
     def mistaken(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
         kept = rule(torch.cat((p[:, 1:], p[:, -1:]), 1), proposal, u)
@@ -156,8 +158,8 @@ def in_blocks(
 
 
 def not_renormalised(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:
-    """On one level: each likeliest child stays with p(x), though the target's mass of those before
-    it is gone."""
+    """On one level: each most likely child stays with p(x), though the target's mass of those
+    before it is gone."""
     keep = u[:, :-1] < p[:, 0].gather(1, proposal.tokens)
     child = torch.where(keep.any(1), keep.int().argmax(1), -1)
     left = p[:, 0].scatter(1, proposal.tokens, 0)
@@ -209,7 +211,7 @@ def repeats_dropped(last: Tensor, uniform: Uniform) -> tuple[Tensor, Acceptance]
 
 
 def one_row_of_q(found: Proposal) -> Proposal:
-    """Both drafters' children are said to come from the first one's law."""
+    """Both drafters' children are said to come from the first one's distribution."""
     assert found.q_rows is not None
     return replace(found, q_rows=torch.zeros_like(found.q_rows))
 
@@ -268,11 +270,11 @@ MISTAKES: dict[str, tuple[str, Round]] = {
     "multi_step: repeats dropped": ("multi_step", repeats_dropped),
     "multi_step: without replacement, judged as independent": (
         "multi_step",
-        rounds(multi_step, FORK, Sampling.WOR, with_law(Sampling.IID)),
+        rounds(multi_step, FORK, Sampling.WOR, with_sampling(Sampling.IID)),
     ),
-    "multi_step: likeliest judged by p/q": (
+    "multi_step: most likely judged by p/q": (
         "multi_step",
-        rounds(multi_step, FORK, Sampling.ONE_HOT, with_law(Sampling.IID)),
+        rounds(multi_step, FORK, Sampling.ONE_HOT, with_sampling(Sampling.IID)),
     ),
     "multi_step: sorted by q": (
         "multi_step",
@@ -319,7 +321,7 @@ MISTAKES: dict[str, tuple[str, Round]] = {
         rounds(discounted(left=lambda p, q: (p - q).clamp(min=0)), TWO, Sampling.IID),
     ),
     "k_seq: resampled from p": ("k_seq", rounds(resampled_from_p(k_seq), FORK, Sampling.IID)),
-    "sample_and_match: drawn anew after a mismatch": (
+    "sample_and_match: drawn again after a mismatch": (
         "sample_and_match",
         rounds(resampled_from_p(sample_and_match), FORK, Sampling.ONE_HOT),
     ),

@@ -36,10 +36,11 @@ from tests.decoding.rules.cases import (
     random_round,
     row_of,
 )
+from tests.messages import said
 
 
 def rho_of(p: Vector, q: Vector, k: int) -> float:
-    rows = [torch.tensor([list(map(float, law))], dtype=torch.float64) for law in (p, q)]
+    rows = [torch.tensor([list(map(float, probs))], dtype=torch.float64) for probs in (p, q)]
     return float(smallest_rho(*rows, torch.tensor([k]))[0])
 
 
@@ -47,11 +48,11 @@ def test_two_drafts_with_a_rational_rho_are_exact() -> None:
     """beta = 1/2 at rho = 3/2: 1 - 1/4 = rho beta. Token 1 stays with (3/10) / (3/2 7/10) = 2/7."""
     p, q = vector(".7", ".3"), vector(".3", ".7")
     assert rho_of(p, q, 2) == pytest.approx(1.5, abs=1e-6)
-    law, accepted = measure(
+    probs, accepted = measure(
         k_seq, cases(Tree.expansion([2]), constant(q), Sampling.IID), constant(p), (7, 7, 10)
     )
     assert accepted == F(3, 4)
-    assert first_token(law, 2) == p
+    assert first_token(probs, 2) == p
 
 
 @pytest.mark.parametrize(
@@ -59,13 +60,13 @@ def test_two_drafts_with_a_rational_rho_are_exact() -> None:
     [(1, 1.0, 0.7), (2, 1.3831, 0.8532), (3, 1.6099, 0.9220), (4, 1.7730, 0.9546)],
 )
 def test_acceptance_by_number_of_drafts(k: int, rho: float, share: float) -> None:
-    """The real code, held to its thresholds: the target's law, and a little more kept than by the
-    multi-step residual."""
+    """The real code, held to its thresholds: the target's distribution, and a little more kept than
+    by the multi-step residual."""
     found = rho_of(P, Q, k)
     assert found == pytest.approx(rho, abs=6e-5)
-    law, accepted = one_level(P, Q, k, found)
+    probs, accepted = one_level(P, Q, k, found)
     assert accepted == pytest.approx(share, abs=6e-5)
-    assert law == pytest.approx(list(map(float, P)), abs=1e-6)
+    assert probs == pytest.approx(list(map(float, P)), abs=1e-6)
     theirs = measure(
         multi_step, cases(Tree.expansion([k]), constant(Q), Sampling.IID), constant(P)
     )[1]
@@ -74,8 +75,8 @@ def test_acceptance_by_number_of_drafts(k: int, rho: float, share: float) -> Non
 
 def one_level(p: Vector, q: Vector, k: int, rho: float) -> tuple[list[float], float]:
     keep = [min(1.0, float(a) / (rho * float(b))) for a, b in zip(p, q, strict=True)]
-    edges = edges_behind(p, q, k, rho)
-    law, accepted = [0.0] * len(p), 0.0
+    edges = edges_after(p, q, k, rho)
+    probs, accepted = [0.0] * len(p), 0.0
     for case in cases(Tree.expansion([k]), constant(q), Sampling.IID):
         here, share = pinned(
             k_seq,
@@ -86,11 +87,11 @@ def one_level(p: Vector, q: Vector, k: int, rho: float) -> tuple[list[float], fl
         )
         accepted += float(case.chance) * share
         for text, chance in here.items():
-            law[text[0]] += float(case.chance) * chance
-    return law, accepted
+            probs[text[0]] += float(case.chance) * chance
+    return probs, accepted
 
 
-def edges_behind(p: Vector, q: Vector, k: int, rho: float) -> list[float]:
+def edges_after(p: Vector, q: Vector, k: int, rho: float) -> list[float]:
     """Edges of the residual, and of p, which follows an accepted child."""
     passed = [min(float(b), float(a) / rho) for a, b in zip(p, q, strict=True)]
     beta = sum(passed)
@@ -99,13 +100,13 @@ def edges_behind(p: Vector, q: Vector, k: int, rho: float) -> list[float]:
         for a, one in zip(p, passed, strict=True)
     ]
     edges = []
-    for law in (left, list(map(float, p))):
-        total = sum(law)
-        edges += [sum(law[: i + 1]) / total for i in range(len(law))] if total > 1e-9 else []
+    for probs in (left, list(map(float, p))):
+        total = sum(probs)
+        edges += [sum(probs[: i + 1]) / total for i in range(len(probs))] if total > 1e-9 else []
     return edges
 
 
-def test_a_rho_below_the_least_is_no_law() -> None:
+def test_a_rho_below_the_least_is_no_distribution() -> None:
     """With rho = 1 and two drafts the residual would need a probability of -.06."""
     passed = [min(a, b) for a, b in zip(P, Q, strict=True)]
     beta = sum(passed)
@@ -118,20 +119,20 @@ def test_a_rho_below_the_least_is_no_law() -> None:
         0.75,
         0.7037,
         0.6836,
-    ]  # rho = k, always a law
+    ]  # rho = k, always a distribution
 
 
-def test_two_levels_with_context_keep_the_law() -> None:
+def test_two_levels_with_context_keep_the_distribution() -> None:
     p, q = TOY_2
-    law: dict[tuple[int, ...], float] = defaultdict(float)
+    probs: dict[tuple[int, ...], float] = defaultdict(float)
     for case in cases(Tree.expansion([2, 1]), q, Sampling.IID):
         found, _ = pinned(k_seq, case, p, breaks_of(case, p, q), sharp=False)
         for text, chance in found.items():
-            law[text] += float(case.chance) * chance
-    whole = continued({text: Fraction(chance) for text, chance in law.items()}, p, 3)
+            probs[text] += float(case.chance) * chance
+    texts = continued({text: Fraction(chance) for text, chance in probs.items()}, p, 3)
     expected = text_distribution(p, 3)
     assert all(
-        float(whole[text]) == pytest.approx(float(expected[text]), abs=1e-5) for text in expected
+        float(texts[text]) == pytest.approx(float(expected[text]), abs=1e-5) for text in expected
     )
 
 
@@ -141,7 +142,7 @@ def breaks_of(case: Case, p: Table, q: Table) -> list[list[float]]:
     for node in range(-1, case.tree.size):
         prefix, k = case.prefix(node), len(case.tree.children(node))
         rho = rho_of(p(prefix), q(prefix), k) if k else 1.0
-        edges += edges_behind(p(prefix), q(prefix), max(k, 1), rho)
+        edges += edges_after(p(prefix), q(prefix), max(k, 1), rho)
         for child in case.tree.children(node):
             token = case.tokens[child]
             breaks.append([float(p(prefix)[token]) / (rho * float(q(prefix)[token]))])
@@ -184,16 +185,16 @@ def test_rows_do_not_depend_on_each_other() -> None:
     together = k_seq(p, proposal, u)
     assert together.count.unique().numel() > 2
     for row in range(len(u)):
-        alone = k_seq(p[row : row + 1], row_of(proposal, row), u[row : row + 1])
-        count = int(alone.count)
-        assert (together.count[row], together.next_token[row]) == (count, alone.next_token[0])
-        assert together.path[row, :count].tolist() == alone.path[0, :count].tolist()
+        single = k_seq(p[row : row + 1], row_of(proposal, row), u[row : row + 1])
+        count = int(single.count)
+        assert (together.count[row], together.next_token[row]) == (count, single.next_token[0])
+        assert together.path[row, :count].tolist() == single.path[0, :count].tolist()
 
 
 def test_siblings_of_several_drafters_are_refused() -> None:
     p, q = torch.full((1, 3, 2), 0.5), torch.full((1, 2, 2), 0.5)
     root = torch.tensor([[-1, -1]])
-    with pytest.raises(InputError, match="drawn from one law"):
+    with pytest.raises(InputError, match=said("decoding.several_rows")):
         k_seq(
             p,
             Proposal(torch.tensor([[0, 1]]), root, Sampling.IID, q, torch.tensor([[0, 1]])),
@@ -201,7 +202,7 @@ def test_siblings_of_several_drafters_are_refused() -> None:
         )
 
 
-def test_equal_laws_accept_all_but_rounding() -> None:
+def test_equal_distributions_accept_all_but_rounding() -> None:
     """What is refused by rounding is drawn from what is left, or from p: never an error."""
     p = torch.tensor([[[0.5, 0.25, 0.25]] * 3])
     root = torch.tensor([[-1, -1]])

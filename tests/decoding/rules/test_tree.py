@@ -1,4 +1,4 @@
-"""The multi-step residual by exact enumeration: independent, without replacement, likeliest,
+"""The multi-step residual by exact enumeration: independent, without replacement, most likely,
 several drafters."""
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from tests.decoding.rules.cases import (
     retried,
     row_of,
 )
+from tests.messages import said
 
 
 def iid(k: int) -> list[Case]:
@@ -57,8 +58,8 @@ def two_drafters(
     found = []
     for x, y in itertools.product(range(4), repeat=2):
         judged = order([(x, Q), (y, OTHER)])
-        tokens, laws = zip(*judged, strict=True)
-        found.append(siblings(Q[x] * OTHER[y], tokens, laws, Sampling.IID))
+        tokens, distributions = zip(*judged, strict=True)
+        found.append(siblings(Q[x] * OTHER[y], tokens, distributions, Sampling.IID))
     return found
 
 
@@ -73,17 +74,19 @@ def two_drafters_without_replacement() -> list[Case]:
     return found
 
 
-def sampled_and_likeliest() -> list[Case]:
-    """One drafter draws a child, another says its likeliest, a point mass."""
+def sampled_and_most_likely() -> list[Case]:
+    """One drafter draws a child, another proposes its most likely one, a point mass."""
     point = tuple(F(token == 2) for token in range(4))
     return [siblings(Q[x], (x, 2), (Q, point), Sampling.IID) for x in range(4)]
 
 
 def relabelled(
-    found: list[Case], law: Sampling, tokens: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
+    found: list[Case],
+    sampling: Sampling,
+    tokens: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple,
 ) -> list[Case]:
-    """The same drafts under another law, in another order, or fewer of them."""
-    return [siblings(case.chance, tokens(case.tokens), Q, law) for case in found]
+    """The same drafts said to be drawn in another way, in another order, or fewer of them."""
+    return [siblings(case.chance, tokens(case.tokens), Q, sampling) for case in found]
 
 
 def distinct(tokens: tuple[int, ...]) -> tuple[int, ...]:
@@ -118,16 +121,16 @@ RIGHT = {
         two_drafters_without_replacement(),
         None,
     ),
-    "one draws, one says its likeliest": (multi_step, sampled_and_likeliest(), None),
+    "one draws, one proposes its most likely": (multi_step, sampled_and_most_likely(), None),
 }
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_one_node_is_exact(name: str) -> None:
     rule, drafts, expected = RIGHT[name]
-    law, accepted = measure(rule, drafts, constant(P))
+    probs, accepted = measure(rule, drafts, constant(P))
     assert expected is None or accepted == expected
-    assert first_token(law) == P
+    assert first_token(probs) == P
 
 
 def test_two_drafters_in_an_order_drawn_uniformly_are_exact() -> None:
@@ -138,17 +141,19 @@ def test_two_drafters_in_an_order_drawn_uniformly_are_exact() -> None:
     assert sum(accepted for _, accepted in half) / 2 == F(87, 100)
 
 
-@pytest.mark.parametrize("law", [Sampling.IID, Sampling.WOR, Sampling.ONE_HOT])
-def test_acceptance_by_number_of_children(law: Sampling) -> None:
+@pytest.mark.parametrize("sampling", [Sampling.IID, Sampling.WOR, Sampling.ONE_HOT])
+def test_acceptance_by_number_of_children(sampling: Sampling) -> None:
     expected = {
         Sampling.IID: [0.7, 0.82, 0.892, 0.9176],
         Sampling.WOR: [0.7, 0.92, 0.9633, 1.0],
         Sampling.ONE_HOT: [0.2, 0.5, 0.9, 1.0],
     }
-    rule = one_hot if law is Sampling.ONE_HOT else multi_step
-    for k, share in enumerate(expected[law], start=1):
+    rule = one_hot if sampling is Sampling.ONE_HOT else multi_step
+    for k, share in enumerate(expected[sampling], start=1):
         # Ties of q are broken by id, in the reference as in a stable top-k.
-        found, accepted = measure(rule, cases(Tree.expansion([k]), constant(Q), law), constant(P))
+        found, accepted = measure(
+            rule, cases(Tree.expansion([k]), constant(Q), sampling), constant(P)
+        )
         assert round(float(accepted), 4) == share
         assert first_token(found) == P
 
@@ -156,24 +161,24 @@ def test_acceptance_by_number_of_children(law: Sampling) -> None:
 @pytest.mark.parametrize(("k", "expected"), [(2, F(3, 10)), (3, F(19, 20)), (4, F(1))])
 def test_draws_beyond_the_support_go_on_uniformly(k: int, expected: Fraction) -> None:
     p, q = vector(".1", ".2", ".3", ".4"), vector(".6", ".4", "0", "0")
-    law, accepted = measure(
+    probs, accepted = measure(
         multi_step, cases(Tree.expansion([k]), constant(q), Sampling.WOR), constant(p)
     )
     assert accepted == expected
-    assert first_token(law) == p
+    assert first_token(probs) == p
 
 
 @pytest.mark.parametrize(
-    ("law", "rule", "expected"),
+    ("sampling", "rule", "expected"),
     [
         (Sampling.IID, multi_step, F(3757, 2500)),
         (Sampling.WOR, multi_step, F(2437, 1400)),
         (Sampling.ONE_HOT, one_hot, F(143, 100)),
     ],
 )
-def test_two_levels_with_context_are_exact(law: Sampling, rule, expected: Fraction) -> None:
+def test_two_levels_with_context_are_exact(sampling: Sampling, rule, expected: Fraction) -> None:
     p, q = TOY_2
-    found, accepted = measure(rule, cases(Tree.expansion([2, 2]), q, law), p)
+    found, accepted = measure(rule, cases(Tree.expansion([2, 2]), q, sampling), p)
     assert accepted == expected
     assert continued(found, p, 3) == text_distribution(p, 3)
 
@@ -206,15 +211,15 @@ NINE = Tree.from_paths([[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0], [0, 2]
 )
 def test_a_tree_is_worth_the_sum_of_its_paths_rates(tree: Tree, rates, tokens: float) -> None:
     """If the j-th child is the one accepted with a rate that is its own, tokens per round are 1 +
-    the sum over nodes of the product of rates on the way. The likeliest tokens as drafts make the
+    the sum over nodes of the product of rates on the way. The most likely tokens as drafts make the
     rates the target's probabilities."""
     levels = [[F(rate) for rate in level] for level in rates]
-    laws = [(*level, 1 - sum(level)) for level in levels]
+    distributions = [(*level, 1 - sum(level)) for level in levels]
     last = tuple(F(1, 5) for _ in range(5))
     case = Case(F(1), tree.ranks, (last,) * tree.size, Sampling.ONE_HOT, tree)
 
     def p(prefix: tuple[int, ...]) -> Vector:
-        return laws[len(prefix)] if len(prefix) < len(laws) else last
+        return distributions[len(prefix)] if len(prefix) < len(distributions) else last
 
     breaks = []
     for node in range(tree.size):
@@ -318,26 +323,26 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_one_node_shows_a_mistake(name: str) -> None:
     rule, drafts, sizes, accepted, expected = WRONG[name]
-    law, share = measure(rule, drafts, constant(P), *([sizes] if sizes else []))
-    assert first_token(law) == expected != P
+    probs, share = measure(rule, drafts, constant(P), *([sizes] if sizes else []))
+    assert first_token(probs) == expected != P
     assert share == accepted
 
 
 # --- what else must hold ---
 
 
-@pytest.mark.parametrize("law", [Sampling.IID, Sampling.WOR, Sampling.ONE_HOT])
-def test_rows_do_not_depend_on_each_other(law: Sampling) -> None:
-    p, proposal, u = random_round(law)
-    rule = one_hot if law is Sampling.ONE_HOT else multi_step
+@pytest.mark.parametrize("sampling", [Sampling.IID, Sampling.WOR, Sampling.ONE_HOT])
+def test_rows_do_not_depend_on_each_other(sampling: Sampling) -> None:
+    p, proposal, u = random_round(sampling)
+    rule = one_hot if sampling is Sampling.ONE_HOT else multi_step
     together = rule(p, proposal, u)
     assert together.count.unique().numel() > 2
     for row in range(len(u)):
-        alone = rule(p[row : row + 1], row_of(proposal, row), u[row : row + 1])
-        count = int(alone.count)
+        single = rule(p[row : row + 1], row_of(proposal, row), u[row : row + 1])
+        count = int(single.count)
         assert together.count[row] == count
-        assert together.next_token[row] == alone.next_token[0]
-        assert together.path[row, :count].tolist() == alone.path[0, :count].tolist()
+        assert together.next_token[row] == single.next_token[0]
+        assert together.path[row, :count].tolist() == single.path[0, :count].tolist()
         assert (together.path[row, count:] == -1).all()
 
 
@@ -352,10 +357,10 @@ def test_one_hot_is_multi_step_with_point_masses() -> None:
         assert torch.equal(getattr(mine, name), getattr(theirs, name))
 
 
-@pytest.mark.parametrize("law", [Sampling.IID, Sampling.WOR, Sampling.ONE_HOT])
-def test_uniforms_of_nodes_never_reached_do_not_matter(law: Sampling) -> None:
-    p, proposal, u = random_round(law)
-    rule = one_hot if law is Sampling.ONE_HOT else multi_step
+@pytest.mark.parametrize("sampling", [Sampling.IID, Sampling.WOR, Sampling.ONE_HOT])
+def test_uniforms_of_nodes_never_reached_do_not_matter(sampling: Sampling) -> None:
+    p, proposal, u = random_round(sampling)
+    rule = one_hot if sampling is Sampling.ONE_HOT else multi_step
     kept = rule(p, proposal, u)
     reached = (proposal.parents == -1) | (
         proposal.parents[:, :, None] == kept.path[:, None, :]
@@ -376,7 +381,7 @@ def test_drafters_are_told_apart_by_their_row_of_q() -> None:
     apart = Proposal(torch.tensor([[0, 0]]), root, Sampling.WOR, q, torch.tensor([[0, 1]]))
     assert multi_step(p, apart, u).count.tolist() == [0]
     together = Proposal(torch.tensor([[0, 0]]), root, Sampling.WOR, q, torch.tensor([[0, 0]]))
-    with pytest.raises(ValueError, match="token 0 was drafted"):
+    with pytest.raises(ValueError, match=said("decoding.undrawable")):
         multi_step(p, together, u)
 
 

@@ -1,0 +1,226 @@
+"""What decoding some prompts showed: counts first, ratios and intervals last. One definition of
+each.
+
+tau: tokens emitted per target pass, bonus included; the prefill and its own first token are not
+counted. speedup: seconds per token of plain decoding over seconds per token of speculative
+decoding; same loop, same prompts, interleaved, prefill included on both sides. Intervals are 95 %
+bootstrap intervals over prompts; one prompt has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from drafttrain.decoding.intervals import Interval, bootstrap, middle, resampled
+from drafttrain.decoding.plan import Plan
+from drafttrain.decoding.record import Output
+from drafttrain.flow import Tally
+from drafttrain.tree.topology import Tree
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What decoding some prompts showed."""
+
+    plan: Plan
+    tallies: list[Tally]
+    """One per prompt, without seconds."""
+    tally: Tally
+    """All prompts together, with seconds by stage."""
+    tokens: list[int]
+    """Tokens written per prompt, the prefill's first included."""
+    seconds: list[float] = field(default_factory=list)
+    """Wall seconds per prompt; empty where batches were decoded only for acceptance."""
+    plain_seconds: list[float] = field(default_factory=list)
+    plain_tokens: list[int] = field(default_factory=list)
+    guarantee: str = ""
+    """As people read it; the plan's own where nothing is given."""
+    same_as_plain: int | None = None
+    """Prompts whose ids equal plain decoding's; None where that was not looked at."""
+    rates: list[list[float | None]] | None = None
+    """By depth and rank, how often a child was the accepted one, given that its parent was: what
+    Sequoia's search reads. None where the tree has no fixed shape, or where that was not looked
+    at."""
+    remember: int = 0
+    """Tokens of the texts decoded before in this measurement that the drafter could copy from."""
+    repeated: int = 0
+    """Prompts that had been decoded before in this measurement, where the drafter remembers
+    texts."""
+    outputs: list[Output] = field(default_factory=list)
+    """What was written, one per prompt."""
+    plain_stages: dict[str, float] = field(default_factory=dict)
+    """Wall seconds of plain decoding by stage, where it was timed next to this."""
+
+    @property
+    def tau_interval(self) -> Interval | None:
+        """95 % interval of tau over resampled prompts; None for one prompt."""
+        return bootstrap([t.emitted for t in self.tallies], [t.rounds for t in self.tallies])
+
+    @property
+    def accept_at_interval(self) -> list[Interval | None]:
+        """Of accept@k, k = 1..; None where no prompt, or only one, was offered a k-th draft."""
+        return [
+            bootstrap(
+                *([_at(getattr(t, name), k) for t in self.tallies] for name in ("kept", "offered"))
+            )
+            for k in range(len(self.tally.offered))
+        ]
+
+    @property
+    def node_counts(self) -> list[dict[str, Any]] | None:
+        """For each node of the tree its `parent` (-1 is the anchor), and in how many rounds it was
+        accepted (`kept`) of those in which its parent was (`offered`), counted as in `rank_rates`.
+
+        None for a tree without a fixed shape, and where no text was kept.
+        """
+        tree = self.plan.tree
+        if not isinstance(tree, Tree) or not tree.size or not self.outputs:
+            return None
+        kept, offered = _by_node(tree, self.outputs)
+        return [
+            {"parent": parent, "kept": hit, "offered": of}
+            for parent, hit, of in zip(tree.parents, kept, offered, strict=True)
+        ]
+
+    @property
+    def speedup(self) -> float | None:
+        """Plain decoding's seconds per token over these; None where none were measured."""
+        if not sum(self.plain_tokens) or not sum(self.tokens) or not self.plain_seconds:
+            return None
+        plain = sum(self.plain_seconds) / sum(self.plain_tokens)
+        return plain / (sum(self.seconds) / sum(self.tokens))
+
+    @property
+    def speedup_interval(self) -> Interval | None:
+        """95 % interval over resampled prompts, each with its own plain seconds; None for one
+        prompt."""
+        if self.speedup is None or len(self.seconds) < 2:
+            return None
+        columns = np.array(
+            [self.plain_seconds, self.plain_tokens, self.seconds, self.tokens], dtype=float
+        )
+        drawn = columns[:, resampled(columns.shape[1])].sum(-1)
+        return middle(drawn[0] / drawn[1] / (drawn[2] / drawn[3]))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens written per second, prefill included; None where no seconds were measured."""
+        return sum(self.tokens) / sum(self.seconds) if sum(self.seconds) else None
+
+    @property
+    def plain_tokens_per_second(self) -> float | None:
+        """The same of plain decoding."""
+        return sum(self.plain_tokens) / sum(self.plain_seconds) if sum(self.plain_seconds) else None
+
+    def row(self) -> dict[str, Any]:
+        """Plain JSON values, None where nothing was measured."""
+        tally, plan = self.tally, self.plan
+        return {
+            "temperature": plan.policy.temperature,
+            "top_k": plan.policy.top_k,
+            "top_p": plan.policy.top_p,
+            "growth": plan.tree.kind,
+            "tree": plan.tree.title,
+            "nodes": plan.tree.size,
+            "depth": plan.tree.max_depth,
+            "rule": plan.rule_name,
+            "tau": tally.tau,
+            "tau_interval": _listed(self.tau_interval),
+            "accepted_per_round": tally.accepted_per_round,
+            "accept_at": tally.accept_at,
+            "accept_at_interval": [_listed(interval) for interval in self.accept_at_interval],
+            "accept_counts": [list(pair) for pair in zip(tally.kept, tally.offered, strict=True)],
+            "reach": [kept / tally.rounds if tally.rounds else None for kept in tally.kept],
+            "speedup": self.speedup,
+            "speedup_interval": _listed(self.speedup_interval),
+            "tokens_per_second": self.tokens_per_second,
+            "plain_tokens_per_second": self.plain_tokens_per_second,
+            "seconds": dict(tally.seconds),
+            "tokens": sum(self.tokens),
+            "plain_seconds": dict(self.plain_stages) or None,
+            "plain_tokens": sum(self.plain_tokens) or None,
+            "prompts": len(self.tallies),
+            "rounds": tally.rounds,
+            "same_as_plain": self.same_as_plain,
+            "guarantee": self.guarantee or plan.guarantee,
+            "rank_rates": self.rates,
+            "remember": self.remember,
+            "repeated_prompts": self.repeated,
+            "node_counts": self.node_counts,
+        }
+
+
+def tau_behind(best: Measurement, other: Measurement) -> tuple[float | None, Interval | None]:
+    """By how much tau is lower than the best's, from the same prompts: resampled together, so that
+    what makes a prompt easy for both does not widen the interval."""
+    if best.tally.tau is None or other.tally.tau is None:
+        return None, None
+    columns = [
+        [getattr(t, name) for t in one.tallies]
+        for one in (best, other)
+        for name in ("emitted", "rounds")
+    ]
+    drawn = np.array(columns, dtype=float)[:, resampled(len(best.tallies))].sum(-1)
+    good = (drawn[1] > 0) & (drawn[3] > 0)
+    interval = (
+        middle((drawn[0] / drawn[1].clip(1) - drawn[2] / drawn[3].clip(1))[good])
+        if len(best.tallies) > 1
+        else None
+    )
+    return best.tally.tau - other.tally.tau, interval
+
+
+def behind(best: Measurement, one: Measurement | None) -> dict[str, Any]:
+    """How far tau is behind the best of its temperature, in this comparison."""
+    gap, interval = (None, None) if one is None or one is best else tau_behind(best, one)
+    return {
+        "tau_behind_best": gap,
+        "tau_behind_best_interval": None if interval is None else list(interval),
+    }
+
+
+def rank_rates(tree: Tree, outputs: Sequence[Output]) -> list[list[float | None]]:
+    """By depth and rank, the share of rounds in which that child was the accepted one, of those
+    whose parent was.
+
+    An output's last round is left out, since a stop token or the limit may have cut it. None where
+    there was no such round. A child that was not drafted, for which a drafter that copies text knew
+    none, counts as one that was not accepted.
+    """
+    widths = [max(tree.ranks[node] for node in level) + 1 for level in tree.levels()]
+    taken, offered = ([[0] * width for width in widths] for _ in range(2))
+    for node, (hit, of) in enumerate(zip(*_by_node(tree, outputs), strict=True)):
+        depth, rank = tree.depths[node] - 1, tree.ranks[node]
+        taken[depth][rank] += hit
+        offered[depth][rank] += of
+    return [
+        [hit / of if of else None for hit, of in zip(*row, strict=True)]
+        for row in zip(taken, offered, strict=True)
+    ]
+
+
+def _by_node(tree: Tree, outputs: Sequence[Output]) -> tuple[list[int], list[int]]:
+    """For each node, the rounds in which it was accepted and those in which its parent was; each
+    output's last one left out."""
+    kept, offered = ([0] * tree.size for _ in range(2))
+    children = {node: tree.children(node) for node in (-1, *range(tree.size))}
+    for output in outputs:
+        for nodes in output.nodes[:-1]:
+            for node in nodes:
+                kept[node] += 1
+            for parent in (-1, *nodes):
+                for child in children[parent]:
+                    offered[child] += 1
+    return kept, offered
+
+
+def _at(counts: Sequence[int], k: int) -> int:
+    return counts[k] if k < len(counts) else 0
+
+
+def _listed(interval: Interval | None) -> list[float] | None:
+    return None if interval is None else list(interval)

@@ -1,0 +1,114 @@
+"""evaluate's tables and verdicts on the console."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drafttrain.decoding import exactness
+from drafttrain.evaluating.parity import parity_words
+from drafttrain.evaluating.saying import say
+from drafttrain.reporting.console import table
+from drafttrain.reporting.rows import accepted_cells, pair, same_text_cell, verdicts
+from drafttrain.target import change
+
+_STAGES = ("prefill", "draft", "verify", "host")
+
+
+def show(result: dict[str, Any]) -> None:
+    """The tables of an evaluation, and what follows from them in words."""
+    rows, settings = result["rows"], result["settings"]
+    title = (
+        f"acceptance: {settings['prompt_count']} prompts, at most {settings['max_new_tokens']} "
+        "new tokens"
+    )
+    deepest = max((len(row["accept_at"]) for row in rows), default=0)
+    columns = [
+        "",
+        "tau",
+        "95 %",
+        "accepted/round",
+        *(f"accept@{k}" for k in range(1, deepest + 1)),
+        "rounds",
+        "guarantee",
+    ]
+    table(title, columns, [acceptance_line(row, deepest) for row in rows])
+    if settings["speed_prompts"]:
+        where = f"{settings['device']}, {settings['threads']} threads, {settings['target_dtype']}"
+        title = f"speed: {settings['speed_prompts']} prompts, one at a time ({where})"
+        columns = [
+            "",
+            "speed",
+            "95 %",
+            "tokens/s",
+            "plain tokens/s",
+            *(f"s {stage}" for stage in _STAGES),
+            "same text",
+        ]
+        table(title, columns, [speed_line(row) for row in rows])
+        say("speed of plain over plain would be 1 without the noise of timing")
+    if result["target_change"]:
+        say(change.words(result["target_change"]))
+    for line in (*verdicts(rows), *parity_words(result["parity"])):
+        say(line)
+    if result["exactness"]:
+        show_exactness(result["exactness"])
+
+
+def acceptance_line(row: dict[str, Any], deepest: int) -> list[Any]:
+    at = accepted_cells(row)
+    at += ["-"] * (deepest - len(at))
+    return [
+        row["label"],
+        row["tau"],
+        pair(row["tau_interval"]),
+        row["accepted_per_round"],
+        *at,
+        row["rounds"],
+        row["guarantee"],
+    ]
+
+
+def speed_line(row: dict[str, Any]) -> list[Any]:
+    return [
+        row["label"],
+        row["speedup"],
+        pair(row["speedup_interval"]),
+        row["tokens_per_second"],
+        row["plain_tokens_per_second"],
+        *(row["seconds"].get(stage) for stage in _STAGES),
+        same_text_cell(row),
+    ]
+
+
+def show_exactness(found: dict[str, Any]) -> None:
+    if found["greedy"]:
+        columns = ["", "same text", "tokens compared", "verdict"]
+        lines = [
+            [row["label"], f"{row['same']}/{row['prompts']}", row["tokens"], row["verdict"]]
+            for row in found["greedy"]
+        ]
+        table("exactness, greedy: text against plain decoding's", columns, lines)
+    if found["law"]:
+        title = (
+            f"exactness, sampled: first {exactness.TOKENS} tokens against the target's "
+            f"distribution (chi-square), {exactness.FALSE_ALARM:.0%} false alarms over all"
+        )
+        names = {
+            "draws": "draws",
+            "statistic": "chi-square",
+            "df": "df",
+            "p": "p",
+            "p_corrected": "p corrected",
+            "seen_distance": "distance seen",
+            "noticed_distance": "90 % noticed from",
+            "verdict": "verdict",
+        }
+        lines = [[row["label"], *(_small(row[name]) for name in names)] for row in found["law"]]
+        table(title, ["", *names.values()], lines)
+    for line in exactness.words(found):
+        say(line)
+
+
+def _small(value: Any) -> Any:
+    """Three decimals hide how small a p-value is."""
+    return f"{value:.1g}" if isinstance(value, float) and 0 <= value < 0.001 else value
