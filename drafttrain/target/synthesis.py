@@ -1,5 +1,9 @@
-"""Conversations written by the target: its own user turns, or given prompts, answered turn by
-turn."""
+"""Conversations written by the target: its own user turns, or given prompts, answered turn by turn.
+
+What a row says depends on its number, the settings and the target's dtype. In float32 it does not
+depend on the rows that are written next to it. In low precision it does: products over batches of
+another shape are rounded otherwise, and near ties are decided otherwise.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from dataclasses import dataclass, field
 
 from drafttrain.checks import integer, shown
 from drafttrain.data.conversations import Journal, Row
-from drafttrain.data.prompts import Prompt
+from drafttrain.data.shapes import Prompt
 from drafttrain.data.template import REASONING_END, ChatPieces
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy
@@ -82,6 +86,21 @@ class SynthesisConfig:
             Policy(temperature, self.top_k, self.top_p)
 
 
+def is_reproducible(dtype: str) -> bool:
+    """Are rows that a target writes in this dtype the same whatever is written next to them?"""
+    return dtype in ("float32", "float64")
+
+
+def reproducibility(dtype: str) -> str:
+    """The same in words, for the manifest of a set and for the console."""
+    if is_reproducible(dtype):
+        return "rows are the same after a kill, with other slots and in several processes"
+    return (
+        "rows depend on their neighbours in the batch, so a kill, other slots or several processes "
+        "can change them"
+    )
+
+
 def check(target: Target, config: SynthesisConfig) -> ChatPieces:
     """Raise InputError if this target cannot write conversations of these settings."""
     if config.max_length > target.context:
@@ -104,7 +123,8 @@ def synthesize(
     by the target too.
 
     Args:
-        slots: rows side by side.
+        slots: rows written at the same time; in low precision they decide what is written, see
+            `is_reproducible`.
         report: called after every pass with rows finished and ids written so far.
     """
     pieces = check(target, config)

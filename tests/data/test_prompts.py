@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 
 from drafttrain.data.prompts import (
-    Prompt,
     PromptDataset,
     PromptFile,
     SelfWritten,
     Skipped,
     by_reason,
     nothing_left,
-    parse,
     some,
 )
+from drafttrain.data.shapes import Prompt, parse
 from drafttrain.errors import InputError
 
 ASK = "Why is the sky blue?"
@@ -232,8 +231,8 @@ def test_what_is_too_long_to_be_held_is_left_out_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some kilobytes that gzip unfolds to one endless line."""
-    monkeypatch.setattr("drafttrain.data.prompts._LONGEST_LINE", 1000)
-    monkeypatch.setattr("drafttrain.data.prompts._LONGEST_ARRAY", 5000)
+    monkeypatch.setattr("drafttrain.data.row_files._LONGEST_LINE", 1000)
+    monkeypatch.setattr("drafttrain.data.row_files._LONGEST_ARRAY", 5000)
     good = json.dumps({"prompt": ASK}).encode()
     fits = json.dumps({"prompt": "x" * 985}).encode()
     assert len(fits) == 999

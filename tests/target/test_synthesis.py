@@ -16,10 +16,11 @@ import torch
 
 from drafttrain import synthesize as door
 from drafttrain.data.conversations import Journal, Row, read_journals, read_set, rows_of
-from drafttrain.data.prompts import Prompt
+from drafttrain.data.datamodule import set_folder
+from drafttrain.data.shapes import Prompt
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy
-from drafttrain.target import generation
+from drafttrain.target import generation, load
 from drafttrain.target.generation import Segment, choose
 from drafttrain.target.model import Target
 from drafttrain.target.synthesis import SynthesisConfig, synthesize
@@ -72,6 +73,7 @@ def arguments(folder: Path, out: Path, *more: str) -> list[str]:
         "target=hf",
         f"target.path={folder}",
         "target.device=cpu",
+        "target.dtype=float32",
         "slots=8",
         *SMALL,
         *more,
@@ -325,6 +327,7 @@ def test_the_set_says_how_it_was_made(
         and manifest["writing"]["seed"] == 0
     )
     assert manifest["prompts"] == {"kind": "self"} and manifest["held_out"] == 5
+    assert manifest["dtype"] == "float32" and "the same after a kill" in manifest["reproducible"]
     assert (
         sum(manifest["supervised_by_temperature"].values())
         == manifest["supervised_tokens"]
@@ -362,6 +365,50 @@ def test_a_finished_set_is_not_written_again_but_can_grow(
     )
     door.main(arguments(folder, out, "rows=10"))
     assert len(contents(out)) == len(grown) + 1  # A lower limit loses nothing.
+
+
+def test_rows_are_written_in_float32_on_a_cpu(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """Where target.dtype is left at auto, whatever the machine is fastest in."""
+    monkeypatch.setenv("DRAFTTRAIN_AUTO_DTYPE", "bfloat16")
+    assert load.resolve_dtype("auto", torch.device("cpu"), "throughput") == torch.bfloat16
+    out = tmp_path / "set"
+    door.main(arguments(folder, out, "rows=6", "target.dtype=auto"))
+    assert read_set(out).manifest["dtype"] == "float32"
+    assert "neighbours" not in capsys.readouterr().err
+    door.main(arguments(folder, tmp_path / "named", "rows=6"))
+    assert contents(out) == contents(tmp_path / "named")
+    assert door.default_dtype("meta") == "bfloat16"  # Not a CPU: auto stays auto.
+
+
+def test_low_precision_is_named_in_manifest_and_console(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "set"
+    door.main(arguments(folder, out, "rows=6", "target.dtype=bfloat16"))
+    manifest, err = read_set(out).manifest, capsys.readouterr().err
+    assert manifest["dtype"] == manifest["target"]["fingerprint"]["dtype"] == "bfloat16"
+    assert "depend on their neighbours" in manifest["reproducible"]
+    assert err.count("depend on their neighbours") == 1
+    assert err.index("neighbours") < err.index("writes 6 of 6 rows")
+    door.main(arguments(folder, out, "rows=8", "target.dtype=auto"))  # It grows in its own dtype.
+    assert read_set(out).manifest["dtype"] == "bfloat16"
+
+
+def test_a_set_of_an_earlier_version_is_read_and_grows(folder: Path, tmp_path: Path) -> None:
+    """Its manifest does not say whether its rows are reproducible."""
+    out = tmp_path / "set"
+    door.main(arguments(folder, out, "rows=10"))
+    manifest = json.loads((out / "manifest.json").read_text())
+    older = {key: manifest[key] for key in manifest if key not in ("dtype", "reproducible")}
+    (out / "manifest.json").write_text(json.dumps(older))
+    assert read_set(out).manifest == older
+    before = contents(out)
+    door.main(arguments(folder, out, "rows=20"))
+    assert contents(out)[: len(before)] == before
+    assert read_set(out).manifest["reproducible"] == manifest["reproducible"]
+    assert "reproducible" not in read_set(set_folder("builtin:smollm2")).manifest
 
 
 def test_other_settings_are_refused_with_what_differs(
