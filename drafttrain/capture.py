@@ -80,7 +80,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def read_settings(cfg: DictConfig) -> Settings:
-    """Everything that can be refused by looking at the configuration alone."""
+    """Everything that can be refused by looking only at the configuration."""
     if not str(cfg.out or "").strip():
         raise InputError("needs out=<folder of the store>")
     for key in ("last_hidden", "recompute_last", "resume"):
@@ -94,7 +94,7 @@ def read_settings(cfg: DictConfig) -> Settings:
     ):
         raise InputError(
             f"layers={layers}: needs a list of decoder layers, counted from 0, such as [2,15,27], "
-            f"or []"
+            "or []"
         )
     if len(set(layers)) < len(layers):
         raise InputError(f"layers={layers}: a layer is named twice")
@@ -137,8 +137,8 @@ def announce(
     free = shutil.disk_usage(folder.path).free
     say(
         f"{data.tokens} tokens x {len(kept.names)} x ({kept.width} values x {code.dtype.itemsize} "
-        f"bytes{scale}) = {room(plan.bytes)} in {len(plan.shards)} shards; "
-        f"{room(needed)} still to be taken, {room(free)} free"
+        f"bytes{scale}) = {room(plan.bytes)} in {len(plan.shards)} shards; {room(needed)} still to "
+        f"be taken, {room(free)} free"
     )
     if kept.encoding == "float32" and target.dtype == torch.bfloat16:
         say("this target computes in bfloat16: encoding=bf16 is as exact, in half the room")
@@ -238,7 +238,7 @@ def report(folder: StoreFolder, plan: Plan, data: ConversationData, speed: float
     table(str(folder.path), ("", "value"), lines)
     say(
         f"train from it with python -m drafttrain.fit features=store features.path={folder.path} "
-        f"and the same target and data"
+        "and the same target and data"
     )
 
 

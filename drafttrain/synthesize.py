@@ -164,7 +164,7 @@ def read_prompts(
         first = found.skipped[0]
         raise InputError(
             f"row {first.row}: {first.reason} (strict=true stops at the first row that cannot be "
-            f"used)"
+            "used)"
         )
     if found.more:
         more = "the source has more rows, rows=null takes them all"
@@ -280,7 +280,7 @@ def warn_of_ends(target: Target) -> None:
         say(
             f"the chat template ends an answer with id {end}, which is not among the target's end "
             f"ids {target.stop_ids}: answers may run on; name it as eos_token_id in its "
-            f"generation_config.json",
+            "generation_config.json",
             first_only=True,
         )
 

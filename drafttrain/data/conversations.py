@@ -86,9 +86,8 @@ class ConversationSet:
     def row(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """ids (s) int64 and loss mask (s) bool of one row."""
         part = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
-        return torch.from_numpy(self.ids[part].astype(np.int64)), torch.from_numpy(
-            self.mask[part].copy()
-        )
+        ids, mask = self.ids[part].astype(np.int64), self.mask[part].copy()
+        return torch.from_numpy(ids), torch.from_numpy(mask)
 
     def indices(self, split: int) -> list[int]:
         """Numbers of the rows of a split, TRAIN or HELD_OUT."""
@@ -184,7 +183,7 @@ def read_set(folder: Path | str) -> ConversationSet:
     if not (folder / MANIFEST).is_file() or not (folder / TENSORS).is_file():
         raise InputError(
             f"{folder} is not a conversation set ({MANIFEST} and {TENSORS} are needed): make one "
-            f"with python -m drafttrain.synthesize out=<folder>"
+            "with python -m drafttrain.synthesize out=<folder>"
         )
     manifest = _read_manifest(folder / MANIFEST)
     try:
@@ -201,7 +200,7 @@ def read_set(folder: Path | str) -> ConversationSet:
         if manifest.get(name) != value:
             raise InputError(
                 f"{folder}: {MANIFEST} says {name} {manifest.get(name)}, {TENSORS} has {value}; "
-                f"make the set again"
+                "make the set again"
             )
     offsets, split, temperature, cut = (
         tensors[name] for name in ("offsets", "split", "temperature", "cut")
@@ -284,7 +283,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(known, dict) or not all(isinstance(value, str) for value in known.values()):
         raise InputError(
             f"{path} does not say which target wrote the set (target.fingerprint): make the set "
-            f"again"
+            "again"
         )
     return manifest
 
@@ -297,7 +296,7 @@ def check_vocabulary(
     if largest >= vocab_size:
         raise InputError(
             f"{name} holds id {largest}, the target's vocabulary ends at {vocab_size - 1}: use the "
-            f"target that wrote it"
+            "target that wrote it"
         )
 
 

@@ -55,7 +55,7 @@ def set_folder(path: Path | str, name: str = "data.path") -> Path:
         listed = ", ".join(BUILTIN + f for f in found) or "none"
         raise InputError(
             f"{text}: there is no such set in the package; it has {listed}. A folder made by "
-            f"synthesize works too"
+            "synthesize works too"
         )
     return sets / name
 
@@ -354,7 +354,7 @@ def _check_temperatures(temperatures: Sequence[float] | None) -> None:
     if not listed or not all(type(one) in (int, float) for one in temperatures):
         raise InputError(
             f"temperatures={shown(temperatures)}: needs a list of numbers such as [0.0], or null "
-            f"for all"
+            "for all"
         )
 
 
@@ -403,7 +403,7 @@ class EpochSampler:
         if batch_tokens is not None and batch_tokens < longest:
             raise InputError(
                 f"batch_tokens={batch_tokens} is less than the longest row ({longest}): raise it, "
-                f"or lower max_length"
+                "or lower max_length"
             )
         if not 0 <= rank < world:
             raise InputError(f"rank={rank} is not one of {world} processes")

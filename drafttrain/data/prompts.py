@@ -46,11 +46,10 @@ class Prompts:
     """Row numbers and prompts; None is a conversation whose user turns the target writes too."""
     skipped: list[Skipped] = field(default_factory=list)
     source: dict[str, Any] = field(default_factory=dict)
-    """Who the source is: equal for equal rows, wherever the file lies and whatever limit
-    applies."""
+    """Who the source is: equal for equal rows, wherever the file is and whatever limit applies."""
     first_keys: tuple[str, ...] = ()
     more: bool = False
-    """Whether the source goes on behind the limit."""
+    """Whether the source goes on after the limit."""
 
 
 class Source(Protocol):
@@ -98,7 +97,7 @@ class PromptFile:
         if not path.is_file():
             raise InputError(
                 f"prompts.path={self.path} does not exist: give a JSON Lines, JSON (either may be "
-                f".gz) or parquet file"
+                ".gz) or parquet file"
             )
         source: dict[str, Any] = {"kind": "file", "sha256": _sha256(path)}
         if self.columns:
@@ -237,14 +236,13 @@ def _collect(
             found.skipped.append(Skipped(number, error.reason, error.messages))
     if unknown is not None and not shaped:
         hint = (
-            " A text alone does not say where the prompt ends; to take all of it: "
+            " A text does not say where the prompt ends; to take all of it: "
             "prompts.columns.prompt=text." * ("text" in unknown)
         )
         raise InputError(
             f"{label}: no row has a known shape. Accepted: {'; '.join(SHAPES)}. The first row's "
-            f"keys: "
-            f"{', '.join(map(str, unknown)) or 'none'}.{hint} Columns named otherwise: "
-            f"prompts.columns.<shape>=<column>"
+            f"keys: {', '.join(map(str, unknown)) or 'none'}.{hint} Columns named otherwise: "
+            "prompts.columns.<shape>=<column>"
         )
     return found
 

@@ -58,12 +58,12 @@ def _json_rows(path: Path, *, packed: bool) -> Iterator[tuple[int, Any]]:
                     if len(text) > _LONGEST_ARRAY:
                         raise InputError(
                             f"{path} is a JSON array of more than {_LONGEST_ARRAY} bytes: write "
-                            f"one object a line"
+                            "one object a line"
                         )
                 rows = json.loads(text.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
                 raise InputError(
-                    f"{path} begins like a JSON array but cannot be read: {error}"
+                    f"{path} starts like a JSON array but cannot be read: {error}"
                 ) from error
             yield from enumerate(rows, start=1)
             return

@@ -49,13 +49,15 @@ class Prompt:
 
 
 class Unusable(Exception):
+    """A row that cannot be used; `messages` are its turns where they could be read."""
+
     def __init__(self, reason: str, messages: list[tuple[str, str]] | None = None) -> None:
         super().__init__(reason)
         self.reason, self.messages = reason, tuple(messages or ())
 
 
 class UnknownShape(Unusable):
-    pass
+    """A row that has no column of any shape."""
 
 
 def parse(row: dict[str, Any], columns: dict[str, str] | None = None) -> Prompt:
@@ -125,7 +127,7 @@ def _turns(value: Any, name: str) -> list[tuple[str, str]]:
 
 
 def _answered(users: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """A list of user turns stands for a conversation with the answers left out."""
+    """A list of user turns is a conversation with the answers left out."""
     return [turn for user in users for turn in (user, ("assistant", ""))]
 
 
@@ -160,9 +162,9 @@ def _from_messages(messages: list[tuple[str, str]], system: str | None) -> Promp
     if not any(role == "user" for role, _ in turns):
         raise Unusable("no user turn", messages)
     if turns[0][0] == "assistant":
-        raise Unusable("begins with an assistant turn", messages)
+        raise Unusable("starts with an assistant turn", messages)
     if any(role == "system" for role, _ in turns):
-        raise Unusable("a system message behind the first turn", messages)
+        raise Unusable("a system message after the first turn", messages)
     if leading and messages[0][1].strip():
         if system is not None and system.strip() != messages[0][1].strip():
             raise Unusable("system column and system message differ", messages)

@@ -51,7 +51,7 @@ Script = Generator[Segment, list[int], None]
 class Full(Exception):
     """Thrown into a script whose next segment does not fit its slot: it keeps what it has and ends.
 
-    Not GeneratorExit, which an unfinished script also sees when the whole run is broken off.
+    Not GeneratorExit, which an unfinished script also sees when the run itself is broken off.
     """
 
 
@@ -87,8 +87,8 @@ def run(
     while True:
         free = [i for i, slot in enumerate(table) if slot is None]
         if not exhausted and (len(free) >= refill or len(free) == slots):
-            fresh: list[_Slot] = []
-            while len(fresh) < len(free):
+            new: list[_Slot] = []
+            while len(new) < len(free):
                 pair = next(scripts, None)
                 if pair is None:
                     exhausted = True
@@ -96,11 +96,11 @@ def run(
                 script, chance = pair
                 first = next(script, None)
                 if first is not None:
-                    fresh.append(_Slot(script, chance, first, list(first.read)))
-            if fresh:
-                rows = torch.tensor(free[: len(fresh)], device=target.device)
-                cache.assign(rows, prefixes.read([slot.pending[:-1] for slot in fresh]))
-                for row, slot in zip(rows.tolist(), fresh, strict=True):
+                    new.append(_Slot(script, chance, first, list(first.read)))
+            if new:
+                rows = torch.tensor(free[: len(new)], device=target.device)
+                cache.assign(rows, prefixes.read([slot.pending[:-1] for slot in new]))
+                for row, slot in zip(rows.tolist(), new, strict=True):
                     slot.total = len(slot.pending) - 1
                     slot.pending = slot.pending[-1:]
                     table[row] = slot

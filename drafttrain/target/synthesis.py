@@ -51,13 +51,13 @@ class SynthesisConfig:
             if odd := sorted(set(self.user) - {"temperature", "top_k", "top_p"}):
                 raise InputError(
                     f"writing.user has no setting {shown(odd[0])}: synthesis takes temperature, "
-                    f"top_k and top_p"
+                    "top_k and top_p"
                 )
             object.__setattr__(self, "user", Policy(**self.user))
         if not isinstance(self.user, Policy):
             raise InputError(
                 f"writing.user={shown(self.user)}: needs writing.user.temperature, .top_k and "
-                f".top_p"
+                ".top_p"
             )
         if not self.user.only_cuts:
             raise InputError(
@@ -96,8 +96,8 @@ def reproducibility(dtype: str) -> str:
     if is_reproducible(dtype):
         return "rows are the same after a kill, with other slots and in several processes"
     return (
-        "rows depend on their neighbours in the batch, so a kill, other slots or several processes "
-        "can change them"
+        "rows depend on their neighbours in the batch, so a kill, other slots or several "
+        "processes can change them"
     )
 
 
