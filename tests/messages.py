@@ -6,9 +6,80 @@ Where a message begins with the setting at fault, tests match the setting's name
 
 from __future__ import annotations
 
-DATA: dict[str, str] = {}
+DATA: dict[str, str] = {
+    "beyond_vocabulary": "vocabulary ends at 99999",
+    "cut_archive": "cannot be read",
+    "cut_array": "JSON array but cannot be read",
+    "cut_parquet": "cannot be read as parquet",
+    "first_process_stopped": "rank 0 has stopped",
+    "long_array": "JSON array of more than 5000 bytes: write one object a line",
+    "no_conversation": "no conversation to write",
+    "no_data_set": "cannot be loaded",
+    "no_row_left": "no row is left to learn from",
+    "no_rows_to_batch": "no rows to make batches of",
+    "no_such_split": "has no split train; it has test",
+    "no_template": "no chat template",
+    "no_tokenizer": "without a tokenizer",
+    "no_usable_row": "none of its 5 rows can be used",
+    "out_is_a_file": "out=.* is a file",
+    "process_stopped": "process 1 has stopped, 10 of its rows are missing",
+    "row_number_twice": "row number appears twice",
+    "set_checksum": "the set is damaged, .*its checksum is not the one in",
+    "set_damaged": "the set is damaged, make it again",
+    "set_damaged_or_contradicts": "the set is damaged|make the set again",
+    "settings_lack_parts": r"does not say how its rows were made \(target, prompts, writing\)",
+    "template_changes_turns": "the chat template changes or repeats the turns",
+    "template_recurses": "the chat template refuses: maximum recursion depth",
+    "template_refuses": "the chat template refuses: roles must alternate",
+    "template_refuses_text": "the chat template refuses: not this text",
+    "template_takes_long": r"the chat template refuses: it takes longer than 0\.2 s",
+    "template_takes_memory": r"the chat template refuses: it asks for more than 0\.3 GB of memory",
+    "template_without_lead": "the chat template puts nothing before a user turn",
+    "template_writes_much": "makes 9000 characters of a conversation, at most 4096",
+    "tokenizer_refuses": "the tokenizer refuses: index out of bounds",
+    "unknown_shape": "conversations.*messages.*first row's keys: question, answer",
+    "weights_of_another_shape": "row 0 has 80 tokens and weights of shape",
+    "written_by_another": "is being written by another process",
+}
 
-TARGET: dict[str, str] = {}
+TARGET: dict[str, str] = {
+    "manifest_checksum": "its checksum is another",
+    "manifest_contents": "contents are not width",
+    "manifest_counts": r"its shards have \d+ rows of \d+ tokens, set says otherwise",
+    "manifest_encoding": "encoding .*; known are float32, bf16, int8, fp8",
+    "manifest_fingerprint": r"no target\.fingerprint",
+    "manifest_format": "format (2|True) of stores, this version reads 1",
+    "manifest_lacks_contents": "is no store's, it lacks contents",
+    "manifest_no_shards": "no shards",
+    "manifest_row_twice": "a row is named twice",
+    "manifest_rows": "rows and lengths of shard 0",
+    "manifest_shard": "shard 0 is not file, sha256",
+    "manifest_too_large": "104857600 bytes: not a manifest",
+    "not_finite": "are not finite",
+    "shard_another_shard": "a shard of another store, or another shard of this one",
+    "shard_checksum": "its checksum is another",
+    "shard_half": "last_hidden is .*F16.*needs .*F32",
+    "shard_header_unreadable": "its header cannot be read",
+    "shard_long_header": "claims 1099511627776 bytes",
+    "shard_lost": "cannot be read",
+    "shard_name": r"its file's name is shard-0000\d\.safetensors",
+    "shard_narrower": r"last_hidden is .*31\].*needs .*32\]",
+    "shard_no_file": "is no file",
+    "shard_size": r"damaged \(\d+ bytes instead of \d+\)",
+    "store_cuts_rows": (r"holds 16 tokens of row \d+, \d+ are asked for: set data\.max_length=16"),
+    "store_lacks_last": ("lacks the last hidden state, which this drafter reads; it has layer 1"),
+    "store_lacks_layer": (
+        r"lacks layer 1, .* it has the last hidden state: .* last_hidden=true layers=\[1\]"
+    ),
+    "store_lacks_rows": "lacks 8 of the 12 rows",
+    "store_not_finished": r"not a finished store of features.*drafttrain\.capture",
+    "store_of_another_dtype": r"another target \(dtype float32 there, bfloat16 here\)",
+    "store_of_another_kind": "is no store's, it lacks set, contents, batches",
+    "store_of_another_set": "of another conversation set",
+    "store_of_another_width": "the target's width is 32",
+    "store_of_other_weights": r"belongs to another target \(weights",
+    "store_without_such_layer": r"layer \d asked for; target .* has layers 0\.\.1",
+}
 
 NN: dict[str, str] = {}
 

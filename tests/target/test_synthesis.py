@@ -120,9 +120,9 @@ def test_batch_and_single_rows_give_the_same_text(
 
     monkeypatch.setattr(Target, "step", counted)
     single = written(target, prompts, tmp_path / "a", slots=1)
-    alone, passes = passes, 0
+    one_by_one, passes = passes, 0
     assert written(target, prompts, tmp_path / "b", slots=16) == single
-    assert passes < alone / 3  # What takes the time is passes, not rows.
+    assert passes < one_by_one / 3  # What takes the time is passes, not rows.
 
 
 @pytest.mark.field("F25")
@@ -132,7 +132,7 @@ def test_very_long_rows_are_read_in_this_process(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Twice, as with a warm cache; and beside threads of the tokenizer's own, where it may have
+    """Twice, as with a warm cache; and with threads of the tokenizer's own, where it may have
     some."""
     path = tmp_path / "long.jsonl"
     lines = [
@@ -170,12 +170,12 @@ def test_sampled_rows_do_not_depend_on_their_neighbours(target: Target, tmp_path
         "top_k": 20,
         "top_p": 0.9,
     }
-    alone = written(target, prompts, tmp_path / "a", slots=3, **settings)
-    assert written(target, prompts, tmp_path / "b", slots=11, **settings) == alone
-    assert {row.temperature for row in alone.values()} == {0.0, 0.7, 1.0}
-    assert {len(row.spans) for row in alone.values()} == {1, 2, 3}
+    few = written(target, prompts, tmp_path / "a", slots=3, **settings)
+    assert written(target, prompts, tmp_path / "b", slots=11, **settings) == few
+    assert {row.temperature for row in few.values()} == {0.0, 0.7, 1.0}
+    assert {len(row.spans) for row in few.values()} == {1, 2, 3}
     other = written(target, prompts, tmp_path / "c", slots=11, seed=1, **settings)
-    assert other != alone
+    assert other != few
 
 
 @pytest.mark.field("F05", "F06")
@@ -225,7 +225,7 @@ def test_no_later_turn_where_the_template_shows_the_answer_otherwise(tmp_path: P
 
 
 @pytest.mark.field("F02")
-def test_a_row_the_template_refuses_leaves_the_others_alone(tmp_path: Path) -> None:
+def test_a_row_the_template_refuses_leaves_the_others_as_they_are(tmp_path: Path) -> None:
     template = (
         "{% if 'bad' in messages[-1].content %}{{ raise_exception('no bad words') }}{% endif %}"
         + CHATML
@@ -300,7 +300,7 @@ def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
 
 
 def test_a_length_beyond_the_context_is_refused(target: Target, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="beyond the target's context of 512"):
+    with pytest.raises(InputError, match="max_length 4096"):
         written(target, [None], tmp_path, max_length=4096)
 
 
@@ -351,9 +351,8 @@ def test_a_finished_set_is_not_written_again_but_can_grow(
     out = tmp_path / "set"
     door.main(arguments(folder, out, "rows=25"))
     small = contents(out)
-    journal = Journal(
-        out, rank=7
-    )  # What was finished must not be written by anybody: it would differ from this.
+    # What was finished must not be written by anybody: it would differ from this.
+    journal = Journal(out, rank=7)
     journal.add(fake := Row(30, (5, 6, 2), ((1, 3),), ("stop",)))
     journal.close()
     door.main(arguments(folder, out, "rows=60"))
@@ -484,8 +483,8 @@ def test_what_no_setting_can_be(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
         door.main([*arguments(folder, tmp_path / "out", "rows=2", *more)])
-    told = capsys.readouterr().err.strip()
-    assert caught.value.code == 2 and re.search(said, told) and "\n" not in told
+    err = capsys.readouterr().err.strip()
+    assert caught.value.code == 2 and re.search(said, err) and "\n" not in err
     assert not list(tmp_path.iterdir())
 
 
@@ -495,7 +494,7 @@ def one_prompt(folder: Path) -> Path:
     return path
 
 
-def test_a_refused_target_leaves_nothing_behind(
+def test_a_refused_target_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -616,13 +615,13 @@ def test_journals_made_elsewhere_are_taken_over(folder: Path, whole: Path, tmp_p
 def test_a_kill_loses_doubles_and_recomputes_nothing(
     folder: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed, then broken off once more, then left alone."""
+    """Killed, then broken off once more, then not disturbed."""
     out = tmp_path / "set"
     given = arguments(folder, out, "rows=60", "held_out=5", "keep_journal=true", "slots=3")
     journal = out / "journal-0000.jsonl"
 
     def lines() -> bytes:
-        """Those that are whole."""
+        """Those that are complete."""
         content = journal.read_bytes() if journal.exists() else b""
         return content[: content.rfind(b"\n") + 1]
 
@@ -672,8 +671,8 @@ def test_two_processes_write_the_rows_of_one(folder: Path, whole: Path, tmp_path
 @pytest.mark.parametrize(
     "policy", [Policy(1.0), Policy(0.7, 5), Policy(1.3, 0, 0.8), Policy(1.0, 6, 0.7)]
 )
-def test_chosen_tokens_follow_the_policys_law(policy):
-    """The shortcut that looks at the likeliest tokens only draws from the same law as
+def test_chosen_tokens_follow_the_policys_distribution(policy):
+    """The shortcut that looks only at the most likely tokens draws from the same distribution as
     `Policy.probs`."""
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(2))
     grid = 20_000
