@@ -133,12 +133,11 @@ def _step(target: Writer, cache: KVCache, table: list[_Slot | None], active: lis
         return 0
     with torch.inference_mode():
         logits = target.head(hidden[torch.tensor(writers, device=target.device)]).float()
-    slots = [table[i] for i in writers]
-    chosen = choose(logits, [s.segment.policy for s in slots], [s.chance.random() for s in slots])  # type: ignore[union-attr]
+    slots = [slot for i in writers if (slot := table[i]) is not None]
+    uniforms = [slot.chance.random() for slot in slots]
+    chosen = choose(logits, [slot.segment.policy for slot in slots], uniforms)
     written = 0
-    for i, token in zip(writers, chosen, strict=True):
-        slot = table[i]
-        assert slot is not None
+    for i, slot, token in zip(writers, slots, chosen, strict=True):
         if slot.segment.limit:
             slot.written.append(token)
             written += 1

@@ -79,16 +79,25 @@ def resolve_dtype(dtype: str, device: torch.device, work: str) -> torch.dtype:
         if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
             raise InputError(f"dtype={shown(dtype)}: give auto, float32, bfloat16 or float16")
         return chosen
-    if forced := os.environ.get(AUTO_DTYPE_VARIABLE):
-        if forced not in ("float32", "bfloat16"):
-            raise InputError(f"{AUTO_DTYPE_VARIABLE}={shown(forced)}: give bfloat16 or float32")
-        return torch.float32 if forced == "float32" else torch.bfloat16
+    if forced := forced_dtype():
+        return forced
     if device.type != "cpu":
         return torch.bfloat16
     positions = 6 if work == "decode" else 256
     return min(
         (torch.float32, torch.bfloat16), key=lambda candidate: _seconds(candidate, positions)
     )
+
+
+def forced_dtype() -> torch.dtype | None:
+    """What the environment lets `auto` come out as, of a target and of a drafter; None where it is
+    found out. Raises InputError for another value of the variable."""
+    given = os.environ.get(AUTO_DTYPE_VARIABLE)
+    if not given:
+        return None
+    if given not in ("float32", "bfloat16"):
+        raise InputError(f"{AUTO_DTYPE_VARIABLE}={shown(given)}: give bfloat16 or float32")
+    return torch.float32 if given == "float32" else torch.bfloat16
 
 
 def _seconds(dtype: torch.dtype, positions: int) -> float:

@@ -72,52 +72,52 @@ def test_long_rows_are_cut_or_dropped_and_counted(folder: Path) -> None:
 
 
 def test_a_part_is_data_of_its_own(folder: Path) -> None:
-    whole = ConversationData(folder, max_length=60)
-    part = whole.part([0, 2, 3])
-    assert part.indices == [whole.indices[i] for i in (0, 2, 3)] and part.lengths == [
-        whole.lengths[i] for i in (0, 2, 3)
+    every = ConversationData(folder, max_length=60)
+    part = every.part([0, 2, 3])
+    assert part.indices == [every.indices[i] for i in (0, 2, 3)] and part.lengths == [
+        every.lengths[i] for i in (0, 2, 3)
     ]
     assert (
-        part.supervised == sum(whole.supervised_per_row[i] for i in (0, 2, 3))
+        part.supervised == sum(every.supervised_per_row[i] for i in (0, 2, 3))
         and part.weights is None
         and len(part) == 3
     )
     for mine, theirs in enumerate((0, 2, 3)):
         assert all(
-            torch.equal(a, b) for a, b in zip(part.row(mine), whole.row(theirs), strict=True)
+            torch.equal(a, b) for a, b in zip(part.row(mine), every.row(theirs), strict=True)
         )
     assert part.batch([0, 1]).weights is None and part.part([1, 2]).indices == part.indices[1:]
     assert (
-        whole.digest is None
-        and part.digest != whole.part([0, 2]).digest
-        and part.digest == whole.part([0, 2, 3]).digest
+        every.digest is None
+        and part.digest != every.part([0, 2]).digest
+        and part.digest == every.part([0, 2, 3]).digest
     )
-    assert len(whole) == 4 and "left out" in whole.summary() and "left out" not in part.summary()
+    assert len(every) == 4 and "left out" in every.summary() and "left out" not in part.summary()
     with pytest.raises(InputError, match=said("data.no_row_left")):
-        whole.part([])
+        every.part([])
 
 
 def test_labels_of_a_part_may_have_weights(folder: Path) -> None:
-    whole = ConversationData(folder)
+    every = ConversationData(folder)
     weights = [
-        torch.rand(whole.lengths[i], generator=torch.Generator().manual_seed(i)) for i in range(3)
+        torch.rand(every.lengths[i], generator=torch.Generator().manual_seed(i)) for i in range(3)
     ]
-    part = whole.part([0, 1, 2], weights)
+    part = every.part([0, 1, 2], weights)
     batch = part.batch([2, ~0])
     assert batch.weights is not None and batch.weights.shape == batch.input_ids.shape
     assert (
-        torch.equal(batch.weights[0, : whole.lengths[2]], weights[2])
-        and not batch.weights[0, whole.lengths[2] :].any()
+        torch.equal(batch.weights[0, : every.lengths[2]], weights[2])
+        and not batch.weights[0, every.lengths[2] :].any()
     )
     assert torch.equal(batch.weights[1], weights[0]) and not batch.loss_mask[1].any()
     moved = batch.to("cpu")
     assert moved.weights is not None and torch.equal(moved.weights, batch.weights)
     assert part.digest not in (
-        whole.part([0, 1, 2]).digest,
-        whole.part([0, 1, 2], [2 * one for one in weights]).digest,
+        every.part([0, 1, 2]).digest,
+        every.part([0, 1, 2], [2 * one for one in weights]).digest,
     )
     with pytest.raises(ValueError, match=said("data.weights_of_another_shape")):
-        whole.part([0, 1], weights[1:])
+        every.part([0, 1], weights[1:])
 
 
 @pytest.mark.field("F07", "F63")

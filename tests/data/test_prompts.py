@@ -174,15 +174,15 @@ def test_unusable_rows_are_counted_with_their_numbers(tmp_path: Path) -> None:
 def test_numbers_do_not_depend_on_the_limit(tmp_path: Path) -> None:
     rows = [{"prompt": ASK} if i % 3 else {"prompt": ""} for i in range(30)]
     path = write_lines(tmp_path / "a.jsonl", rows)
-    whole, part = PromptFile(path=str(path)).read(None), PromptFile(path=str(path)).read(10)
-    assert part.rows == [(n, p) for n, p in whole.rows if n <= 10]
-    assert part.source == whole.source and part.more and not whole.more
+    full, part = PromptFile(path=str(path)).read(None), PromptFile(path=str(path)).read(10)
+    assert part.rows == [(n, p) for n, p in full.rows if n <= 10]
+    assert part.source == full.source and part.more and not full.more
     assert (
-        PromptFile(path=str(write_lines(tmp_path / "b.jsonl", rows))).read(5).source == whole.source
+        PromptFile(path=str(write_lines(tmp_path / "b.jsonl", rows))).read(5).source == full.source
     )
     assert (
         PromptFile(path=str(write_lines(tmp_path / "c.jsonl", rows[:-1]))).read(5).source
-        != whole.source
+        != full.source
     )
 
 

@@ -69,9 +69,9 @@ def test_pieces_join_to_the_templates_own_text(template: str, system: str | None
     for user, answer in zip(users, answers, strict=True):
         messages += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
     chat = pieces(template)
-    whole = chat.tokenizer.apply_chat_template(messages, tokenize=False)
+    full = chat.tokenizer.apply_chat_template(messages, tokenize=False)
     text = grown(chat, system, users, answers)
-    assert whole.startswith(text) and whole[len(text) :].strip() == ""
+    assert full.startswith(text) and full[len(text) :].strip() == ""
     if system:
         assert text.count(system) == 1
     assert chat.grows(with_system=bool(system))

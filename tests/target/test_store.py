@@ -244,8 +244,9 @@ def test_what_the_store_is_not_of_is_refused(
     started_store(target, data, tmp_path / "started")
     refused("not_finished", path=tmp_path / "started")
     refused("of_another_kind", path=set_at)
+    odd: Any = "perhaps"
     with pytest.raises(InputError, match=r"features\.verify=perhaps"):
-        StoredFeatures(target, ONE, data=data, path=kept, verify="perhaps")  # type: ignore[arg-type]
+        StoredFeatures(target, ONE, data=data, path=kept, verify=odd)
 
 
 # --- what is damaged ------------------------------------------------------------------------------

@@ -207,9 +207,9 @@ def test_several_turns_read_like_the_templates_own_rendering(
     messages = prompt.lead()
     for user, answer in zip(prompt.users, answers, strict=True):
         messages += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
-    whole = target.tokenizer.apply_chat_template(messages, tokenize=False)
-    assert whole == target.tokenizer.decode(list(row.ids)) + "\n"
-    assert whole.count("Be brief.") == 1
+    full = target.tokenizer.apply_chat_template(messages, tokenize=False)
+    assert full == target.tokenizer.decode(list(row.ids)) + "\n"
+    assert full.count("Be brief.") == 1
 
 
 @pytest.mark.field("F04")
@@ -275,8 +275,8 @@ def test_an_interrupted_run_does_not_keep_half_rows(target: Target, tmp_path: Pa
         )
     rows = dict(journal.finished()[0])
     journal.close()
-    whole = written(target, [None] * 40, tmp_path / "whole", turns=[3])
-    assert rows and all(whole[number] == row for number, row in rows.items())
+    calm = written(target, [None] * 40, tmp_path / "calm", turns=[3])
+    assert rows and all(calm[number] == row for number, row in rows.items())
 
 
 @pytest.mark.parametrize(
@@ -308,18 +308,18 @@ def test_a_length_beyond_the_context_is_refused(target: Target, tmp_path: Path) 
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def calm(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An undisturbed run of 60 self-written rows."""
-    out = tmp_path_factory.mktemp("whole") / "set"
+    out = tmp_path_factory.mktemp("calm") / "set"
     door.main(arguments(folder, out, "rows=60", "held_out=5"))
     return out
 
 
 @pytest.mark.field("F08")
 def test_the_set_says_how_it_was_made(
-    whole: Path, target: Target, capsys: pytest.CaptureFixture[str]
+    calm: Path, target: Target, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = read_set(whole)
+    found = read_set(calm)
     manifest = found.manifest
     assert manifest["target"]["fingerprint"] == target.fingerprint
     assert (
@@ -336,7 +336,7 @@ def test_the_set_says_how_it_was_made(
     skipped = {number for numbers in manifest["not_written"].values() for number in numbers}
     assert skipped | set(found.rows.tolist()) == set(range(60))
     assert 0 < manifest["reencoding_would_change_rows"] <= len(found)
-    assert sorted(path.name for path in whole.iterdir()) == [
+    assert sorted(path.name for path in calm.iterdir()) == [
         "conversations.safetensors",
         "manifest.json",
         "settings.json",
@@ -345,9 +345,9 @@ def test_the_set_says_how_it_was_made(
 
 @pytest.mark.field("F22")
 def test_a_finished_set_is_not_written_again_but_can_grow(
-    folder: Path, whole: Path, tmp_path: Path
+    folder: Path, calm: Path, tmp_path: Path
 ) -> None:
-    before = contents(whole)
+    before = contents(calm)
     out = tmp_path / "set"
     door.main(arguments(folder, out, "rows=25"))
     small = contents(out)
@@ -411,13 +411,13 @@ def test_a_set_of_an_earlier_version_is_read_and_grows(folder: Path, tmp_path: P
 
 
 def test_other_settings_are_refused_with_what_differs(
-    folder: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, calm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = (whole / "conversations.safetensors").read_bytes()
+    before = (calm / "conversations.safetensors").read_bytes()
 
     def refused(*more: str) -> str:
         with pytest.raises(SystemExit) as caught:
-            door.main(arguments(folder, whole, *more))
+            door.main(arguments(folder, calm, *more))
         assert caught.value.code == 2
         return capsys.readouterr().err
 
@@ -431,7 +431,7 @@ def test_other_settings_are_refused_with_what_differs(
     assert "weights" in refused("rows=70", f"target.path={other}")
     other = save_target(tiny_chat_target(ALTERNATING), tmp_path / "template")
     assert "chat_template" in refused(f"target.path={other}")
-    assert (whole / "conversations.safetensors").read_bytes() == before
+    assert (calm / "conversations.safetensors").read_bytes() == before
 
 
 def test_prompts_beyond_the_models_vocabulary_are_left_out(tmp_path: Path) -> None:
@@ -456,8 +456,8 @@ def test_prompts_beyond_the_models_vocabulary_are_left_out(tmp_path: Path) -> No
         ([f"out={'a' * 300}"], "File name too long"),
         (["rows=100000000000"], "from 1 to 2147483647"),
         (["rows=2000000000"], "at most 10000000 self-written conversations"),
-        (["writing.max_answer=x"], "writing.max_answer=x: needs a whole number of at least 1"),
-        (["writing.max_length=7"], "writing.max_length=7: needs a whole number of at least 8"),
+        (["writing.max_answer=x"], "writing.max_answer=x: needs a calm number of at least 1"),
+        (["writing.max_length=7"], "writing.max_length=7: needs a calm number of at least 8"),
         (["writing.user=5"], "writing.user=5: needs writing.user.temperature"),
         (["writing.system=5"], "writing.system=5: needs text"),
         (["prompts=null"], "synthesize needs one prompts, of dataset, jsonl, self"),
@@ -569,7 +569,7 @@ def test_nothing_left_stops_before_the_target_is_loaded(
 @pytest.mark.field("F04")
 def test_preview_shows_tokens_and_mask(
     folder: Path,
-    whole: Path,
+    calm: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -577,13 +577,13 @@ def test_preview_shows_tokens_and_mask(
     monkeypatch.setattr(
         "drafttrain.target.load.hf", lambda **_: pytest.fail("the target was loaded")
     )
-    before = sorted(path.name for path in whole.iterdir())
-    door.main(arguments(folder, whole, "preview=2"))
+    before = sorted(path.name for path in calm.iterdir())
+    door.main(arguments(folder, calm, "preview=2"))
     out = capsys.readouterr().out
-    rows = contents(whole)[:2]
+    rows = contents(calm)[:2]
     assert out.count("│ yes") == sum(row.supervised for row in rows)
     assert out.count("│ no") == sum(len(row.ids) - row.supervised for row in rows)
-    assert "<|im_end|>" in out and sorted(path.name for path in whole.iterdir()) == before
+    assert "<|im_end|>" in out and sorted(path.name for path in calm.iterdir()) == before
     door.main(["target=hf", f"target.path={folder}", "preview=3"])
     assert "before every self-written user turn" in capsys.readouterr().out
     source = [
@@ -596,24 +596,24 @@ def test_preview_shows_tokens_and_mask(
     assert "row 1: prompt of" in out and "│ yes" not in out and not (tmp_path / "none").exists()
 
 
-def test_journals_made_elsewhere_are_taken_over(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_journals_made_elsewhere_are_taken_over(folder: Path, calm: Path, tmp_path: Path) -> None:
     out = tmp_path / "set"
     for rank in range(2):
         journal = Journal(out, rank)
-        for row in contents(whole)[:20]:
+        for row in contents(calm)[:20]:
             if row.row % 2 == rank:
                 journal.add(row)
         journal.close()
     with pytest.raises(SystemExit):
         door.main(arguments(folder, out, "rows=60"))
     door.main(arguments(folder, out, "rows=60", "adopt=true"))
-    assert contents(out) == contents(whole)
+    assert contents(out) == contents(calm)
 
 
 @pytest.mark.field("F22")
 @pytest.mark.processes
 def test_a_kill_loses_doubles_and_recomputes_nothing(
-    folder: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, calm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed, then broken off once more, then not disturbed."""
     out = tmp_path / "set"
@@ -649,22 +649,22 @@ def test_a_kill_loses_doubles_and_recomputes_nothing(
     assert journal.read_bytes().startswith(kept)
     numbers = [json.loads(line)["row"] for line in journal.read_text().splitlines()]
     assert sorted(numbers) == list(range(60))
-    assert contents(out) == contents(whole)
+    assert contents(out) == contents(calm)
 
 
 @pytest.mark.processes
-def test_two_processes_write_the_rows_of_one(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_two_processes_write_the_rows_of_one(folder: Path, calm: Path, tmp_path: Path) -> None:
     out = tmp_path / "set"
     said = pair(
         door.main,
         arguments(folder, out, "rows=60", "held_out=5", "keep_journal=true"),
         said=tmp_path / "said",
     )
-    assert contents(out) == contents(whole)
+    assert contents(out) == contents(calm)
     for r in range(2):
         lines = (out / f"journal-{r:04d}.jsonl").read_text().splitlines()
         assert sorted(json.loads(line)["row"] for line in lines) == list(range(r, 60, 2))
-    assert read_journals(out)[0].keys() == {row.row for row in contents(whole)}
+    assert read_journals(out)[0].keys() == {row.row for row in contents(calm)}
     assert "conversations" in said[0] and "conversations" not in said[1]
 
 

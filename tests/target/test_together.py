@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from drafttrain.data.folder import SetFolder
+from drafttrain.decoding.plan import Plan
+from drafttrain.decoding.speculator import Speculator
+from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError
-from drafttrain.target.load import AUTO_DTYPE_VARIABLE, resolve_dtype
+from drafttrain.target.load import AUTO_DTYPE_VARIABLE, resolve_dtype, tiny
 from drafttrain.target.together import auto_dtype, enter
+from drafttrain.tree.topology import Tree
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -54,3 +58,16 @@ def test_a_folder_keeps_the_dtype_that_it_was_started_in(tmp_path: Path) -> None
     journal, dtype = enter(folder, None, print)
     assert dtype == {}
     journal.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_variable_decides_what_auto_means_of_a_drafter(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(AUTO_DTYPE_VARIABLE, str(dtype).removeprefix("torch."))
+    target = tiny(width=32, layers=2)
+    drafter = Eagle1(target).eval()
+    decoding = Speculator(target, drafter, Plan(Tree.chain(2))).drafter
+    assert {p.dtype for p in decoding.parameters() if p.dim() > 1} == {dtype}
+    named = Speculator(target, drafter, Plan(Tree.chain(2)), dtype="float32").drafter
+    assert {p.dtype for p in named.parameters()} == {torch.float32}
