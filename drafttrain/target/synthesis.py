@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from drafttrain.checks import integer, shown
 from drafttrain.data.conversations import Journal, Row
@@ -25,26 +25,26 @@ from drafttrain.target.model import Target, outside
 
 @dataclass(frozen=True, kw_only=True)
 class SynthesisConfig:
-    """How conversations are written."""
+    """How conversations are written. Defaults are in conf/synthesize.yaml."""
 
     temperatures: list[float]
     """Each row's answers take one of these, drawn with the row's seed; repeat a value to weight
     it."""
-    top_k: int = 0
-    top_p: float = 1.0
-    max_answer: int = 256
+    top_k: int
+    top_p: float
+    max_answer: int
     """Tokens per answer, the end token included."""
-    max_length: int = 512
+    max_length: int
     """Tokens per conversation; a row is closed before it would be longer."""
-    turns: list[int] = field(default_factory=lambda: [1])
+    turns: list[int]
     """Answers per self-written conversation, drawn like the temperature."""
-    user: Policy = field(default_factory=lambda: Policy(1.0, 50, 0.95))
+    user: Policy
     """How the target writes user turns."""
-    max_user: int = 96
+    max_user: int
     """Tokens per self-written user turn; one that does not end by then drops the row."""
-    system: str | None = None
+    system: str | None
     """System text of self-written conversations; None leaves it to the template."""
-    seed: int = 0
+    seed: int
 
     def __post_init__(self) -> None:
         if isinstance(self.user, dict):

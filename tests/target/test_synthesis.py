@@ -43,9 +43,15 @@ def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(**settings: Any) -> SynthesisConfig:
     common: dict[str, Any] = {
         "temperatures": [0.0],
+        "top_k": 0,
+        "top_p": 1.0,
         "max_answer": 24,
         "max_length": 160,
+        "turns": [1],
+        "user": Policy(1.0, 50, 0.95),
         "max_user": 32,
+        "system": None,
+        "seed": 0,
     }
     return SynthesisConfig(**(common | settings))
 
@@ -456,8 +462,8 @@ def test_prompts_beyond_the_models_vocabulary_are_left_out(tmp_path: Path) -> No
         ([f"out={'a' * 300}"], "File name too long"),
         (["rows=100000000000"], "from 1 to 2147483647"),
         (["rows=2000000000"], "at most 10000000 self-written conversations"),
-        (["writing.max_answer=x"], "writing.max_answer=x: needs a calm number of at least 1"),
-        (["writing.max_length=7"], "writing.max_length=7: needs a calm number of at least 8"),
+        (["writing.max_answer=x"], "writing.max_answer=x: needs a whole number of at least 1"),
+        (["writing.max_length=7"], "writing.max_length=7: needs a whole number of at least 8"),
         (["writing.user=5"], "writing.user=5: needs writing.user.temperature"),
         (["writing.system=5"], "writing.system=5: needs text"),
         (["prompts=null"], "synthesize needs one prompts, of dataset, jsonl, self"),
