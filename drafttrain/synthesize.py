@@ -146,8 +146,9 @@ def open_folder(settings: Settings) -> SetFolder:
 
 
 def default_dtype(device: str) -> str:
-    """What target.dtype=auto means here: rows of float32 do not depend on their neighbours in the
-    batch; an accelerator is too slow in it for a default."""
+    """What target.dtype=auto means here. On a CPU it is float32, whatever is faster there or named
+    by the environment: its rows do not depend on their neighbours in the batch. An accelerator is
+    too slow in float32 for a default."""
     return "float32" if resolve_device(device).type == "cpu" else auto_dtype(device)
 
 
