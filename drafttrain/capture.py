@@ -4,16 +4,19 @@ trains from that.
 The store in `out` holds the last hidden state, chosen layers' outputs, or both, of every token of
 the set's training rows. A run that was killed is continued by the same command: batches that are
 there are not read again. On a finished store the same command looks for shards that were lost or
-damaged since, and makes them anew. Several processes (accelerate launch, torchrun) share the
+damaged since, and makes them again. Several processes (accelerate launch, torchrun) share the
 shards; the first one writes the manifest when all are done.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from omegaconf import DictConfig, ListConfig
@@ -31,24 +34,41 @@ from drafttrain.target.fingerprint import refuse_other
 from drafttrain.target.model import Target
 from drafttrain.target.store import Contents, Shard, stamp_of
 from drafttrain.target.stored import gives_last
-from drafttrain.target.together import admit, enter
+from drafttrain.target.together import admit, auto_dtype, enter
 from drafttrain.training.pairing import check_set
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the door is given, apart from target and data."""
+
+    out: str
+    last_hidden: bool
+    layers: tuple[int, ...]
+    recompute_last: bool
+    encoding: str
+    resume: bool
+    batches: Batches
+
+
 @door("capture")
 def main(cfg: DictConfig) -> None:
-    batches = read_settings(cfg)
-    folder = StoreFolder(str(cfg.out))
+    settings = read_settings(cfg)
+    folder = StoreFolder(settings.out)
     # What another process finds may already be work of this very run.
-    admit(lambda: folder.check(resume=cfg.resume or rank() != 0))
+    admit(lambda: folder.check(resume=settings.resume or rank() != 0))
     data: ConversationData = build(cfg.data, split="train")
     say(data.summary())
     is_new = not folder.path.exists()
-    journal = enter(folder, cfg, say_of_all)
+    find = None
+    if cfg.target.get("dtype") == "auto":
+        find = functools.partial(auto_dtype, cfg.target.get("device", "auto"))
+    journal, dtype = enter(folder, find, say_of_all)
+    load = functools.partial(build, cfg.target, work="throughput", **dtype)
     try:
-        capture(cfg, folder, journal, data, batches)
+        capture(settings, folder, journal, data, load)
     finally:
         journal.close()
         if is_new:
@@ -59,8 +79,8 @@ def main(cfg: DictConfig) -> None:
 # --- before long work starts ----------------------------------------------------------------------
 
 
-def read_settings(cfg: DictConfig) -> Batches:
-    """Everything that can be refused by looking at the configuration alone."""
+def read_settings(cfg: DictConfig) -> Settings:
+    """Everything that can be refused by looking only at the configuration."""
     if not str(cfg.out or "").strip():
         raise InputError("needs out=<folder of the store>")
     for key in ("last_hidden", "recompute_last", "resume"):
@@ -74,30 +94,37 @@ def read_settings(cfg: DictConfig) -> Batches:
     ):
         raise InputError(
             f"layers={layers}: needs a list of decoder layers, counted from 0, such as [2,15,27], "
-            f"or []"
+            "or []"
         )
     if len(set(layers)) < len(layers):
         raise InputError(f"layers={layers}: a layer is named twice")
     if not cfg.last_hidden and not layers:
         raise InputError("nothing would be kept: set last_hidden=true, or name layers")
-    return Batches(
-        batch_tokens=cfg.batch_tokens,
-        batch_rows=cfg.batch_rows,
-        seed=cfg.seed,
-        shard_mb=cfg.shard_mb,
+    return Settings(
+        out=str(cfg.out),
+        last_hidden=cfg.last_hidden,
+        layers=tuple(sorted(layers)),
+        recompute_last=cfg.recompute_last,
+        encoding=str(cfg.encoding),
+        resume=cfg.resume,
+        batches=Batches(
+            batch_tokens=cfg.batch_tokens,
+            batch_rows=cfg.batch_rows,
+            seed=cfg.seed,
+            shard_mb=cfg.shard_mb,
+        ),
     )
 
 
-def read_contents(cfg: DictConfig, target: Target) -> Contents:
+def contents_of(settings: Settings, target: Target) -> Contents:
     """What is kept of this target."""
-    layers = tuple(sorted(cfg.layers))
+    layers, last = settings.layers, settings.last_hidden
     check_layers(layers, target)
     deepest = len(target.decoder_layers) - 1
-    last = bool(cfg.last_hidden)
-    if last and deepest in layers and cfg.recompute_last and gives_last(target):
+    if last and deepest in layers and settings.recompute_last and gives_last(target):
         say(f"the last hidden state is not kept apart: the final norm makes it of layer {deepest}")
         last = False
-    return Contents(width=target.width, last_hidden=last, layers=layers, encoding=cfg.encoding)
+    return Contents(width=target.width, last_hidden=last, layers=layers, encoding=settings.encoding)
 
 
 def announce(
@@ -110,9 +137,8 @@ def announce(
     free = shutil.disk_usage(folder.path).free
     say(
         f"{data.tokens} tokens x {len(kept.names)} x ({kept.width} values x {code.dtype.itemsize} "
-        f"bytes{scale}) = "
-        f"{room(plan.bytes)} in {len(plan.shards)} shards; {room(needed)} still to be taken, "
-        f"{room(free)} free"
+        f"bytes{scale}) = {room(plan.bytes)} in {len(plan.shards)} shards; {room(needed)} still to "
+        f"be taken, {room(free)} free"
     )
     if kept.encoding == "float32" and target.dtype == torch.bfloat16:
         say("this target computes in bfloat16: encoding=bf16 is as exact, in half the room")
@@ -122,34 +148,38 @@ def announce(
 
 
 def capture(
-    cfg: DictConfig, folder: StoreFolder, journal: Lines, data: ConversationData, batches: Batches
+    settings: Settings,
+    folder: StoreFolder,
+    journal: Lines,
+    data: ConversationData,
+    load: Callable[[], Target],
 ) -> None:
-    target: Target = build(cfg.target, work="throughput")
-    check_set(target, data, None, str(cfg.data.path))
+    """Fill what is missing of the store, then write its manifest. `load` makes the target."""
+    target = load()
+    check_set(target, data, None, data.name)
     there = folder.recorded() if rank() == 0 else folder.await_settings(say_of_all)
     if there is not None:
         refuse_other(
             there["target"]["fingerprint"], target.fingerprint, f"out={folder.path}", dtype=True
         )
-    contents = read_contents(cfg, target)
-    settings = settings_of(
-        {"name": target.name, "fingerprint": target.fingerprint}, data, contents, batches
-    )
-    folder.compare(settings)
-    plan = planned(data, contents, batches, stamp_of(settings))
+    contents = contents_of(settings, target)
+    name = {"name": target.name, "fingerprint": target.fingerprint}
+    record = settings_of(name, data, contents, settings.batches)
+    folder.compare(record)
+    plan = planned(data, contents, settings.batches, stamp_of(record))
     finished = folder.finished
     if finished and rank() != 0:
         return
     if finished:
         say(f"{folder.path} is finished: its shards are looked at")
         for shard in folder.discard_damaged(plan):
-            say(f"{shard.name} was damaged and is made anew")
+            say(f"{shard.name} was damaged and is made again")
     missing = folder.missing(plan)
     needed = folder.needed(plan, missing)
     announce(folder, plan, target, data, needed)
     folder.refuse_full_disk(needed, room(needed))
     if there is None:
-        folder.record(settings)
+        folder.record(record)
     mine = [shard for shard in missing if finished or shard.number % world_size() == rank()]
     speed = fill(folder, plan, mine, data, journal, target)
     if rank() != 0:
@@ -161,8 +191,8 @@ def capture(
         what="shards",
     )
     if missing or not finished:
-        made = provenance(cfg)
-        folder.finish(plan, settings, {name: made[name] for name in ("date", "versions")})
+        made = provenance()
+        folder.finish(plan, record, {name: made[name] for name in ("date", "versions")})
     folder.clear()
     report(folder, plan, data, speed)
 
@@ -193,28 +223,22 @@ def fill(
 
 def report(folder: StoreFolder, plan: Plan, data: ConversationData, speed: float | None) -> None:
     kept = plan.contents
+    names = [name if isinstance(name, str) else f"layer {name}" for name in kept.names]
     lines = [
         ("rows", f"{len(data)}"),
         ("tokens", f"{data.tokens}"),
-        (
-            "kept of each",
-            ", ".join(name if isinstance(name, str) else f"layer {name}" for name in kept.names),
-        ),
+        ("kept of each", ", ".join(names)),
         ("encoding", kept.encoding),
         ("bytes a token", f"{kept.token_bytes}"),
         ("size", f"{room(plan.bytes)} in {len(plan.shards)} shards"),
     ]
     if speed is not None:
-        lines.append(
-            (
-                "tokens read a second" + (" by this process" if world_size() > 1 else ""),
-                amount(speed),
-            )
-        )
+        share = " by this process" if world_size() > 1 else ""
+        lines.append((f"tokens read a second{share}", amount(speed)))
     table(str(folder.path), ("", "value"), lines)
     say(
         f"train from it with python -m drafttrain.fit features=store features.path={folder.path} "
-        f"and the same target and data"
+        "and the same target and data"
     )
 
 

@@ -1,20 +1,26 @@
-"""Have the target write conversations: its answers to given prompts, or whole conversations of its
-own.
+"""Have the target write conversations: answers to given prompts, or both sides of the talk.
 
 The set in `out` holds token ids as the target chose them and a mask of what it wrote. A run that
 was killed is continued by the same command: finished rows are kept, only what is missing is
 written. Several processes (accelerate launch, torchrun) share the rows; the first one writes the
 set when all are done. Rows that cannot be used are left out and listed by reason. With preview=N
 nothing is written: tokens and mask of N rows are shown side by side.
+
+In float32 a set is the same after a kill, with other slots and in several processes. In bfloat16
+or float16 what the target writes in a row depends on the row's neighbours in the batch, so it can
+be another one; the set's manifest says so. That is why target.dtype=auto is float32 on a CPU here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig
@@ -23,54 +29,97 @@ from drafttrain.checks import integer, path_of, switch
 from drafttrain.data.conversations import Journal, Row
 from drafttrain.data.datamodule import set_folder
 from drafttrain.data.folder import SetFolder
-from drafttrain.data.prompts import Prompts, Skipped, by_reason, nothing_left, some
+from drafttrain.data.prompts import Prompts, Skipped, Source, by_reason, nothing_left, some
 from drafttrain.data.template import ChatPieces, changed_by_reencoding
 from drafttrain.errors import InputError
 from drafttrain.processes import rank, world_size
 from drafttrain.reporting.console import Rate, amount, clock, console, table
 from drafttrain.reporting.preview import show_row
-from drafttrain.runs import provenance
+from drafttrain.runs import plain, provenance
 from drafttrain.target import fingerprint
-from drafttrain.target.load import tokenizer_only
+from drafttrain.target.load import resolve_device, tokenizer_only
 from drafttrain.target.model import Target
-from drafttrain.target.synthesis import SynthesisConfig, check, synthesize
-from drafttrain.target.together import admit, enter
+from drafttrain.target.synthesis import (
+    SynthesisConfig,
+    check,
+    is_reproducible,
+    reproducibility,
+    synthesize,
+)
+from drafttrain.target.together import admit, auto_dtype, enter
 from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
 
 HELD_OUT_SHARE = 5
-"""At most one row in so many is held out."""
+"""At most one row in five is held out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the door is given, apart from target, prompts and writing."""
+
+    out: str
+    """Empty only where prompts are previewed."""
+    rows: int | None
+    held_out: int
+    slots: int
+    preview: int
+    strict: bool
+    resume: bool
+    adopt: bool
+    keep_journal: bool
+
+    def __post_init__(self) -> None:
+        for key, least in (("rows", 1), ("held_out", 0), ("slots", 1), ("preview", 0)):
+            null = "every row there is" if key == "rows" else ""
+            integer(key, getattr(self, key), least, null=null)
+        for key in ("strict", "resume", "adopt", "keep_journal"):
+            switch(key, getattr(self, key))
+        if self.out is None and self.preview:
+            object.__setattr__(self, "out", "")
+        elif not str(self.out or "").strip():
+            raise InputError("needs out=<folder of the set>")
+        else:
+            path_of("out", self.out)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A set to be written."""
+
+    settings: Settings
+    writing: SynthesisConfig
+    folder: SetFolder
+    prompts: Prompts
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """Of settings.json and the manifest, without the target: plain JSON values."""
+        writing = json.loads(json.dumps(dataclasses.asdict(self.writing)))
+        return {"prompts": self.prompts.source, "writing": writing}
 
 
 @door("synthesize")
 def main(cfg: DictConfig) -> None:
-    check_settings(cfg)
+    settings = check_settings(cfg)
     writing: SynthesisConfig = build(cfg.writing)
-    folder = SetFolder(set_folder(cfg.out, "out") if cfg.preview and cfg.out else cfg.out)
-    if not cfg.preview:
-        # What another process finds may already be work of this very run.
-        admit(
-            lambda: folder.check(resume=cfg.resume or rank() != 0, adopt=cfg.adopt or rank() != 0)
-        )
-    tokenizer = tokenizer_only(cfg.target)
-    if cfg.preview and cfg.out and preview_rows(folder, tokenizer, cfg.preview):
+    folder = open_folder(settings)
+    tokenizer = tokenizer_only(plain(cfg.target))
+    if settings.preview and settings.out and preview_rows(folder, tokenizer, settings.preview):
         return
-    prompts = read_prompts(cfg, writing, tokenizer)
-    if cfg.preview:
-        preview_prompts(prompts, writing, tokenizer, cfg.preview)
+    prompts = read_prompts(build(cfg.prompts), settings, writing, tokenizer)
+    if settings.preview:
+        preview_prompts(prompts, writing, tokenizer, settings.preview)
         return
-    settings = {
-        "prompts": prompts.source,
-        "writing": json.loads(json.dumps(dataclasses.asdict(writing))),
-    }
-    folder.compare(settings)
-    journal: Journal = enter(folder, cfg, say)
+    job = Job(settings, writing, folder, prompts)
+    folder.compare(job.parts)
+    find = None
+    if cfg.target.get("dtype") == "auto":
+        find = functools.partial(default_dtype, cfg.target.get("device", "auto"))
+    journal, dtype = enter(folder, find, say)
+    load = functools.partial(build, cfg.target, work="throughput", **dtype)
     try:
-        tokenizer, speed = write_missing(
-            folder, journal, cfg, writing, settings, prompts, tokenizer
-        )
-        if rank() == 0:
-            finish(folder, cfg, prompts, tokenizer, speed)
+        write(job, journal, load, tokenizer)
     finally:
         journal.close()
         if rank() == 0:
@@ -81,36 +130,48 @@ def main(cfg: DictConfig) -> None:
 # --- before long work starts ----------------------------------------------------------------------
 
 
-def check_settings(cfg: DictConfig) -> None:
-    for key, least in (("rows", 1), ("held_out", 0), ("slots", 1), ("preview", 0)):
-        integer(key, cfg[key], least, null="every row there is" if key == "rows" else "")
-    for key in ("strict", "resume", "adopt", "keep_journal"):
-        switch(key, cfg[key])
-    if cfg.out is None and cfg.preview:
-        cfg.out = ""
-    elif not str(cfg.out or "").strip():
-        raise InputError("needs out=<folder of the set>")
-    else:
-        path_of("out", cfg.out)
+def check_settings(cfg: DictConfig) -> Settings:
+    return Settings(**{field.name: cfg[field.name] for field in dataclasses.fields(Settings)})
 
 
-def read_prompts(cfg: DictConfig, writing: SynthesisConfig, tokenizer: Any | None) -> Prompts:
+def open_folder(settings: Settings) -> SetFolder:
+    """The folder of the set, once it is known that it can be written to."""
+    if settings.preview:
+        return SetFolder(set_folder(settings.out, "out") if settings.out else settings.out)
+    folder = SetFolder(settings.out)
+    # What another process finds may already be work of this very run.
+    other = rank() != 0
+    admit(lambda: folder.check(resume=settings.resume or other, adopt=settings.adopt or other))
+    return folder
+
+
+def default_dtype(device: str) -> str:
+    """What target.dtype=auto means here. On a CPU it is float32, whatever is faster there or named
+    by the environment: its rows do not depend on their neighbours in the batch. An accelerator is
+    too slow in float32 for a default."""
+    return "float32" if resolve_device(device).type == "cpu" else auto_dtype(device)
+
+
+def read_prompts(
+    source: Source, settings: Settings, writing: SynthesisConfig, tokenizer: Any | None
+) -> Prompts:
     """Rows that can be written. Raises InputError if there are none, or at the first that cannot be
     when `strict`."""
-    found: Prompts = build(cfg.prompts).read(cfg.rows)
+    found = source.read(settings.rows)
     if tokenizer is not None:
         ask_template(found, ChatPieces(tokenizer, ()), writing)
     found.skipped.sort(key=lambda item: item.row)
-    if found.skipped and cfg.strict:
+    if found.skipped and settings.strict:
         first = found.skipped[0]
         raise InputError(
             f"row {first.row}: {first.reason} (strict=true stops at the first row that cannot be "
-            f"used)"
+            "used)"
         )
     if found.more:
-        say(f"rows={cfg.rows}: the source has more rows, rows=null takes them all", first_only=True)
+        more = "the source has more rows, rows=null takes them all"
+        say(f"rows={settings.rows}: {more}", first_only=True)
     if not found.rows:
-        raise nothing_left(str(cfg.prompts.get("path") or "prompts"), found)
+        raise nothing_left(str(getattr(source, "path", None) or "prompts"), found)
     return found
 
 
@@ -132,11 +193,9 @@ def ask_template(prompts: Prompts, pieces: ChatPieces, writing: SynthesisConfig)
     prompts.rows = kept
     for place, item in enumerate(prompts.skipped):
         if item.messages:
+            messages = [{"role": role, "content": content} for role, content in item.messages]
             try:
-                pieces.render(
-                    [{"role": role, "content": content} for role, content in item.messages],
-                    prompt=False,
-                )
+                pieces.render(messages, prompt=False)
             except InputError as error:
                 prompts.skipped[place] = Skipped(item.row, f"{item.reason}; {error}")
 
@@ -144,24 +203,29 @@ def ask_template(prompts: Prompts, pieces: ChatPieces, writing: SynthesisConfig)
 # --- the work -------------------------------------------------------------------------------------
 
 
+def write(job: Job, journal: Journal, load: Callable[[], Target], tokenizer: Any | None) -> None:
+    """Write what is missing, then the set.
+
+    Args:
+        load: makes the target.
+        tokenizer: the target's, where it can be had without loading the target.
+    """
+    tokenizer, speed = write_missing(job, journal, load, tokenizer)
+    if rank() == 0:
+        finish(job, tokenizer, speed)
+
+
 def write_missing(
-    folder: SetFolder,
-    journal: Journal,
-    cfg: DictConfig,
-    writing: SynthesisConfig,
-    settings: dict[str, Any],
-    prompts: Prompts,
-    tokenizer: Any | None,
+    job: Job, journal: Journal, load: Callable[[], Target], tokenizer: Any | None
 ) -> tuple[Any, float | None]:
     """Write this process's share of what is not there yet; the target is only loaded if something
     is missing.
 
     Returns: the tokenizer, and tokens written a second (None if there was nothing to do).
     """
+    folder, writing, every = job.folder, job.writing, job.prompts.rows
     rows, skipped = folder.finished()
-    missing = [
-        (row, prompt) for row, prompt in prompts.rows if row not in rows and row not in skipped
-    ]
+    missing = [(row, prompt) for row, prompt in every if row not in rows and row not in skipped]
     mine = [(row, prompt) for row, prompt in missing if row % world_size() == rank()]
     if missing and rank() == 0:
         folder.reopen(rows.values(), skipped)
@@ -169,23 +233,23 @@ def write_missing(
     if not mine and there is not None and tokenizer is not None:
         refuse_other_tokenizer(there, tokenizer, folder)
         return tokenizer, None
-    target: Target = build(cfg.target, work="throughput")
+    target = load()
     check(target, writing)
     if there is None and rank() == 0:
         folder.record(
-            {"target": {"name": target.name, "fingerprint": target.fingerprint}, **settings}
+            {"target": {"name": target.name, "fingerprint": target.fingerprint}, **job.parts}
         )
     there = folder.await_settings(say)
     fingerprint.refuse_other(
         there["target"]["fingerprint"], target.fingerprint, f"out={folder.path}", dtype=True
     )
+    warn_of_dtype(target)
     warn_of_ends(target)
     where = f"{target.name}, {target.dtype}, {target.device}".replace("torch.", "")
-    say(f"writes {len(mine)} of {len(prompts.rows)} rows with {where}", first_only=True)
+    say(f"writes {len(mine)} of {len(every)} rows with {where}", first_only=True)
     progress = Progress(len(mine))
-    synthesize(
-        target, iter(mine), writing, journal, slots=min(cfg.slots, len(mine)), report=progress
-    )
+    slots = min(job.settings.slots, len(mine))
+    synthesize(target, iter(mine), writing, journal, slots=slots, report=progress)
     return target.tokenizer, progress.speed
 
 
@@ -198,6 +262,14 @@ def refuse_other_tokenizer(there: dict[str, Any], tokenizer: Any, folder: SetFol
     fingerprint.refuse_other(known, {**known, **here}, f"out={folder.path}")
 
 
+def warn_of_dtype(target: Target) -> None:
+    """A set in low precision is not the same in every run."""
+    dtype = str(target.dtype).removeprefix("torch.")
+    if not is_reproducible(dtype):
+        advice = "target.dtype=float32 writes rows that do not"
+        say(f"target.dtype={dtype}: {reproducibility(dtype)}; {advice}", first_only=True)
+
+
 def warn_of_ends(target: Target) -> None:
     """An answer ends on one of the target's end ids; a template that ends turns otherwise is worth
     a word."""
@@ -208,9 +280,8 @@ def warn_of_ends(target: Target) -> None:
     if end is not None and end not in target.stop_ids:
         say(
             f"the chat template ends an answer with id {end}, which is not among the target's end "
-            f"ids "
-            f"{target.stop_ids}: answers may run on; name it as eos_token_id in its "
-            f"generation_config.json",
+            f"ids {target.stop_ids}: answers may run on; name it as eos_token_id in its "
+            "generation_config.json",
             first_only=True,
         )
 
@@ -220,7 +291,7 @@ class Progress:
 
     def __init__(self, rows: int, interval: float = 10.0) -> None:
         self.rows, self.interval = rows, interval
-        self.began = self.told = time.monotonic()
+        self.began = self.reported = time.monotonic()
         self.rate = Rate()
         self.written = self.done = 0
 
@@ -228,16 +299,13 @@ class Progress:
         self.rate.add(written - self.written)
         self.done, self.written = done, written
         now = time.monotonic()
-        if now - self.told < self.interval:
+        if now - self.reported < self.interval:
             return
-        self.told = now
+        self.reported = now
         left = (self.rows - done) * (now - self.began) / done if done else None
         share = " in this process" if world_size() > 1 else ""
-        say(
-            f"{done}/{self.rows} rows{share}  {amount(self.rate.recent)} tokens/s  left "
-            f"{clock(left)}",
-            first_only=True,
-        )
+        speed = f"{amount(self.rate.recent)} tokens/s"
+        say(f"{done}/{self.rows} rows{share}  {speed}  left {clock(left)}", first_only=True)
 
     @property
     def speed(self) -> float | None:
@@ -254,45 +322,45 @@ def say(text: str, *, first_only: bool = False) -> None:
 # --- the set --------------------------------------------------------------------------------------
 
 
-def finish(
-    folder: SetFolder, cfg: DictConfig, prompts: Prompts, tokenizer: Any, speed: float | None
-) -> None:
-    """Wait for every row, write the set, and say what is in it."""
+def finish(job: Job, tokenizer: Any, speed: float | None) -> None:
+    """Wait for every row, write the set, and print what is in it."""
+    folder, prompts = job.folder, job.prompts
     found, not_written = folder.await_rows({row for row, _ in prompts.rows}, world_size(), say)
     rows = [found[row] for row in sorted(found)]
+    refused = [Skipped(row, reason) for row, reason in sorted(not_written.items())]
     if not rows:
-        left_out = [
-            *prompts.skipped,
-            *(Skipped(row, reason) for row, reason in not_written.items()),
-        ]
-        raise nothing_left(
-            f"out={folder.path}", Prompts([], left_out, first_keys=prompts.first_keys)
-        )
-    held_out = min(cfg.held_out, len(rows) // HELD_OUT_SHARE)
+        left_out = Prompts([], [*prompts.skipped, *refused], first_keys=prompts.first_keys)
+        raise nothing_left(f"out={folder.path}", left_out)
+    wanted = job.settings.held_out
+    held_out = min(wanted, len(rows) // HELD_OUT_SHARE)
     there = folder.recorded()
     assert there is not None
+    made = provenance()
     manifest = folder.write(
         rows,
         {
             **there,
+            **precision(there),
             "skipped": by_reason(prompts.skipped),
-            "not_written": by_reason(
-                Skipped(row, reason) for row, reason in sorted(not_written.items())
-            ),
+            "not_written": by_reason(refused),
             "supervised_by_temperature": by_temperature(rows),
             "reencoding_would_change_rows": changed_by_reencoding(tokenizer, rows),
-            **{key: value for key, value in provenance(cfg).items() if key in ("date", "versions")},
+            **{key: made[key] for key in ("date", "versions")},
         },
         held_out=held_out,
     )
-    if not cfg.keep_journal:
+    if not job.settings.keep_journal:
         folder.clear()
     report(folder, manifest, rows, prompts, speed)
-    if held_out < cfg.held_out:
-        say(
-            f"held_out={cfg.held_out} is more than a fifth of {len(rows)} rows: {held_out} are "
-            f"held out"
-        )
+    if held_out < wanted:
+        fifth = f"more than a fifth of {len(rows)} rows"
+        say(f"held_out={wanted} is {fifth}: {held_out} are held out")
+
+
+def precision(there: dict[str, Any]) -> dict[str, str]:
+    """What the manifest says of the rows' dtype. Sets of earlier versions lack it."""
+    dtype = there["target"]["fingerprint"].get("dtype")
+    return {} if dtype is None else {"dtype": dtype, "reproducible": reproducibility(dtype)}
 
 
 def by_temperature(rows: list[Row]) -> dict[str, int]:
@@ -317,23 +385,19 @@ def report(
         if len(row.spans) < turns.get(row.row, 0) and row.finish[-1] == "stop"
     ]
     rewritten = [row.row for row in rows if row.finish[-1] == "template"]
+    supervised = f"{total} of {manifest['tokens']} ({total / manifest['tokens']:.0%})"
     lines: list[tuple[str, str]] = [
         ("conversations", f"{len(rows)}, {manifest['held_out']} of them held out"),
-        (
-            "supervised tokens",
-            f"{total} of {manifest['tokens']} ({total / manifest['tokens']:.0%})",
-        ),
+        ("supervised tokens", supervised),
     ]
     lines += [
         (f"  at temperature {temperature}", f"{count} ({count / total:.0%})")
         for temperature, count in manifest["supervised_by_temperature"].items()
     ]
+    changed = f"{manifest['reencoding_would_change_rows']} of {len(rows)} rows"
     lines += [
         ("answers", f"{manifest['answers']}, {manifest['answers_cut_by_length']} cut by a limit"),
-        (
-            "re-encoding would have changed",
-            f"{manifest['reencoding_would_change_rows']} of {len(rows)} rows",
-        ),
+        ("re-encoding would have changed", changed),
     ]
     if short:
         lines.append(("later turns left out, too long", f"{len(short)} rows: {some(short)}"))
@@ -353,31 +417,26 @@ def report(
 
 
 def preview_rows(folder: SetFolder, tokenizer: Any | None, count: int) -> bool:
-    """Show rows that lie in the folder; False if there are none."""
+    """Show rows that are in the folder; False if there are none."""
     rows, _ = folder.finished() if folder.path.is_dir() else ({}, {})
     if not rows:
         return False
     there = folder.recorded()
     if tokenizer is None:
         raise InputError(
-            "preview needs a target whose tokenizer can be read alone: target=smollm2, or "
+            "preview needs a target whose tokenizer can be read by itself: target=smollm2, or "
             "target=hf target.path=..."
         )
     if there is not None:
         refuse_other_tokenizer(there, tokenizer, folder)
     for number in sorted(rows)[:count]:
         row = rows[number]
-        mask = [
-            any(start <= place < end for start, end in row.spans) for place in range(len(row.ids))
-        ]
-        show_row(
-            f"row {number}: {row.supervised} of {len(row.ids)} tokens supervised, temperature "
-            f"{row.temperature}, "
-            f"answers end by {', '.join(row.finish)}",
-            row.ids,
-            mask,
-            tokenizer,
-        )
+        places = range(len(row.ids))
+        mask = [any(start <= place < end for start, end in row.spans) for place in places]
+        supervised = f"{row.supervised} of {len(row.ids)} tokens supervised"
+        ends = f"answers end by {', '.join(row.finish)}"
+        title = f"row {number}: {supervised}, temperature {row.temperature}, {ends}"
+        show_row(title, row.ids, mask, tokenizer)
     return True
 
 
@@ -393,9 +452,8 @@ def preview_prompts(
             break
         ids = pieces.check(prompt.system, prompt.users)
         more = f" ({len(prompt.users) - 1} more turns follow)" if len(prompt.users) > 1 else ""
-        show_row(
-            f"row {row}: prompt of {len(ids)} tokens{more}", ids, [False] * len(ids), tokenizer
-        )
+        title = f"row {row}: prompt of {len(ids)} tokens{more}"
+        show_row(title, ids, [False] * len(ids), tokenizer)
     console().print(
         "no rows have been written yet: what is shown is read by the target, the answers are "
         "written by it"

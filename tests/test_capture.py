@@ -246,7 +246,7 @@ def test_a_finished_store_is_looked_after(
         lambda *given: read.extend(given[1].row_ids.tolist()) or computed(*given),
     )
     capture.main(words(folder, out, *more))
-    assert "shard-00001.safetensors was damaged and is made anew" in capsys.readouterr().err
+    assert "shard-00001.safetensors was damaged and is made again" in capsys.readouterr().err
     assert sorted(read) == sorted(
         row for number in (1, 2) for row in Store(out).shards[number].rows
     )
@@ -315,7 +315,7 @@ def test_a_folder_with_other_files_is_refused(
 ) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     assert "other files (notes.txt)" in refusal(capsys, capture, words(folder, tmp_path))
-    # A conversation set is not taken for a store that was begun.
+    # A conversation set is not taken for a store that was started.
     assert "holds other files (conversations.safetensors)" in refusal(
         capsys, capture, words(folder, folder)
     )

@@ -30,10 +30,8 @@ def within(seconds: float, memory: int) -> Iterator[None]:
         memory: bytes beyond what the process has already.
     Raises: TimeoutError, MemoryError.
     """
-    with (
-        _memory(memory),
-        _time(seconds),
-    ):  # The clock is stopped before the limit is put back, so that it cannot ring in between.
+    # The clock is stopped before the limit is put back, so that it cannot ring in between.
+    with _memory(memory), _time(seconds):
         yield
 
 

@@ -86,9 +86,8 @@ class ConversationSet:
     def row(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """ids (s) int64 and loss mask (s) bool of one row."""
         part = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
-        return torch.from_numpy(self.ids[part].astype(np.int64)), torch.from_numpy(
-            self.mask[part].copy()
-        )
+        ids, mask = self.ids[part].astype(np.int64), self.mask[part].copy()
+        return torch.from_numpy(ids), torch.from_numpy(mask)
 
     def indices(self, split: int) -> list[int]:
         """Numbers of the rows of a split, TRAIN or HELD_OUT."""
@@ -184,69 +183,77 @@ def read_set(folder: Path | str) -> ConversationSet:
     if not (folder / MANIFEST).is_file() or not (folder / TENSORS).is_file():
         raise InputError(
             f"{folder} is not a conversation set ({MANIFEST} and {TENSORS} are needed): make one "
-            f"with "
-            "python -m drafttrain.synthesize out=<folder>"
+            "with python -m drafttrain.synthesize out=<folder>"
         )
     manifest = _read_manifest(folder / MANIFEST)
-    damaged = f"{folder / TENSORS}: the set is damaged, make it again"
     try:
         if CHECKSUM in manifest and manifest[CHECKSUM] != sha256_of(folder / TENSORS):
-            raise InputError(f"{damaged} (its checksum is not the one in {MANIFEST})")
-        with safe_open(folder / TENSORS, framework="np") as file:
-            lacking = sorted(_KINDS.keys() - set(file.keys()))
-            if lacking:
-                raise InputError(f"{damaged} (it lacks {', '.join(lacking)})")
-            # Kinds and sizes are looked at before anything is read into memory.
-            parts = {name: file.get_slice(name) for name in _KINDS}
-            shapes = {name: part.get_shape() for name, part in parts.items()}
-            odd = [
-                n
-                for n, part in parts.items()
-                if part.get_dtype() not in _KINDS[n] or len(shapes[n]) != 1
-            ]
-            if odd:
-                raise InputError(
-                    f"{damaged} ({', '.join(odd)} of another kind than written by this version)"
-                )
-            sizes = {name: int(shape[0]) for name, shape in shapes.items()}
-            count = sizes["rows"]
-            if not (
-                count > 0
-                and sizes["offsets"] == count + 1
-                and all(sizes[name] == count for name in ("split", "temperature", "cut"))
-                and sizes["mask_bits"] == (sizes["ids"] + 7) // 8
-            ):
-                raise InputError(f"{damaged} (sizes do not fit together: {sizes})")
-            tensors = {name: file.get_tensor(name) for name in _KINDS}
+            raise _damaged(folder, f"its checksum is not the one in {MANIFEST}")
+        tensors = _read_tensors(folder)
     except (SafetensorError, ValueError, OSError) as error:
         raise InputError(f"{folder} cannot be read: {error}") from error
-    ids, offsets, rows, split = (tensors[name] for name in ("ids", "offsets", "rows", "split"))
-    if not (
-        offsets[0] == 0 and offsets[-1] == len(ids) and bool((offsets[1:] > offsets[:-1]).all())
-    ):
-        raise InputError(f"{damaged} (its rows do not cover the ids)")
-    if int(ids.min()) < 0 or int(rows.min()) < 0 or len(np.unique(rows)) != count:
-        raise InputError(
-            f"{damaged} (negative ids, or a row number that is negative or appears twice)"
-        )
-    if int(split.max()) > HELD_OUT:
-        raise InputError(f"{damaged} (a split that is neither train nor held-out)")
-    if int(tensors["cut"].max()) >= len(FINISH) or not bool((tensors["temperature"] >= 0).all()):
-        raise InputError(f"{damaged} (a temperature or an end of an answer that there is none of)")
+    _check_rows(folder, tensors)
+    ids, rows = tensors["ids"], tensors["rows"]
     mask = np.unpackbits(tensors["mask_bits"], count=len(ids)).astype(bool)
-    for name, value in (
-        ("conversations", count),
-        ("tokens", len(ids)),
-        ("supervised_tokens", int(mask.sum())),
-    ):
+    counts = {"conversations": len(rows), "tokens": len(ids), "supervised_tokens": int(mask.sum())}
+    for name, value in counts.items():
         if manifest.get(name) != value:
             raise InputError(
                 f"{folder}: {MANIFEST} says {name} {manifest.get(name)}, {TENSORS} has {value}; "
-                f"make the set again"
+                "make the set again"
             )
-    return ConversationSet(
-        ids, offsets, mask, rows, split, manifest, tensors["temperature"], tensors["cut"]
+    offsets, split, temperature, cut = (
+        tensors[name] for name in ("offsets", "split", "temperature", "cut")
     )
+    return ConversationSet(ids, offsets, mask, rows, split, manifest, temperature, cut)
+
+
+def _damaged(folder: Path, why: str) -> InputError:
+    return InputError(f"{folder / TENSORS}: the set is damaged, make it again ({why})")
+
+
+def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """The tensors of a set. Kinds and sizes are looked at before anything is read into memory."""
+    with safe_open(folder / TENSORS, framework="np") as file:
+        lacking = sorted(_KINDS.keys() - set(file.keys()))
+        if lacking:
+            raise _damaged(folder, f"it lacks {', '.join(lacking)}")
+        parts = {name: file.get_slice(name) for name in _KINDS}
+        shapes = {name: part.get_shape() for name, part in parts.items()}
+        odd = [
+            n
+            for n, part in parts.items()
+            if part.get_dtype() not in _KINDS[n] or len(shapes[n]) != 1
+        ]
+        if odd:
+            why = f"{', '.join(odd)} of another kind than written by this version"
+            raise _damaged(folder, why)
+        sizes = {name: int(shape[0]) for name, shape in shapes.items()}
+        count = sizes["rows"]
+        if not (
+            count > 0
+            and sizes["offsets"] == count + 1
+            and all(sizes[name] == count for name in ("split", "temperature", "cut"))
+            and sizes["mask_bits"] == (sizes["ids"] + 7) // 8
+        ):
+            raise _damaged(folder, f"sizes do not fit together: {sizes}")
+        return {name: file.get_tensor(name) for name in _KINDS}
+
+
+def _check_rows(folder: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Raise InputError for values that no writer of sets writes."""
+    ids, offsets, rows = tensors["ids"], tensors["offsets"], tensors["rows"]
+    if not (
+        offsets[0] == 0 and offsets[-1] == len(ids) and bool((offsets[1:] > offsets[:-1]).all())
+    ):
+        raise _damaged(folder, "its rows do not cover the ids")
+    if int(ids.min()) < 0 or int(rows.min()) < 0 or len(np.unique(rows)) != len(rows):
+        why = "negative ids, or a row number that is negative or appears twice"
+        raise _damaged(folder, why)
+    if int(tensors["split"].max()) > HELD_OUT:
+        raise _damaged(folder, "a split that is neither train nor held-out")
+    if int(tensors["cut"].max()) >= len(FINISH) or not bool((tensors["temperature"] >= 0).all()):
+        raise _damaged(folder, "a temperature or an end of an answer that there is none of")
 
 
 _KINDS = {
@@ -276,7 +283,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(known, dict) or not all(isinstance(value, str) for value in known.values()):
         raise InputError(
             f"{path} does not say which target wrote the set (target.fingerprint): make the set "
-            f"again"
+            "again"
         )
     return manifest
 
@@ -289,7 +296,7 @@ def check_vocabulary(
     if largest >= vocab_size:
         raise InputError(
             f"{name} holds id {largest}, the target's vocabulary ends at {vocab_size - 1}: use the "
-            f"target that wrote it"
+            "target that wrote it"
         )
 
 
@@ -350,12 +357,12 @@ def read_journals(folder: Path) -> tuple[dict[int, Row], dict[int, str]]:
 
 
 def write_journal(path: Path, rows: Iterable[Row], skipped: dict[int, str]) -> None:
-    """A whole journal at once, so that the rows of a finished set can be added to."""
-    whole = [
+    """A complete journal at once, so that the rows of a finished set can be added to."""
+    every = [
         *map(_as_record, rows),
         *({"row": row, "skipped": reason} for row, reason in skipped.items()),
     ]
-    text = "".join(map(as_line, whole))
+    text = "".join(map(as_line, every))
     write_atomic(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))
 
 
@@ -371,7 +378,7 @@ def _as_record(row: Row) -> dict[str, Any]:
 
 def _from_record(record: Any) -> Row | tuple[int, str]:
     """Check a journal's record. Raises ValueError saying what is wrong with it."""
-    if not isinstance(record, dict) or not _whole(record.get("row")):
+    if not isinstance(record, dict) or not _count(record.get("row")):
         raise ValueError("not an object with a row number")
     if "skipped" in record:
         if not isinstance(record["skipped"], str):
@@ -380,17 +387,17 @@ def _from_record(record: Any) -> Row | tuple[int, str]:
     ids, spans, finish, temperature = (
         record.get(name) for name in ("ids", "spans", "finish", "temperature")
     )
-    if not isinstance(ids, list) or not ids or not all(map(_whole, ids)):
+    if not isinstance(ids, list) or not ids or not all(map(_count, ids)):
         raise ValueError("its ids are not a list of token ids")
     if not isinstance(spans, list) or not spans:
         raise ValueError("it has no answer")
-    behind = 0
+    end = 0
     for span in spans:
-        if not isinstance(span, list) or len(span) != 2 or not all(map(_whole, span)):
+        if not isinstance(span, list) or len(span) != 2 or not all(map(_count, span)):
             raise ValueError("an answer is not a pair of places")
-        if not behind <= span[0] < span[1] <= len(ids):
-            raise ValueError("its answers do not lie in its ids")
-        behind = span[1]
+        if not end <= span[0] < span[1] <= len(ids):
+            raise ValueError("its answers are not within its ids")
+        end = span[1]
     if (
         not isinstance(finish, list)
         or len(finish) != len(spans)
@@ -412,12 +419,12 @@ def _from_record(record: Any) -> Row | tuple[int, str]:
     )
 
 
-def _whole(value: Any) -> bool:
+def _count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
 
 
 def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write beside the goal, then rename: a kill or a full disk leaves the old file whole."""
+    """Write next to the goal, then rename: a kill or a full disk leaves the old file intact."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     os.close(handle)
     scratch = Path(name)
@@ -433,6 +440,6 @@ def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Plain values as JSON; an earlier file is replaced by a whole one."""
+    """Plain values as JSON; an earlier file is replaced at once."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     write_atomic(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))

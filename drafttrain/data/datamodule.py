@@ -1,7 +1,7 @@
 """Rows of a conversation set as training batches: read, cut to length, grouped by length, padded.
 
-Nothing here holds state: batch k of epoch e is a pure function of the settings, so a run is resumed
-from (e, k) alone.
+Nothing here holds state: batch k of epoch e is a pure function of the settings, so (e, k) is all
+that resuming a run needs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def set_folder(path: Path | str, name: str = "data.path") -> Path:
         listed = ", ".join(BUILTIN + f for f in found) or "none"
         raise InputError(
             f"{text}: there is no such set in the package; it has {listed}. A folder made by "
-            f"synthesize works too"
+            "synthesize works too"
         )
     return sets / name
 
@@ -83,8 +83,26 @@ def collate(rows: Sequence[tuple[Tensor, Tensor, int]], pad_to_multiple: int = 1
 class ConversationData:
     """One split of a set, cut to a length; what cannot be trained on is left out and counted.
 
-    Rows keep the set's order. A row's first token is never a label, since nothing stands before it.
+    Rows keep the set's order. A row's first token is never a label, since nothing precedes it.
     """
+
+    indices: list[int]
+    """Number in the set of each row kept."""
+    lengths: list[int]
+    """Tokens of each row kept, after cutting."""
+    supervised_per_row: list[int]
+    """Labels of each row kept."""
+    counts: dict[str, int]
+    """Rows left out, by reason."""
+    cut: int
+    """Rows kept that were cut to max_length."""
+    weights: list[Tensor] | None = None
+    """Of the labels of each row kept, (s) float32; None is all alike."""
+    digest: str | None = None
+    """Which rows a part holds and what they weigh; None for what is no part."""
+    sequence: int | None = None
+    """Tokens of the sequences that a batch's rows are joined into; None: every row is a
+    sequence."""
 
     def __init__(
         self,
@@ -111,105 +129,90 @@ class ConversationData:
             limit_rows: take at most this many rows.
             temperatures: take only rows whose answers were sampled at one of these; None takes all.
             labels: "answers" supervises what the target answered; "all" every token but a row's
-                first. The target's law is known at each of them, and where it wrote the user turns
-                too, they are its own text.
-            set_aside: so many rows at the split's end are left out, to calibrate on.
+                first. The target's distribution is known at each of them, and where it wrote the
+                user turns too, they are its own text.
+            set_aside: this many rows at the split's end are left out, to calibrate on.
             take_set_aside: take these, and no others.
         Raises: InputError for an unreadable set, or when no row is left (with the counts by
         reason).
         """
-        if split not in SPLITS:
-            raise InputError(f"split={split}: give one of {', '.join(SPLITS)}")
-        if labels not in LABELS:
-            raise InputError(f"labels={labels}: give one of {', '.join(LABELS)}")
-        for name, value, least in (
-            ("max_length", max_length, 2),
-            ("limit_tokens", limit_tokens, 1),
-            ("limit_rows", limit_rows, 1),
-            ("set_aside", set_aside, 0),
-        ):
-            integer(name, value, least, null="" if name == "set_aside" else "no limit")
-        listed = (
-            isinstance(temperatures, list | tuple)
-            and temperatures
-            and all(type(one) in (int, float) for one in temperatures)
-        )
-        if temperatures is not None and not listed:
-            raise InputError(
-                f"temperatures={shown(temperatures)}: needs a list of numbers such as [0.0], or "
-                f"null for all"
-            )
+        _check_names(split, labels)
+        _check_limits(max_length, limit_tokens, limit_rows, set_aside)
+        _check_temperatures(temperatures)
         self.name = str(path) if not isinstance(path, ConversationSet) else "the set"
         self.set = path if isinstance(path, ConversationSet) else read_set(set_folder(path))
         self.split, self.max_length, self.labels = split, max_length, labels
-        self.indices: list[int] = []
-        """Number in the set of each row kept."""
-        self.lengths: list[int] = []
-        """Tokens of each row kept, after cutting."""
-        self.supervised_per_row: list[int] = []
-        """Labels of each row kept."""
-        self.counts: dict[str, int] = {}
-        """Rows left out, by reason."""
-        self.cut = 0
-        """Rows kept that were cut to max_length."""
-        self.weights: list[Tensor] | None = None
-        """Of the labels of each row kept, (s) float32; None is all alike."""
-        self.digest: str | None = None
-        """Which rows a part holds and what they weigh; None for what is no part."""
-        self.sequence: int | None = None
-        """Tokens of the sequences that a batch's rows are joined into; None: every row is a
-        sequence."""
-        self._supervised = 0
-        chosen = self.set.indices(SPLITS[split])
-        if set_aside >= len(chosen) > 0 or (take_set_aside and not set_aside):
+        self.indices, self.lengths, self.supervised_per_row = [], [], []
+        self.counts, self.cut, self._supervised = {}, 0, 0
+        chosen = self._chosen(set_aside, take_set_aside)
+        self._take(chosen, temperatures, limit_tokens, limit_rows)
+        if not self.indices:
+            raise self._nothing_left(len(chosen))
+
+    def _chosen(self, set_aside: int, take_set_aside: bool) -> list[int]:
+        """The split's rows without those set aside, or these only."""
+        rows = self.set.indices(SPLITS[self.split])
+        if set_aside >= len(rows) > 0 or (take_set_aside and not set_aside):
             raise InputError(
-                f"set_aside={set_aside}: needs at least 1 and less than the {len(chosen)} rows of "
-                f"split {split}"
+                f"set_aside={set_aside}: needs at least 1 and less than the {len(rows)} rows of "
+                f"split {self.split}"
             )
-        if set_aside:
-            chosen = chosen[-set_aside:] if take_set_aside else chosen[:-set_aside]
+        if not set_aside:
+            return rows
+        return rows[-set_aside:] if take_set_aside else rows[:-set_aside]
+
+    def _take(
+        self,
+        chosen: Sequence[int],
+        temperatures: Sequence[float] | None,
+        limit_tokens: int | None,
+        limit_rows: int | None,
+    ) -> None:
+        """Keep what can be trained on, within the limits; count the rest."""
         for place, index in enumerate(chosen):
-            if (
-                temperatures is not None
-                and not np.isclose(self.set.temperature[index], temperatures).any()
-            ):
-                self.counts["of another temperature"] = (
-                    self.counts.get("of another temperature", 0) + 1
-                )
+            at = self.set.temperature[index]
+            if temperatures is not None and not np.isclose(at, temperatures).any():
+                self._leave_out("of another temperature")
                 continue
-            uncut = self.set.length(index)
-            length = uncut if max_length is None else min(uncut, max_length)
-            start = int(self.set.offsets[index])
-            answered = int(self.set.mask[start + 1 : start + length].sum())
-            count = length - 1 if answered and labels == "all" else answered
-            if not count:
-                why = "no supervised token" + (
-                    f" in the first {max_length} tokens" if length < uncut else ""
-                )
-                self.counts[why] = self.counts.get(why, 0) + 1
+            length, labels = self._cut(index)
+            is_cut = length < self.set.length(index)
+            if not labels:
+                where = f" in the first {self.max_length} tokens" if is_cut else ""
+                self._leave_out(f"no supervised token{where}")
                 continue
-            over = (
-                limit_tokens is not None and self.indices and self.supervised + count > limit_tokens
-            )
-            if over or (limit_rows is not None and len(self.indices) == limit_rows):
-                why = f"behind limit_{'tokens' if over else 'rows'}"
-                self.counts[why] = len(chosen) - place
+            full = limit_rows is not None and len(self.indices) == limit_rows
+            over = limit_tokens is not None and self.supervised + labels > limit_tokens
+            over = over and bool(self.indices)  # One row is taken whatever the limit.
+            if over or full:
+                self._leave_out(f"past limit_{'tokens' if over else 'rows'}", len(chosen) - place)
                 break
             self.indices.append(index)
             self.lengths.append(length)
-            self.supervised_per_row.append(count)
-            self._supervised += count
-            self.cut += length < uncut
-        if not self.indices:
-            advice = (
-                "set data.temperatures=null"
-                if "of another temperature" in self.counts
-                else "raise max_length"
-            )
-            raise InputError(
-                f"{self.name}, split {split}: none of its {len(chosen)} rows can be used "
-                f"({_listed(self.counts) or 'the split is empty'}); {advice}, or give another set"
-            )
+            self.supervised_per_row.append(labels)
+            self._supervised += labels
+            self.cut += is_cut
+
+    def _cut(self, index: int) -> tuple[int, int]:
+        """Tokens and labels of a row of the set, cut to max_length."""
+        uncut = self.set.length(index)
+        length = uncut if self.max_length is None else min(uncut, self.max_length)
+        start = int(self.set.offsets[index])
+        answered = int(self.set.mask[start + 1 : start + length].sum())
+        return length, length - 1 if answered and self.labels == "all" else answered
+
+    def _leave_out(self, why: str, rows: int = 1) -> None:
+        self.counts[why] = self.counts.get(why, 0) + rows
+
+    def _nothing_left(self, rows: int) -> InputError:
+        advice = (
+            "set data.temperatures=null"
+            if "of another temperature" in self.counts
+            else "raise max_length"
+        )
+        return InputError(
+            f"{self.name}, split {self.split}: none of its {rows} rows can be used "
+            f"({_listed(self.counts) or 'the split is empty'}); {advice}, or give another set"
+        )
 
     @property
     def supervised(self) -> int:
@@ -280,15 +283,14 @@ class ConversationData:
         return part
 
     def joined(self, sequence: int) -> ConversationData:
-        """The same rows, in batches that join them into sequences of so many tokens.
+        """The same rows, in batches that join them into sequences of this many tokens.
 
         Raises: InputError for rows that are longer, or whose labels have weights.
         """
         if max(self.lengths) > sequence:
             raise InputError(
                 f"trainer.pack={sequence} is less than the longest row, which has "
-                f"{max(self.lengths)} tokens: raise it, or lower "
-                "data.max_length"
+                f"{max(self.lengths)} tokens: raise it, or lower data.max_length"
             )
         if self.weights is not None:
             raise InputError(
@@ -320,10 +322,40 @@ class ConversationData:
     def summary(self) -> str:
         """One line for the console: rows, tokens, the supervised share, and what was left out."""
         share = self.supervised / self.tokens
-        text = f"{self.split}: {len(self)} rows, {self.supervised} of {self.tokens} tokens supervised ({share:.0%})"
+        text = (
+            f"{self.split}: {len(self)} rows, {self.supervised} of {self.tokens} tokens supervised "
+            f"({share:.0%})"
+        )
         if self.cut:
             text += f"; {self.cut} rows cut to {self.max_length} tokens"
         return text + (f"; left out: {_listed(self.counts)}" if self.counts else "")
+
+
+def _check_names(split: str, labels: str) -> None:
+    if split not in SPLITS:
+        raise InputError(f"split={split}: give one of {', '.join(SPLITS)}")
+    if labels not in LABELS:
+        raise InputError(f"labels={labels}: give one of {', '.join(LABELS)}")
+
+
+def _check_limits(
+    max_length: int | None, limit_tokens: int | None, limit_rows: int | None, set_aside: int
+) -> None:
+    integer("max_length", max_length, 2, null="no limit")
+    integer("limit_tokens", limit_tokens, 1, null="no limit")
+    integer("limit_rows", limit_rows, 1, null="no limit")
+    integer("set_aside", set_aside, 0)
+
+
+def _check_temperatures(temperatures: Sequence[float] | None) -> None:
+    if temperatures is None:
+        return
+    listed = isinstance(temperatures, list | tuple) and temperatures
+    if not listed or not all(type(one) in (int, float) for one in temperatures):
+        raise InputError(
+            f"temperatures={shown(temperatures)}: needs a list of numbers such as [0.0], or null "
+            "for all"
+        )
 
 
 def _listed(counts: dict[str, int]) -> str:
@@ -335,10 +367,10 @@ class EpochSampler:
     every process.
 
     Every row appears once an epoch over all processes. The number of batches is the same in every
-    epoch. An update has `accumulate` batches of each process; which rows an update has depends on
-    `accumulate` times `world` alone, so that a run may go on in another number of processes. Where
-    the batches do not divide evenly, a process gets a batch [~i], which stands for row i with
-    nothing supervised: it takes part in every collective and weighs nothing.
+    epoch. An update has `accumulate` batches of each process; which rows an update has depends only
+    on `accumulate` times `world`, so that a run may go on in another number of processes. Where the
+    batches do not divide evenly, a process gets a batch [~i], which means row i with nothing
+    supervised: it takes part in every collective and weighs nothing.
     """
 
     def __init__(
@@ -371,13 +403,13 @@ class EpochSampler:
         if batch_tokens is not None and batch_tokens < longest:
             raise InputError(
                 f"batch_tokens={batch_tokens} is less than the longest row ({longest}): raise it, "
-                f"or lower max_length"
+                "or lower max_length"
             )
         if not 0 <= rank < world:
             raise InputError(f"rank={rank} is not one of {world} processes")
         self.seed, self.rank, self.world, self.accumulate = seed, rank, world, accumulate
         self._classes = length_classes(lengths, _BUCKET)
-        # Classes alone decide where a batch ends, so that every epoch has equally many batches.
+        # Only classes decide where a batch ends, so that every epoch has equally many batches.
         in_order = sorted(self._classes)
         self._sizes: list[int] = []
         rows = 0

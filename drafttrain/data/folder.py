@@ -1,10 +1,13 @@
-"""The folder a set grows in: its settings, the journals of the processes that write it, and the set
-itself.
+"""The folder a set grows in.
 
-settings.json                target fingerprint, prompts and sampling; rows of other settings are
-never mixed in journal-0000.jsonl, ...      finished rows, one file a process, while the set is
-being made conversations.safetensors, manifest.json     the set, once every row is there; the
-journals are then removed
+It has these files:
+
+    settings.json
+        target fingerprint, prompts and sampling; rows of other settings are never mixed in
+    journal-0000.jsonl, ...
+        finished rows, one file a process, while the set is being made
+    conversations.safetensors, manifest.json
+        the set, once every row is there; the journals are then removed
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ BASE = "journal-base.jsonl"
 
 
 class SetFolder(GrowingFolder):
-    """What lies in an output folder, and what is still to be written."""
+    """What is in an output folder, and what is still to be written."""
 
     parts = ("target", "prompts", "writing")
 
@@ -52,8 +55,8 @@ class SetFolder(GrowingFolder):
         ):
             raise InputError(
                 f"out={self.path} holds journals without {SETTINGS}: if they were made with these "
-                f"very settings and "
-                "this target, take them over with adopt=true; else give another folder"
+                "very settings and this target, take them over with adopt=true; else give another "
+                "folder"
             )
         return names
 
@@ -71,7 +74,7 @@ class SetFolder(GrowingFolder):
                 found = self.current()
                 break
             except InputError:
-                # Rank 0 may just be replacing it, or was killed doing so; the journals are whole
+                # Rank 0 may just be replacing it, or was killed doing so; the journals are complete
                 # then.
                 if rows and attempt == 2:
                     return rows, skipped
@@ -89,7 +92,7 @@ class SetFolder(GrowingFolder):
 
     def reopen(self, rows: Iterable[Row], skipped: dict[int, str]) -> None:
         """Before rows are added to a finished set: keep its rows as a journal, until the next set
-        is whole."""
+        is complete."""
         if (self.path / MANIFEST).exists() and not (self.path / BASE).exists():
             write_journal(self.path / BASE, rows, skipped)
 

@@ -33,15 +33,15 @@ class GrowingFolder:
         self.path = path_of("out", path) if str(path) else Path()
 
     def belongs(self, name: str) -> bool:
-        """May such a file lie in the folder?"""
+        """May such a file be in the folder?"""
         return name in (SETTINGS, MANIFEST) or is_journal(name)
 
     def check(self, *, resume: bool) -> list[str]:
-        """Names of what lies there. Raises InputError if the folder cannot be written to, holds
+        """Names of what is there. Raises InputError if the folder cannot be written to, holds
         foreign files, or may not be continued.
 
         Args:
-            resume: whether to continue what lies there.
+            resume: whether to continue what is there.
         """
         if not self.path.exists():
             return []
@@ -64,7 +64,7 @@ class GrowingFolder:
         if names and not resume:
             raise InputError(
                 f"out={self.path} is not empty and resume=false: give another folder, or "
-                f"resume=true"
+                "resume=true"
             )
         return names
 
@@ -75,7 +75,7 @@ class GrowingFolder:
             raise InputError(f"out={self.path} cannot be made: {error.strerror}") from error
 
     def recorded(self) -> dict[str, Any] | None:
-        """Settings that what lies there was made with; None in a fresh folder."""
+        """Settings that the folder's work was made with; None in a new folder."""
         for name in (SETTINGS, MANIFEST):
             path = self.path / name
             if not path.is_file():
@@ -93,7 +93,7 @@ class GrowingFolder:
             ):
                 raise InputError(
                     f"{path} does not say how its rows were made ({', '.join(self.parts)}): give "
-                    f"another folder"
+                    "another folder"
                 )
             marks = found["target"].get("fingerprint") if "target" in self.parts else {}
             if not isinstance(marks, dict) or not all(
@@ -101,13 +101,13 @@ class GrowingFolder:
             ):
                 raise InputError(
                     f"{path} does not say which target wrote its rows (target.fingerprint): give "
-                    f"another folder"
+                    "another folder"
                 )
             return {part: found[part] for part in self.parts}
         return None
 
     def compare(self, settings: dict[str, Any]) -> None:
-        """Raise InputError listing what differs from the settings that what lies there was made
+        """Raise InputError listing what differs from the settings that the folder's work was made
         with.
 
         Args:
@@ -123,7 +123,7 @@ class GrowingFolder:
             )
             raise InputError(
                 f"out={self.path} holds rows made otherwise ({listed}): give another folder, or "
-                f"these settings"
+                "these settings"
             )
 
     def record(self, settings: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ class GrowingFolder:
     def await_settings(self, say: Callable[[str], None], seconds: float = 600.0) -> dict[str, Any]:
         """Other processes: what rank 0 recorded. Raises InputError when rank 0 is gone or stays
         silent."""
-        began = told = time.monotonic()
+        began = reported = time.monotonic()
         free = 0.0
         while True:
             found = self.recorded()
@@ -142,9 +142,9 @@ class GrowingFolder:
             free = 0.0 if is_locked(self.journal_of(0)) else free or now
             if now - began > seconds or (LOCKS and free and now - free > 20):
                 raise InputError(f"rank 0 has stopped before it wrote {self.path / SETTINGS}")
-            if now - told > 30:
+            if now - reported > 30:
                 say(f"waits for rank 0 to load the target ({self.path / SETTINGS})")
-                told = now
+                reported = now
             time.sleep(0.2)
 
     def journal_of(self, rank: int) -> Path:
@@ -174,7 +174,7 @@ class GrowingFolder:
         seen: list[tuple[str, int]] | None = None
         lacking: set[int] = set()
         last_alive: dict[int, float] = {}
-        told = time.monotonic()
+        reported = time.monotonic()
         while True:
             sizes = [(path.name, path.stat().st_size) for path in journals(self.path)]
             if sizes != seen:
@@ -195,10 +195,9 @@ class GrowingFolder:
                     count = sum(number % world == rank for number in lacking)
                     raise InputError(
                         f"process {rank} has stopped, {count} of its {what} are missing: run the "
-                        f"same command again, it "
-                        "writes only what is missing"
+                        "same command again, it writes only what is missing"
                     )
-            if now - told > 30:
+            if now - reported > 30:
                 say(f"waits for {len(lacking)} {what} of process {', '.join(map(str, late))}")
-                told = now
+                reported = now
             time.sleep(0.5)

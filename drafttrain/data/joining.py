@@ -1,7 +1,7 @@
-"""Rows joined into sequences of one length, one behind the other, so that little is padding.
+"""Rows joined into sequences of one length, one after the other, so that little is padding.
 
 There is little to gain over batches by `trainer.batch_tokens`, which hold rows of like lengths, so
-that padding takes less than a tenth; and with a dense mask attention computes the whole sequence,
+that padding takes less than a tenth; and with a dense mask attention computes the full sequence,
 most of it for nothing. It is for kernels that skip blocks and want one shape.
 `scripts/bench/packing.py` measures what it costs or saves on a machine.
 """
@@ -21,8 +21,8 @@ def join(rows: Sequence[tuple[Tensor, Tensor, int]], sequence: int) -> Batch:
 
     Args:
         rows: (ids (s) int64, loss mask (s) bool, number of the row in its set) of each row; none
-            longer than a sequence. A row's first token is no label, since nothing of its own stands
-            before it.
+            longer than a sequence. A row's first token is no label, since nothing of its own row
+            precedes it.
         sequence: tokens of each.
     """
     starts: list[tuple[int, int]] = []

@@ -42,7 +42,7 @@ class Lines:
                 file.close()
                 raise InputError(
                     f"{self.path} is being written by another process: wait for it, or give "
-                    f"another out folder"
+                    "another out folder"
                 )
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):

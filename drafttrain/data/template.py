@@ -53,7 +53,7 @@ class ChatPieces:
         except MemoryError as error:
             raise InputError(
                 f"the chat template refuses: it asks for more than {MOST_MEMORY / 1e9:.1f} GB of "
-                f"memory"
+                "memory"
             ) from error
         except Exception as error:  # Templates raise what they like.
             raise InputError(f"the chat template refuses: {first_line(error)}") from error
@@ -61,7 +61,7 @@ class ChatPieces:
             what = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
             raise InputError(
                 f"the chat template makes {what} of a conversation, at most {MOST_CHARACTERS} "
-                f"characters are read"
+                "characters are read"
             )
         return text
 
@@ -86,24 +86,24 @@ class ChatPieces:
         return ids
 
     def user_to_answer(self) -> list[int]:
-        """From behind a user turn's end token to the answer's first token."""
+        """From after a user turn's end token to the answer's first token."""
         text = self.render([{"role": "user", "content": _MARKS[0]}], prompt=True)
-        return self.encode(self._behind_stop(self._split(text, _MARKS[0])[1]))
+        return self.encode(self._after_stop(self._split(text, _MARKS[0])[1]))
 
     def answer_to_user(self) -> list[int]:
-        """From behind an answer's end token to the next user turn's first token."""
+        """From after an answer's end token to the next user turn's first token."""
         return self.encode(
-            self._behind_stop(self._between(_MARKS[2], prompt=False).partition(_MARKS[2])[0])
+            self._after_stop(self._between(_MARKS[2], prompt=False).partition(_MARKS[2])[0])
         )
 
     def first_prompt(self, messages: list[Message]) -> list[int]:
-        """The whole text of the given messages, up to the answer's first token."""
+        """The full text of the given messages, up to the answer's first token."""
         return self.encode(self.render(messages, prompt=True))
 
     def answer_to_answer(self, user: str) -> list[int]:
-        """From behind an answer's end token, over the next user turn, to the next answer's first
+        """From after an answer's end token, over the next user turn, to the next answer's first
         token."""
-        return self.encode(self._behind_stop(self._between(user, prompt=True)))
+        return self.encode(self._after_stop(self._between(user, prompt=True)))
 
     def check(self, system: str | None, users: tuple[str, ...]) -> list[int]:
         """Render every turn without answers; ids up to the first answer. Raises: InputError if the
@@ -115,10 +115,10 @@ class ChatPieces:
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - two entries
     def grows(self, *, with_system: bool) -> bool:
-        """Does a text with a further turn begin with the text before it?
+        """Does a text with a further turn start with the text before it?
 
-        Not so if, for instance, an empty reasoning block stands in the header of the last answer
-        alone, or the system text moves to the last turn. Blanks around an answer do not count.
+        Not so if, for instance, only the header of the last answer has an empty reasoning block, or
+        the system text moves to the last turn. Blanks around an answer do not count.
         """
         lead: list[Message] = [
             *_system("Qz4systemQz" if with_system else None),
@@ -144,7 +144,7 @@ class ChatPieces:
         return answer in self.render(messages, prompt=True)
 
     def turn_end(self) -> int | None:
-        """The id that the template puts right behind an answer; None if nothing stands there."""
+        """The id that the template puts right after an answer; None if nothing is there."""
         ids = self.encode(
             self._between(_MARKS[2], prompt=False).partition(_MARKS[2])[0].lstrip(" ")
         )
@@ -164,10 +164,10 @@ class ChatPieces:
                 "the chat template changes or repeats the turns it is given: answers cannot be "
                 "kept as written"
             )
-        before, _, behind = text.partition(mark)
-        return before, behind
+        before, _, after = text.partition(mark)
+        return before, after
 
-    def _behind_stop(self, text: str) -> str:
+    def _after_stop(self, text: str) -> str:
         """Without the leading end token, which the writer wrote itself, and without a blank before
         it."""
         for stop in self.stop_texts:

@@ -18,6 +18,7 @@ from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.flow import Tally
+from drafttrain.target.load import forced_dtype
 from drafttrain.target.model import Target
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -147,7 +148,9 @@ class Speculator:
 
 
 def _fastest(drafter: Drafter, target: Target) -> Drafter:
-    """The decoding copy in the dtype that drafts fastest here."""
+    """The decoding copy in the dtype that drafts fastest here, or that the environment names."""
+    if forced := forced_dtype():
+        return drafter.at(forced)
     if target.device.type != "cpu":
         return drafter.at(target.dtype)
     copies = [drafter.at(dtype) for dtype in (torch.float32, torch.bfloat16)]

@@ -36,8 +36,7 @@ class Encoding:
         """(n d) -> codes (n d), and scales (n) where there are any.
 
         int8: no value moves by more than half its vector's scale. fp8: none by more than 1/16 of
-            itself or 2^-10 scales, whichever
-        is more. Values must be finite.
+        itself or 2^-10 scales, whichever is more. Values must be finite.
         """
         if self.largest is None:
             return values.to(self.dtype), None

@@ -1,16 +1,20 @@
-"""Fill a store of features: batch by batch, by several processes, and on from where a kill stopped
-it.
+"""Fill a store of features: batch by batch, by several processes, and on from where a kill stopped.
 
-settings.json                    while the store is made: target, set, contents, batches; work of
-other settings is never mixed in journal-0000.jsonl, ...          finished batches and shards, one
-file a process shard-00000.safetensors.part     a shard that is being filled, its room on the disk
-already taken shard-00000.safetensors, ...     whole shards
-manifest.json                    written once every shard is whole; settings and journals are then
-removed
+    settings.json
+        while the store is made: target, set, contents, batches; work of other settings is never
+        mixed in
+    journal-0000.jsonl, ...
+        finished batches and shards, one file a process
+    shard-00000.safetensors.part
+        a shard that is being filled, its room on the disk already taken
+    shard-00000.safetensors, ...
+        complete shards
+    manifest.json
+        written once every shard is complete; settings and journals are then removed
 
-Which row lies where is known before the first one is read. So every batch goes to its place at once
-and is then named in the journal: what a journal names is not read again, whoever goes on. A shard
-belongs to one process, that of its number % processes.
+The place of every row is known before the first one is read. So every batch goes to its place at
+once and is then named in the journal: what a journal names is not read again, whoever goes on. A
+shard belongs to one process, that of its number % processes.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ from drafttrain.target.store import (
     Shard,
     Store,
     digest_of,
-    is_complete,
+    is_count,
     is_sha256,
     layout_of,
     set_facts,
@@ -88,7 +92,7 @@ class Plan:
     stamp: str
     shards: list[Shard]
     batches: list[list[list[int]]]
-    """[shard][k] -> places of rows in the data, which lie in the shard in this order."""
+    """[shard][k] -> places of rows in the data, in the order of the shard."""
     first: list[int]
     """Number of each shard's first batch; batches are numbered through."""
 
@@ -137,10 +141,8 @@ def planned(data: ConversationData, contents: Contents, batches: Batches, stamp:
         if size < limit and number < len(groups):
             continue
         places = [i for batch in gathered for i in batch]
-        rows, lengths = (
-            tuple(data.indices[i] for i in places),
-            tuple(data.lengths[i] for i in places),
-        )
+        rows = tuple(data.indices[i] for i in places)
+        lengths = tuple(data.lengths[i] for i in places)
         plan.shards.append(Shard(len(plan.shards), rows, lengths))
         plan.batches.append(gathered)
         plan.first.append(number - len(gathered))
@@ -186,7 +188,7 @@ class StoreFolder(GrowingFolder):
         return batches, shards
 
     def missing(self, plan: Plan) -> list[Shard]:
-        """Shards that are not whole."""
+        """Shards that are not complete."""
         _, sums = self.progress()
         return [
             shard
@@ -218,13 +220,12 @@ class StoreFolder(GrowingFolder):
         return total
 
     def refuse_full_disk(self, needed: int, said: str) -> None:
-        """Raise InputError unless the disk has room for so many bytes more."""
+        """Raise InputError unless the disk has room for this many bytes more."""
         if needed and not has_room(self.path, needed):
             raise InputError(
                 f"out={self.path}: the disk has no room for {said} more. Free some space, give "
-                f"out=<folder on another disk>, keep "
-                "less (encoding=bf16, int8 or fp8; fewer layers; data.limit_rows=...), or train "
-                "without a store (features=online)"
+                "out=<folder on another disk>, keep less (encoding=bf16, int8 or fp8; fewer "
+                "layers; data.limit_rows=...), or train without a store (features=online)"
             )
 
     def unread(self, plan: Plan, shards: Iterable[Shard]) -> int:
@@ -259,20 +260,17 @@ class StoreFolder(GrowingFolder):
         """
         done, sums = self.progress()
         for shard in shards:
-            whole, part, layout = (
-                self.path / shard.name,
-                self.path / (shard.name + PART),
-                plan.layout(shard),
-            )
-            if whole.is_file() and not _has_layout(whole, layout):
-                whole.unlink()
-            if not whole.is_file():
-                partial_pass = _has_layout(part, layout)
-                if not partial_pass:
+            path, part = self.path / shard.name, self.path / (shard.name + PART)
+            layout = plan.layout(shard)
+            if path.is_file() and not _has_layout(path, layout):
+                path.unlink()
+            if not path.is_file():
+                started = _has_layout(part, layout)
+                if not started:
                     part.unlink(missing_ok=True)
                     take_room(part, layout.size)
                 with part.open("r+b") as file:
-                    if not partial_pass:
+                    if not started:
                         file.write(layout.head)
                     at = 0
                     for number, group in enumerate(
@@ -281,7 +279,7 @@ class StoreFolder(GrowingFolder):
                         tokens = sum(data.lengths[i] for i in group)
                         place = _Place(file, layout, at, tokens)
                         at += tokens
-                        if partial_pass and number in done and place.checksum() == done[number]:
+                        if started and number in done and place.checksum() == done[number]:
                             continue
                         batch = data.batch(group)
                         crc = place.write(plan.contents, batch.lengths.tolist(), read(batch))
@@ -289,13 +287,13 @@ class StoreFolder(GrowingFolder):
                         yield tokens
                     file.flush()
                     os.fsync(file.fileno())
-                part.replace(whole)
+                part.replace(path)
                 sums.pop(shard.number, None)
             if shard.number not in sums:
-                journal.write({"shard": shard.number, "sha256": sha256_of(whole)})
+                journal.write({"shard": shard.number, "sha256": sha256_of(path)})
 
     def finish(self, plan: Plan, settings: Mapping[str, Any], made: Mapping[str, Any]) -> None:
-        """Write the manifest, once every shard is whole.
+        """Write the manifest, once every shard is complete.
 
         Args:
             made: when and by what, for people.
@@ -365,7 +363,7 @@ class _Place:
         return crc
 
     def checksum(self) -> int:
-        """Of what lies there: after a kill what was written, after a power failure perhaps not."""
+        """Of what is there: after a kill what was written, after a power failure perhaps not."""
         crc = 0
         for piece in self.layout.pieces.values():
             self.file.seek(piece.start + self.at * piece.width)
@@ -382,11 +380,11 @@ def _has_layout(path: Path, layout: Layout) -> bool:
 
 def _parsed(record: Any) -> tuple[str, int, Any]:
     """Check a journal's record. Raises ValueError saying what is wrong with it."""
-    for kind, name, check in (("batch", "crc", is_complete), ("shard", "sha256", is_sha256)):
+    for kind, name, check in (("batch", "crc", is_count), ("shard", "sha256", is_sha256)):
         if (
             isinstance(record, dict)
             and set(record) == {kind, name}
-            and is_complete(record[kind])
+            and is_count(record[kind])
             and check(record[name])
         ):
             return kind, record[kind], record[name]

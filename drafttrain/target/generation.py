@@ -29,7 +29,7 @@ class Segment:
     """At most this many ids are written; 0 only reads."""
     policy: Policy
     stop_ids: tuple[int, ...]
-    """Writing ends behind any of these; the stop id is part of what was written."""
+    """Writing ends after any of these; the stop id is part of what was written."""
 
 
 class Writer(Protocol):
@@ -51,7 +51,7 @@ Script = Generator[Segment, list[int], None]
 class Full(Exception):
     """Thrown into a script whose next segment does not fit its slot: it keeps what it has and ends.
 
-    Not GeneratorExit, which an unfinished script also sees when the whole run is broken off.
+    Not GeneratorExit, which an unfinished script also sees when the run itself is broken off.
     """
 
 
@@ -69,12 +69,13 @@ class _Slot:
 def run(
     target: Writer, scripts: Iterator[tuple[Script, random.Random]], *, slots: int, capacity: int
 ) -> Iterator[int]:
-    """Drive scripts to their end, `slots` of them side by side; yields the number of ids written
-    after every pass.
+    """Drive scripts to their end, `slots` of them at a time; yields the number of ids written after
+    every pass.
 
     Args:
         scripts: pairs of a script and its own source of chance, so that a row's text depends on its
-            seed alone (up to the rounding of differently shaped products).
+            seed only, up to the rounding of differently shaped products: hardly ever in float32,
+            but visibly in low precision (`synthesis.is_reproducible`).
         capacity: entries a slot's cache holds; a row that would need more is ended (its script sees
             `Full`).
     """
@@ -86,8 +87,8 @@ def run(
     while True:
         free = [i for i, slot in enumerate(table) if slot is None]
         if not exhausted and (len(free) >= refill or len(free) == slots):
-            fresh: list[_Slot] = []
-            while len(fresh) < len(free):
+            new: list[_Slot] = []
+            while len(new) < len(free):
                 pair = next(scripts, None)
                 if pair is None:
                     exhausted = True
@@ -95,11 +96,11 @@ def run(
                 script, chance = pair
                 first = next(script, None)
                 if first is not None:
-                    fresh.append(_Slot(script, chance, first, list(first.read)))
-            if fresh:
-                rows = torch.tensor(free[: len(fresh)], device=target.device)
-                cache.assign(rows, prefixes.read([slot.pending[:-1] for slot in fresh]))
-                for row, slot in zip(rows.tolist(), fresh, strict=True):
+                    new.append(_Slot(script, chance, first, list(first.read)))
+            if new:
+                rows = torch.tensor(free[: len(new)], device=target.device)
+                cache.assign(rows, prefixes.read([slot.pending[:-1] for slot in new]))
+                for row, slot in zip(rows.tolist(), new, strict=True):
                     slot.total = len(slot.pending) - 1
                     slot.pending = slot.pending[-1:]
                     table[row] = slot
@@ -132,12 +133,11 @@ def _step(target: Writer, cache: KVCache, table: list[_Slot | None], active: lis
         return 0
     with torch.inference_mode():
         logits = target.head(hidden[torch.tensor(writers, device=target.device)]).float()
-    slots = [table[i] for i in writers]
-    chosen = choose(logits, [s.segment.policy for s in slots], [s.chance.random() for s in slots])  # type: ignore[union-attr]
+    slots = [slot for i in writers if (slot := table[i]) is not None]
+    uniforms = [slot.chance.random() for slot in slots]
+    chosen = choose(logits, [slot.segment.policy for slot in slots], uniforms)
     written = 0
-    for i, token in zip(writers, chosen, strict=True):
-        slot = table[i]
-        assert slot is not None
+    for i, slot, token in zip(writers, slots, chosen, strict=True):
         if slot.segment.limit:
             slot.written.append(token)
             written += 1
@@ -161,7 +161,7 @@ def _step(target: Writer, cache: KVCache, table: list[_Slot | None], active: lis
 
 
 def _advance(slot: _Slot, capacity: int) -> bool:
-    """Hand the written ids to the script and take its next segment; False when the row has
+    """Give the written ids to the script and take its next segment; False when the row has
     ended."""
     written, slot.written = slot.written, []
     try:
@@ -180,7 +180,7 @@ def _advance(slot: _Slot, capacity: int) -> bool:
 
 
 class _Prefix:
-    """Reads new rows' first tokens; rows that all begin alike are read once and copied."""
+    """Reads new rows' first tokens; rows that all start alike are read once and copied."""
 
     def __init__(self, target: Writer, capacity: int) -> None:
         self.target, self.capacity = target, capacity
@@ -213,8 +213,8 @@ class _Prefix:
 def choose(logits: Tensor, policies: list[Policy], uniforms: list[float]) -> list[int]:
     """One token per row by inverse transform on the row's own uniform number.
 
-    The law is the policy's; with top-k, only the k likeliest are looked at, which for many rows is
-    what makes it fast.
+    The distribution is the policy's. With top-k, only the k most likely are looked at, which makes
+    it fast for many rows.
 
     Args:
         logits: (b v) float32.

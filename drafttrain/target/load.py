@@ -43,23 +43,42 @@ def resolve_device(device: str) -> torch.device:
 
 def resolve_dtype(dtype: str, device: torch.device, work: str) -> torch.dtype:
     """`auto`: bfloat16 on an accelerator; on a CPU float32 or bfloat16, whichever is measured
-    faster for the work.
+    faster for the work. The environment variable DRAFTTRAIN_AUTO_DTYPE=bfloat16|float32 decides
+    instead where it is set, for instance to test both on any machine.
 
     Args:
         work: "decode" times products over the few positions of a verification pass, "throughput"
             over many.
+    Raises: InputError for another dtype, or another value of the variable.
     """
     if dtype != "auto":
         chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else None
         if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
             raise InputError(f"dtype={shown(dtype)}: give auto, float32, bfloat16 or float16")
         return chosen
+    if forced := forced_dtype():
+        return forced
     if device.type != "cpu":
         return torch.bfloat16
     positions = 6 if work == "decode" else 256
     return min(
         (torch.float32, torch.bfloat16), key=lambda candidate: _seconds(candidate, positions)
     )
+
+
+AUTO_DTYPE_VARIABLE = "DRAFTTRAIN_AUTO_DTYPE"
+"""Environment variable that decides what dtype=auto comes out as."""
+
+
+def forced_dtype() -> torch.dtype | None:
+    """What the environment lets `auto` come out as, of a target and of a drafter; None where it is
+    found out. Raises InputError for another value of the variable."""
+    given = os.environ.get(AUTO_DTYPE_VARIABLE)
+    if not given:
+        return None
+    if given not in ("float32", "bfloat16"):
+        raise InputError(f"{AUTO_DTYPE_VARIABLE}={shown(given)}: give bfloat16 or float32")
+    return torch.float32 if given == "float32" else torch.bfloat16
 
 
 def _seconds(dtype: torch.dtype, positions: int) -> float:

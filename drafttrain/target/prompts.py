@@ -35,8 +35,8 @@ class Source:
         counted.
 
         Args:
-            limit: at most so many; None takes all.
-            say: told what was left out.
+            limit: at most this many; None takes all.
+            say: prints what was left out.
 
         Raises: InputError if the set was written by another target, or if no prompt is left.
         """
@@ -51,7 +51,7 @@ class Source:
             if not found:
                 raise InputError(
                     f"{self.label} has no held-out conversations to decode from: give a file of "
-                    f"prompts"
+                    "prompts"
                 )
         else:
             assert self.prompts is not None
@@ -118,7 +118,7 @@ def open_prompts(prompts: object, columns: dict[str, str | None]) -> Source:
         if path.is_dir() and not (path / MANIFEST).is_file():
             raise InputError(
                 f"prompts={prompts} is a folder without {MANIFEST}: give a conversation set or a "
-                f"file"
+                "file"
             )
         return Source(prompts, data=read_set(folder))
     if not path.is_file():

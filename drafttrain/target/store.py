@@ -1,9 +1,10 @@
 """A store of features: what drafters read of a target, of every token of a conversation set, in
 files that are mapped into memory.
 
-shard-00000.safetensors, ...     features of some rows each; `filling.py` writes them
-manifest.json                    what they are of: target, set, contents; each shard's rows, their
-lengths, and its checksum
+    shard-00000.safetensors, ...
+        features of some rows each; `filling.py` writes them
+    manifest.json
+        what they are of: target, set, contents; each shard's rows, their lengths, and its checksum
 
 The manifest decides each shard's header and size to the byte. Only a file that has exactly these is
 mapped, so nothing in a file decides how much memory is taken.
@@ -32,14 +33,14 @@ from drafttrain.target.fingerprint import digest
 
 FORMAT = 1
 PARTS = ("target", "set", "contents", "batches")
-"""What a manifest says beside its shards: the settings that the store was made with."""
+"""What a manifest says next to its shards: the settings that the store was made with."""
 AGAIN = "run the same capture again, it writes only what is missing or damaged"
 _LARGEST_MANIFEST = 64 << 20
 _LARGEST_HEADER = 1 << 20
 _ALIGN = 64
 
 _verified: set[tuple[str, int, int, str]] = set()
-"""Files that this process has read whole and found right, with size, time and checksum."""
+"""Files that this process has read in full and found right, with size, time and checksum."""
 
 
 # --- what is kept, and where ----------------------------------------------------------------------
@@ -78,8 +79,8 @@ class Contents:
 
     def words(self) -> str:
         """As settings of the capture that makes such a store."""
-        kept = f"last_hidden={str(self.last_hidden).lower()} layers=[{','.join(map(str, self.layers))}]"
-        return f"{kept} encoding={self.encoding}"
+        last, layers = str(self.last_hidden).lower(), ",".join(map(str, self.layers))
+        return f"last_hidden={last} layers=[{layers}] encoding={self.encoding}"
 
 
 @dataclass(frozen=True)
@@ -118,14 +119,14 @@ class Layout:
     pieces: dict[str, Piece]
     """By the tensor's name, in the file's order."""
     size: int
-    """Bytes of the whole file."""
+    """Bytes of the entire file."""
 
 
 def layout_of(shard: Shard, contents: Contents, stamp: str) -> Layout:
     """The layout of a shard.
 
-    Tensors: `last_hidden` and `layer.<number>`, (n d) each, the rows' tokens one behind the other.
-    Where the encoding has scales, they stand before them all: `<name>.scale`, (n) float32.
+    Tensors: `last_hidden` and `layer.<number>`, (n d) each, the rows' tokens one after the other.
+    Where the encoding has scales, they precede them all: `<name>.scale`, (n) float32.
 
     Args:
         stamp: marks the files of one store, see `stamp_of`.
@@ -187,8 +188,8 @@ def digest_of(manifest: Mapping[str, Any]) -> str:
     return digest(json.dumps(said, sort_keys=True).encode())
 
 
-def is_complete(value: Any) -> bool:
-    """A whole number that may count rows or tokens, or be a checksum of 32 bits?"""
+def is_count(value: Any) -> bool:
+    """An integer that may count rows or tokens, or be a checksum of 32 bits?"""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32
 
 
@@ -259,9 +260,8 @@ class Store:
         if not path.is_file():
             raise InputError(
                 f"{self.path} is not a finished store of features, it has no {MANIFEST}: make one "
-                f"with python -m "
-                "drafttrain.capture out=<folder>; a capture that was stopped goes on with the same "
-                "command"
+                "with python -m drafttrain.capture out=<folder>; a capture that was stopped goes "
+                "on with the same command"
             )
         try:
             if path.stat().st_size > _LARGEST_MANIFEST:
@@ -274,7 +274,7 @@ class Store:
         if form != FORMAT or isinstance(form, bool):
             raise InputError(
                 f"{path}: format {str(form)[:40]} of stores, this version reads {FORMAT}: make the "
-                f"store again"
+                "store again"
             )
         lacking = [part for part in PARTS if not isinstance(found.get(part), dict)]
         if lacking:
@@ -294,11 +294,11 @@ class Store:
         layers = said.get("layers")
         right = (
             set(said) == {"width", "last_hidden", "layers", "encoding"}
-            and is_complete(said["width"])
+            and is_count(said["width"])
             and said["width"] > 0
             and isinstance(said["last_hidden"], bool)
             and isinstance(layers, list)
-            and all(map(is_complete, layers))
+            and all(map(is_count, layers))
             and layers == sorted(set(layers))
             and (said["last_hidden"] or layers)
         )
@@ -323,8 +323,8 @@ class Store:
         )
         if (
             not right
-            or not all(map(is_complete, rows))
-            or not all(is_complete(n) and n > 0 for n in lengths)
+            or not all(map(is_count, rows))
+            or not all(is_count(n) and n > 0 for n in lengths)
         ):
             raise self._damaged(f"rows and lengths of shard {number}")
         shard = Shard(number, tuple(rows), tuple(lengths))
@@ -342,9 +342,8 @@ class Store:
         if self.set.get("digest") != data.set.digest:
             raise InputError(
                 f"{self.path} is of another conversation set (digest {self.set.get('digest')}; "
-                f"that of {data.name} is "
-                f"{data.set.digest}): give the set that it was made of, or make a store of this "
-                f"one: {again}"
+                f"that of {data.name} is {data.set.digest}): give the set that it was made of, or "
+                f"make a store of this one: {again}"
             )
         rows, lengths = np.asarray(data.indices), np.asarray(data.lengths)
         places = self._find(rows)
@@ -352,18 +351,16 @@ class Store:
         if len(lacking):
             raise InputError(
                 f"{self.path} lacks {len(lacking)} of the {len(rows)} rows asked for, row "
-                f"{lacking[0]} first: train on rows that "
-                f"it has, or make a store with this run's data.* settings: {again}"
+                f"{lacking[0]} first: train on rows that it has, or make a store with this run's "
+                f"data.* settings: {again}"
             )
         short = np.flatnonzero(self._lengths[places] < lengths)
         if len(short):
             first = short[0]
             raise InputError(
                 f"{self.path} holds {self._lengths[places[first]]} tokens of row {rows[first]}, "
-                f"{lengths[first]} are asked for: "
-                f"set data.max_length={self.set.get('max_length')} as it was made with, or make a "
-                f"store with this run's "
-                f"data.max_length: {again}"
+                f"{lengths[first]} are asked for: set data.max_length={self.set.get('max_length')} "
+                f"as it was made with, or make a store with this run's data.max_length: {again}"
             )
 
     def _find(self, rows: np.ndarray) -> np.ndarray:
@@ -420,7 +417,7 @@ class Store:
         return self._maps[number]
 
     def verify(self, number: int) -> None:
-        """Read a whole shard, once in a process.
+        """Read a shard in full, once in a process.
 
         Raises: InputError if its checksum is another, or if features are not finite (naming their
         rows).
@@ -452,8 +449,7 @@ class Store:
             )
             raise InputError(
                 f"{path}: features of rows {listed} are not finite: make the store again with "
-                f"target.dtype=float32, or leave "
-                "these rows out of the set"
+                "target.dtype=float32, or leave these rows out of the set"
             )
         _verified.add(mark)
 

@@ -33,7 +33,7 @@ class StoredFeatures:
         data: the rows; a batch's `row_ids` are numbers of rows in its set.
         path: the store's folder.
         verify: read every byte of the rows' shards before the first batch; otherwise features are
-            looked at as they are read, for values that are not finite alone.
+            looked at as they are read, and only for values that are not finite.
         groups, spill_dir, shared: what a source that computes needs; not read here.
     Raises: InputError for a store of another target or set, one that lacks rows or layers, or is
     damaged.
@@ -63,8 +63,7 @@ class StoredFeatures:
         if self.store.contents.width != target.width:
             raise InputError(
                 f"features.path={path} holds vectors of {self.store.contents.width}, the target's "
-                f"width is {target.width}: make "
-                "the store again"
+                f"width is {target.width}: make the store again"
             )
         check_layers(self.store.contents.layers, target)
         check_layers(needs.layers, target)
@@ -103,9 +102,9 @@ class StoredFeatures:
         )
         raise InputError(
             f"features.path={self.store.path} lacks {', '.join(lacking)}, which this drafter "
-            f"reads; it has {', '.join(held)}: make "
-            f"another store with python -m drafttrain.capture out=<folder> {wanted.words()}, or "
-            f"compute features (features=online)"
+            f"reads; it has {', '.join(held)}: make another store with python -m "
+            f"drafttrain.capture out=<folder> {wanted.words()}, or compute features "
+            "(features=online)"
         )
 
     def features(self, batch: Batch) -> Features:
@@ -141,22 +140,20 @@ class StoredFeatures:
                 listed = ", ".join(map(str, batch.rows_with(bad.to(batch.input_ids.device))))
                 raise InputError(
                     f"{self.store.path}: features of rows {listed} are not finite: make the store "
-                    f"again with target.dtype=float32, "
-                    "or leave these rows out of the set"
+                    "again with target.dtype=float32, or leave these rows out of the set"
                 )
         return values
 
     def describe(self) -> str:
         """One line."""
         if not names_of(self.needs):
-            return "features: this drafter learns from the text alone; the store is not read"
+            return "features: this drafter learns only from the text; the store is not read"
         has = self.store.contents
-        said = f"features: read from {self.store.path}, {self.store.bytes / GB:.2f} GB in {has.encoding}"
-        return (
-            said
-            if self._last == LAST
-            else f"{said}; the last hidden state is recomputed from layer {self._last}"
-        )
+        size = f"{self.store.bytes / GB:.2f} GB in {has.encoding}"
+        said = f"features: read from {self.store.path}, {size}"
+        if self._last == LAST:
+            return said
+        return f"{said}; the last hidden state is recomputed from layer {self._last}"
 
     def facts(self) -> dict[str, Any]:
         return {"store": self.store.digest}

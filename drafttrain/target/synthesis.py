@@ -1,16 +1,20 @@
-"""Conversations written by the target: its own user turns, or given prompts, answered turn by
-turn."""
+"""Conversations written by the target: its own user turns, or given prompts, answered turn by turn.
+
+What a row says depends on its number, the settings and the target's dtype. In float32 it does not
+depend on the rows that are written next to it. In low precision it does: products over batches of
+another shape are rounded otherwise, and near ties are decided otherwise.
+"""
 
 from __future__ import annotations
 
 import functools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from drafttrain.checks import integer, shown
 from drafttrain.data.conversations import Journal, Row
-from drafttrain.data.prompts import Prompt
+from drafttrain.data.shapes import Prompt
 from drafttrain.data.template import REASONING_END, ChatPieces
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy
@@ -21,39 +25,39 @@ from drafttrain.target.model import Target, outside
 
 @dataclass(frozen=True, kw_only=True)
 class SynthesisConfig:
-    """How conversations are written."""
+    """How conversations are written. Defaults are in conf/synthesize.yaml."""
 
     temperatures: list[float]
     """Each row's answers take one of these, drawn with the row's seed; repeat a value to weight
     it."""
-    top_k: int = 0
-    top_p: float = 1.0
-    max_answer: int = 256
+    top_k: int
+    top_p: float
+    max_answer: int
     """Tokens per answer, the end token included."""
-    max_length: int = 512
+    max_length: int
     """Tokens per conversation; a row is closed before it would be longer."""
-    turns: list[int] = field(default_factory=lambda: [1])
+    turns: list[int]
     """Answers per self-written conversation, drawn like the temperature."""
-    user: Policy = field(default_factory=lambda: Policy(1.0, 50, 0.95))
+    user: Policy
     """How the target writes user turns."""
-    max_user: int = 96
+    max_user: int
     """Tokens per self-written user turn; one that does not end by then drops the row."""
-    system: str | None = None
+    system: str | None
     """System text of self-written conversations; None leaves it to the template."""
-    seed: int = 0
+    seed: int
 
     def __post_init__(self) -> None:
         if isinstance(self.user, dict):
             if odd := sorted(set(self.user) - {"temperature", "top_k", "top_p"}):
                 raise InputError(
                     f"writing.user has no setting {shown(odd[0])}: synthesis takes temperature, "
-                    f"top_k and top_p"
+                    "top_k and top_p"
                 )
             object.__setattr__(self, "user", Policy(**self.user))
         if not isinstance(self.user, Policy):
             raise InputError(
                 f"writing.user={shown(self.user)}: needs writing.user.temperature, .top_k and "
-                f".top_p"
+                ".top_p"
             )
         if not self.user.only_cuts:
             raise InputError(
@@ -82,6 +86,21 @@ class SynthesisConfig:
             Policy(temperature, self.top_k, self.top_p)
 
 
+def is_reproducible(dtype: str) -> bool:
+    """Are rows that a target writes in this dtype the same whatever is written next to them?"""
+    return dtype in ("float32", "float64")
+
+
+def reproducibility(dtype: str) -> str:
+    """The same in words, for the manifest of a set and for the console."""
+    if is_reproducible(dtype):
+        return "rows are the same after a kill, with other slots and in several processes"
+    return (
+        "rows depend on their neighbours in the batch, so a kill, other slots or several "
+        "processes can change them"
+    )
+
+
 def check(target: Target, config: SynthesisConfig) -> ChatPieces:
     """Raise InputError if this target cannot write conversations of these settings."""
     if config.max_length > target.context:
@@ -104,7 +123,8 @@ def synthesize(
     by the target too.
 
     Args:
-        slots: rows side by side.
+        slots: rows written at the same time; in low precision they decide what is written, see
+            `is_reproducible`.
         report: called after every pass with rows finished and ids written so far.
     """
     pieces = check(target, config)

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from omegaconf import DictConfig
-
 from drafttrain.data.growing import GrowingFolder
 from drafttrain.errors import InputError
 from drafttrain.processes import await_word, give_word, on_another_machine, rank
@@ -24,22 +22,26 @@ def admit(check: Callable[[], Any]) -> None:
         raise
 
 
-def enter(folder: GrowingFolder, cfg: DictConfig, say: Callable[[str], None]) -> Any:
-    """Take this process's journal; every process then uses the dtype that rank 0 found fastest or
-    recorded earlier."""
-    settle = cfg.target.get("dtype") == "auto"
+def auto_dtype(device: str) -> str:
+    """What dtype=auto comes out as on a device, for work on many positions at once."""
+    found = resolve_dtype("auto", resolve_device(device), "throughput")
+    return str(found).removeprefix("torch.")
+
+
+def enter(
+    folder: GrowingFolder, find_dtype: Callable[[], str] | None, say: Callable[[str], None]
+) -> tuple[Any, dict[str, str]]:
+    """Take this process's journal, and settle on one dtype of the target for all processes: the one
+    that the folder's work was recorded with, else the one that rank 0 finds.
+
+    Args:
+        find_dtype: names the dtype to start with, on rank 0; None where the target's dtype was
+            given, so that there is nothing to settle.
+    Returns: the journal, and the arguments to load the target with: dtype, or nothing.
+    """
     if rank() == 0:
         try:
-            dtype = ""
-            if settle:
-                there = folder.recorded()
-                if there is not None:
-                    dtype = there["target"]["fingerprint"].get("dtype", "")
-                else:
-                    found = resolve_dtype(
-                        "auto", resolve_device(cfg.target.get("device", "auto")), "throughput"
-                    )
-                    dtype = str(found).removeprefix("torch.")
+            dtype = _settled(folder, find_dtype)
             folder.create()
             journal = folder.open_journal(0)
         except InputError as error:
@@ -52,6 +54,15 @@ def enter(folder: GrowingFolder, cfg: DictConfig, say: Callable[[str], None]) ->
         else:
             dtype = await_word("the target's dtype")
         journal = folder.open_journal(rank())
-    if settle and dtype:
-        cfg.target.dtype = dtype
-    return journal
+    return journal, {"dtype": dtype} if find_dtype is not None and dtype else {}
+
+
+def _settled(folder: GrowingFolder, find_dtype: Callable[[], str] | None) -> str:
+    """Empty if there is nothing to settle, or if what is there does not name its dtype."""
+    if find_dtype is None:
+        return ""
+    there = folder.recorded()
+    if there is None:
+        return find_dtype()
+    dtype: str = there["target"]["fingerprint"].get("dtype", "")
+    return dtype

@@ -33,12 +33,8 @@ from drafttrain.data.conversations import (
 )
 from drafttrain.data.folder import BASE, SetFolder
 from drafttrain.errors import InputError
-
-ABOUT: dict[str, Any] = {
-    "target": {"name": "t", "fingerprint": {"dtype": "float32"}},
-    "prompts": {},
-    "writing": {},
-}
+from tests.data.sets import ABOUT
+from tests.messages import said
 
 
 def some_rows(count: int = 20, seed: int = 0, largest: int = 300) -> list[Row]:
@@ -72,14 +68,14 @@ def test_large_vocabularies_are_kept(tmp_path: Path) -> None:
     found = read_set(tmp_path)
     assert list(rows_of(found)) == rows
     check_vocabulary(found, 150_000)
-    with pytest.raises(InputError, match="vocabulary ends at 99999"):
+    with pytest.raises(InputError, match=said("data.beyond_vocabulary")):
         check_vocabulary(found, 100_000)
 
 
 def test_a_set_needs_rows_and_each_once(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no conversation"):
+    with pytest.raises(InputError, match=said("data.no_conversation")):
         write_set(tmp_path, [], manifest=ABOUT, held_out=0)
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(ValueError, match=said("data.row_number_twice")):
         write_set(tmp_path, some_rows(2) * 2, manifest=ABOUT, held_out=0)
 
 
@@ -144,11 +140,11 @@ def test_a_damaged_set_is_refused(tmp_path: Path, harm: Any) -> None:
     tensors = load_file(tmp_path / TENSORS)
     harm(tensors)
     save_file(tensors, tmp_path / TENSORS)
-    with pytest.raises(InputError, match="its checksum is not the one in"):
+    with pytest.raises(InputError, match=said("data.set_checksum")):
         read_set(tmp_path)
-    told = json.loads((tmp_path / MANIFEST).read_text())
-    write_json(tmp_path / MANIFEST, told | {CHECKSUM: sha256_of(tmp_path / TENSORS)})
-    with pytest.raises(InputError, match=r"damaged|make the set again") as refused:
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    write_json(tmp_path / MANIFEST, manifest | {CHECKSUM: sha256_of(tmp_path / TENSORS)})
+    with pytest.raises(InputError, match=said("data.set_damaged_or_contradicts")) as refused:
         read_set(tmp_path)
     assert "checksum" not in str(refused.value)
 
@@ -158,14 +154,14 @@ def test_a_single_bit_is_noticed_and_an_older_set_without_a_checksum_is_read(
 ) -> None:
     write_set(tmp_path, some_rows(), manifest=ABOUT | {CHECKSUM: "of an earlier set"}, held_out=4)
     before = read_set(tmp_path).digest
-    whole = (tmp_path / TENSORS).read_bytes()
-    (tmp_path / TENSORS).write_bytes(whole[:-200] + bytes([whole[-200] ^ 1]) + whole[-199:])
-    with pytest.raises(InputError, match="the set is damaged, make it again"):
+    intact = (tmp_path / TENSORS).read_bytes()
+    (tmp_path / TENSORS).write_bytes(intact[:-200] + bytes([intact[-200] ^ 1]) + intact[-199:])
+    with pytest.raises(InputError, match=said("data.set_damaged")):
         read_set(tmp_path)
-    (tmp_path / TENSORS).write_bytes(whole)
-    told = json.loads((tmp_path / MANIFEST).read_text())
-    del told[CHECKSUM]
-    write_json(tmp_path / MANIFEST, told)
+    (tmp_path / TENSORS).write_bytes(intact)
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    del manifest[CHECKSUM]
+    write_json(tmp_path / MANIFEST, manifest)
     assert read_set(tmp_path).digest == before
 
 
@@ -186,7 +182,7 @@ def test_a_cut_file_and_a_missing_one_are_refused(tmp_path: Path) -> None:
     write_set(tmp_path, some_rows(), manifest=ABOUT, held_out=4)
     data = (tmp_path / TENSORS).read_bytes()
     (tmp_path / TENSORS).write_bytes(data[:-100])
-    with pytest.raises(InputError, match="the set is damaged"):
+    with pytest.raises(InputError, match=said("data.set_damaged")):
         read_set(tmp_path)
 
 
@@ -209,7 +205,7 @@ def test_a_journal_gives_back_its_rows_and_heals(tmp_path: Path) -> None:
     assert skipped == {999: "empty user turn"}
 
 
-def test_a_journal_that_its_writer_removed_just_now_is_begun_anew(
+def test_a_journal_that_its_writer_removed_just_now_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock, taken = journal_module._lock, []
@@ -229,7 +225,7 @@ def test_a_journal_that_its_writer_removed_just_now_is_begun_anew(
 
 def test_a_journal_has_one_writer(tmp_path: Path) -> None:
     first = Journal(tmp_path)
-    with pytest.raises(InputError, match="another process"):
+    with pytest.raises(InputError, match=said("data.written_by_another")):
         Journal(tmp_path)
     first.close()
     assert not first.path.exists()  # Nothing was written.
@@ -271,14 +267,14 @@ def test_a_damaged_journal_names_file_and_line(tmp_path: Path, harm: dict[str, A
     (tmp_path / "journal-0002.jsonl").write_text(
         json.dumps(GOOD) + "\n" + json.dumps(GOOD | {"row": 4} | harm) + "\n"
     )
-    with pytest.raises(InputError, match=r"journal-0002.jsonl, line 2 is damaged"):
+    with pytest.raises(InputError, match=r"journal-0002\.jsonl, line 2"):
         read_journals(tmp_path)
 
 
 @pytest.mark.parametrize("line", [b"[]", b"nothing", b"\xff\xfe", b"[" * 100_000, b"\0\0\0"])
 def test_a_line_that_is_no_record_is_named_too(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "journal-0000.jsonl").write_bytes(line + b"\n" + json.dumps(GOOD).encode() + b"\n")
-    with pytest.raises(InputError, match=r"journal-0000.jsonl, line 1 is damaged"):
+    with pytest.raises(InputError, match=r"journal-0000\.jsonl, line 1"):
         read_journals(tmp_path)
 
 
@@ -288,7 +284,7 @@ def test_a_folder_refuses_what_is_not_its_own(tmp_path: Path) -> None:
     assert not folder.path.exists()
     folder.create()
     (folder.path / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match=r"other files \(notes.txt\)"):
+    with pytest.raises(InputError, match=r"out=.*\(notes\.txt\)"):
         folder.check(resume=True, adopt=False)
     (folder.path / "notes.txt").unlink()
     write_journal(folder.path / "journal-0000.jsonl", some_rows(2), {})
@@ -300,10 +296,10 @@ def test_a_folder_refuses_what_is_not_its_own(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="resume=false"):
         folder.check(resume=False, adopt=False)
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="is a file"):
+    with pytest.raises(InputError, match=said("data.out_is_a_file")):
         SetFolder(tmp_path / "file").check(resume=True, adopt=False)
     (folder.path / "settings.json").write_text("{}")
-    with pytest.raises(InputError, match="does not say"):
+    with pytest.raises(InputError, match=said("data.settings_lack_parts")):
         folder.recorded()
 
 
@@ -329,11 +325,11 @@ def test_a_stopped_process_is_named_not_waited_for(tmp_path: Path) -> None:
     folder, rows = SetFolder(tmp_path), some_rows()
     write_journal(tmp_path / "journal-0000.jsonl", [row for row in rows if row.row % 2 == 0], {})
     wanted = {row.row for row in rows}
-    with pytest.raises(InputError, match=r"process 1 has stopped, 10 of its rows are missing"):
+    with pytest.raises(InputError, match=said("data.process_stopped")):
         folder.await_rows(wanted, 2, lambda text: None, grace=0.6)
     write_journal(tmp_path / "journal-0001.jsonl", [row for row in rows if row.row % 2 == 1], {})
     assert list(folder.await_rows(wanted, 2, lambda text: None)[0]) == [
         row.row for row in rows if row.row % 2 == 0
     ] + [row.row for row in rows if row.row % 2 == 1]
-    with pytest.raises(InputError, match="rank 0 has stopped"):
+    with pytest.raises(InputError, match=said("data.first_process_stopped")):
         folder.await_settings(lambda text: None, seconds=0.3)

@@ -16,12 +16,8 @@ from drafttrain.data.conversations import Row, write_set
 from drafttrain.data.datamodule import ConversationData, EpochSampler, collate, set_folder
 from drafttrain.data.sequences import PackedSampler
 from drafttrain.errors import InputError
-
-ABOUT: dict[str, Any] = {
-    "target": {"name": "t", "fingerprint": {"dtype": "float32"}},
-    "prompts": {},
-    "writing": {},
-}
+from tests.data.sets import ABOUT
+from tests.messages import said
 
 
 def row(number: int, prompt: int, answer: int) -> Row:
@@ -59,11 +55,11 @@ def test_padding_is_never_supervised_and_an_end_token_equal_to_it_is() -> None:
 
 @pytest.mark.field("F05", "F07")
 def test_long_rows_are_cut_or_dropped_and_counted(folder: Path) -> None:
-    whole = ConversationData(folder)
+    uncut = ConversationData(folder)
     assert (
-        whole.indices == [2, 3, 4, 5, 6]
-        and whole.lengths == [80, 50, 10, 40, 5]
-        and whole.supervised == 79
+        uncut.indices == [2, 3, 4, 5, 6]
+        and uncut.lengths == [80, 50, 10, 40, 5]
+        and uncut.supervised == 79
     )
     data = ConversationData(folder, max_length=40)
     assert data.indices == [3, 4, 5, 6] and data.lengths == [40, 10, 40, 5]
@@ -76,62 +72,60 @@ def test_long_rows_are_cut_or_dropped_and_counted(folder: Path) -> None:
 
 
 def test_a_part_is_data_of_its_own(folder: Path) -> None:
-    whole = ConversationData(folder, max_length=60)
-    part = whole.part([0, 2, 3])
-    assert part.indices == [whole.indices[i] for i in (0, 2, 3)] and part.lengths == [
-        whole.lengths[i] for i in (0, 2, 3)
+    every = ConversationData(folder, max_length=60)
+    part = every.part([0, 2, 3])
+    assert part.indices == [every.indices[i] for i in (0, 2, 3)] and part.lengths == [
+        every.lengths[i] for i in (0, 2, 3)
     ]
     assert (
-        part.supervised == sum(whole.supervised_per_row[i] for i in (0, 2, 3))
+        part.supervised == sum(every.supervised_per_row[i] for i in (0, 2, 3))
         and part.weights is None
         and len(part) == 3
     )
     for mine, theirs in enumerate((0, 2, 3)):
         assert all(
-            torch.equal(a, b) for a, b in zip(part.row(mine), whole.row(theirs), strict=True)
+            torch.equal(a, b) for a, b in zip(part.row(mine), every.row(theirs), strict=True)
         )
     assert part.batch([0, 1]).weights is None and part.part([1, 2]).indices == part.indices[1:]
     assert (
-        whole.digest is None
-        and part.digest != whole.part([0, 2]).digest
-        and part.digest == whole.part([0, 2, 3]).digest
+        every.digest is None
+        and part.digest != every.part([0, 2]).digest
+        and part.digest == every.part([0, 2, 3]).digest
     )
-    assert len(whole) == 4 and "left out" in whole.summary() and "left out" not in part.summary()
-    with pytest.raises(InputError, match="no row is left to learn from"):
-        whole.part([])
+    assert len(every) == 4 and "left out" in every.summary() and "left out" not in part.summary()
+    with pytest.raises(InputError, match=said("data.no_row_left")):
+        every.part([])
 
 
 def test_labels_of_a_part_may_have_weights(folder: Path) -> None:
-    whole = ConversationData(folder)
+    every = ConversationData(folder)
     weights = [
-        torch.rand(whole.lengths[i], generator=torch.Generator().manual_seed(i)) for i in range(3)
+        torch.rand(every.lengths[i], generator=torch.Generator().manual_seed(i)) for i in range(3)
     ]
-    part = whole.part([0, 1, 2], weights)
+    part = every.part([0, 1, 2], weights)
     batch = part.batch([2, ~0])
     assert batch.weights is not None and batch.weights.shape == batch.input_ids.shape
     assert (
-        torch.equal(batch.weights[0, : whole.lengths[2]], weights[2])
-        and not batch.weights[0, whole.lengths[2] :].any()
+        torch.equal(batch.weights[0, : every.lengths[2]], weights[2])
+        and not batch.weights[0, every.lengths[2] :].any()
     )
     assert torch.equal(batch.weights[1], weights[0]) and not batch.loss_mask[1].any()
     moved = batch.to("cpu")
     assert moved.weights is not None and torch.equal(moved.weights, batch.weights)
     assert part.digest not in (
-        whole.part([0, 1, 2]).digest,
-        whole.part([0, 1, 2], [2 * one for one in weights]).digest,
+        every.part([0, 1, 2]).digest,
+        every.part([0, 1, 2], [2 * one for one in weights]).digest,
     )
-    with pytest.raises(ValueError, match="row 0 has 80 tokens and weights of shape"):
-        whole.part([0, 1], weights[1:])
+    with pytest.raises(ValueError, match=said("data.weights_of_another_shape")):
+        every.part([0, 1], weights[1:])
 
 
 @pytest.mark.field("F07", "F63")
 def test_nothing_left_gives_the_counts(folder: Path) -> None:
-    with pytest.raises(
-        InputError,
-        match=r"none of its 5 rows can be used \(5 no supervised token in the first 2 tokens\)",
-    ):
+    with pytest.raises(InputError, match=said("data.no_usable_row")) as refused:
         ConversationData(folder, max_length=2)
-    with pytest.raises(InputError, match="give one of train, held_out"):
+    assert "5 no supervised token in the first 2 tokens" in str(refused.value)
+    with pytest.raises(InputError, match="split=test"):
         ConversationData(folder, split="test")
     with pytest.raises(InputError, match="max_length=0"):
         ConversationData(folder, max_length=0)
@@ -140,12 +134,10 @@ def test_nothing_left_gives_the_counts(folder: Path) -> None:
 def test_limits_take_the_first_rows(folder: Path) -> None:
     data = ConversationData(folder, limit_tokens=45)
     assert (
-        data.indices == [2, 3]
-        and data.supervised == 40
-        and data.counts == {"behind limit_tokens": 3}
+        data.indices == [2, 3] and data.supervised == 40 and data.counts == {"past limit_tokens": 3}
     )
     assert ConversationData(folder, limit_tokens=1).indices == [2]
-    assert ConversationData(folder, limit_rows=3).counts == {"behind limit_rows": 2}
+    assert ConversationData(folder, limit_rows=3).counts == {"past limit_rows": 2}
 
 
 def test_rows_can_be_chosen_by_temperature(tmp_path: Path) -> None:
@@ -154,10 +146,9 @@ def test_rows_can_be_chosen_by_temperature(tmp_path: Path) -> None:
     data = ConversationData(tmp_path, temperatures=[0.0, 0.7])
     assert data.indices == [1, 3, 4, 6] and data.counts == {"of another temperature": 2}
     assert int(data.label_counts(5).sum()) == 12  # all labels of the split, whatever was chosen
-    with pytest.raises(
-        InputError, match=r"6 of another temperature\); set data.temperatures=null, or"
-    ):
+    with pytest.raises(InputError, match=r"data\.temperatures=null") as refused:
         ConversationData(tmp_path, temperatures=[0.5])
+    assert "6 of another temperature" in str(refused.value)
 
 
 def test_all_tokens_but_the_first_can_be_labels(folder: Path) -> None:
@@ -171,7 +162,7 @@ def test_all_tokens_but_the_first_can_be_labels(folder: Path) -> None:
     assert batch.loss_mask.tolist() == [[False] + [True] * 9, [False] + [True] * 4 + [False] * 5]
     assert not data.batch([~1]).loss_mask.any()
     assert torch.equal(data.label_counts(100), answers.label_counts(100))
-    with pytest.raises(InputError, match="labels=questions: give one of answers, all"):
+    with pytest.raises(InputError, match="labels=questions"):
         ConversationData(folder, labels="questions")
 
 
@@ -193,7 +184,7 @@ def test_a_batch_may_weigh_nothing(folder: Path) -> None:
 
 
 def test_unknown_builtin_sets_are_refused() -> None:
-    with pytest.raises(InputError, match="no such set in the package"):
+    with pytest.raises(InputError, match=r"builtin:\.\./\.\."):
         set_folder("builtin:../..")
     assert set_folder("some/folder") == Path("some/folder")
 
@@ -261,19 +252,19 @@ def test_an_update_has_the_same_rows_in_any_number_of_processes(pack: int | None
         assert {len(batches) for batches in mine} == {len(samplers[0])} and len(
             samplers[0]
         ) % accumulate == 0
-        # What all processes read behind one another, micro-batch by micro-batch.
+        # What all processes read one after another, micro-batch by micro-batch.
         read = [batch for together in zip(*mine, strict=True) for batch in together]
         return [read[i : i + 6] for i in range(0, len(read), 6)]
 
-    alone = updates(1, 6)
-    assert len(alone) > 3 and sorted(
-        i for update in alone for batch in update for i in batch if i >= 0
+    single = updates(1, 6)
+    assert len(single) > 3 and sorted(
+        i for update in single for batch in update for i in batch if i >= 0
     ) == list(range(200))
-    assert any(batch[0] < 0 for update in alone for batch in update), "the last is filled up"
-    assert alone == updates(2, 3) == updates(3, 2) == updates(6, 1)
+    assert any(batch[0] < 0 for update in single for batch in update), "the last is filled up"
+    assert single == updates(2, 3) == updates(3, 2) == updates(6, 1)
 
 
-def test_batches_depend_on_seed_and_epoch_alone() -> None:
+def test_batches_depend_only_on_seed_and_epoch() -> None:
     lengths = [random.Random(0).randint(20, 400) for _ in range(200)]
     sampler = EpochSampler(lengths, batch_rows=8, seed=3)
     assert sampler.batches(2) == EpochSampler(lengths, batch_rows=8, seed=3).batches(2)
@@ -300,11 +291,11 @@ def test_rows_of_like_length_share_a_batch() -> None:
 
 
 def test_wrong_batch_settings_are_refused() -> None:
-    with pytest.raises(InputError, match="longest row"):
+    with pytest.raises(InputError, match="batch_tokens=40"):
         EpochSampler([10, 50], batch_tokens=40)
     with pytest.raises(InputError, match="batch_tokens or batch_rows"):
         EpochSampler([10])
-    with pytest.raises(InputError, match="no rows"):
+    with pytest.raises(InputError, match=said("data.no_rows_to_batch")):
         EpochSampler([], batch_rows=1)
     with pytest.raises(InputError, match="batch_rows=0"):
         EpochSampler([10], batch_rows=0)

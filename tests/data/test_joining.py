@@ -1,4 +1,4 @@
-"""Rows joined into sequences: where each lies, and that every epoch has each once in equally many
+"""Rows joined into sequences: where each is, and that every epoch has each once in equally many
 sequences."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.data.joining import join, laid_out, taken_apart
 from drafttrain.data.sequences import PackedSampler, fill
 from drafttrain.errors import InputError
-from tests.data.test_datamodule import ABOUT
+from tests.data.sets import ABOUT
 
 
 def rows_of(*lengths: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
@@ -25,7 +25,7 @@ def rows_of(*lengths: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     return [(torch.arange(n) + 100 * i, torch.arange(n) > 0, 7 * i) for i, n in enumerate(lengths)]
 
 
-def test_rows_lie_one_behind_the_other() -> None:
+def test_rows_follow_each_other() -> None:
     batch = join(rows_of(3, 4, 2), 8)
     assert batch.input_ids.tolist() == [
         [0, 1, 2, 100, 101, 102, 103, 0],
@@ -91,11 +91,9 @@ def test_data_joins_the_rows_of_a_batch(tmp_path: Path) -> None:
         [False] * 10,
     ]
     assert data.batch([0]).packing is None and data.sequence is None
-    with pytest.raises(
-        InputError, match=r"trainer.pack=8 is less than the longest row, which has 9 tokens"
-    ):
+    with pytest.raises(InputError, match=r"trainer\.pack=8"):
         data.joined(8)
-    with pytest.raises(InputError, match="labels have weights"):
+    with pytest.raises(InputError, match=r"trainer\.pack=null"):
         data.part([0], [torch.ones(5)]).joined(10)
 
 

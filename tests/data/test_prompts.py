@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from drafttrain.data.prompts import (
-    Prompt,
     PromptDataset,
     PromptFile,
     SelfWritten,
     Skipped,
     by_reason,
     nothing_left,
-    parse,
     some,
 )
+from drafttrain.data.shapes import Prompt, parse
 from drafttrain.errors import InputError
+from tests.messages import said
 
 ASK = "Why is the sky blue?"
 NOT_JSON, NOT_UTF8 = "not JSON: one object or string a line", "not UTF-8: save the file as UTF-8"
@@ -116,7 +116,7 @@ def test_system_text_is_taken_once(row: dict[str, Any], system: str | None) -> N
 
 BAD: list[tuple[Any, str]] = [
     (conversation(), "empty conversation"),
-    (conversation(("assistant", "Hello."), ("user", ASK)), "begins with an assistant turn"),
+    (conversation(("assistant", "Hello."), ("user", ASK)), "starts with an assistant turn"),
     (conversation(("system", "S")), "no user turn"),
     (conversation(("system", "S"), ("assistant", "Hello.")), "no user turn"),
     (conversation(("user", ASK), ("user", "Well?")), "two user turns in a row"),
@@ -124,7 +124,7 @@ BAD: list[tuple[Any, str]] = [
         conversation(("user", ASK), ("assistant", "a"), ("assistant", "b")),
         "two assistant turns in a row",
     ),
-    (conversation(("user", ASK), ("system", "S")), "a system message behind the first turn"),
+    (conversation(("user", ASK), ("system", "S")), "a system message after the first turn"),
     (conversation(("system", "S"), ("system", "T"), ("user", ASK)), "several system messages"),
     (
         conversation(("system", "S"), ("user", ASK), system="T"),
@@ -174,24 +174,22 @@ def test_unusable_rows_are_counted_with_their_numbers(tmp_path: Path) -> None:
 def test_numbers_do_not_depend_on_the_limit(tmp_path: Path) -> None:
     rows = [{"prompt": ASK} if i % 3 else {"prompt": ""} for i in range(30)]
     path = write_lines(tmp_path / "a.jsonl", rows)
-    whole, part = PromptFile(path=str(path)).read(None), PromptFile(path=str(path)).read(10)
-    assert part.rows == [(n, p) for n, p in whole.rows if n <= 10]
-    assert part.source == whole.source and part.more and not whole.more
+    full, part = PromptFile(path=str(path)).read(None), PromptFile(path=str(path)).read(10)
+    assert part.rows == [(n, p) for n, p in full.rows if n <= 10]
+    assert part.source == full.source and part.more and not full.more
     assert (
-        PromptFile(path=str(write_lines(tmp_path / "b.jsonl", rows))).read(5).source == whole.source
+        PromptFile(path=str(write_lines(tmp_path / "b.jsonl", rows))).read(5).source == full.source
     )
     assert (
         PromptFile(path=str(write_lines(tmp_path / "c.jsonl", rows[:-1]))).read(5).source
-        != whole.source
+        != full.source
     )
 
 
 @pytest.mark.field("F63", "F66")
 def test_unknown_shape_lists_the_accepted_ones_and_the_keys(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"question": ASK, "answer": "x"}] * 3)
-    with pytest.raises(
-        InputError, match=r"conversations.*messages.*first row's keys: question, answer"
-    ):
+    with pytest.raises(InputError, match=said("data.unknown_shape")):
         PromptFile(path=str(path)).read(None)
     assert PromptFile(path=str(path), columns={"prompt": "question"}).read(None).rows[0] == (
         1,
@@ -205,7 +203,7 @@ def test_unknown_shape_lists_the_accepted_ones_and_the_keys(tmp_path: Path) -> N
         PromptFile(path=str(path), columns={"question": "question"})
 
 
-def test_text_alone_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_a_row_of_only_text_is_refused_with_the_way_out(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": "Once upon a time"}])
     with pytest.raises(InputError, match=r"prompts\.columns\.prompt=text"):
         PromptFile(path=str(path)).read(None)
@@ -232,8 +230,8 @@ def test_what_is_too_long_to_be_held_is_left_out_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some kilobytes that gzip unfolds to one endless line."""
-    monkeypatch.setattr("drafttrain.data.prompts._LONGEST_LINE", 1000)
-    monkeypatch.setattr("drafttrain.data.prompts._LONGEST_ARRAY", 5000)
+    monkeypatch.setattr("drafttrain.data.row_files._LONGEST_LINE", 1000)
+    monkeypatch.setattr("drafttrain.data.row_files._LONGEST_ARRAY", 5000)
     good = json.dumps({"prompt": ASK}).encode()
     fits = json.dumps({"prompt": "x" * 985}).encode()
     assert len(fits) == 999
@@ -253,32 +251,34 @@ def test_what_is_too_long_to_be_held_is_left_out_or_refused(
             (n, "a line of more than 1000 bytes") for n in (2, 5)
         ]
     (tmp_path / "b.json.gz").write_bytes(gzip.compress(b"[" + good + b", " * 5000 + b"]"))
-    with pytest.raises(
-        InputError, match="JSON array of more than 5000 bytes: write one object a line"
-    ):
+    with pytest.raises(InputError, match=said("data.long_array")):
         PromptFile(path=str(tmp_path / "b.json.gz")).read(None)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "fault"),
     [
-        ("a.json", b'[{"prompt": "x"}, ', "JSON array but cannot be read"),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n' * 1000, mtime=0)[:40], "cannot be read"),
-        ("a.parquet", b"PAR1 and nothing behind it", "cannot be read as parquet"),
+        ("a.json", b'[{"prompt": "x"}, ', "data.cut_array"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"prompt": "x"}\n' * 1000, mtime=0)[:40],
+            "data.cut_archive",
+        ),
+        ("a.parquet", b"PAR1 and nothing after it", "data.cut_parquet"),
     ],
 )
-def test_a_damaged_file_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_a_damaged_file_is_refused(tmp_path: Path, name: str, content: bytes, fault: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=said(fault)):
         PromptFile(path=str(tmp_path / name)).read(None)
 
 
 def test_wrong_paths_say_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="does not exist"):
+    with pytest.raises(InputError, match=r"prompts\.path=.*none\.jsonl"):
         PromptFile(path=str(tmp_path / "none.jsonl")).read(None)
     with pytest.raises(InputError, match="prompts=dataset"):
         PromptFile(path=str(tmp_path)).read(None)
-    with pytest.raises(InputError, match="cannot be loaded"):
+    with pytest.raises(InputError, match=said("data.no_data_set")):
         PromptDataset(path=str(tmp_path / "none")).read(None)
 
 
@@ -287,7 +287,7 @@ def test_dataset_split_and_columns(tmp_path: Path) -> None:
 
     data = datasets.Dataset.from_list([{"question": f"q{i}"} for i in range(4)])
     datasets.DatasetDict({"test": data}).save_to_disk(str(tmp_path / "d"))
-    with pytest.raises(InputError, match="has no split train; it has test"):
+    with pytest.raises(InputError, match=said("data.no_such_split")):
         PromptDataset(path=str(tmp_path / "d")).read(None)
     found = PromptDataset(
         path=str(tmp_path / "d"), split="test", columns={"prompt": "question"}

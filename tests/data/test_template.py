@@ -12,6 +12,7 @@ from drafttrain.data.conversations import Row
 from drafttrain.data.template import ChatPieces, changed_by_reencoding
 from drafttrain.errors import InputError
 from tests.helpers import ALTERNATING, CHATML, tiny_tokenizer
+from tests.messages import said
 
 LLAMA3 = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n\n{{ m.content | trim "
@@ -68,15 +69,15 @@ def test_pieces_join_to_the_templates_own_text(template: str, system: str | None
     for user, answer in zip(users, answers, strict=True):
         messages += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
     chat = pieces(template)
-    whole = chat.tokenizer.apply_chat_template(messages, tokenize=False)
+    full = chat.tokenizer.apply_chat_template(messages, tokenize=False)
     text = grown(chat, system, users, answers)
-    assert whole.startswith(text) and whole[len(text) :].strip() == ""
+    assert full.startswith(text) and full[len(text) :].strip() == ""
     if system:
         assert text.count(system) == 1
     assert chat.grows(with_system=bool(system))
 
 
-def test_self_written_turns_begin_like_given_ones() -> None:
+def test_self_written_turns_start_like_given_ones() -> None:
     chat = pieces(DEFAULT_SYSTEM)
     user = chat.encode("hello")
     ids = chat.before_user() + user + [2] + chat.user_to_answer()
@@ -102,40 +103,43 @@ def test_templates_that_rewrite_earlier_turns_are_noticed() -> None:
 
 def test_refusals_carry_the_templates_message() -> None:
     twice = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    with pytest.raises(InputError, match="roles must alternate"):
+    with pytest.raises(InputError, match=said("data.template_refuses")):
         pieces(ALTERNATING).render(twice, prompt=True)
-    with pytest.raises(InputError, match="not this text"):
+    with pytest.raises(InputError, match=said("data.template_refuses_text")):
         broken = (
             "{% if 'bad' in messages[-1].content %}{{ raise_exception('not this text') }}{% endif "
             "%}" + CHATML
         )
         pieces(broken).check(None, ("good", "bad"))
-    with pytest.raises(InputError, match="changes or repeats"):
+    with pytest.raises(InputError, match=said("data.template_changes_turns")):
         pieces("{{ messages[0].content | upper }}").before_user()
-    with pytest.raises(InputError, match="nothing before a user turn"):
+    with pytest.raises(InputError, match=said("data.template_without_lead")):
         pieces("{{ messages[0].content }}").before_user()
 
 
-DOUBLING = "{% set ns = namespace(x='0123456789') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"
-LOOPING = "{% for i in range(9999) %}{% for j in range(9999) %}{% for k in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
+DOUBLING = (
+    "{% set ns = namespace(x='0123456789') %}"
+    "{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"
+)
+LOOPING = (
+    "{% for i in range(9999) %}{% for j in range(9999) %}{% for k in range(9999) %}"
+    "{% endfor %}{% endfor %}{% endfor %}"
+)
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "fault"),
     [
-        (LOOPING, r"refuses: it takes longer than 0\.2 s"),
-        (DOUBLING, r"refuses: it asks for more than 0\.3 GB of memory"),
-        ("{{ 'x' * 99999999999 }}", r"refuses: it asks for more than 0\.3 GB of memory"),
-        (
-            "{{ messages[0].content * 1000 }}",
-            "makes 9000 characters of a conversation, at most 4096",
-        ),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses: maximum recursion depth"),
+        (LOOPING, "data.template_takes_long"),
+        (DOUBLING, "data.template_takes_memory"),
+        ("{{ 'x' * 99999999999 }}", "data.template_takes_memory"),
+        ("{{ messages[0].content * 1000 }}", "data.template_writes_much"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "data.template_recurses"),
     ],
     ids=["loops", "doubles", "multiplies", "much", "itself"],
 )
 def test_a_template_is_a_program_and_kept_within_bounds(
-    template: str, said: str, monkeypatch: pytest.MonkeyPatch
+    template: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "drafttrain.data.template.MOST_SECONDS", 0.2 if template == LOOPING else 5.0
@@ -143,13 +147,13 @@ def test_a_template_is_a_program_and_kept_within_bounds(
     monkeypatch.setattr("drafttrain.data.template.MOST_MEMORY", 300 << 20)
     monkeypatch.setattr("drafttrain.data.template.MOST_CHARACTERS", 4096)
     before = signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=said(fault)):
         pieces(template).before_user()
     assert (signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)) == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-def test_a_timer_that_runs_already_is_left_alone() -> None:
+def test_a_timer_that_runs_already_is_not_touched() -> None:
     rung: list[int] = []
     before = signal.signal(signal.SIGALRM, lambda number, frame: rung.append(number))
     try:
@@ -176,7 +180,7 @@ def test_a_tokenizer_that_fails_on_a_text_says_so() -> None:
 
     for error in (PanicException("index out of bounds"), ValueError("index out of bounds")):
         chat.tokenizer = broken(error)
-        with pytest.raises(InputError, match="the tokenizer refuses: index out of bounds"):
+        with pytest.raises(InputError, match=said("data.tokenizer_refuses")):
             chat.encode("a")
     chat.tokenizer = broken(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
@@ -186,11 +190,11 @@ def test_a_tokenizer_that_fails_on_a_text_says_so() -> None:
 
 
 def test_a_target_without_a_template_says_so() -> None:
-    with pytest.raises(InputError, match="without a tokenizer"):
+    with pytest.raises(InputError, match=said("data.no_tokenizer")):
         ChatPieces(None, (2,))
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(InputError, match="no chat template"):
+    with pytest.raises(InputError, match=said("data.no_template")):
         ChatPieces(tokenizer, (2,))
 
 

@@ -44,7 +44,7 @@ def random_set(
     return folder
 
 
-def partial_pass(
+def started_store(
     target: Target,
     data: ConversationData,
     out: Path,
@@ -80,7 +80,7 @@ def make_store(
     **settings: Any,
 ) -> Path:
     """A finished store of several shards. `read` stands in for the target's pass."""
-    folder, plan, recorded = partial_pass(target, data, out, **settings)
+    folder, plan, recorded = started_store(target, data, out, **settings)
     journal = folder.open_journal(0)
     for _ in folder.fill(
         plan,

@@ -64,8 +64,8 @@ def test_a_token_does_not_depend_on_its_neighbours(name: str) -> None:
     code, values = ENCODINGS[name], vectors()
     codes, scales = code.encode(values)
     for place in (0, 1, 5):
-        alone, own = code.encode(values[place : place + 1])
-        assert torch.equal(alone.view(torch.uint8), codes[place : place + 1].view(torch.uint8))
+        single, own = code.encode(values[place : place + 1])
+        assert torch.equal(single.view(torch.uint8), codes[place : place + 1].view(torch.uint8))
         assert scales is None or (own is not None and torch.equal(own[0], scales[place]))
     shaped = code.decode(codes.view(4, 16, 48), None if scales is None else scales.view(4, 16))
     assert torch.equal(shaped.view(64, 48), code.decode(codes, scales))

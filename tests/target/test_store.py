@@ -23,7 +23,8 @@ from drafttrain.target.filling import Batches
 from drafttrain.target.model import Target
 from drafttrain.target.store import Store, digest_of
 from drafttrain.target.stored import StoredFeatures, gives_last
-from tests.target.stores import make_store, partial_pass, random_set
+from tests.messages import said
+from tests.target.stores import make_store, random_set, started_store
 from tests.training.parts import tiny
 
 BOTH = Needs(last_hidden=True, layers=(0, 1))
@@ -53,7 +54,7 @@ def kept(target: Target, data: ConversationData, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture
 def store(target: Target, data: ConversationData, tmp_path: Path) -> Path:
-    """One that a test may damage: last hidden states alone."""
+    """One that a test may damage: only last hidden states."""
     return make_store(target, data, tmp_path / "store")
 
 
@@ -164,8 +165,8 @@ def test_the_last_hidden_state_is_made_of_the_last_layer(
     for places in EpochSampler(data.lengths, batch_tokens=64).batches(1):
         assert_same(source.features(data.batch(places)), reference.features(data.batch(places)))
     assert "recomputed from layer 1" in source.describe()
-    alone = StoredFeatures(target, ONE, data=data, path=path).features(data.batch([0]))
-    assert alone.last_hidden is not None and not alone.layers
+    one = StoredFeatures(target, ONE, data=data, path=path).features(data.batch([0]))
+    assert one.last_hidden is not None and not one.layers
 
 
 def test_a_norm_that_does_not_make_it_is_noticed(
@@ -180,9 +181,7 @@ def test_a_norm_that_does_not_make_it_is_noticed(
 
     other.base.register_forward_hook(twice)
     assert not gives_last(other)
-    with pytest.raises(
-        InputError, match="lacks the last hidden state, which this drafter reads; it has layer 1"
-    ):
+    with pytest.raises(InputError, match=said("target.store_lacks_last")):
         StoredFeatures(other, ONE, data=data, path=path)
 
 
@@ -192,11 +191,11 @@ def test_rows_may_be_cut_shorter_and_rows_left_out(
 ) -> None:
     fewer = ConversationData(set_at, max_length=16, limit_rows=5)
     source = StoredFeatures(target, BOTH, data=fewer, path=kept)
-    whole = StoredFeatures(target, BOTH, data=data, path=kept)
+    uncut = StoredFeatures(target, BOTH, data=data, path=kept)
     for place in range(len(fewer)):
         batch = fewer.batch([place])
         found = source.features(batch)
-        right = whole.features(data.batch([data.indices.index(fewer.indices[place])]))
+        right = uncut.features(data.batch([data.indices.index(fewer.indices[place])]))
         assert (
             found.last_hidden is not None
             and right.last_hidden is not None
@@ -209,7 +208,9 @@ def test_a_drafter_that_needs_nothing_reads_nothing(
     target: Target, data: ConversationData, kept: Path
 ) -> None:
     source = StoredFeatures(target, Needs(), data=data, path=kept)
-    assert source.features(data.batch([0])) == Features() and "text alone" in source.describe()
+    assert (
+        source.features(data.batch([0])) == Features() and "only from the text" in source.describe()
+    )
 
 
 # --- what is foreign or lacking -------------------------------------------------------------------
@@ -219,40 +220,33 @@ def test_what_the_store_is_not_of_is_refused(
     target: Target, set_at: Path, data: ConversationData, kept: Path, store: Path, tmp_path: Path
 ) -> None:
     def refused(
-        said: str,
+        fault: str,
         *,
         of: Target = target,
         needs: Needs = ONE,
         rows: ConversationData = data,
         path: Path = kept,
     ) -> None:
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=said(f"target.store_{fault}")):
             StoredFeatures(of, needs, data=rows, path=path)
 
     sizes: dict[str, Any] = {"layers": 2, "width": 32, "vocab_size": 256}
-    refused(r"belongs to another target \(weights", of=load.tiny(**sizes, seed=1))
-    refused(
-        r"another target \(dtype float32 there, bfloat16 here\)",
-        of=load.tiny(**sizes, dtype="bfloat16"),
-    )
-    refused(
-        "of another conversation set",
-        rows=ConversationData(random_set(target, tmp_path / "set", seed=1)),
-    )
-    wanted = r"lacks layer 1, .* it has the last hidden state: .* last_hidden=true layers=\[1\]"
-    refused(wanted, needs=Needs(True, (1,)), path=store)
-    refused(r"layer 2 asked for; target .* has layers 0\.\.1", needs=Needs(layers=(2,)))
+    refused("of_other_weights", of=load.tiny(**sizes, seed=1))
+    refused("of_another_dtype", of=load.tiny(**sizes, dtype="bfloat16"))
+    refused("of_another_set", rows=ConversationData(random_set(target, tmp_path / "set", seed=1)))
+    refused("lacks_layer", needs=Needs(True, (1,)), path=store)
+    refused("without_such_layer", needs=Needs(layers=(2,)))
     few = ConversationData(set_at, limit_rows=4)
-    refused(r"lacks 8 of the 12 rows", path=make_store(target, few, tmp_path / "few"))
+    refused("lacks_rows", path=make_store(target, few, tmp_path / "few"))
     short = ConversationData(set_at, max_length=16)
-    wanted = r"holds 16 tokens of row \d+, \d+ are asked for: set data\.max_length=16"
-    refused(wanted, path=make_store(target, short, tmp_path / "cut"))
-    refused(r"not a finished store of features.*drafttrain\.capture", path=tmp_path)
-    partial_pass(target, data, tmp_path / "begun")
-    refused("not a finished store", path=tmp_path / "begun")
-    refused("is no store's, it lacks set, contents, batches", path=set_at)
-    with pytest.raises(InputError, match=r"features\.verify=perhaps: needs true or false"):
-        StoredFeatures(target, ONE, data=data, path=kept, verify="perhaps")  # type: ignore[arg-type]
+    refused("cuts_rows", path=make_store(target, short, tmp_path / "cut"))
+    refused("not_finished", path=tmp_path)
+    started_store(target, data, tmp_path / "started")
+    refused("not_finished", path=tmp_path / "started")
+    refused("of_another_kind", path=set_at)
+    odd: Any = "perhaps"
+    with pytest.raises(InputError, match=r"features\.verify=perhaps"):
+        StoredFeatures(target, ONE, data=data, path=kept, verify=odd)
 
 
 # --- what is damaged ------------------------------------------------------------------------------
@@ -315,19 +309,16 @@ def pipe(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "cut": (cut, r"damaged \(\d+ bytes instead of \d+\)"),
-    "emptied": (emptied, "its header cannot be read"),
-    "flipped": (flipped, "its checksum is another"),
-    "lost": (lost, "cannot be read"),
-    "a pipe": (pipe, "is no file"),
-    "exchanged": (exchanged, "another shard of this one"),
-    "long header": (long_header, "claims 1099511627776 bytes"),
-    "no header": (no_header, "its header cannot be read"),
-    "other shape": (narrower, r"last_hidden is .*31\].*needs .*32\]"),
-    "other dtype": (
-        lambda path: saved_again(path, lambda value: value.half()),
-        "last_hidden is .*F16.*needs .*F32",
-    ),
+    "cut": (cut, "size"),
+    "emptied": (emptied, "header_unreadable"),
+    "flipped": (flipped, "checksum"),
+    "lost": (lost, "lost"),
+    "a pipe": (pipe, "no_file"),
+    "exchanged": (exchanged, "another_shard"),
+    "long header": (long_header, "long_header"),
+    "no header": (no_header, "header_unreadable"),
+    "other shape": (narrower, "narrower"),
+    "other dtype": (lambda path: saved_again(path, lambda value: value.half()), "half"),
 }
 
 
@@ -336,18 +327,17 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_a_damaged_shard_is_refused(
     target: Target, data: ConversationData, store: Path, kind: str
 ) -> None:
-    harm, said = DAMAGE[kind]
-    StoredFeatures(
-        target, ONE, data=data, path=store
-    )  # It was whole, and had been read through, when the damage came.
+    harm, fault = DAMAGE[kind]
+    # It was intact, and had been read through, when the damage came.
+    StoredFeatures(target, ONE, data=data, path=store)
     harm(store)
-    with pytest.raises(InputError, match=said) as refused:
+    with pytest.raises(InputError, match=said(f"target.shard_{fault}")) as refused:
         StoredFeatures(target, ONE, data=data, path=store)
     assert "run the same capture again" in str(refused.value) and "shard-00001.safetensors" in str(
         refused.value
     )
     if kind != "flipped":
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=said(f"target.shard_{fault}")):
             StoredFeatures(target, ONE, data=data, path=store, verify=False)
 
 
@@ -382,51 +372,36 @@ def with_a_row_twice(manifest: dict[str, Any]) -> None:
 
 
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "outside": (
-        set_in("shards", 1, "file", "../shard-00001.safetensors"),
-        "its file's name is shard-00001.safetensors",
-    ),
-    "absolute": (
-        set_in("shards", 0, "file", "/etc/passwd"),
-        "its file's name is shard-00000.safetensors",
-    ),
-    "missing row": (without_a_row, "its shards have 11 rows"),
-    "row twice": (with_a_row_twice, "a row is named twice"),
-    "negative row": (set_in("shards", 0, "rows", 0, -1), "rows and lengths of shard 0"),
-    "huge length": (set_in("shards", 0, "lengths", 0, 1 << 60), "rows and lengths of shard 0"),
-    "long row": (set_in("shards", 0, "lengths", 0, (1 << 32) - 1), "set says otherwise"),
-    "float length": (set_in("shards", 0, "lengths", 0, 1.5), "rows and lengths of shard 0"),
-    "no rows": (set_in("shards", 0, "rows", []), "rows and lengths of shard 0"),
-    "no shards": (set_in("shards", []), "no shards"),
-    "shards of text": (set_in("shards", "all"), "no shards"),
-    "no checksum": (set_in("shards", 0, "sha256", "x"), "shard 0 is not file, sha256"),
-    "huge width": (set_in("contents", "width", (1 << 32) - 1), "the target's width is 32"),
-    "wider": (set_in("contents", "width", 1 << 70), "contents are not width"),
-    "other layers": (
-        set_in("contents", "layers", [5]),
-        r"layer 5 asked for; target .* has layers 0\.\.1",
-    ),
-    "many layers": (
-        set_in("contents", "layers", list(range(100_000))),
-        r"layer 2 asked for; target .* has layers 0\.\.1",
-    ),
-    "layers twice": (set_in("contents", "layers", [1, 1]), "contents are not width"),
-    "nothing kept": (set_in("contents", "last_hidden", False), "contents are not width"),
-    "encoding": (
-        set_in("contents", "encoding", "int4"),
-        "encoding int4; known are float32, bf16, int8, fp8",
-    ),
-    "another encoding": (set_in("contents", "encoding", "bf16"), "a shard of another store"),
-    "encoding of lists": (set_in("contents", "encoding", ["bf16"]), "known are float32"),
-    "batches": (set_in("batches", "seed", 1), "a shard of another store"),
-    "fingerprint": (set_in("target", "fingerprint", "none"), "no target.fingerprint"),
+    "outside": (set_in("shards", 1, "file", "../shard-00001.safetensors"), "shard_name"),
+    "absolute": (set_in("shards", 0, "file", "/etc/passwd"), "shard_name"),
+    "missing row": (without_a_row, "manifest_counts"),
+    "row twice": (with_a_row_twice, "manifest_row_twice"),
+    "negative row": (set_in("shards", 0, "rows", 0, -1), "manifest_rows"),
+    "huge length": (set_in("shards", 0, "lengths", 0, 1 << 60), "manifest_rows"),
+    "long row": (set_in("shards", 0, "lengths", 0, (1 << 32) - 1), "manifest_counts"),
+    "float length": (set_in("shards", 0, "lengths", 0, 1.5), "manifest_rows"),
+    "no rows": (set_in("shards", 0, "rows", []), "manifest_rows"),
+    "manifest_no_shards": (set_in("shards", []), "manifest_no_shards"),
+    "shards of text": (set_in("shards", "all"), "manifest_no_shards"),
+    "no checksum": (set_in("shards", 0, "sha256", "x"), "manifest_shard"),
+    "huge width": (set_in("contents", "width", (1 << 32) - 1), "store_of_another_width"),
+    "wider": (set_in("contents", "width", 1 << 70), "manifest_contents"),
+    "other layers": (set_in("contents", "layers", [5]), "store_without_such_layer"),
+    "many layers": (set_in("contents", "layers", list(range(100_000))), "store_without_such_layer"),
+    "layers twice": (set_in("contents", "layers", [1, 1]), "manifest_contents"),
+    "nothing kept": (set_in("contents", "last_hidden", False), "manifest_contents"),
+    "encoding": (set_in("contents", "encoding", "int4"), "manifest_encoding"),
+    "another encoding": (set_in("contents", "encoding", "bf16"), "shard_another_shard"),
+    "encoding of lists": (set_in("contents", "encoding", ["bf16"]), "manifest_encoding"),
+    "batches": (set_in("batches", "seed", 1), "shard_another_shard"),
+    "fingerprint": (set_in("target", "fingerprint", "none"), "manifest_fingerprint"),
     "fingerprint of numbers": (
         set_in("target", "fingerprint", {"weights": 3}),
-        "no target.fingerprint",
+        "manifest_fingerprint",
     ),
-    "format": (set_in("format", 2), "format 2 of stores, this version reads 1"),
-    "format of truth": (set_in("format", True), "format True of stores"),
-    "no contents": (set_in("contents", 3), "is no store's, it lacks contents"),
+    "format": (set_in("format", 2), "manifest_format"),
+    "format of truth": (set_in("format", True), "manifest_format"),
+    "no contents": (set_in("contents", 3), "manifest_lacks_contents"),
 }
 
 
@@ -434,9 +409,9 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 def test_a_hostile_manifest_is_refused(
     target: Target, data: ConversationData, store: Path, kind: str
 ) -> None:
-    change, said = HOSTILE[kind]
+    change, fault = HOSTILE[kind]
     changed(store, change)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=said(f"target.{fault}")):
         StoredFeatures(target, ONE, data=data, path=store)
 
 
@@ -461,10 +436,10 @@ def test_a_manifest_with_a_flipped_letter_and_one_that_is_too_large(
         if '"tokens": 1' in text
         else text.replace("tiny", "tony", 1)
     )
-    with pytest.raises(InputError, match="its checksum is another"):
+    with pytest.raises(InputError, match=said("target.manifest_checksum")):
         StoredFeatures(target, ONE, data=data, path=store)
     os.truncate(path, 100 << 20)
-    with pytest.raises(InputError, match="104857600 bytes: not a manifest"):
+    with pytest.raises(InputError, match=said("target.manifest_too_large")):
         StoredFeatures(target, ONE, data=data, path=store)
 
 
@@ -485,11 +460,11 @@ def test_features_that_are_not_finite_name_their_rows(
 
     path = make_store(target, data, tmp_path / "store", encoding=encoding, read=read, shard_mb=None)
     named = ", ".join(map(str, sorted(poisoned)))
-    with pytest.raises(InputError, match=f"rows {named} are not finite"):
+    with pytest.raises(InputError, match=f"rows {named} {said('target.not_finite')}"):
         StoredFeatures(target, ONE, data=data, path=path)
     source = StoredFeatures(target, ONE, data=data, path=path, verify=False)
     source.features(data.batch([0, 1]))
-    with pytest.raises(InputError, match=f"rows {data.indices[7]} are not finite"):
+    with pytest.raises(InputError, match=f"rows {data.indices[7]} {said('target.not_finite')}"):
         source.features(data.batch([6, 7]))
 
 
@@ -500,7 +475,7 @@ def test_a_batch_that_the_disk_lost_is_read_again_and_no_other(
     target: Target, data: ConversationData, tmp_path: Path
 ) -> None:
     """As after a power failure: the journal names a batch whose bytes are not there."""
-    folder, plan, settings = partial_pass(target, data, tmp_path / "store", shard_mb=None)
+    folder, plan, settings = started_store(target, data, tmp_path / "store", shard_mb=None)
     seen: list[list[int]] = []
 
     def read(batch: Batch) -> Mapping[str | int, Tensor]:
@@ -516,7 +491,7 @@ def test_a_batch_that_the_disk_lost_is_read_again_and_no_other(
     assert [path.name for path in folder.path.glob("shard*")] == ["shard-00000.safetensors.part"]
     part = folder.path / "shard-00000.safetensors.part"
     layout = plan.layout(plan.shards[0])
-    assert part.stat().st_size == layout.size  # Its whole room is taken from the start.
+    assert part.stat().st_size == layout.size  # All of its room is taken from the start.
     content = bytearray(part.read_bytes())
     second = sum(data.lengths[i] for i in plan.batches[0][0])
     content[layout.pieces[LAST].start + second * 4 * target.width] ^= 1
@@ -533,17 +508,17 @@ def test_a_batch_that_the_disk_lost_is_read_again_and_no_other(
     assert tokens == data.tokens - read_before + sum(data.lengths[i] for i in plan.batches[0][1])
     folder.finish(plan, settings, {})
     folder.clear()
-    whole = make_store(target, data, tmp_path / "whole", shard_mb=None)
+    calm = make_store(target, data, tmp_path / "calm", shard_mb=None)
     assert (folder.path / "shard-00000.safetensors").read_bytes() == (
-        whole / "shard-00000.safetensors"
+        calm / "shard-00000.safetensors"
     ).read_bytes()
-    assert Store(folder.path).digest == Store(whole).digest
+    assert Store(folder.path).digest == Store(calm).digest
 
 
 def test_a_damaged_journal_names_file_and_line(
     target: Target, data: ConversationData, tmp_path: Path
 ) -> None:
-    folder, _, _ = partial_pass(target, data, tmp_path / "store")
+    folder, _, _ = started_store(target, data, tmp_path / "store")
     for line in (
         '{"batch":-1,"crc":3}',
         '{"batch":1}',
@@ -552,41 +527,39 @@ def test_a_damaged_journal_names_file_and_line(
         "nothing",
     ):
         (folder.path / "journal-0003.jsonl").write_text('{"batch":0,"crc":3}\n' + line + "\n")
-        with pytest.raises(InputError, match=r"journal-0003\.jsonl, line 2 is damaged"):
+        with pytest.raises(InputError, match=r"journal-0003\.jsonl, line 2"):
             folder.progress()
 
 
 def test_a_folder_that_is_not_its_own_is_refused(
     target: Target, data: ConversationData, tmp_path: Path
 ) -> None:
-    folder, _, _ = partial_pass(target, data, tmp_path / "store")
+    folder, _, _ = started_store(target, data, tmp_path / "store")
     (folder.path / "shard-00000.safetensors.part").write_text("")
     folder.check(resume=True)
     with pytest.raises(InputError, match="resume=false"):
         folder.check(resume=False)
     (folder.path / "settings.json").unlink()
-    with pytest.raises(
-        InputError, match=r"holds shard-00000\.safetensors\.part without settings\.json"
-    ):
+    with pytest.raises(InputError, match=r"shard-00000\.safetensors\.part .* settings\.json"):
         folder.check(resume=True)
     (folder.path / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match=r"other files \(notes\.txt\)"):
+    with pytest.raises(InputError, match=r"out=.*\(notes\.txt\)"):
         folder.check(resume=True)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "named"),
     [
-        ({"batch_tokens": None}, "give batch_tokens or batch_rows"),
-        ({"batch_tokens": 0}, "batch_tokens=0: needs a whole number"),
-        ({"batch_rows": 1.5}, r"batch_rows=1\.5: needs a whole number"),
-        ({"seed": -1}, "seed=-1: needs a whole number"),
-        ({"shard_mb": 0}, "shard_mb=0: needs a number above 0"),
-        ({"shard_mb": "big"}, "shard_mb=big: needs a number above 0"),
-        ({"shard_mb": True}, "shard_mb=True: needs a number above 0"),
+        ({"batch_tokens": None}, "batch_tokens or batch_rows"),
+        ({"batch_tokens": 0}, "batch_tokens=0"),
+        ({"batch_rows": 1.5}, r"batch_rows=1\.5"),
+        ({"seed": -1}, "seed=-1"),
+        ({"shard_mb": 0}, "shard_mb=0"),
+        ({"shard_mb": "big"}, "shard_mb=big"),
+        ({"shard_mb": True}, "shard_mb=True"),
     ],
 )
-def test_settings_of_batches_are_checked(settings: dict[str, Any], said: str) -> None:
+def test_settings_of_batches_are_checked(settings: dict[str, Any], named: str) -> None:
     common: dict[str, Any] = {"batch_tokens": 64, "batch_rows": None, "seed": 0, "shard_mb": None}
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=named):
         Batches(**common | settings)

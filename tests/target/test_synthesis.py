@@ -16,10 +16,11 @@ import torch
 
 from drafttrain import synthesize as door
 from drafttrain.data.conversations import Journal, Row, read_journals, read_set, rows_of
-from drafttrain.data.prompts import Prompt
+from drafttrain.data.datamodule import set_folder
+from drafttrain.data.shapes import Prompt
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy
-from drafttrain.target import generation
+from drafttrain.target import generation, load
 from drafttrain.target.generation import Segment, choose
 from drafttrain.target.model import Target
 from drafttrain.target.synthesis import SynthesisConfig, synthesize
@@ -42,9 +43,15 @@ def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(**settings: Any) -> SynthesisConfig:
     common: dict[str, Any] = {
         "temperatures": [0.0],
+        "top_k": 0,
+        "top_p": 1.0,
         "max_answer": 24,
         "max_length": 160,
+        "turns": [1],
+        "user": Policy(1.0, 50, 0.95),
         "max_user": 32,
+        "system": None,
+        "seed": 0,
     }
     return SynthesisConfig(**(common | settings))
 
@@ -72,6 +79,7 @@ def arguments(folder: Path, out: Path, *more: str) -> list[str]:
         "target=hf",
         f"target.path={folder}",
         "target.device=cpu",
+        "target.dtype=float32",
         "slots=8",
         *SMALL,
         *more,
@@ -118,9 +126,9 @@ def test_batch_and_single_rows_give_the_same_text(
 
     monkeypatch.setattr(Target, "step", counted)
     single = written(target, prompts, tmp_path / "a", slots=1)
-    alone, passes = passes, 0
+    one_by_one, passes = passes, 0
     assert written(target, prompts, tmp_path / "b", slots=16) == single
-    assert passes < alone / 3  # What takes the time is passes, not rows.
+    assert passes < one_by_one / 3  # What takes the time is passes, not rows.
 
 
 @pytest.mark.field("F25")
@@ -130,7 +138,7 @@ def test_very_long_rows_are_read_in_this_process(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Twice, as with a warm cache; and beside threads of the tokenizer's own, where it may have
+    """Twice, as with a warm cache; and with threads of the tokenizer's own, where it may have
     some."""
     path = tmp_path / "long.jsonl"
     lines = [
@@ -168,12 +176,12 @@ def test_sampled_rows_do_not_depend_on_their_neighbours(target: Target, tmp_path
         "top_k": 20,
         "top_p": 0.9,
     }
-    alone = written(target, prompts, tmp_path / "a", slots=3, **settings)
-    assert written(target, prompts, tmp_path / "b", slots=11, **settings) == alone
-    assert {row.temperature for row in alone.values()} == {0.0, 0.7, 1.0}
-    assert {len(row.spans) for row in alone.values()} == {1, 2, 3}
+    few = written(target, prompts, tmp_path / "a", slots=3, **settings)
+    assert written(target, prompts, tmp_path / "b", slots=11, **settings) == few
+    assert {row.temperature for row in few.values()} == {0.0, 0.7, 1.0}
+    assert {len(row.spans) for row in few.values()} == {1, 2, 3}
     other = written(target, prompts, tmp_path / "c", slots=11, seed=1, **settings)
-    assert other != alone
+    assert other != few
 
 
 @pytest.mark.field("F05", "F06")
@@ -205,9 +213,9 @@ def test_several_turns_read_like_the_templates_own_rendering(
     messages = prompt.lead()
     for user, answer in zip(prompt.users, answers, strict=True):
         messages += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
-    whole = target.tokenizer.apply_chat_template(messages, tokenize=False)
-    assert whole == target.tokenizer.decode(list(row.ids)) + "\n"
-    assert whole.count("Be brief.") == 1
+    full = target.tokenizer.apply_chat_template(messages, tokenize=False)
+    assert full == target.tokenizer.decode(list(row.ids)) + "\n"
+    assert full.count("Be brief.") == 1
 
 
 @pytest.mark.field("F04")
@@ -223,7 +231,7 @@ def test_no_later_turn_where_the_template_shows_the_answer_otherwise(tmp_path: P
 
 
 @pytest.mark.field("F02")
-def test_a_row_the_template_refuses_leaves_the_others_alone(tmp_path: Path) -> None:
+def test_a_row_the_template_refuses_leaves_the_others_as_they_are(tmp_path: Path) -> None:
     template = (
         "{% if 'bad' in messages[-1].content %}{{ raise_exception('no bad words') }}{% endif %}"
         + CHATML
@@ -273,8 +281,8 @@ def test_an_interrupted_run_does_not_keep_half_rows(target: Target, tmp_path: Pa
         )
     rows = dict(journal.finished()[0])
     journal.close()
-    whole = written(target, [None] * 40, tmp_path / "whole", turns=[3])
-    assert rows and all(whole[number] == row for number, row in rows.items())
+    calm = written(target, [None] * 40, tmp_path / "calm", turns=[3])
+    assert rows and all(calm[number] == row for number, row in rows.items())
 
 
 @pytest.mark.parametrize(
@@ -298,7 +306,7 @@ def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
 
 
 def test_a_length_beyond_the_context_is_refused(target: Target, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="beyond the target's context of 512"):
+    with pytest.raises(InputError, match="max_length 4096"):
         written(target, [None], tmp_path, max_length=4096)
 
 
@@ -306,18 +314,18 @@ def test_a_length_beyond_the_context_is_refused(target: Target, tmp_path: Path) 
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def calm(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An undisturbed run of 60 self-written rows."""
-    out = tmp_path_factory.mktemp("whole") / "set"
+    out = tmp_path_factory.mktemp("calm") / "set"
     door.main(arguments(folder, out, "rows=60", "held_out=5"))
     return out
 
 
 @pytest.mark.field("F08")
 def test_the_set_says_how_it_was_made(
-    whole: Path, target: Target, capsys: pytest.CaptureFixture[str]
+    calm: Path, target: Target, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = read_set(whole)
+    found = read_set(calm)
     manifest = found.manifest
     assert manifest["target"]["fingerprint"] == target.fingerprint
     assert (
@@ -325,6 +333,7 @@ def test_the_set_says_how_it_was_made(
         and manifest["writing"]["seed"] == 0
     )
     assert manifest["prompts"] == {"kind": "self"} and manifest["held_out"] == 5
+    assert manifest["dtype"] == "float32" and "the same after a kill" in manifest["reproducible"]
     assert (
         sum(manifest["supervised_by_temperature"].values())
         == manifest["supervised_tokens"]
@@ -333,7 +342,7 @@ def test_the_set_says_how_it_was_made(
     skipped = {number for numbers in manifest["not_written"].values() for number in numbers}
     assert skipped | set(found.rows.tolist()) == set(range(60))
     assert 0 < manifest["reencoding_would_change_rows"] <= len(found)
-    assert sorted(path.name for path in whole.iterdir()) == [
+    assert sorted(path.name for path in calm.iterdir()) == [
         "conversations.safetensors",
         "manifest.json",
         "settings.json",
@@ -342,15 +351,14 @@ def test_the_set_says_how_it_was_made(
 
 @pytest.mark.field("F22")
 def test_a_finished_set_is_not_written_again_but_can_grow(
-    folder: Path, whole: Path, tmp_path: Path
+    folder: Path, calm: Path, tmp_path: Path
 ) -> None:
-    before = contents(whole)
+    before = contents(calm)
     out = tmp_path / "set"
     door.main(arguments(folder, out, "rows=25"))
     small = contents(out)
-    journal = Journal(
-        out, rank=7
-    )  # What was finished must not be written by anybody: it would differ from this.
+    # What was finished must not be written by anybody: it would differ from this.
+    journal = Journal(out, rank=7)
     journal.add(fake := Row(30, (5, 6, 2), ((1, 3),), ("stop",)))
     journal.close()
     door.main(arguments(folder, out, "rows=60"))
@@ -364,14 +372,58 @@ def test_a_finished_set_is_not_written_again_but_can_grow(
     assert len(contents(out)) == len(grown) + 1  # A lower limit loses nothing.
 
 
-def test_other_settings_are_refused_with_what_differs(
-    folder: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_rows_are_written_in_float32_on_a_cpu(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    before = (whole / "conversations.safetensors").read_bytes()
+    """Where target.dtype is left at auto, whatever the machine is fastest in."""
+    monkeypatch.setenv("DRAFTTRAIN_AUTO_DTYPE", "bfloat16")
+    assert load.resolve_dtype("auto", torch.device("cpu"), "throughput") == torch.bfloat16
+    out = tmp_path / "set"
+    door.main(arguments(folder, out, "rows=6", "target.dtype=auto"))
+    assert read_set(out).manifest["dtype"] == "float32"
+    assert "neighbours" not in capsys.readouterr().err
+    door.main(arguments(folder, tmp_path / "named", "rows=6"))
+    assert contents(out) == contents(tmp_path / "named")
+    assert door.default_dtype("meta") == "bfloat16"  # Not a CPU: auto stays auto.
+
+
+def test_low_precision_is_named_in_manifest_and_console(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "set"
+    door.main(arguments(folder, out, "rows=6", "target.dtype=bfloat16"))
+    manifest, err = read_set(out).manifest, capsys.readouterr().err
+    assert manifest["dtype"] == manifest["target"]["fingerprint"]["dtype"] == "bfloat16"
+    assert "depend on their neighbours" in manifest["reproducible"]
+    assert err.count("depend on their neighbours") == 1
+    assert err.index("neighbours") < err.index("writes 6 of 6 rows")
+    door.main(arguments(folder, out, "rows=8", "target.dtype=auto"))  # It grows in its own dtype.
+    assert read_set(out).manifest["dtype"] == "bfloat16"
+
+
+def test_a_set_of_an_earlier_version_is_read_and_grows(folder: Path, tmp_path: Path) -> None:
+    """Its manifest does not say whether its rows are reproducible."""
+    out = tmp_path / "set"
+    door.main(arguments(folder, out, "rows=10"))
+    manifest = json.loads((out / "manifest.json").read_text())
+    older = {key: manifest[key] for key in manifest if key not in ("dtype", "reproducible")}
+    (out / "manifest.json").write_text(json.dumps(older))
+    assert read_set(out).manifest == older
+    before = contents(out)
+    door.main(arguments(folder, out, "rows=20"))
+    assert contents(out)[: len(before)] == before
+    assert read_set(out).manifest["reproducible"] == manifest["reproducible"]
+    assert "reproducible" not in read_set(set_folder("builtin:smollm2")).manifest
+
+
+def test_other_settings_are_refused_with_what_differs(
+    folder: Path, calm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (calm / "conversations.safetensors").read_bytes()
 
     def refused(*more: str) -> str:
         with pytest.raises(SystemExit) as caught:
-            door.main(arguments(folder, whole, *more))
+            door.main(arguments(folder, calm, *more))
         assert caught.value.code == 2
         return capsys.readouterr().err
 
@@ -385,7 +437,7 @@ def test_other_settings_are_refused_with_what_differs(
     assert "weights" in refused("rows=70", f"target.path={other}")
     other = save_target(tiny_chat_target(ALTERNATING), tmp_path / "template")
     assert "chat_template" in refused(f"target.path={other}")
-    assert (whole / "conversations.safetensors").read_bytes() == before
+    assert (calm / "conversations.safetensors").read_bytes() == before
 
 
 def test_prompts_beyond_the_models_vocabulary_are_left_out(tmp_path: Path) -> None:
@@ -437,8 +489,8 @@ def test_what_no_setting_can_be(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
         door.main([*arguments(folder, tmp_path / "out", "rows=2", *more)])
-    told = capsys.readouterr().err.strip()
-    assert caught.value.code == 2 and re.search(said, told) and "\n" not in told
+    err = capsys.readouterr().err.strip()
+    assert caught.value.code == 2 and re.search(said, err) and "\n" not in err
     assert not list(tmp_path.iterdir())
 
 
@@ -448,7 +500,7 @@ def one_prompt(folder: Path) -> Path:
     return path
 
 
-def test_a_refused_target_leaves_nothing_behind(
+def test_a_refused_target_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -523,7 +575,7 @@ def test_nothing_left_stops_before_the_target_is_loaded(
 @pytest.mark.field("F04")
 def test_preview_shows_tokens_and_mask(
     folder: Path,
-    whole: Path,
+    calm: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -531,13 +583,13 @@ def test_preview_shows_tokens_and_mask(
     monkeypatch.setattr(
         "drafttrain.target.load.hf", lambda **_: pytest.fail("the target was loaded")
     )
-    before = sorted(path.name for path in whole.iterdir())
-    door.main(arguments(folder, whole, "preview=2"))
+    before = sorted(path.name for path in calm.iterdir())
+    door.main(arguments(folder, calm, "preview=2"))
     out = capsys.readouterr().out
-    rows = contents(whole)[:2]
+    rows = contents(calm)[:2]
     assert out.count("│ yes") == sum(row.supervised for row in rows)
     assert out.count("│ no") == sum(len(row.ids) - row.supervised for row in rows)
-    assert "<|im_end|>" in out and sorted(path.name for path in whole.iterdir()) == before
+    assert "<|im_end|>" in out and sorted(path.name for path in calm.iterdir()) == before
     door.main(["target=hf", f"target.path={folder}", "preview=3"])
     assert "before every self-written user turn" in capsys.readouterr().out
     source = [
@@ -550,32 +602,32 @@ def test_preview_shows_tokens_and_mask(
     assert "row 1: prompt of" in out and "│ yes" not in out and not (tmp_path / "none").exists()
 
 
-def test_journals_made_elsewhere_are_taken_over(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_journals_made_elsewhere_are_taken_over(folder: Path, calm: Path, tmp_path: Path) -> None:
     out = tmp_path / "set"
     for rank in range(2):
         journal = Journal(out, rank)
-        for row in contents(whole)[:20]:
+        for row in contents(calm)[:20]:
             if row.row % 2 == rank:
                 journal.add(row)
         journal.close()
     with pytest.raises(SystemExit):
         door.main(arguments(folder, out, "rows=60"))
     door.main(arguments(folder, out, "rows=60", "adopt=true"))
-    assert contents(out) == contents(whole)
+    assert contents(out) == contents(calm)
 
 
 @pytest.mark.field("F22")
 @pytest.mark.processes
 def test_a_kill_loses_doubles_and_recomputes_nothing(
-    folder: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, calm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed, then broken off once more, then left alone."""
+    """Killed, then broken off once more, then not disturbed."""
     out = tmp_path / "set"
     given = arguments(folder, out, "rows=60", "held_out=5", "keep_journal=true", "slots=3")
     journal = out / "journal-0000.jsonl"
 
     def lines() -> bytes:
-        """Those that are whole."""
+        """Those that are complete."""
         content = journal.read_bytes() if journal.exists() else b""
         return content[: content.rfind(b"\n") + 1]
 
@@ -603,30 +655,30 @@ def test_a_kill_loses_doubles_and_recomputes_nothing(
     assert journal.read_bytes().startswith(kept)
     numbers = [json.loads(line)["row"] for line in journal.read_text().splitlines()]
     assert sorted(numbers) == list(range(60))
-    assert contents(out) == contents(whole)
+    assert contents(out) == contents(calm)
 
 
 @pytest.mark.processes
-def test_two_processes_write_the_rows_of_one(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_two_processes_write_the_rows_of_one(folder: Path, calm: Path, tmp_path: Path) -> None:
     out = tmp_path / "set"
     said = pair(
         door.main,
         arguments(folder, out, "rows=60", "held_out=5", "keep_journal=true"),
         said=tmp_path / "said",
     )
-    assert contents(out) == contents(whole)
+    assert contents(out) == contents(calm)
     for r in range(2):
         lines = (out / f"journal-{r:04d}.jsonl").read_text().splitlines()
         assert sorted(json.loads(line)["row"] for line in lines) == list(range(r, 60, 2))
-    assert read_journals(out)[0].keys() == {row.row for row in contents(whole)}
+    assert read_journals(out)[0].keys() == {row.row for row in contents(calm)}
     assert "conversations" in said[0] and "conversations" not in said[1]
 
 
 @pytest.mark.parametrize(
     "policy", [Policy(1.0), Policy(0.7, 5), Policy(1.3, 0, 0.8), Policy(1.0, 6, 0.7)]
 )
-def test_chosen_tokens_follow_the_policys_law(policy):
-    """The shortcut that looks at the likeliest tokens only draws from the same law as
+def test_chosen_tokens_follow_the_policys_distribution(policy):
+    """The shortcut that looks only at the most likely tokens draws from the same distribution as
     `Policy.probs`."""
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(2))
     grid = 20_000

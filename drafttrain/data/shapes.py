@@ -1,0 +1,200 @@
+"""The shapes that a row of prompts may have, and the user's side of a row of any of them.
+
+    conversations: [{"from": "human", "value": ...}, ...]
+        ShareGPT; further roles: user, gpt, assistant, system
+    messages: [{"role": "user", "content": ...}, ...]
+        OpenAI; content may be a list of text parts
+    prompt: "..." or ["first turn", "second turn"]
+        or a list of messages; a completion is left out
+    turns: ["first turn", "second turn"]
+    instruction: "...", input: "..."
+        joined by an empty line; an output is left out
+
+each with an optional `system` text. Answers are left out. A row with only a `text` is refused,
+because it does not say where the prompt ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from drafttrain.checks import shown
+from drafttrain.errors import InputError
+
+SHAPES = (
+    "conversations [{from, value}]",
+    "messages [{role, content}]",
+    "prompt (text, list of turns, or messages)",
+    "turns [text]",
+    "instruction (+ input)",
+)
+COLUMNS = ("conversations", "messages", "prompt", "turns", "instruction", "input", "system")
+_USER = {"user", "human", "prompter"}
+_ASSISTANT = {"assistant", "gpt", "model", "bot", "chatgpt", "bard", "bing"}
+_SYSTEM = {"system", "developer"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The user's side of one conversation."""
+
+    users: tuple[str, ...]
+    """User turns in order, at least one."""
+    system: str | None = None
+
+    def lead(self) -> list[dict[str, str]]:
+        return [{"role": "system", "content": self.system}] if self.system else []
+
+
+class Unusable(Exception):
+    """A row that cannot be used; `messages` are its turns where they could be read."""
+
+    def __init__(self, reason: str, messages: list[tuple[str, str]] | None = None) -> None:
+        super().__init__(reason)
+        self.reason, self.messages = reason, tuple(messages or ())
+
+
+class UnknownShape(Unusable):
+    """A row that has no column of any shape."""
+
+
+def parse(row: dict[str, Any], columns: dict[str, str] | None = None) -> Prompt:
+    """The user's side of one row. Raises an exception with a `reason` if it cannot be used."""
+    columns = columns or {}
+
+    def get(name: str) -> Any:
+        return row.get(columns.get(name, name))
+
+    system = get("system")
+    if system is not None and not isinstance(system, str):
+        raise Unusable("a system column that is not text")
+    for name in ("conversations", "messages", "turns", "prompt"):
+        value = get(name)
+        if value is None:
+            continue
+        if isinstance(value, str):
+            if name != "prompt":
+                raise Unusable(f"{name}: not a list")
+            return _from_messages([("user", value)], system)
+        return _from_messages(_turns(value, name), system)
+    instruction = get("instruction")
+    if instruction is not None:
+        more = get("input")
+        if not isinstance(instruction, str) or not isinstance(more, str | None):
+            raise Unusable("an instruction or input that is not text")
+        text = f"{instruction}\n\n{more}" if more and more.strip() else instruction
+        return _from_messages([("user", text)], system)
+    if any(columns.get(name, name) in row for name in COLUMNS[:-2]):
+        raise Unusable("an empty prompt column")
+    raise UnknownShape("no prompt column")
+
+
+def _turns(value: Any, name: str) -> list[tuple[str, str]]:
+    """(role, content) of a list of turns or messages."""
+    if isinstance(value, dict) and value and all(isinstance(part, list) for part in value.values()):
+        # A data set may keep a list of objects as an object of lists.
+        value = [
+            dict(zip(value, parts, strict=True)) for parts in zip(*value.values(), strict=False)
+        ]
+    if not isinstance(value, list):
+        raise Unusable(f"{name}: not a list")
+    found: list[tuple[str, str]] = []
+    for turn in value:
+        if isinstance(turn, str) and name in ("prompt", "turns"):
+            found.append(("user", turn))
+            continue
+        if not isinstance(turn, dict):
+            raise Unusable("a turn that is not an object")
+        said = next((turn[key] for key in ("from", "role") if isinstance(turn.get(key), str)), None)
+        if said is None:
+            raise Unusable("a turn without a role")
+        role = said.strip().lower()
+        for known, names in (("user", _USER), ("assistant", _ASSISTANT), ("system", _SYSTEM)):
+            role = known if role in names else role
+        if role not in ("user", "assistant", "system"):
+            raise Unusable(f"a turn of role {said[:40]}")
+        content = next(
+            (turn[key] for key in ("value", "content", "text") if turn.get(key) is not None), None
+        )
+        if role == "assistant":
+            content = content if isinstance(content, str) else ""  # Left out anyway.
+        found.append((role, _text(content)))
+    if all(isinstance(turn, str) for turn in value):
+        return _answered(found)
+    return found
+
+
+def _answered(users: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """A list of user turns is a conversation with the answers left out."""
+    return [turn for user in users for turn in (user, ("assistant", ""))]
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        parts = []
+        for part in content:
+            if (
+                isinstance(part, dict)
+                and part.get("type", "text") == "text"
+                and isinstance(part.get("text"), str)
+            ):
+                parts.append(part["text"])
+            else:
+                raise Unusable("content that is not text")
+        return "".join(parts)
+    if not isinstance(content, str):
+        raise Unusable("content that is not text")
+    return content
+
+
+def _from_messages(messages: list[tuple[str, str]], system: str | None) -> Prompt:
+    leading = 0
+    while leading < len(messages) and messages[leading][0] == "system":
+        leading += 1
+    system = system if system and system.strip() else None
+    turns = messages[leading:]
+    if not messages:
+        raise Unusable("empty conversation")
+    if leading > 1:
+        raise Unusable("several system messages", messages)
+    if not any(role == "user" for role, _ in turns):
+        raise Unusable("no user turn", messages)
+    if turns[0][0] == "assistant":
+        raise Unusable("starts with an assistant turn", messages)
+    if any(role == "system" for role, _ in turns):
+        raise Unusable("a system message after the first turn", messages)
+    if leading and messages[0][1].strip():
+        if system is not None and system.strip() != messages[0][1].strip():
+            raise Unusable("system column and system message differ", messages)
+        system = messages[0][1]
+    for (before, _), (role, _) in itertools.pairwise(turns):
+        if before == role:
+            raise Unusable(f"two {role} turns in a row", messages)
+    users = tuple(content for role, content in turns if role == "user")
+    if not all(user.strip() for user in users):
+        raise Unusable("an empty user turn", messages)
+    try:
+        "".join((*users, system or "")).encode()
+    except UnicodeEncodeError:
+        raise Unusable("text that is not Unicode (half of a surrogate pair)") from None
+    return Prompt(users, system)
+
+
+def named(columns: dict[str, Any]) -> dict[str, str]:
+    """Columns that are named otherwise than their shape."""
+    if not isinstance(columns, dict):
+        raise InputError(
+            f"prompts.columns={shown(columns)}: needs names of columns by their shape, such as "
+            f"{{prompt: question}}"
+        )
+    for name, column in columns.items():
+        if name not in COLUMNS:
+            listed = ", ".join(COLUMNS)
+            raise InputError(
+                f"prompts.columns.{name}: there is no such shape; columns can be named for {listed}"
+            )
+        if column is not None and not isinstance(column, str):
+            raise InputError(f"prompts.columns.{name}={shown(column)}: needs the name of a column")
+    return {name: column for name, column in columns.items() if column is not None}
