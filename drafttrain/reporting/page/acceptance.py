@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drafttrain.reporting.figures import row_label
-from drafttrain.reporting.page import drawings
+from drafttrain.reporting.page import branches, charts
 from drafttrain.reporting.page.markup import Content, Markup, element
 from drafttrain.reporting.page.parts import Row, absent, figure, figures, missing
 from drafttrain.reporting.page.tables import numbers, table
@@ -41,7 +41,7 @@ def positions(rows: Sequence[Row]) -> Content:
         )
         intervals, by_prompt = position_intervals(row)
         over_prompts.add(by_prompt)
-        drawing = drawings.positions(
+        drawing = charts.positions(
             f"accept@k of {label}", rates, intervals[: len(rates)], reach[: len(rates)]
         )
         drawn.append(figure(drawing, label, _extent(row)))
@@ -86,7 +86,7 @@ def trees(record: Record) -> Content:
             kept, offered = ([node[name] for node in counted] for name in ("kept", "offered"))
             drawn.append(
                 figure(
-                    drawings.tree(f"hit rates of {label}", shape, kept, offered),
+                    branches.tree(f"hit rates of {label}", shape, kept, offered),
                     label,
                     _extent(row),
                 )
@@ -97,7 +97,7 @@ def trees(record: Record) -> Content:
                 title = f"hit rates of {label} by position and rank"
                 coarse.append(
                     figure(
-                        drawings.grid(title, rates), f"{label}, by position and rank", _extent(row)
+                        branches.grid(title, rates), f"{label}, by position and rank", _extent(row)
                     )
                 )
     found: list[Content] = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drafttrain.reporting.page.drawings import is_wide
 from drafttrain.reporting.page.markup import Content, Markup, element
+from drafttrain.reporting.page.svg import is_wide
 
 Row = Mapping[str, Any]
 """A measured row, as a package's `metrics.json` has it, checked."""

@@ -10,7 +10,7 @@ from drafttrain.packaging.decoding import read_plan
 from drafttrain.packaging.manifest import DECODING
 from drafttrain.reporting.console import clock, room
 from drafttrain.reporting.figures import row_label
-from drafttrain.reporting.page import drawings
+from drafttrain.reporting.page import charts
 from drafttrain.reporting.page.acceptance import positions, trees
 from drafttrain.reporting.page.answers import answers
 from drafttrain.reporting.page.learning import learning
@@ -186,7 +186,7 @@ def intervals(rows: Sequence[Row]) -> Markup | None:
             if row[name] is not None
         ]
         if found:
-            drawing = drawings.whiskers(title, found, x=axis, mark=1.0, unit=unit)
+            drawing = charts.whiskers(title, found, x=axis, mark=1.0, unit=unit)
             drawn.append(figure(drawing, title, _INTERVALS))
     return figures(drawn)
 

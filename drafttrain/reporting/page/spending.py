@@ -7,7 +7,7 @@ from typing import Any
 
 from drafttrain.reporting.console import clock
 from drafttrain.reporting.figures import row_label
-from drafttrain.reporting.page import drawings
+from drafttrain.reporting.page import charts
 from drafttrain.reporting.page.markup import Content, Markup
 from drafttrain.reporting.page.parts import Row, figure, figures, missing
 from drafttrain.reporting.page.tables import numbers, table
@@ -31,16 +31,14 @@ def time_spent(record: Record) -> Content:
         bars: list[Bar] = [
             ("the run", {stage: value / per for stage, value in record.seconds.items()})
         ]
-        drawing = drawings.stages(f"{unit} of the run by stage", bars, FIT_STAGES, x=unit)
-        drawn.append(figure(drawing, "The run", _RUN, drawings.stage_legend(bars, FIT_STAGES)))
+        drawing = charts.stages(f"{unit} of the run by stage", bars, FIT_STAGES, x=unit)
+        drawn.append(figure(drawing, "The run", _RUN, charts.stage_legend(bars, FIT_STAGES)))
     bars = bars_of(record.entry.rows)
     if bars:
-        drawing = drawings.stages(
+        drawing = charts.stages(
             "milliseconds per token by stage", bars, STAGES, x="milliseconds per token"
         )
-        drawn.append(
-            figure(drawing, "A decoded token", _TOKEN, drawings.stage_legend(bars, STAGES))
-        )
+        drawn.append(figure(drawing, "A decoded token", _TOKEN, charts.stage_legend(bars, STAGES)))
     lacking = None if record.seconds else missing("the seconds of the run by stage", *record.again)
     return [lacking, figures(drawn), _table(record)]
 
