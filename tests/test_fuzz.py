@@ -49,7 +49,7 @@ from drafttrain.errors import InputError
 from drafttrain.export import export_package
 from drafttrain.layouts.checking import check_directory
 from drafttrain.layouts.directory import open_directory
-from drafttrain.packaging.manifest import checked_metrics, parameters_of, read_config, training_of
+from drafttrain.packaging.manifest import checked_metrics, parameter_count, read_config, training_of
 from drafttrain.packaging.reading import load as load_package
 from drafttrain.target import fingerprint, load
 from drafttrain.target.filling import StoreFolder
@@ -215,7 +215,7 @@ def package(folder: Path, target: Target) -> Loader:
     def read(path: Path, _name: str) -> object:
         config = read_config(path / "a")
         checked_metrics(path / "a")
-        return load_package(path / "a", target), training_of(config), parameters_of(config)
+        return load_package(path / "a", target), training_of(config), parameter_count(config)
 
     names = {
         "config.json": json_of,

@@ -20,7 +20,7 @@ from drafttrain.packaging.manifest import (
     TENSORS,
     checked_metrics,
     class_of,
-    parameters_of,
+    parameter_count,
     read_config,
     training_of,
 )
@@ -68,7 +68,7 @@ class Entry:
         return {
             "run": self.name,
             "drafter": self.drafter,
-            "parameters": parameters_of(self.config),
+            "parameters": parameter_count(self.config),
             "bytes": size_of(self.folder),
             "training_seconds": seconds,
             "supervised_tokens": tokens,

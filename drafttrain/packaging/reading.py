@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 from contextlib import AbstractContextManager
@@ -18,7 +17,7 @@ from drafttrain.checks import path_of
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
-from drafttrain.packaging.checking import check_keys, some
+from drafttrain.packaging.checking import some
 from drafttrain.packaging.decoding import read_plan
 from drafttrain.packaging.manifest import (
     ADAPTER,
@@ -27,7 +26,6 @@ from drafttrain.packaging.manifest import (
     DTYPES,
     MEMBERS,
     STANDALONE_TENSORS,
-    STORED,
     TENSORS,
     check_target,
     class_of,
@@ -36,6 +34,7 @@ from drafttrain.packaging.manifest import (
     place_of,
     read_config,
 )
+from drafttrain.packaging.settings import checked_settings, parameters_of
 from drafttrain.target.adapter import Adapter, shapes_of, tuned
 from drafttrain.target.model import Target
 
@@ -197,7 +196,7 @@ def _described(node: dict[str, Any], draft_vocab: Any, folder: Path) -> _Describ
     where = f"{folder / CONFIG}: drafter"
     kind = class_of(node["_target_"], str(folder / CONFIG))
     settings = checked_settings(node, kind, where)
-    if MEMBERS not in _parameters(kind):
+    if MEMBERS not in parameters_of(kind):
         return _Described(kind, settings, draft_vocab)
     listed, members = settings.pop(MEMBERS), []
     if not isinstance(listed, list) or not listed:
@@ -207,48 +206,13 @@ def _described(node: dict[str, Any], draft_vocab: Any, folder: Path) -> _Describ
         if not isinstance(inner, dict) or not isinstance(inner.get("_target_"), str):
             raise InputError(f"{here} lacks _target_, the name of its class")
         own = class_of(inner["_target_"], here)
-        if MEMBERS in _parameters(own):
+        if MEMBERS in parameters_of(own):
             raise InputError(f"{here} is {own.__name__}: a member has no members of its own")
         told = checked_settings(inner, own, here, also=("draft_vocab",))
         members.append(
             _Described(own, told, told.pop("draft_vocab"), prefix=f"{MEMBERS}.{number}.")
         )
     return _Described(kind, settings, draft_vocab, tuple(members))
-
-
-def _parameters(kind: type[Drafter]) -> dict[str, inspect.Parameter]:
-    parameters = dict(inspect.signature(kind.__init__).parameters)
-    return {name: p for name, p in parameters.items() if name not in ("self", "target")}
-
-
-def checked_settings(
-    node: dict[str, Any], kind: type[Drafter], where: str, also: tuple[str, ...] = ()
-) -> dict[str, Any]:
-    """Exactly the settings that the class takes, each of its default's type, apart from those that
-    are stored as tensors.
-
-    Args:
-        also: what else is told there.
-    Raises: InputError.
-    """
-    parameters = {name: p for name, p in _parameters(kind).items() if name not in STORED}
-    check_keys(node, ("_target_", *also, *parameters), where)
-    settings = {name: value for name, value in node.items() if name != "_target_"}
-    for name, value in settings.items():
-        if name in also:
-            continue
-        default = parameters[name].default
-        if default is inspect.Parameter.empty or default is None:
-            continue
-        fits: tuple[type, ...] = (int, float) if isinstance(default, float) else (type(default),)
-        if isinstance(default, tuple):
-            fits = (list,)
-        if not isinstance(value, fits) or isinstance(value, bool) != isinstance(default, bool):
-            raise InputError(
-                f"{where}.{name} is {str(value)[:80]!r}, needs "
-                f"{' or '.join(k.__name__ for k in fits)}"
-            )
-    return settings
 
 
 def _chance_kept(target: Target) -> AbstractContextManager[None]:
@@ -291,7 +255,7 @@ def _built(
         found: names, shapes and dtypes of the tensors in the file.
     """
     kind, settings, path = told.kind, dict(told.settings), folder / TENSORS
-    names = _parameters(kind)
+    names = parameters_of(kind)
     if "draft_ids" in names:
         settings["draft_ids"] = _draft_ids(file, found, told, target, path)
     if "corpus_ids" in names:

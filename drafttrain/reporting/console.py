@@ -94,8 +94,7 @@ def track(
     interval: float = 10.0,
     out: Console | None = None,
 ) -> Iterator[T]:
-    """Yield the items of `iterable` and show count, rate and time left, on rank 0 alone and on
-    stderr.
+    """Yield the items of `iterable` and show count, rate and time left, on rank 0 only, on stderr.
 
     A live line in a terminal; else a line every `interval` seconds and one at the end.
 

@@ -27,7 +27,7 @@ from drafttrain.packaging.manifest import (
     CONFIG,
     METRICS,
     TENSORS,
-    parameters_of,
+    parameter_count,
     read_config,
     read_metrics,
     training_of,
@@ -167,8 +167,8 @@ def test_costs_that_were_not_recorded_are_not_made_up(original: Path) -> None:
     assert training_of(copied) == (0.0, 0) and training_of(together) == (None, None), (
         "its members were trained, elsewhere"
     )
-    assert parameters_of({"shape": {"parameters": 7}, "adapter": {"parameters": 3}}) == 10
-    assert parameters_of({"shape": {"parameters": 7}, "adapter": {"parameters": "many"}}) is None
+    assert parameter_count({"shape": {"parameters": 7}, "adapter": {"parameters": 3}}) == 10
+    assert parameter_count({"shape": {"parameters": 7}, "adapter": {"parameters": "many"}}) is None
 
 
 def edit_config(package: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
