@@ -40,8 +40,8 @@ _GROWTHS: dict[str, type[Dynamic] | type[Confident]] = {"dynamic": Dynamic, "cha
 
 _TEXT = """\
 # How this drafter decodes unless told otherwise.
-# tree: one entry for each drafted token, the ranks on the way to it from the last chosen token ([] \
-decodes plainly); or a chain's
+# tree: one entry for each drafted token, the ranks on the way to it from the last chosen token \
+([] decodes plainly); or a chain's
 # length; or how it grows, such as {{growth: dynamic, depth: 5, top_k: 8, total: 24}} or \
 {{growth: chain, k: 6, stop_below: 0.3}}.
 # An ensemble has a tree for each member: \
