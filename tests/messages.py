@@ -26,7 +26,9 @@ WIRING: dict[str, str] = {}
 
 LAYOUTS: dict[str, str] = {}
 
-PACKAGING: dict[str, str] = {}
+PACKAGING: dict[str, str] = {
+    "another_target": r".*belongs to another target",
+}
 
 REPORTING: dict[str, str] = {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from drafttrain.packaging import hf_generate
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
+from tests.packaging.called import surroundings, with_package  # noqa: F401 - for every test
 from tests.packaging.made import overfitted, packed
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13]]
@@ -55,28 +55,6 @@ def saved(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def model(saved: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(saved)
-
-
-@pytest.fixture(autouse=True)
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of its own for the code that transformers copies; drafttrain counts as installed."""
-    monkeypatch.setattr(
-        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
-    )
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    try:
-        importlib.metadata.version("drafttrain")
-    except importlib.metadata.PackageNotFoundError:
-        facts = tmp_path / "site" / "drafttrain-0.0.0.dist-info"
-        facts.mkdir(parents=True)
-        (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: drafttrain\nVersion: 0.0.0\n")
-        monkeypatch.syspath_prepend(str(facts.parent))
-
-
-def with_package(model: Any, package: Path, ids: Any, **settings: Any) -> Any:
-    return model.generate(
-        torch.as_tensor(ids), custom_generate=str(package), trust_remote_code=True, **settings
-    )
 
 
 def padded(prompts: list[list[int]]) -> dict[str, torch.Tensor]:

@@ -26,8 +26,8 @@ from drafttrain.target.adapter import tuned
 from drafttrain.target.change import change
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
-from tests.packaging.test_custom_generate import surroundings, with_package  # noqa: F401 - a fixture for every test
-from tests.target.test_adapter import made
+from tests.packaging.called import surroundings, with_package  # noqa: F401 - for every test
+from tests.packaging.made import adapter_of
 from tests.training.parts import same
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6], [11]]
@@ -61,7 +61,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def live(target: Target) -> Speculator:
-    second = tuned(target, made(target))
+    second = tuned(target, adapter_of(target))
     return Speculator(second, heads_of(second), Plan(Tree.expansion([3, 2, 1])), dtype="float32")
 
 
@@ -182,7 +182,7 @@ def test_mixing_up_is_refused(
         match=r"drafts for a tuned target, this is the original: open it with drafttrain\.load",
     ):
         load_drafter(package, target)
-    other = tuned(target, made(target, linears=["q_proj"]))
+    other = tuned(target, adapter_of(target, linears=["q_proj"]))
     with pytest.raises(InputError, match=r"another target .*adapter"):
         drafttrain.load(package, other)
     assert target_for(package, live.target) is live.target

@@ -3,10 +3,7 @@ numbers, and makes none up."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
-import math
 import re
 import shutil
 from pathlib import Path
@@ -19,39 +16,8 @@ from drafttrain.reporting.page.document import COMPARED, page, title_of
 from drafttrain.reporting.records import NOTED, Laps, read_record, write_noted
 from drafttrain.target import load
 from tests.packaging.measured import OLD, write_runs
-from tests.reporting.parsed import Node, parsed
+from tests.reporting.parsed import Node, check_form, parsed
 from tests.reporting.recorded import EVIL, NAME, ROWS, SECONDS, TREE, record_of, recorded
-
-LOADING = {
-    "script",
-    "img",
-    "image",
-    "link",
-    "iframe",
-    "object",
-    "embed",
-    "base",
-    "source",
-    "video",
-    "audio",
-    "form",
-    "input",
-    "use",
-}
-"""Elements that load, run or send something."""
-ADDRESSES = {
-    "src",
-    "srcset",
-    "xlink:href",
-    "action",
-    "formaction",
-    "data",
-    "poster",
-    "background",
-    "ping",
-    "style",
-}
-COORDINATES = ("d", "x", "y", "cx", "cy", "points", "width", "height", "transform", "stroke-width")
 
 
 @pytest.fixture(scope="module")
@@ -68,51 +34,6 @@ def text(run: Path) -> str:
 @pytest.fixture(scope="module")
 def root(text: str) -> Node:
     return parsed(text)
-
-
-def check_form(text: str) -> Node:
-    """What holds for every page."""
-    root = parsed(text)
-    (outer,) = root.all("html")
-    assert outer.attributes["lang"] == "en" and [
-        node.name for node in outer.children if isinstance(node, Node)
-    ] == ["head", "body"]
-    ids = [node.attributes["id"] for node in root.walk() if "id" in node.attributes]
-    assert len(set(ids)) == len(ids)
-    for node in root.walk():
-        assert node.name not in LOADING, node
-        odd = [name for name in node.attributes if name.startswith("on") or name in ADDRESSES]
-        assert not odd, node
-        if "href" in node.attributes:
-            target = node.attributes["href"] or ""
-            assert node.name == "a" and target[0] == "#" and target[1:] in ids
-    (style,) = root.all("style")
-    assert "url(" not in style.text and "@import" not in style.text and "<" not in style.text
-    (rules,) = [
-        node
-        for node in root.all("meta")
-        if node.attributes.get("http-equiv") == "Content-Security-Policy"
-    ]
-    digest = base64.b64encode(hashlib.sha256(style.text.encode()).digest()).decode()
-    assert (
-        rules.attributes["content"]
-        == f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    )
-    for svg in root.all("svg"):
-        box = [float(end) for end in (svg.attributes["viewbox"] or "").split()]
-        assert box[:2] == [0, 0] and min(box[2:]) > 0 and all(map(math.isfinite, box))
-        assert svg.attributes.get("aria-label") or svg.attributes.get("aria-hidden") == "true"
-        for node in svg.walk():
-            places = " ".join(
-                value or "" for name, value in node.attributes.items() if name in COORDINATES
-            )
-            assert not re.search(r"nan|inf|e[-+]?\d", places), places
-    for table in root.all("table"):
-        assert len(table.all("caption")) == 1 and all(
-            cell.attributes["scope"] in ("row", "col") for cell in table.all("th")
-        )
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", text)
-    return root
 
 
 def test_it_is_well_formed_and_loads_nothing(text: str, root: Node) -> None:

@@ -15,16 +15,18 @@ from drafttrain.tree.topology import Tree
 
 _MOST_POSITIONS = 64
 _POSITIONS = """\
-Dots are accept@k: of the rounds in which a k-th token was drafted behind k-1 accepted ones, the share that kept it, with its 95 %
-interval. Columns are the share of all rounds that kept at least k drafts; together they are the drafts accepted per round."""
+Dots are accept@k: of the rounds in which a k-th token was drafted after k-1 accepted ones, the
+share that kept it, with its 95 % interval. Columns are the share of all rounds that kept at least k
+drafts; their sum is the number of drafts accepted per round."""
 _OVER_PROMPTS = " Intervals are over prompts."
 _OF_COUNTS = """ \
-Where no interval over prompts was recorded, the bar is Wilson's of the counts, which is too narrow if the rounds of a prompt are
-alike; measuring again records the other."""
+Where no interval over prompts was recorded, the bar is Wilson's interval of the counts, which is
+too narrow if the rounds of a prompt are alike; measuring again records the interval over
+prompts."""
 _TREES = """\
-A number is how often the node was the accepted one, given that its parent was; a way is the wider, the more of all rounds took it.
-The likeliest child stands on its parent's own line. An answer's last round is left out, since a stop token or the limit may have
-cut it."""
+A number is how often the node was accepted, given that its parent was. The more of all rounds took
+a way, the wider it is. The most likely child is on its parent's line. An answer's last round is
+left out, since a stop token or the limit may have cut it."""
 
 
 def positions(rows: Sequence[Row]) -> Content:
@@ -114,7 +116,7 @@ def trees(record: Record) -> Content:
     ]
     if not any(found):
         return absent(
-            "Only chains were measured; their positions stand above."
+            "Only chains were measured; their positions are shown above."
             if record.entry.rows
             else "Nothing was measured."
         )

@@ -43,7 +43,7 @@ def _evaluations(rows: Sequence[Logged]) -> list[Logged]:
 
 
 def _of_one(rows: Sequence[Logged]) -> Content:
-    """None where nothing of learning was logged."""
+    """None where no curve was logged."""
     held_out = _evaluations(rows)
     names = {name for row in held_out for name in row}
     places = sorted(int(found[1]) for name in names if (found := _ACCEPT.fullmatch(name)))
@@ -60,7 +60,10 @@ def _taus(rows: Sequence[Logged], names: set[str]) -> list[Markup]:
     )
     if not lines:
         return []
-    words = "val is decoded from held-out prompts with the live weights, sim estimated from held-out text."
+    words = (
+        "val is decoded from held-out prompts with the live weights, sim is estimated from "
+        "held-out text."
+    )
     drawing = charts.curves("tau by update", lines, x="update", y="tokens per target pass")
     return [figure(drawing, "tau", words, charts.legend(lines))]
 

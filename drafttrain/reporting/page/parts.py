@@ -42,7 +42,7 @@ def absent(words: str) -> Markup:
 
 
 def missing(what: str, how: str, command: str | None = None) -> Markup:
-    """Says that something was not recorded, and how it is had, perhaps by a command."""
+    """Says that something was not recorded, and how to get it, where possible by a command."""
     words = f"Not recorded: {what}. {how[:1].upper()}{how[1:]}"
     return element(
         "p", words, [" ", element("code", command)] if command else None, class_="missing"

@@ -14,10 +14,13 @@ from drafttrain.reporting.page.tables import numbers, table
 from drafttrain.reporting.records import FIT_STAGES, STAGES, Record
 
 Bar = tuple[str, dict[str, float]]
-_RUN = "Training holds the decoding of held-out prompts in between. Of a run that was continued this is the last part."
+_RUN = (
+    "Training includes the decoding of held-out prompts in between. Of a run that was continued "
+    "this is the last part."
+)
 _TOKEN = """\
-One prompt at a time, in turn with plain decoding. Prefill reads the prompt, draft proposes, verify is the target's pass over it,
-host is the rest."""
+One prompt at a time, in turn with plain decoding. Prefill reads the prompt, draft proposes, verify
+is the target's pass over the drafts, host is the rest."""
 _LONG_RUN = 300.0
 """Seconds from which on minutes are shown."""
 
@@ -78,7 +81,7 @@ def bars_of(rows: Sequence[Row]) -> list[Bar]:
 
 def _table(record: Record) -> Content:
     training = record.entry.config["training"].get("training")
-    told = training if isinstance(training, dict) else {}
+    noted = training if isinstance(training, dict) else {}
     rows: list[list[Any]] = [
         [stage, value, clock(value)] for stage, value in record.seconds.items()
     ]
@@ -86,7 +89,7 @@ def _table(record: Record) -> Content:
         ("seconds", "training, all parts"),
         ("evaluation_seconds", "of it decoding held-out prompts"),
     ):
-        value = told.get(name)
+        value = noted.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
             rows.append([words, value, clock(value)])
     return (
