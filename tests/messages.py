@@ -30,7 +30,12 @@ PACKAGING: dict[str, str] = {
     "another_target": r".*belongs to another target",
 }
 
-REPORTING: dict[str, str] = {}
+REPORTING: dict[str, str] = {
+    "foreign": r"is no metrics file of a run",
+    "not_overwritten": r"would be overwritten\. Move it elsewhere",
+    "full_disk": r"File too large",
+    "cells": r"3 cells",
+}
 
 DOORS: dict[str, str] = {}
 """Of synthesize, capture, evaluate, generate, tune, report, export, adopt themselves."""

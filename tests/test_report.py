@@ -195,7 +195,7 @@ def test_measured_again_by_evaluate_is_told_as_evaluate_tells_it(
     assert (found["prompts"], found["speed_prompts"]) == (100, 8) and markdown_rows(
         tmp_path / "some"
     )[0][10] == "8/8"
-    assert "near ties" not in (tmp_path / "some" / report.TEXT).read_text()
+    assert "near-ties" not in (tmp_path / "some" / report.TEXT).read_text()
     path.write_text(
         json.dumps(
             {"settings": SETTINGS, "rows": [{**evaluated, "prompts": None, "speed_prompts": None}]}
@@ -277,7 +277,7 @@ def test_a_baseline_is_chosen_as_a_drafter_and_needs_no_training(base: DictConfi
                 ["runs=a", "measure=true", "drafter@baseline=ensemble", "baseline.packages=[a]"],
             )
         )
-    with pytest.raises(InputError, match="baseline: Eagle1 .*drafter@baseline=ngram"):
+    with pytest.raises(InputError, match=r"baseline: Eagle1 .*drafter@baseline=ngram"):
         report.read_settings(
             changed(base, baseline={"_target_": "drafttrain.drafter.eagle1.Eagle1"})
         )
@@ -310,7 +310,7 @@ def test_runs_are_listed_in_brackets_or_one_is_named() -> None:
         OmegaConf.create(["a", "b"])
     ) == ["a", "b"]
     for nothing in ("", "[]", "[ , ]"):
-        with pytest.raises(InputError, match="^runs is"):
+        with pytest.raises(InputError, match=r"^runs is"):
             report.listed(nothing)
 
 

@@ -101,7 +101,7 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     if unlike:
         lines.append(
-            "greedy text was not the plain one for every prompt (near ties in low precision): "
+            "greedy text was not the plain one for every prompt (near-ties in low precision): "
             + ", ".join(unlike)
         )
     return lines + memories(rows)

@@ -91,7 +91,7 @@ class _Reader(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         names = [name for name, _ in attrs]
         assert len(set(names)) == len(names), (
-            f"an attribute stands twice in {self.get_starttag_text()}"
+            f"an attribute occurs twice in {self.get_starttag_text()}"
         )
         node = Node(tag, dict(attrs))
         self.open[-1].children.append(node)
