@@ -105,9 +105,9 @@ def small() -> Target:
 
 def conversation_set(folder: Path, target: Target) -> Loader:
     random_set(target, folder, rows=6, held_out=2, longest=12)
-    told = json.loads((folder / MANIFEST).read_text())
-    del told[CHECKSUM]  # Who changes a file can change its checksum too.
-    write_json(folder / MANIFEST, told)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest[CHECKSUM]  # Who changes a file can change its checksum too.
+    write_json(folder / MANIFEST, manifest)
 
     def read(path: Path, _name: str) -> object:
         data = ConversationData(path)
@@ -244,7 +244,7 @@ def package_of_a_model(folder: Path, target: Target) -> Loader:
 
 
 def engine_directories(folder: Path, target: Target) -> Loader:
-    """Heads of every layout, beside a target's directory and alone."""
+    """Heads of every layout, next to a target's directory and by themselves."""
     against = make_target(folder / "target")
     kinds = ("eagle3", "dspark", "native", "mtp", "speculators peagle", "speculators dflash")
     for kind in kinds:

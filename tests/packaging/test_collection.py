@@ -1,4 +1,4 @@
-"""Packages side by side: found in any form, the bad one among good ones named, and nothing compared
+"""Packages side by side: found in any form, the bad one of several named, and nothing compared
 that is not equal."""
 
 from __future__ import annotations
@@ -116,18 +116,18 @@ def test_entries_say_what_a_drafter_costs(original: Path) -> None:
         "supervised_tokens": 5000,
         "begun_from": "first",
     }
-    told = old.facts()
-    assert (told["training_seconds"], told["supervised_tokens"], told["begun_from"]) == (
+    costs = old.facts()
+    assert (costs["training_seconds"], costs["supervised_tokens"], costs["begun_from"]) == (
         None,
         None,
         None,
     )
-    told = fast.facts()
+    costs = fast.facts()
     assert (
-        told["drafter"],
-        told["parameters"],
-        told["training_seconds"],
-        told["supervised_tokens"],
+        costs["drafter"],
+        costs["parameters"],
+        costs["training_seconds"],
+        costs["supervised_tokens"],
     ) == ("NGram", 0, 0.0, 0)
     assert fastest_row(slow, 0.0) == SLOW[2] and fastest_row(fast, 0) == FAST[0]
     assert [entry.rows for entry in read_entries(found(original), measured=False)] == [[], [], []]

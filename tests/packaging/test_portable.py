@@ -1,4 +1,4 @@
-"""Packages tell how they were made, and nothing of the folders of the machine."""
+"""Packages say how they were made, and name no folder of the machine."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ def test_a_package_and_its_card_name_no_folder_of_this_machine(
             held = path.read_bytes()
             for folder in (tmp_path, data_folder, Path.cwd(), Path.home()):
                 assert f"{folder}/".encode() not in held, path
-    told = json.loads((second / "package" / "config.json").read_text())["training"]
+    training = json.loads((second / "package" / "config.json").read_text())["training"]
     assert (
-        told["config"]["init_from"] == "first run/package" and told["config"]["run_dir"] == "second"
+        training["config"]["init_from"] == "first run/package" and training["config"]["run_dir"] == "second"
     )
-    assert "run_dir=second" in told["command"] and "/" not in told["command"].replace(
+    assert "run_dir=second" in training["command"] and "/" not in training["command"].replace(
         "first run/package", ""
     )
     (entry,) = read_entries([second / "package"], measured=True)
