@@ -133,12 +133,12 @@ REPORTS: dict[str, tuple[str, str]] = {
     # NaN and precision
     "F31": ("batches without a label", "no NaN, no update, counted"),
     "F32": (
-        "NaN or another shape among stored features",
+        "NaN or another shape in stored features",
         "refused, naming the rows, before they are learned from",
     ),
     "F33": (
         "a loss that depends on padding",
-        "gradients are weighed by labels over the whole update",
+        "gradients are weighed by labels over the complete update",
     ),
     "F34": ("bfloat16 weights that do not change", "weights and updates are float32"),
     # Good training numbers, low acceptance

@@ -150,9 +150,9 @@ def feature_store(folder: Path, target: Target) -> Loader:
     data = ConversationData(set_at)
     make_store(target, data, folder / "store", layers=(1,), encoding="int8")
 
-    def manifest(chance: random.Random, whole: bytes) -> bytes:
+    def manifest(chance: random.Random, content: bytes) -> bytes:
         """With the right checksum, where it can have one: whoever means harm can compute it."""
-        content = json_of(chance, whole)
+        content = json_of(chance, content)
         try:
             found = json.loads(content)
         except (ValueError, RecursionError):
@@ -257,9 +257,9 @@ def engine_directories(folder: Path, target: Target) -> Loader:
             for theirs in (None, open_directory(against, "against"))
         ]
 
-    whole = {"config.json": json_of, "model.safetensors": tensors_of}
+    content = {"config.json": json_of, "model.safetensors": tensors_of}
     return Loader(
-        {f"{kind}/{name}": mutation for kind in kinds for name, mutation in whole.items()}, read
+        {f"{kind}/{name}": mutation for kind in kinds for name, mutation in content.items()}, read
     )
 
 
@@ -458,7 +458,7 @@ def fuzz(name: str, folder: Path, examples: int) -> Counter[str]:
 
     def with_content(file: str, content: bytes) -> None:
         path = folder / file
-        whole = path.read_bytes()
+        content = path.read_bytes()
         path.unlink()  # What maps the old file keeps it.
         path.write_bytes(content)
         try:
@@ -470,7 +470,7 @@ def fuzz(name: str, folder: Path, examples: int) -> Counter[str]:
             outcomes["refused"] += 1
         finally:
             path.unlink()
-            path.write_bytes(whole)
+            path.write_bytes(content)
 
     for file in loader.files:
         loader.read(folder, file)

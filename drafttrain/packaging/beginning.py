@@ -1,5 +1,4 @@
-"""Begin training with the weights of a package, checked like any package: the second of two
-stages."""
+"""Start training from the weights of a package, which is checked like any package."""
 
 from __future__ import annotations
 

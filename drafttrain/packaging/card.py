@@ -75,8 +75,8 @@ token divided by the drafter's, in the same loop, on the same prompts, in turn. 
 intervals over prompts. {settings}
 
 {guarantees}
-In low precision a pass over several tokens can round differently from a pass over one, so that near-ties
-may be decided differently.
+In low precision a pass over several tokens can round differently from a pass over one, so that
+near-ties may be decided differently.
 
 ## Use
 ```python

@@ -250,7 +250,7 @@ def prompts_for(name: str, count: int) -> tuple[Target, list[list[int]]]:
     return target, read_set(set_folder("builtin:smollm2")).prompts(count)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -270,6 +270,11 @@ def main() -> None:
             f"--package {options.package} holds no {STANDALONE}/: train a drafter=ssm with "
             "export_assistant=true"
         )
+    return options
+
+
+def main() -> None:
+    options = arguments()
     target, prompts = prompts_for(options.target, options.prompts)
     ways, pairs = ways_of(target, options.package, options.drafts, options.ngram)
     race(target, ways, prompts, options.new)

@@ -48,7 +48,7 @@ ORIGINS: dict[str, dict[str, Any]] = {
     "new": {"layers": 2, "width": 32, "heads": 2},
     "directory": {"path": "small"},
 }
-WHOLES = [name for name in ORIGINS if name not in ("cut", "cut, its own head")]
+STANDALONES = [name for name in ORIGINS if name not in ("cut", "cut, its own head")]
 
 
 def made(origin: str, target: Target, folder: Path) -> Ssm:
@@ -92,9 +92,9 @@ def test_round_trip_is_bit_for_bit(origin: str, tied: bool, tmp_path: Path) -> N
         torch.equal(mine[name], theirs[name]) and mine[name].dtype == theirs[name].dtype
         for name in mine
     )
-    whole = origin in WHOLES
-    assert names(package) == sorted((*FILES, *(STANDALONE_FILES if whole else ())))
-    assert bool(load_file(package / TENSORS)) != whole, "a tensor is stored once"
+    standalone = origin in STANDALONES
+    assert names(package) == sorted((*FILES, *(STANDALONE_FILES if standalone else ())))
+    assert bool(load_file(package / TENSORS)) != standalone, "a tensor is stored once"
     if origin == "cut":
         assert not [name for name, t in load_file(package / TENSORS).items() if 320 in t.shape]
 
