@@ -3,20 +3,20 @@ one picture and one page.
 
 By default the numbers are those that every package was measured with; packages that were not
 measured alike are refused. With measure=true all of them are measured again here: on the same
-prompts, in turn with the same plain decoding, beside prompt lookup, which needs no training. The
-table, the fastest first, goes to the console, to report.md and report.json, the picture to
-report.png. report.html, for any browser and without a network, has the table too, and below it all
-that every run recorded: learning curves, acceptance by position, trees with hit rates, seconds by
-stage, sample answers. Of one run it is that run's own page.
+prompts, in turn with the same plain decoding, and next to prompt lookup, which needs no training.
+The table, the fastest first, goes to the console, to report.md and report.json, the picture to
+report.png. report.html, for any browser and without a network, has the table too, and below it
+everything that the runs recorded: learning curves, acceptance by position, trees with hit rates,
+seconds by stage, sample answers. Of one run it is that run's own page.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ from drafttrain.reporting.page.document import PAGE, page, title_of
 from drafttrain.reporting.records import read_record
 from drafttrain.reporting.rows import timed_prompts, verdicts
 from drafttrain.reporting.side_by_side import COLUMNS, fastest_first, line, markdown, tree_title
-from drafttrain.runs import check_run_dir, provenance, run_dir
+from drafttrain.runs import check_run_dir, new_folder, provenance
 from drafttrain.target.model import Target
 from drafttrain.target.prompts import Source, open_prompts
 from drafttrain.wiring.building import build, named_by
@@ -63,24 +63,48 @@ READING = ("runs", "measure", "temperature", "run_dir")
 """Settings that have a meaning without measure=true."""
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What is asked for, checked."""
+
+    runs: list[str]
+    measure: bool
+    policy: Policy
+    target: Callable[[], Target]
+    """Loads it."""
+    baseline: Callable[..., Drafter] | None
+    """Builds the drafter that needs no training, given its target; None leaves it out."""
+    baseline_tree: Any
+    trees: list[Any]
+    """As they were given, see `tree_of`; `package` is each package's own."""
+    prompts: str
+    columns: dict[str, Any]
+    limit: int | None
+    max_new_tokens: int
+    seed: int
+    dtype: str
+
+
 @door("report", text=("runs", "prompts"))
 def main(cfg: DictConfig) -> None:
-    policy = check_settings(cfg)
-    entries = read_entries(find_packages(listed(cfg.runs), say), measured=not cfg.measure)
-    if cfg.measure:
-        contest = prepare(cfg, policy, entries)
-        with opened(cfg) as folder:
-            publish(cfg, folder, entries, measure(contest, cfg), settings_of(contest, policy, cfg))
+    settings = read_settings(cfg)
+    entries = read_entries(find_packages(settings.runs, say), measured=not settings.measure)
+    if settings.measure:
+        contest = prepare(settings, entries)
+        with new_folder(cfg) as folder:
+            rows, conditions = measure(contest, settings), conditions_of(contest, settings)
+            publish(folder, entries, rows, conditions, compared=True)
     else:
-        rows, settings = recorded(entries, cfg)
-        with opened(cfg) as folder:
-            publish(cfg, folder, entries, rows, settings)
+        rows, conditions = recorded(entries, settings.policy.temperature)
+        with new_folder(cfg) as folder:
+            publish(folder, entries, rows, conditions, compared=len(entries) > 1)
 
 
 # --- before long work starts ----------------------------------------------------------------------
 
 
-def check_settings(cfg: DictConfig) -> Policy:
+def read_settings(cfg: DictConfig) -> Settings:
+    """Raises: InputError for what can be refused before a package is read."""
     if type(cfg.measure) is not bool:
         raise InputError(f"measure={cfg.measure}: give true or false")
     if not cfg.measure:
@@ -88,47 +112,65 @@ def check_settings(cfg: DictConfig) -> Policy:
     for key in ("limit", "max_new_tokens"):
         value = cfg[key]
         if not (key == "limit" and value is None) and (type(value) is not int or value < 1):
-            raise InputError(f"{key}={value}: needs a whole number of at least 1")
+            raise InputError(f"{key}={value}: needs an integer of at least 1")
     check_seed(cfg.seed)
     check_dtype(cfg.dtype)
     check_run_dir(cfg.run_dir, resume=False)
-    if not OmegaConf.is_list(cfg.trees) or not cfg.trees:
+    trees, baseline_tree = plain(cfg.trees), plain(cfg.baseline_tree)
+    check_trees(trees, baseline_tree)
+    if cfg.baseline is not None:
+        check_baseline(cfg.baseline, baseline_tree)
+    policy = Policy(cfg.temperature, cfg.top_k, cfg.top_p).simplest()
+    return Settings(
+        runs=listed(cfg.runs),
+        measure=cfg.measure,
+        policy=policy,
+        target=functools.partial(build, cfg.target, work="decode"),
+        baseline=None if cfg.baseline is None else functools.partial(build, cfg.baseline),
+        baseline_tree=baseline_tree,
+        trees=trees,
+        prompts=cfg.prompts,
+        columns=plain(cfg.columns),
+        limit=cfg.limit,
+        max_new_tokens=cfg.max_new_tokens,
+        seed=cfg.seed,
+        dtype=cfg.dtype,
+    )
+
+
+def check_trees(trees: Any, baseline_tree: Any) -> None:
+    if not isinstance(trees, list) or not trees:
         raise InputError(
-            f"trees={cfg.trees}: needs a list of at least one tree, such as 'trees=[package]'"
+            f"trees={trees}: needs a list of at least one tree, such as 'trees=[package]'"
         )
-    for key, value in [
-        *(("trees", value) for value in plain_trees(cfg)),
-        ("baseline_tree", plain(cfg.baseline_tree)),
-    ]:
+    for key, value in [*(("trees", tree) for tree in trees), ("baseline_tree", baseline_tree)]:
         if value != "package" and not tree_of(value).size:
             raise InputError(
                 f"{key}: {value} drafts nothing; plain decoding is measured anyway: leave it out"
             )
-    if cfg.baseline is not None:
-        if not OmegaConf.is_dict(cfg.baseline):
-            raise InputError(
-                f"baseline={cfg.baseline}: give baseline=null for none, or drafter@baseline=<name> "
-                f"for one"
-            )
-        kind = named_by(cfg.baseline)
-        if not (isinstance(kind, type) and issubclass(kind, Drafter)):
-            raise InputError(
-                f"baseline._target_={shown(cfg.baseline._target_)} is no drafter by itself: give "
-                f"drafter@baseline=ngram, "
-                "drafter@baseline=suffix or baseline=null"
-            )
-        if kind.learns:
-            raise InputError(
-                f"baseline: {kind.__name__} has to be trained, a baseline is what needs no "
-                f"training: give "
-                "drafter@baseline=ngram, drafter@baseline=suffix or baseline=null"
-            )
-        if cfg.baseline_tree == "package":
-            raise InputError(
-                "baseline_tree=package: the baseline has no package, name a tree such as "
-                "baseline_tree=3"
-            )
-    return Policy(cfg.temperature, cfg.top_k, cfg.top_p).simplest()
+
+
+def check_baseline(baseline: Any, tree: Any) -> None:
+    """Raise InputError unless a baseline is a drafter that needs no training, with a tree."""
+    if not OmegaConf.is_dict(baseline):
+        raise InputError(
+            f"baseline={baseline}: give baseline=null for none, or drafter@baseline=<name> for one"
+        )
+    others = "give drafter@baseline=ngram, drafter@baseline=suffix or baseline=null"
+    kind = named_by(baseline)
+    if not (isinstance(kind, type) and issubclass(kind, Drafter)):
+        raise InputError(
+            f"baseline._target_={shown(baseline._target_)} is no drafter by itself: {others}"
+        )
+    if kind.learns:
+        raise InputError(
+            f"baseline: {kind.__name__} has to be trained, a baseline needs no training: {others}"
+        )
+    if tree == "package":
+        raise InputError(
+            "baseline_tree=package: the baseline has no package, name a tree such as "
+            "baseline_tree=3"
+        )
 
 
 def refuse_idle() -> None:
@@ -137,8 +179,7 @@ def refuse_idle() -> None:
         if re.split("[.@=]", word.lstrip("~+"))[0] not in READING:
             raise InputError(
                 f"{word}: without measure=true nothing is measured, the numbers are those that the "
-                f"packages hold; leave it "
-                "out, or give measure=true"
+                "packages hold; leave it out, or give measure=true"
             )
 
 
@@ -161,30 +202,14 @@ def plain(value: Any) -> Any:
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
-def plain_trees(cfg: DictConfig) -> list[Any]:
-    return list(plain(cfg.trees))
-
-
-@contextlib.contextmanager
-def opened(cfg: DictConfig) -> Iterator[Path]:
-    """The run's folder. One that holds nothing in the end is removed: the corrected command must
-    find its folder free."""
-    folder = run_dir(cfg, resume=False)
-    try:
-        yield folder
-    finally:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-
-
 # --- what the packages were measured with ---------------------------------------------------------
 
 
 def recorded(
-    entries: Sequence[Entry], cfg: DictConfig
+    entries: Sequence[Entry], temperature: float
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A row for each package, the fastest of its own, and the settings that all of them share."""
-    found = for_all(entries, lambda entry: fastest_row(entry, cfg.temperature))
+    """The fastest row of each package, and the settings that all of them share."""
+    found = for_all(entries, lambda entry: fastest_row(entry, temperature))
     alike = measured_alike(entries, found)
     settings = {
         "target": entries[0].config["target"]["name"],
@@ -199,7 +224,7 @@ def recorded(
 
 
 def row_of(measured: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """What was measured and what the drafter costs; the label tells it from every other row."""
+    """What was measured and what the drafter costs; no other row has the same label."""
     row = {
         name: value for name, value in measured.items() if name not in ("rank_rates", "node_counts")
     } | facts
@@ -219,46 +244,42 @@ class Contest:
     entrants: list[tuple[Entrant, dict[str, Any]]]
 
 
-def prepare(cfg: DictConfig, policy: Policy, entries: Sequence[Entry]) -> Contest:
-    """Everything loaded, and everything refused that can be, before anything is measured."""
-    source = open_prompts(cfg.prompts, plain(cfg.columns))
-    target: Target = build(cfg.target, work="decode")
+def prepare(settings: Settings, entries: Sequence[Entry]) -> Contest:
+    """Load everything, and refuse whatever can be refused, before anything is measured."""
+    source = open_prompts(settings.prompts, settings.columns)
+    target = settings.target()
 
     def enter(entry: Entry) -> list[tuple[Entrant, dict[str, Any]]]:
         own = target_for(entry.folder, target)
         drafter = load_drafter(entry.folder, own)
         speculator = Speculator(
-            own, drafter, read_plan(entry.folder / DECODING, drafter), dtype=cfg.dtype
+            own, drafter, read_plan(entry.folder / DECODING, drafter), dtype=settings.dtype
         )
-        plans = plans_of(cfg, policy, speculator)
+        plans = plans_of(settings, speculator)
         return [(Entrant(own, speculator.drafter, plan), entry.facts()) for plan in plans]
 
     entrants = [one for some in for_all(entries, enter) for one in some]
-    if cfg.baseline is not None:
-        entrants.append(baseline(cfg, policy, target))
-    return Contest(source, target, source.ids(target, cfg.limit, say), entrants)
+    if settings.baseline is not None:
+        entrants.append(baseline(settings.baseline(target=target), settings))
+    return Contest(source, target, source.ids(target, settings.limit, say), entrants)
 
 
-def plans_of(cfg: DictConfig, policy: Policy, speculator: Speculator) -> list[Plan]:
+def plans_of(settings: Settings, speculator: Speculator) -> list[Plan]:
     """The trees asked for, as this drafter can fill them, each once."""
-    drafter, plans = speculator.drafter, []
-    for value in plain_trees(cfg):
+    drafter, policy, plans = speculator.drafter, settings.policy, []
+    for value in settings.trees:
         if value == "package":
             plan = replace(speculator.plan, policy=policy)
-            # A rule or a way of drafting of another temperature.
+            # Its rule or its way of drafting may be for another temperature.
             plans.append(plan if plan.misfit is None else Plan(plan.tree, policy).made_by(drafter))
         else:
             plans.append(fit(Plan(tree_of(value), policy), drafter, f"trees: {value}"))
     return list(dict.fromkeys(plans))
 
 
-def baseline(cfg: DictConfig, policy: Policy, target: Target) -> tuple[Entrant, dict[str, Any]]:
-    drafter: Drafter = build(cfg.baseline, target=target)
-    plan = fit(
-        Plan(tree_of(plain(cfg.baseline_tree)), policy),
-        drafter,
-        f"baseline_tree={cfg.baseline_tree}",
-    )
+def baseline(drafter: Drafter, settings: Settings) -> tuple[Entrant, dict[str, Any]]:
+    tree = settings.baseline_tree
+    plan = fit(Plan(tree_of(tree), settings.policy), drafter, f"baseline_tree={tree}")
     facts = {
         "run": BASELINE,
         "drafter": type(drafter).__name__,
@@ -268,20 +289,20 @@ def baseline(cfg: DictConfig, policy: Policy, target: Target) -> tuple[Entrant, 
         "supervised_tokens": 0,
         "begun_from": None,
     }
-    return Entrant(target, drafter.eval(), plan), facts
+    return Entrant(drafter.target, drafter.eval(), plan), facts
 
 
-def measure(contest: Contest, cfg: DictConfig) -> list[dict[str, Any]]:
+def measure(contest: Contest, settings: Settings) -> list[dict[str, Any]]:
     """A row for each entrant: speed and acceptance from the same decoding of the same prompts."""
     say(
         f"times {len(contest.prompts)} prompts, each plainly and in {len(contest.entrants)} other "
-        f"ways"
+        "ways"
     )
     found = race(
         [entrant for entrant, _ in contest.entrants],
         contest.prompts,
-        max_new_tokens=cfg.max_new_tokens,
-        seed=cfg.seed,
+        max_new_tokens=settings.max_new_tokens,
+        seed=settings.seed,
         watch=lambda items, what: track(items, description=what, unit="prompts"),
     )
     drafting = [one for one in found if one.plan.tree.size]
@@ -297,17 +318,19 @@ def measure(contest: Contest, cfg: DictConfig) -> list[dict[str, Any]]:
     ]
 
 
-def settings_of(contest: Contest, policy: Policy, cfg: DictConfig) -> dict[str, Any]:
+def conditions_of(contest: Contest, settings: Settings) -> dict[str, Any]:
+    """What all rows were measured with."""
+    policy = settings.policy
     return {
         "target": Path(contest.target.name).name,
         "measured": "here, in turn",
         "prompts": contest.source.name,
         "prompt_count": len(contest.prompts),
-        "max_new_tokens": cfg.max_new_tokens,
+        "max_new_tokens": settings.max_new_tokens,
         "temperature": policy.temperature,
         "top_k": policy.top_k,
         "top_p": policy.top_p,
-        "seed": cfg.seed,
+        "seed": settings.seed,
         **conditions(contest.target, contest.prompts),
     }
 
@@ -316,50 +339,43 @@ def settings_of(contest: Contest, policy: Policy, cfg: DictConfig) -> dict[str, 
 
 
 def publish(
-    cfg: DictConfig,
     folder: Path,
     entries: Sequence[Entry],
     rows: Sequence[dict[str, Any]],
-    settings: dict[str, Any],
+    conditions: dict[str, Any],
+    *,
+    compared: bool,
 ) -> None:
     """Show the table, and write it in all its forms; they are moved into the folder once all of
-    them are whole."""
-    ordered, title = fastest_first(rows), f"Drafters for {settings['target']}"
+    them are complete.
+
+    Args:
+        compared: whether the page compares the rows. One run, as it was measured, has nothing to be
+            compared with.
+    """
+    ordered, title = fastest_first(rows), f"Drafters for {conditions['target']}"
     table(f"{title}, the fastest first", COLUMNS, [line(row) for row in ordered])
-    told = verdicts(ordered)
-    with tempfile.TemporaryDirectory(prefix=".report-", dir=folder) as scratch:
-        made = Path(scratch)
-        write_json(
-            made / RESULT, {"settings": settings, "rows": ordered, "provenance": provenance(cfg)}
-        )
-        text = markdown(ordered, title=title, settings=settings, notes=told, picture=PICTURE)
-        (made / TEXT).write_text(text, encoding="utf-8")
-        comparison(ordered, made / PICTURE, title=title)
-        (made / PAGE).write_text(page_of(cfg, entries, ordered, settings, told), encoding="utf-8")
-        for name in FILES:
-            (made / name).replace(folder / name)
-    for sentence in told:
-        say(sentence)
-    say(f"wrote {', '.join(FILES)} into {folder}")
-
-
-def page_of(
-    cfg: DictConfig,
-    entries: Sequence[Entry],
-    ordered: Sequence[dict[str, Any]],
-    settings: dict[str, Any],
-    notes: Sequence[str],
-) -> str:
-    """The page: what is compared, then every run in the same order. One run alone, as it was
-    measured, is compared with nothing."""
+    notes = verdicts(ordered)
     places = [row["run"] for row in ordered]
     records = [
         read_record(entry) for entry in sorted(entries, key=lambda entry: places.index(entry.name))
     ]
-    title = title_of(records)
-    if not cfg.measure and len(records) == 1:
-        return page(title, records)
-    return page(title, records, rows=ordered, settings=settings, notes=notes)
+    shared = ordered if compared else ()
+    html = page(title_of(records), records, rows=shared, settings=conditions, notes=notes)
+    with tempfile.TemporaryDirectory(prefix=".report-", dir=folder) as scratch:
+        made = Path(scratch)
+        write_json(
+            made / RESULT, {"settings": conditions, "rows": ordered, "provenance": provenance()}
+        )
+        text = markdown(ordered, title=title, settings=conditions, notes=notes, picture=PICTURE)
+        (made / TEXT).write_text(text, encoding="utf-8")
+        comparison(ordered, made / PICTURE, title=title)
+        (made / PAGE).write_text(html, encoding="utf-8")
+        for name in FILES:
+            (made / name).replace(folder / name)
+    for sentence in notes:
+        say(sentence)
+    say(f"wrote {', '.join(FILES)} into {folder}")
 
 
 def say(text: str) -> None:

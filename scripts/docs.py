@@ -1,11 +1,11 @@
-"""Build the API reference from the docstrings: python scripts/docs.py [folder], build/api by
-itself.
+"""Build the API reference from the docstrings: python scripts/docs.py [folder].
 
-Anything that pdoc warns of, such as an annotation that it cannot read, ends it with exit code 1.
+The folder is build/api by default.
 
-By pdoc, since it reads the package as it is: no second tree of pages to keep in step, no
-configuration, one small program that is maintained. Sphinx would need all of that, and its own
-markup in the docstrings.
+Every warning of pdoc, such as an annotation that it cannot read, ends it with exit code 1.
+
+It uses pdoc, which reads the package as it is: no second tree of pages to keep in step and no
+configuration. Sphinx would need both, and its own markup in the docstrings.
 """
 
 from __future__ import annotations
@@ -53,28 +53,25 @@ API = (
     "drafttrain.wiring.composing",
     "drafttrain.wiring.building",
 )
-"""What a program or a notebook may build on. Commands are not in it: their --help says all of
-them."""
+"""Modules that a program or a notebook may build on. Commands are not in it: their --help has
+everything."""
 
 
 def build(folder: Path) -> list[str]:
-    """Write the pages, index.html among them. Returns what pdoc had to warn of."""
+    """Write the pages, including index.html. Returns the warnings of pdoc."""
     import pdoc
 
-    modules = [
-        importlib.import_module(name) for name in API
-    ]  # What they warn of while they are imported is not about these pages.
+    # Warnings during these imports are not about the pages.
+    modules = [importlib.import_module(name) for name in API]
     for module in modules:
         for name in getattr(module, "__all__", ()):
-            setattr(
-                module, name, getattr(module, name)
-            )  # pdoc does not see what is looked up at first use
+            # pdoc does not see names that are looked up at first use.
+            setattr(module, name, getattr(module, name))
     words = []
     for module in sorted(modules, key=lambda module: not hasattr(module, "__path__")):
         words.append(module.__name__)
         if hasattr(module, "__path__"):
-            # A package brings all that is in it; what is wanted of that is named by itself, further
-            # behind.
+            # A package brings all of its modules; those to be shown are named later, one by one.
             words.append(f"!{re.escape(module.__name__)}[.]")
     pdoc.render.configure(docformat="google", show_source=False)
     with warnings.catch_warnings(record=True) as found:
@@ -86,8 +83,8 @@ def build(folder: Path) -> list[str]:
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     place = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "api"
-    told = build(place)
-    for line in told:
+    warned = build(place)
+    for line in warned:
         print(line, file=sys.stderr)
     print(f"{len(API)} modules: {place / 'index.html'}")
-    sys.exit(bool(told))
+    sys.exit(bool(warned))

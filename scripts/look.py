@@ -1,5 +1,5 @@
-"""Open a page in a browser without a window and without a network, and tell what it does there, one
-line of JSON for each width.
+"""Open a page in a browser without a window and without a network, and print what it does there,
+one line of JSON for each width.
 
     .venv-browser/bin/python scripts/look.py report.html --width 390 --width 1280 [--dark]
     [--picture folder]
@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 KEPT: list[object] = []
-"""Parts of the browser: what Python clears away in the wrong order ends the program with a
-fault."""
+"""Parts of the browser. Python would clear them away in the wrong order, which crashes."""
 SECONDS, PAUSE = 60, 3000
-"""Seconds that anything may take, and milliseconds in which a page is drawn anew."""
+"""Seconds that anything may take, and milliseconds in which a page is drawn again."""
 TALLEST, SHEET = 12000, 1600
 """Pixels of a page that are in its pictures, and of one picture."""
 LOOK = """
@@ -30,16 +29,20 @@ LOOK = """
   const drawings = [...document.querySelectorAll('svg[role=img]')];
   const letters = one => {
     const scale = one.getBoundingClientRect().width / one.viewBox.baseVal.width;
-    return [...one.querySelectorAll('text')].map(text => scale * parseFloat(getComputedStyle(text).fontSize));
+    const size = text => scale * parseFloat(getComputedStyle(text).fontSize);
+    return [...one.querySelectorAll('text')].map(size);
   };
-  const over = one => !one.parentElement.closest('.scroll') && one.getBoundingClientRect().right > innerWidth + 0.5;
+  const over = one =>
+    !one.parentElement.closest('.scroll') && one.getBoundingClientRect().right > innerWidth + 0.5;
+  const boxes = one => [one.getBoundingClientRect(), one.getBBox()];
+  const elements = [...document.querySelectorAll('body *')];
   const body = getComputedStyle(document.body);
   return JSON.stringify({
     width: innerWidth,
     scroll_width: document.documentElement.scrollWidth,
     scroll_height: document.documentElement.scrollHeight,
-    too_wide: [...document.querySelectorAll('body *')].filter(over).map(one => one.outerHTML.slice(0, 120)).slice(0, 5),
-    drawings: drawings.map(one => [one.getBoundingClientRect(), one.getBBox()].map(box => [box.width, box.height])),
+    too_wide: elements.filter(over).map(one => one.outerHTML.slice(0, 120)).slice(0, 5),
+    drawings: drawings.map(one => boxes(one).map(box => [box.width, box.height])),
     smallest_letter: Math.min(...drawings.flatMap(letters)),
     active: document.querySelectorAll('script, img, iframe, object, embed, link').length,
     resources: performance.getEntriesByType('resource').map(one => one.name),
@@ -77,16 +80,15 @@ def main() -> None:
     flags += [f"--blink-settings=preferredColorScheme={0 if given.dark else 1}"]
     os.environ["QT_QPA_PLATFORM"] = "offscreen"
     os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = " ".join(flags)
-    os.environ["QTWEBENGINE_DISABLE_SANDBOX"] = (
-        "1"  # It does not work for root, and the page runs nothing.
-    )
+    # The sandbox does not work for root, and the page runs nothing.
+    os.environ["QTWEBENGINE_DISABLE_SANDBOX"] = "1"
     try:
         import PySide6.QtWebEngineWidgets  # noqa: F401 - before there is an application
         from PySide6.QtWidgets import QApplication
     except ImportError as error:
         sys.exit(
             f"look: no browser ({error}): scripts/browser.sh installs one; it needs libnss3, "
-            f"libegl1, libasound2, libxkbfile1"
+            "libegl1, libasound2, libxkbfile1"
         )
     app = QApplication(sys.argv[:1])
     app.setQuitOnLastWindowClosed(False)
@@ -100,34 +102,69 @@ def main() -> None:
     os._exit(0)
 
 
-def look(path: Path, width: int, pictures: Path | None, scheme: str) -> dict[str, Any]:
-    """What the page does and how it lies in a window of that width."""
-    from PySide6.QtCore import QEventLoop, QTimer, QUrl
-    from PySide6.QtWebEngineCore import (
-        QWebEnginePage,
-        QWebEngineProfile,
-        QWebEngineScript,
-        QWebEngineUrlRequestInterceptor,
-    )
-    from PySide6.QtWebEngineWidgets import QWebEngineView
+class Browser:
+    """A window with one page. It loads that page's file and refuses every other request."""
 
-    address = QUrl.fromLocalFile(str(path))
-    requests: list[str] = []
-    said: list[str] = []
+    def __init__(self, path: Path, width: int) -> None:
+        from PySide6.QtCore import QUrl
+        from PySide6.QtWebEngineCore import QWebEngineProfile, QWebEngineScript
+        from PySide6.QtWebEngineWidgets import QWebEngineView
 
-    class Refuse(QWebEngineUrlRequestInterceptor):
-        def interceptRequest(self, info: Any) -> None:
-            requests.append(info.requestUrl().toString())
-            info.block(info.requestUrl() != address)
+        self.path, self.address = path, QUrl.fromLocalFile(str(path))
+        self.requests: list[str] = []
+        self.said: list[str] = []
+        refuse, page = self._parts()
+        self._world = QWebEngineScript.ScriptWorldId.ApplicationWorld.value
+        profile = QWebEngineProfile()  # keeps nothing
+        profile.setUrlRequestInterceptor(refuse)
+        self.view = QWebEngineView()
+        self.page = page(profile, self.view)
+        self.view.setPage(self.page)
+        self.view.resize(width, 900)
+        self.view.show()
+        KEPT.extend((self.view, self.page, profile, refuse))
 
-    class Page(QWebEnginePage):
-        def javaScriptConsoleMessage(
-            self, level: Any, message: str, line: int, source: str
-        ) -> None:
-            said.append(f"{level} {message} ({source}:{line})")
+    def _parts(self) -> tuple[Any, Any]:
+        """What refuses requests, and the class of a page that notes what the console says."""
+        from PySide6.QtWebEngineCore import QWebEnginePage, QWebEngineUrlRequestInterceptor
 
-    def wait(start: Callable[[Callable[[Any], None]], None]) -> Any:
-        """What `start` hands to the function that it is given."""
+        address, requests, said = self.address, self.requests, self.said
+
+        class Refuse(QWebEngineUrlRequestInterceptor):
+            def interceptRequest(self, info: Any) -> None:
+                requests.append(info.requestUrl().toString())
+                info.block(info.requestUrl() != address)
+
+        class Page(QWebEnginePage):
+            def javaScriptConsoleMessage(
+                self, level: Any, message: str, line: int, source: str
+            ) -> None:
+                said.append(f"{level} {message} ({source}:{line})")
+
+        return Refuse(), Page
+
+    def load(self) -> Any:
+        """Whether the page could be loaded."""
+
+        def start(done: Callable[[Any], None]) -> None:
+            self.page.loadFinished.connect(done)
+            self.page.load(self.address)
+
+        return self._wait(start)
+
+    def run(self, script: str) -> Any:
+        """The value of a script's last expression."""
+        return self._wait(lambda done: self.page.runJavaScript(script, self._world, done))
+
+    def pause(self) -> None:
+        from PySide6.QtCore import QTimer
+
+        self._wait(lambda done: QTimer.singleShot(PAUSE, lambda: done(True)))
+
+    def _wait(self, start: Callable[[Callable[[Any], None]], None]) -> Any:
+        """The value that `start` passes to the function that it is given."""
+        from PySide6.QtCore import QEventLoop, QTimer
+
         loop, found = QEventLoop(), list[Any]()
 
         def done(value: Any) -> None:
@@ -139,41 +176,30 @@ def look(path: Path, width: int, pictures: Path | None, scheme: str) -> dict[str
         if not found:
             loop.exec()
         if not found:
-            sys.exit(f"look: {path} was not done within {SECONDS} s")
+            sys.exit(f"look: {self.path} was not done within {SECONDS} s")
         return found[0]
 
-    profile = QWebEngineProfile()  # keeps nothing
-    refuse = Refuse()
-    profile.setUrlRequestInterceptor(refuse)
-    view = QWebEngineView()
-    page = Page(profile, view)
-    view.setPage(page)
-    view.resize(width, 900)
-    view.show()
 
-    def load(done: Callable[[Any], None]) -> None:
-        page.loadFinished.connect(done)
-        page.load(address)
-
-    loaded = wait(load)
-    world = QWebEngineScript.ScriptWorldId.ApplicationWorld.value
-    found = json.loads(wait(lambda done: page.runJavaScript(LOOK, world, done)))
+def look(path: Path, width: int, pictures: Path | None, scheme: str) -> dict[str, Any]:
+    """What the page does, and its sizes in a window of that width."""
+    browser = Browser(path, width)
+    loaded = browser.load()
+    found = json.loads(browser.run(LOOK))
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)
-        height = wait(lambda done: page.runJavaScript(CLOSED, world, done))
-        view.resize(width, min(TALLEST, int(height)))
-        wait(lambda done: QTimer.singleShot(PAUSE, lambda: done(True)))
-        whole = view.grab()
-        for number, top in enumerate(range(0, whole.height(), SHEET), start=1):
-            whole.copy(0, top, width, SHEET).save(
+        height = browser.run(CLOSED)
+        browser.view.resize(width, min(TALLEST, int(height)))
+        browser.pause()
+        shown = browser.view.grab()
+        for number, top in enumerate(range(0, shown.height(), SHEET), start=1):
+            shown.copy(0, top, width, SHEET).save(
                 str(pictures / f"{path.stem}-{scheme}-{width}-{number}.png")
             )
-    KEPT.extend((view, page, profile, refuse))
     return {
         "loaded": loaded,
-        "requests": requests,
-        "console": said,
-        "page": address.toString(),
+        "requests": browser.requests,
+        "console": browser.said,
+        "page": browser.address.toString(),
         **found,
     }
 

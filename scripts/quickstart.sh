@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# From nothing but Python to a package that makes the embedded target decode faster. Settings may follow:
+# From nothing but Python to a package that makes the embedded target decode faster. Settings may
+# follow:
 #   scripts/quickstart.sh run_dir=runs/mine seed=1
 set -eu
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"

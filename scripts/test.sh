@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Every check of the repository: ruff, mypy, pytest. Starts from nothing but Python; further words go to pytest:
+# Every check of the repository: ruff, mypy, pytest. Starts from nothing but Python; further words
+# go to pytest:
 #   scripts/test.sh                       everything but what takes minutes
 #   scripts/test.sh -m slow               what takes minutes
 #   scripts/test.sh tests/nn
@@ -21,5 +22,6 @@ check -m ruff check .
 check -m mypy
 # Two workers of one thread each: small models keep a core busy better than they share two.
 # Files come in the order of tests/conftest.py, the longest first.
-OMP_NUM_THREADS=1 check -m pytest -p no:cacheprovider -n 2 --dist loadfile --no-loadscope-reorder --durations=15 "$@"
+OMP_NUM_THREADS=1 check -m pytest -p no:cacheprovider -n 2 --dist loadfile \
+    --no-loadscope-reorder --durations=15 "$@"
 exit "$code"

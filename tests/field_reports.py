@@ -1,4 +1,4 @@
-"""What people bring to tools of this kind, and what happens here.
+"""Faults that people report of tools of this kind, and what happens here.
 
 A test that holds a report carries its number: `@pytest.mark.field("F07")`. All 69 can be shown on a
 CPU, so none is without a test; `test_field_reports.py` compares the two.
@@ -9,7 +9,7 @@ from __future__ import annotations
 REPORTS: dict[str, tuple[str, str]] = {
     # Data, masks and templates
     "F01": (
-        "empty conversations, assistant-first ones, a system message alone",
+        "empty conversations, assistant-first ones, only a system message",
         "left out and counted by reason with row numbers; strict=true stops",
     ),
     "F02": (
@@ -67,7 +67,7 @@ REPORTS: dict[str, tuple[str, str]] = {
         "sizes are the model's, ids the tokenizer's; ids beyond the model are refused by name",
     ),
     "F14": (
-        "a draft vocabulary larger than the data, of 1, or beyond the whole",
+        "a draft vocabulary larger than the data, of 1, or beyond the full one",
         "filled up, stop and control tokens in it; 1 and too many are refused",
     ),
     "F15": (
@@ -89,7 +89,7 @@ REPORTS: dict[str, tuple[str, str]] = {
     ),
     "F19": (
         "the rate over accumulation and a resume",
-        "it is a function of updates alone and ends on the last",
+        "it is a function of only the updates and ends on the last",
     ),
     "F20": ("an end between two save points", "last.ckpt is the true last step"),
     "F21": (
@@ -128,19 +128,19 @@ REPORTS: dict[str, tuple[str, str]] = {
     "F29": ("checkpoints that pile up", "the last n, best and last stay; half-written ones go"),
     "F30": (
         "packages many times the drafter's size",
-        "trained tensors alone, in a dtype that is told; the size is printed",
+        "only trained tensors, in a dtype that is named; the size is printed",
     ),
     # NaN and precision
     "F31": ("batches without a label", "no NaN, no update, counted"),
     "F32": (
-        "NaN or another shape among stored features",
+        "NaN or another shape in stored features",
         "refused, naming the rows, before they are learned from",
     ),
     "F33": (
         "a loss that depends on padding",
-        "gradients are weighed by labels over the whole update",
+        "gradients are weighed by labels over the complete update",
     ),
-    "F34": ("bfloat16 weights that stand still", "weights and updates are float32"),
+    "F34": ("bfloat16 weights that do not change", "weights and updates are float32"),
     # Good training numbers, low acceptance
     "F35": (
         "high accuracy, acceptance near 1",
@@ -157,7 +157,7 @@ REPORTS: dict[str, tuple[str, str]] = {
         "the same bits whatever the company, order and number of requests",
     ),
     "F39": (
-        "draft state left behind by a rejection",
+        "draft state left over from a rejection",
         "after every round the draft equals one made of true features",
     ),
     # Packages, export and loading
@@ -199,7 +199,10 @@ REPORTS: dict[str, tuple[str, str]] = {
         "in float32 it does not, for any drafter and tree; elsewhere the gap is shown, by one "
         "command",
     ),
-    "F53": ("sampling that changes the law", "chi-square tests against the target's own law"),
+    "F53": (
+        "sampling that changes the distribution",
+        "chi-square tests against the target's own distribution",
+    ),
     "F54": (
         "seeds",
         "the same seed the same text, another another; decoding moves no random state",
@@ -229,11 +232,11 @@ REPORTS: dict[str, tuple[str, str]] = {
     ),
     "F64": (
         "what the length limit means",
-        "the package tells the trained length; beyond it the text stays exact and evaluate warns",
+        "the package names the trained length; beyond it the text stays exact and evaluate warns",
     ),
     "F65": (
         "what is a normal number",
-        "the README has figures and durations of the first run; a run says where it stands",
+        "the README has figures and durations of the first run; a run says how far it is",
     ),
     "F66": (
         "data in other common shapes",
@@ -244,4 +247,4 @@ REPORTS: dict[str, tuple[str, str]] = {
     "F68": ("remote code", "not run without the switch, which the refusal explains"),
     "F69": ("an output folder with other files", "refused, naming them; links and parents too"),
 }
-"""{number: what people bring, what happens here}"""
+"""{number: what people report, what happens here}"""

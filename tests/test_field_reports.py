@@ -1,4 +1,4 @@
-"""Every report of what people bring has a test that carries its number."""
+"""Every report of a fault has a test that carries its number."""
 
 from __future__ import annotations
 

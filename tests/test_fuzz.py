@@ -49,7 +49,7 @@ from drafttrain.errors import InputError
 from drafttrain.export import export_package
 from drafttrain.layouts.checking import check_directory
 from drafttrain.layouts.directory import open_directory
-from drafttrain.packaging.manifest import checked_metrics, parameters_of, read_config, training_of
+from drafttrain.packaging.manifest import checked_metrics, parameter_count, read_config, training_of
 from drafttrain.packaging.reading import load as load_package
 from drafttrain.target import fingerprint, load
 from drafttrain.target.filling import StoreFolder
@@ -105,9 +105,9 @@ def small() -> Target:
 
 def conversation_set(folder: Path, target: Target) -> Loader:
     random_set(target, folder, rows=6, held_out=2, longest=12)
-    told = json.loads((folder / MANIFEST).read_text())
-    del told[CHECKSUM]  # Who changes a file can change its checksum too.
-    write_json(folder / MANIFEST, told)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest[CHECKSUM]  # Who changes a file can change its checksum too.
+    write_json(folder / MANIFEST, manifest)
 
     def read(path: Path, _name: str) -> object:
         data = ConversationData(path)
@@ -150,9 +150,9 @@ def feature_store(folder: Path, target: Target) -> Loader:
     data = ConversationData(set_at)
     make_store(target, data, folder / "store", layers=(1,), encoding="int8")
 
-    def manifest(chance: random.Random, whole: bytes) -> bytes:
+    def manifest(chance: random.Random, content: bytes) -> bytes:
         """With the right checksum, where it can have one: whoever means harm can compute it."""
-        content = json_of(chance, whole)
+        content = json_of(chance, content)
         try:
             found = json.loads(content)
         except (ValueError, RecursionError):
@@ -215,7 +215,7 @@ def package(folder: Path, target: Target) -> Loader:
     def read(path: Path, _name: str) -> object:
         config = read_config(path / "a")
         checked_metrics(path / "a")
-        return load_package(path / "a", target), training_of(config), parameters_of(config)
+        return load_package(path / "a", target), training_of(config), parameter_count(config)
 
     names = {
         "config.json": json_of,
@@ -244,7 +244,7 @@ def package_of_a_model(folder: Path, target: Target) -> Loader:
 
 
 def engine_directories(folder: Path, target: Target) -> Loader:
-    """Heads of every layout, beside a target's directory and alone."""
+    """Heads of every layout, next to a target's directory and by themselves."""
     against = make_target(folder / "target")
     kinds = ("eagle3", "dspark", "native", "mtp", "speculators peagle", "speculators dflash")
     for kind in kinds:
@@ -257,9 +257,9 @@ def engine_directories(folder: Path, target: Target) -> Loader:
             for theirs in (None, open_directory(against, "against"))
         ]
 
-    whole = {"config.json": json_of, "model.safetensors": tensors_of}
+    content = {"config.json": json_of, "model.safetensors": tensors_of}
     return Loader(
-        {f"{kind}/{name}": mutation for kind in kinds for name, mutation in whole.items()}, read
+        {f"{kind}/{name}": mutation for kind in kinds for name, mutation in content.items()}, read
     )
 
 
@@ -458,7 +458,7 @@ def fuzz(name: str, folder: Path, examples: int) -> Counter[str]:
 
     def with_content(file: str, content: bytes) -> None:
         path = folder / file
-        whole = path.read_bytes()
+        content = path.read_bytes()
         path.unlink()  # What maps the old file keeps it.
         path.write_bytes(content)
         try:
@@ -470,7 +470,7 @@ def fuzz(name: str, folder: Path, examples: int) -> Counter[str]:
             outcomes["refused"] += 1
         finally:
             path.unlink()
-            path.write_bytes(whole)
+            path.write_bytes(content)
 
     for file in loader.files:
         loader.read(folder, file)

@@ -35,10 +35,10 @@ from drafttrain.target.adapter import tuned
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 from drafttrain.wiring.composing import compose
-from tests.packaging.made import overfitted, packed
+from tests.messages import said
+from tests.packaging.made import adapter_of, overfitted, packed
 from tests.packaging.measured import FAST, OLD, SETTINGS, SLOW, row, write_runs
-from tests.reporting.test_page import check_form
-from tests.target.test_adapter import made
+from tests.reporting.parsed import check_form
 from tests.training.parts import write_tiny_set
 
 
@@ -56,7 +56,7 @@ def words(runs: Any, out: Path, *more: str) -> list[str]:
     return [f"runs={runs}", f"run_dir={out}", *more]
 
 
-def told(out: Path) -> dict[str, Any]:
+def result_of(out: Path) -> dict[str, Any]:
     found = json.loads((out / report.RESULT).read_text())
     assert sorted(path.name for path in out.iterdir()) == sorted(report.FILES)
     check_page(out, found["rows"])
@@ -116,15 +116,15 @@ def test_all_forms_say_what_the_packages_say(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drawn: dict[str, list[float]] = {}
-    whole = Axes.barh
+    original_barh = Axes.barh
 
     def record(self: Axes, y: Any, width: Any, *args: Any, **kwargs: Any) -> Any:
         drawn[self.get_xlabel().partition(":")[0]] = list(width)
-        return whole(self, y, width, *args, **kwargs)
+        return original_barh(self, y, width, *args, **kwargs)
 
     monkeypatch.setattr(Axes, "barh", record)
     report.main(words(original, tmp_path / "out"))
-    found, shown = told(tmp_path / "out"), markdown_rows(tmp_path / "out")
+    found, shown = result_of(tmp_path / "out"), markdown_rows(tmp_path / "out")
     rows = found["rows"]
     assert [(one["run"], one["drafter"], one["tree"]) for one in rows] == [
         ("fast", "NGram", "chain 3"),
@@ -151,10 +151,10 @@ def test_all_forms_say_what_the_packages_say(
     assert shown[1][13] == shown[1][14] == "-", "what was not recorded is not made up"
     assert imread(tmp_path / "out" / report.PICTURE).shape[1] > 500
     assert f"]({report.PICTURE})" in (tmp_path / "out" / report.TEXT).read_text()
-    said = capsys.readouterr()
-    assert "1:00, begun from first" in said.out and "0.500 (10/20) 0.250 (2/8) -" in said.out
-    assert "without a package, left out: stopped" in said.err
-    assert "fastest is fast chain 3, 1.60x plain decoding" in said.err
+    output = capsys.readouterr()
+    assert "1:00, from first" in output.out and "0.500 (10/20) 0.250 (2/8) -" in output.out
+    assert "without a package, left out: stopped" in output.err
+    assert "fastest is fast chain 3, 1.60x plain decoding" in output.err
 
 
 def test_what_a_package_says_anew_is_shown_anew(original: Path, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_what_a_package_says_anew_is_shown_anew(original: Path, tmp_path: Path) 
     changed["rows"] = [row(2.2, 2.5, "static 9", guarantee="approximate")]
     path.write_text(json.dumps(changed))
     report.main(words(f"[{place}/fast, {place / 'slow' / 'package'}]", tmp_path / "out"))
-    first, second = told(tmp_path / "out")["rows"]
+    first, second = result_of(tmp_path / "out")["rows"]
     assert (first["run"], first["tree"], first["speedup"], first["tau"]) == (
         "slow",
         "static 9",
@@ -205,18 +205,18 @@ def test_measured_again_by_evaluate_is_told_as_evaluate_tells_it(
     assert markdown_rows(tmp_path / "none")[0][10] == "8/?"
 
 
-def test_what_cannot_be_shown_leaves_nothing_behind(
+def test_a_refused_report_leaves_nothing(
     original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = Path(shutil.copytree(original, tmp_path / "runs"))
     path = place / "slow" / "package" / METRICS
     text = path.read_text()
     path.write_text(text.replace('"seed": 0', '"seed": 3'))
-    said = refusal(capsys, words(place, tmp_path / "out"))
-    assert "slow differs from fast in seed (3, there 0)" in said and "measure=true" in said
+    output = refusal(capsys, words(place, tmp_path / "out"))
+    assert "slow differs from fast in seed (3, there 0)" in output and "measure=true" in output
     path.write_text(text[:50])
-    said = refusal(capsys, words(place, tmp_path / "out"))
-    assert "1 of 3 packages cannot be used" in said and str(path) in said
+    output = refusal(capsys, words(place, tmp_path / "out"))
+    assert "1 of 3 packages cannot be used" in output and str(path) in output
     assert not (tmp_path / "out").exists()
 
 
@@ -229,26 +229,23 @@ def base() -> DictConfig:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "half a measure": ({"measure": "maybe"}, "measure=maybe: give true or false"),
-    "no tokens": ({"max_new_tokens": 0}, "max_new_tokens=0: .* at least 1"),
+    "half a measure": ({"measure": "maybe"}, "measure=maybe"),
+    "no tokens": ({"max_new_tokens": 0}, "max_new_tokens=0"),
     "half a limit": ({"limit": 1.5}, r"limit=1\.5"),
-    "no trees": ({"trees": []}, "at least one tree"),
-    "one tree": ({"trees": 4}, "needs a list"),
-    "a tree of nothing": ({"trees": [0]}, "0 drafts nothing"),
-    "an unknown tree": ({"trees": ["octopus"]}, "'octopus' is not known"),
-    "a baseline by its name": ({"baseline": "ngram"}, "give baseline=null for none, or drafter@"),
-    "a baseline of a package": ({"baseline_tree": "package"}, "the baseline has no package"),
-    "a baseline of nothing": ({"baseline_tree": 0}, "baseline_tree: 0 drafts nothing"),
-    "a baseline that is run": (
-        {"baseline": {"_target_": "os.system"}},
-        "_target_=os.system is no drafter by itself",
-    ),
+    "no trees": ({"trees": []}, r"trees=\[\]"),
+    "one tree": ({"trees": 4}, "trees=4"),
+    "a tree of nothing": ({"trees": [0]}, "trees: 0"),
+    "an unknown tree": ({"trees": ["octopus"]}, "tree 'octopus'"),
+    "a baseline by its name": ({"baseline": "ngram"}, "baseline=ngram: .*drafter@"),
+    "a baseline of a package": ({"baseline_tree": "package"}, "baseline_tree=package"),
+    "a baseline of nothing": ({"baseline_tree": 0}, "baseline_tree: 0"),
+    "a baseline that is run": ({"baseline": {"_target_": "os.system"}}, "_target_=os.system"),
     "a baseline from nowhere": (
         {"baseline": {"_target_": "drafttrain.nowhere.X"}},
-        "X cannot be imported",
+        "_target_=drafttrain.nowhere.X",
     ),
     "an unknown dtype": ({"dtype": "foo"}, "dtype=foo"),
-    "a folder in use": ({"run_dir": str(Path(__file__).parent)}, "already holds"),
+    "a folder in use": ({"run_dir": str(Path(__file__).parent)}, "run_dir="),
     "a seed of words": ({"seed": "x"}, "seed=x"),
     "a cold temperature": ({"temperature": -1}, "temperature is -1"),
 }
@@ -263,25 +260,25 @@ def changed(cfg: DictConfig, **changes: Any) -> DictConfig:
 
 @pytest.mark.parametrize("name", BAD)
 def test_settings_that_mean_nothing_are_refused(name: str, base: DictConfig) -> None:
-    assert report.check_settings(base) == Policy()
+    assert report.read_settings(base).policy == Policy()
     changes, message = BAD[name]
     with pytest.raises(InputError, match=message):
-        report.check_settings(changed(base, **changes))
+        report.read_settings(changed(base, **changes))
 
 
 def test_a_baseline_is_chosen_as_a_drafter_and_needs_no_training(base: DictConfig) -> None:
-    assert report.check_settings(changed(base, baseline=None)) == Policy()
+    assert report.read_settings(changed(base, baseline=None)).baseline is None
     cfg = compose("report", ["runs=a", "measure=true", "drafter@baseline=suffix"])
-    assert cfg.baseline._target_.endswith("Suffix") and report.check_settings(cfg) == Policy()
-    with pytest.raises(InputError, match="is no drafter by itself: give drafter@baseline=ngram"):
-        report.check_settings(
+    assert report.read_settings(cfg).baseline is not None
+    with pytest.raises(InputError, match=r"baseline\._target_=.*drafter@baseline=ngram"):
+        report.read_settings(
             compose(
                 "report",
                 ["runs=a", "measure=true", "drafter@baseline=ensemble", "baseline.packages=[a]"],
             )
         )
-    with pytest.raises(InputError, match="Eagle1 has to be trained"):
-        report.check_settings(
+    with pytest.raises(InputError, match=r"baseline: Eagle1 .*drafter@baseline=ngram"):
+        report.read_settings(
             changed(base, baseline={"_target_": "drafttrain.drafter.eagle1.Eagle1"})
         )
 
@@ -302,20 +299,18 @@ def test_a_setting_without_effect_is_refused(
             "current",
             runs.Invocation("report", ("runs=a", "temperature=1", word, "run_dir=b")),
         )
-        with pytest.raises(
-            InputError, match=f"^{re.escape(word)}: without measure=true nothing is measured"
-        ):
-            report.check_settings(changed(base, measure=False))
-        assert report.check_settings(base) == Policy()
+        with pytest.raises(InputError, match=f"^{re.escape(word)}: .*measure=true"):
+            report.read_settings(changed(base, measure=False))
+        assert report.read_settings(base).policy == Policy()
 
 
-def test_runs_are_listed_in_brackets_or_alone() -> None:
+def test_runs_are_listed_in_brackets_or_one_is_named() -> None:
     assert report.listed("[a/b, c d ,'e']") == ["a/b", "c d", "e"]
     assert report.listed(" a[0-9]* ") == ["a[0-9]*"] and report.listed(
         OmegaConf.create(["a", "b"])
     ) == ["a", "b"]
     for nothing in ("", "[]", "[ , ]"):
-        with pytest.raises(InputError, match="runs is empty"):
+        with pytest.raises(InputError, match=r"^runs is"):
             report.listed(nothing)
 
 
@@ -353,7 +348,7 @@ def field(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     packed(
         folder / "runs" / "guesses" / "package", Eagle1(target), target, plan=plan, metrics=metrics
     )
-    second = tuned(target, made(target))
+    second = tuned(target, adapter_of(target))
     packed(
         folder / "runs" / "tuned" / "package",
         Medusa(second, heads=2).eval(),
@@ -379,7 +374,7 @@ def test_measuring_again_puts_all_on_the_same_prompts(
     field: Path, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report.main(again(field, tmp_path / "out", "trees=[package,1]"))
-    found = told(tmp_path / "out")
+    found = result_of(tmp_path / "out")
     rows = found["rows"]
     assert sorted((one["run"], one["tree"], one["rule"]) for one in rows) == [
         ("baseline", "chain 3", "greedy"),
@@ -408,11 +403,10 @@ def test_measuring_again_puts_all_on_the_same_prompts(
     assert all(one["tau_behind_best"] in (None, pytest.approx(best - one["tau"])) for one in rows)
     mine = next(one for one in rows if one["run"] == "knows" and one["tree"] == "chain 4")
     speculator = drafttrain.load(field / "runs" / "knows" / "package", target, dtype="float32")
-    alone = speculator.measure_acceptance(prompts, Plan(Tree.chain(4)), max_new_tokens=12)
-    assert mine["tau"] == alone.tally.tau and mine["tau"] > 1.2
+    own = speculator.measure_acceptance(prompts, Plan(Tree.chain(4)), max_new_tokens=12)
+    assert mine["tau"] == own.tally.tau and mine["tau"] > 1.2
     assert (
-        mine["accept_counts"] == alone.row()["accept_counts"]
-        and mine["rounds"] == alone.tally.rounds
+        mine["accept_counts"] == own.row()["accept_counts"] and mine["rounds"] == own.tally.rounds
     )
     assert (mine["training_seconds"], mine["bytes"]) == (
         None,
@@ -421,11 +415,11 @@ def test_measuring_again_puts_all_on_the_same_prompts(
     ground = next(one for one in rows if one["run"] == "baseline")
     assert (ground["drafter"], ground["parameters"], ground["bytes"]) == ("NGram", 0, None)
     assert [cells[0] for cells in markdown_rows(tmp_path / "out")] == [one["run"] for one in rows]
-    said = capsys.readouterr()
-    assert "tau is highest with knows chain 4; behind it, on the same prompts: " in said.err
+    output = capsys.readouterr()
+    assert "tau is highest with knows chain 4; lower, on the same prompts: " in output.err
     assert (
-        "prompts timed  2 prompts" in said.err
-        and "times 2 prompts, each plainly and in 7 other ways" in said.err
+        "prompts timed  2 prompts" in output.err
+        and "times 2 prompts, each plainly and in 7 other ways" in output.err
     )
 
 
@@ -433,7 +427,7 @@ def test_measuring_again_with_sampling_and_without_a_baseline(field: Path, tmp_p
     packages = f"[{field / 'runs' / 'knows'},{field / 'runs' / 'guesses'}]"
     more = ("temperature=1", "baseline=null", "limit=1")
     report.main([f"runs={packages}", *again(field, tmp_path / "out")[1:], *more])
-    rows = told(tmp_path / "out")["rows"]
+    rows = result_of(tmp_path / "out")["rows"]
     found = {one["run"]: (one["rule"], one["guarantee"], one["same_as_plain"]) for one in rows}
     assert found == {
         "knows": ("ratio", "distribution", None),
@@ -444,32 +438,28 @@ def test_measuring_again_with_sampling_and_without_a_baseline(field: Path, tmp_p
 def test_what_cannot_be_loaded_is_refused_before_anything_is_measured(
     field: Path, tmp_path: Path
 ) -> None:
-    """What `prepare` refuses, no folder was made for."""
+    """`prepare` refuses them, before a folder is made."""
     tiny = compose("report", ["runs=a", "measure=true", "target=tiny"])
     cfg = changed(tiny, prompts=str(field / "set"), dtype="float32", limit=1)
 
     def prepare(place: Path, cfg: DictConfig) -> report.Contest:
-        return report.prepare(
-            cfg, Policy(), read_entries(find_packages([str(place)], print), measured=False)
-        )
+        entries = read_entries(find_packages([str(place)], print), measured=False)
+        return report.prepare(report.read_settings(cfg), entries)
 
     assert len(prepare(field / "runs", cfg).entrants) == 4
     cfg.target.seed = 1
     with pytest.raises(
-        InputError, match=r"3 of 3 packages cannot be used: (.*belongs to another target){3}"
+        InputError, match=r"3 of 3 packages " + ("(?s:.*)" + said("packaging.another_target")) * 3
     ):
         prepare(field / "runs", cfg)
     cfg.target.seed = 0
     copy = Path(shutil.copytree(field / "runs", tmp_path / "runs"))
     (copy / "guesses" / "package" / TENSORS).write_bytes(b"\x80\x04")
     with pytest.raises(
-        InputError,
-        match=f"1 of 3 packages cannot be used: {copy}/guesses/package/drafter.safetensors",
+        InputError, match=f"1 of 3 packages .*{copy}/guesses/package/drafter.safetensors"
     ):
         prepare(copy, cfg)
-    with pytest.raises(
-        InputError, match="baseline_tree=dynamic:3x2x4 is a Dynamic, NGram can fill: Tree"
-    ):
+    with pytest.raises(InputError, match="baseline_tree=dynamic:3x2x4 is"):
         prepare(field / "runs", changed(cfg, baseline_tree="dynamic:3x2x4"))
-    with pytest.raises(InputError, match=r"prompts=nowhere\.jsonl does not exist"):
+    with pytest.raises(InputError, match=r"prompts=nowhere\.jsonl"):
         prepare(field / "runs", changed(cfg, prompts="nowhere.jsonl"))

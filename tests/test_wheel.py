@@ -59,21 +59,23 @@ def test_it_holds_the_package_its_settings_and_the_set_that_ships(unpacked: Path
 
 def test_it_names_what_it_needs(unpacked: Path) -> None:
     (path,) = unpacked.glob("*.dist-info/METADATA")
-    told = email.parser.Parser().parsestr(path.read_text(encoding="utf-8"))
+    facts = email.parser.Parser().parsestr(path.read_text(encoding="utf-8"))
     needs = [
         line.partition(";")[0].partition(">")[0]
-        for line in told.get_all("Requires-Dist", [])
+        for line in facts.get_all("Requires-Dist", [])
         if "extra ==" not in line
     ]
     assert {"torch", "transformers", "lightning", "hydra-core", "safetensors"} <= set(needs)
-    assert not any("smollm2" in line for line in told.get_all("Requires-Dist", [])), (
+    assert not any("smollm2" in line for line in facts.get_all("Requires-Dist", [])), (
         "its own dependencies compile an engine"
     )
-    assert told["License-Expression"] == "Apache-2.0" and "# drafttrain" in str(told.get_payload())
+    assert facts["License-Expression"] == "Apache-2.0" and "# drafttrain" in str(
+        facts.get_payload()
+    )
 
 
 def elsewhere(unpacked: Path, place: Path, *words: str) -> str:
-    """What a program says that finds the wheel's files alone, in a folder of its own."""
+    """What a program says that finds only the wheel's files, in a folder of its own."""
     settings = {
         "PYTHONPATH": str(unpacked),
         "PYTHONSAFEPATH": "1",
@@ -119,7 +121,7 @@ def test_every_command_says_its_settings_outside_of_a_checkout(
     for door in DOORS:
         assert f"Usage: python -m drafttrain.{door} " in said
     assert "  experiment: " in said and "smollm2" in said
-    assert not list(tmp_path.iterdir()), "asking for help leaves nothing behind"
+    assert not list(tmp_path.iterdir()), "asking for help leaves no files"
 
 
 @pytest.mark.slow
@@ -138,6 +140,6 @@ def test_a_fit_runs_outside_of_a_checkout(unpacked: Path, tmp_path: Path) -> Non
     words += ["final.prompts=2", "final.speed_prompts=0"]
     said = elsewhere(unpacked, place, "-m", "drafttrain.fit", *words)
     assert "the package is in" in said
-    told = read_config(place / "run" / PACKAGE)
-    assert told["drafter"]["_target_"] == "drafttrain.drafter.eagle1.Eagle1"
-    assert told["training"]["commit"] is None and not told["made_with"].endswith("checkout")
+    config = read_config(place / "run" / PACKAGE)
+    assert config["drafter"]["_target_"] == "drafttrain.drafter.eagle1.Eagle1"
+    assert config["training"]["commit"] is None and not config["made_with"].endswith("checkout")

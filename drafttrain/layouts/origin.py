@@ -20,7 +20,7 @@ from drafttrain.layouts.inspection import ENGINES
 from drafttrain.layouts.writing import Source, as_json
 from drafttrain.packaging.checking import check_keys, read_json
 from drafttrain.packaging.manifest import EXPORTED, STORED, check_target, class_of
-from drafttrain.packaging.reading import checked_settings
+from drafttrain.packaging.settings import checked_settings
 from drafttrain.target.model import Target
 from drafttrain.version import version
 

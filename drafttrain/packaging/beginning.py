@@ -1,5 +1,4 @@
-"""Begin with the weights of a package, checked like any package: the second stage of a training in
-two."""
+"""Start training from the weights of a package, which is checked like any package."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ def check_beginning(folder: str) -> None:
         raise InputError(f"init_from={folder} cannot be used: {error}") from error
     if "adapter" in config:
         raise InputError(
-            f"init_from={folder} was trained jointly with its target, which would begin anew as "
-            f"the original: give a package of "
-            "heads alone, such as experiment=medusa1 makes, or continue that run with resume=last"
+            f"init_from={folder} was trained jointly with its target, which would start again as "
+            "the original: give a package of only heads, such as experiment=medusa1 makes, or "
+            "continue that run with resume=last"
         )
 
 
@@ -29,7 +28,7 @@ def read_beginning(folder: str, target: Target, kind: type[Drafter], draft_vocab
     """The drafter of that package.
 
     Args:
-        kind: the class to be trained; draft_vocab: ids that it shall propose from, 0 for all.
+        kind: the class to be trained; draft_vocab: ids that it proposes from, 0 for all.
     """
     try:
         given = load_drafter(folder, target)
@@ -58,8 +57,7 @@ def take_weights(drafter: Drafter, given: Drafter, folder: str) -> None:
             name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name)
         )
         raise InputError(
-            f"init_from={folder} has other weights than this drafter ({odd[0]} among {len(odd)}): "
-            f"give the settings that it was "
-            "trained with, drafter.*"
+            f"init_from={folder} has other weights than this drafter ({len(odd)} of them, such as "
+            f"{odd[0]}): give the settings that it was trained with, drafter.*"
         )
     drafter.load_state_dict(given.state_dict())

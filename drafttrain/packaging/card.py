@@ -17,7 +17,8 @@ from drafttrain.tree.topology import Growth
 _GENERATE = '''\
 """Speculative decoding with this package, called by transformers:
 
-    model.generate(**inputs, custom_generate="<this package>", trust_remote_code=True, max_new_tokens=128)
+    model.generate(**inputs, custom_generate="<this package>", trust_remote_code=True, \
+max_new_tokens=128)
 
 {text}
 What would change the text and cannot be honoured is refused.
@@ -30,7 +31,8 @@ __all__ = ["generate"]
 
 _OWN = "The text is the one that `model.generate` gives without it."
 _TUNED = """\
-The text is that of the tuned model: this package holds an adapter, which is added to a copy of the model's weights. It is not the
+The text is that of the tuned model: this package holds an adapter, which is added to a copy of \
+the model's weights. It is not the
 text that `model.generate` gives without it. The model itself is not changed."""
 
 REQUIREMENTS = "drafttrain\n"
@@ -41,10 +43,10 @@ _GUARANTEES = {
     "approximate": "none: the text may differ from the target's",
 }
 
-_BORROWED = "embedding and output head are the target's own and are not in here."
-_IN_WHOLE = "`ssm/` is the drafter as a language model of its own."
+_BORROWED = "embedding and output head are the target's and are not in this package."
+_AS_MODEL = "`ssm/` is the drafter as a language model by itself."
 _ASSISTANT = """\
-The drafter alone, in transformers without drafttrain:
+Only the drafter, in transformers without drafttrain:
 ```python
 assistant = AutoModelForCausalLM.from_pretrained("path/to/this/package/ssm")
 model.generate(**inputs, max_new_tokens=128, assistant_model=assistant)
@@ -58,21 +60,23 @@ tags: [speculative-decoding, {kind_tag}]{front}
 ---
 # {kind} drafter for {target}
 
-{guesser} the next tokens of **{target}** ({model_type}). The target checks the guesses in one pass and keeps
-those it would have written itself, so its text stays its own and takes fewer passes. This package is of no use with another
-target: loading compares fingerprints and refuses.
+{guesser} the next tokens of **{target}** ({model_type}). The target checks the guesses in one pass
+and keeps those it would have written itself, so its text is the same and takes fewer passes. This
+package works with no other target: loading compares fingerprints and refuses others.
 {tuned}
 {facts}
 
 ## Measured
 {table}
 
-`tau` is tokens written per target pass, the target's own included; `accept@k` is how often the k-th drafted token is kept, given
-that those before it were; `speed` is plain decoding's seconds per token over these, same loop, same prompts, interleaved.
-Brackets are 95 % intervals over prompts. {settings}
+`tau` is tokens written per target pass, the target's own included; `accept@k` is how often the k-th
+drafted token is kept, given that those before it were; `speed` is plain decoding's seconds per
+token divided by the drafter's, in the same loop, on the same prompts, in turn. Brackets are 95 %
+intervals over prompts. {settings}
 
 {guarantees}
-In low precision a pass over several tokens can round otherwise than a pass over one, so that near-ties may fall otherwise.
+In low precision a pass over several tokens can round differently from a pass over one, so that
+near-ties may be decided differently.
 
 ## Use
 ```python
@@ -86,11 +90,14 @@ for ids, accepted in speculator.stream(prompt_ids, max_new_tokens=128): ...
 ```
 On the command line: `python -m drafttrain.generate package=path/to/this/package prompt="..."`
 
-In transformers, with drafttrain installed; the code in `custom_generate/` is what runs, read it before you trust it:
+In transformers, with drafttrain installed. This runs the code in `custom_generate/`: read it before
+you trust it.
 ```python
-model.generate(**inputs, max_new_tokens=128, custom_generate="path/to/this/package", trust_remote_code=True)
+model.generate(
+    **inputs, max_new_tokens=128, custom_generate="path/to/this/package", trust_remote_code=True
+)
 ```
-{assistant}Unless told otherwise it decodes with {plan} (`decoding.yaml`).
+{assistant}By default it decodes with {plan} (`decoding.yaml`).
 
 ## Licence
 {licence}
@@ -98,10 +105,10 @@ model.generate(**inputs, max_new_tokens=128, custom_generate="path/to/this/packa
 
 
 _CHANGED = """
-**This package changes the target.** Drafter and target were trained together, the target by an adapter of rank {rank}
-({parameters:,} parameters on {linears}), which is in `adapter.safetensors`. Loading adds it to a copy of the
-target's weights; the target given is not altered. What is guaranteed below is relative to this tuned target: its text is not the
-original's. {change}
+**This package changes the target.** Drafter and target were trained together, the target by an
+adapter of rank {rank} ({parameters:,} parameters on {linears}), which is in `adapter.safetensors`.
+Loading adds it to a copy of the target's weights; the target given is not altered. The guarantees
+below are relative to this tuned target: its text is not the original's. {change}
 """
 
 
@@ -159,7 +166,7 @@ def _origin(config: dict[str, Any]) -> tuple[bool, str | None]:
 
 
 def _members(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of an ensemble, what is told of each; of any other drafter none."""
+    """The settings of each drafter of an ensemble; none of any other drafter."""
     found: list[dict[str, Any]] = config["drafter"].get("members", [])
     return found
 
@@ -173,25 +180,24 @@ def _facts(config: dict[str, Any], as_model: bool) -> list[str]:
     kinds = [node["_target_"].rpartition(".")[2] for node in _members(config)]
     together = [
         f"Drafters that draft side by side: {', '.join(kinds)}. Their trees are merged and checked "
-        f"in one pass."
+        "in one pass."
     ]
     if not learned:
-        more = f", or in the conversations of {corpus} that lie in here" if corpus else ""
+        more = f", or in the conversations of {corpus} in this package" if corpus else ""
         return [
             *(together if kinds else []),
-            f"No weights: nothing was trained. Drafts are what followed earlier in the text at "
-            f"hand, prompt and answer{more}.",
-            "Where nothing like the end of the text stood before, nothing is drafted.",
+            "No weights: nothing was trained. Drafts are copied from what followed earlier in the "
+            f"same text, prompt and answer{more}.",
+            "Where the end of the text has not occurred before, nothing is drafted.",
             *_remembered(config),
         ]
     return [
         *(together if kinds else []),
         f"{shape['parameters']:,} trained parameters, stored as {shape['dtype']}; "
-        f"{_IN_WHOLE if as_model else _BORROWED}",
+        f"{_AS_MODEL if as_model else _BORROWED}",
         _vocabulary(shape),
-        f"Trained on rows of at most {length:,} tokens. Beyond that it still drafts and the text "
-        f"is still the target's; only "
-        "fewer drafts may be kept."
+        f"Trained on rows of at most {length:,} tokens. In longer texts it still drafts and the "
+        "text is still the target's, but fewer drafts may be kept."
         if length
         else "The length of the rows it was trained on was not recorded.",
         *_remembered(config),
@@ -200,61 +206,70 @@ def _facts(config: dict[str, Any], as_model: bool) -> list[str]:
 
 def _remembered(config: dict[str, Any]) -> list[str]:
     """Of a drafter that drafts from what it decoded for other requests."""
-    told = [node.get("remember") for node in (config["drafter"], *_members(config))]
-    tokens = max((one for one in told if type(one) is int), default=0)
+    given = [node.get("remember") for node in (config["drafter"], *_members(config))]
+    tokens = max((one for one in given if type(one) is int), default=0)
     if not tokens:
         return []
     return [
-        f"While a process lasts, drafts also come from what was decoded in it before: the latest "
-        f"{tokens:,} tokens of prompts and "
-        "answers. Requests that must not speed each other up need processes of their own. Each "
-        "measurement began without any."
+        "While a process runs, drafts also come from what was decoded in it before: the latest "
+        f"{tokens:,} tokens of prompts and answers. Requests that must not speed each other up "
+        "need separate processes. Each measurement started without any."
     ]
 
 
 def _vocabulary(shape: dict[str, Any]) -> str:
     if shape["draft_vocab"] == shape["vocab_size"]:
-        return f"Drafts from the target's whole vocabulary of {shape['vocab_size']:,} tokens."
-    return f"Drafts from {shape['draft_vocab']:,} of the target's {shape['vocab_size']:,} tokens; the others are never drafted."
+        return f"Drafts from all {shape['vocab_size']:,} tokens of the target's vocabulary."
+    return (
+        f"Drafts from {shape['draft_vocab']:,} of the target's {shape['vocab_size']:,} tokens; the "
+        "others are never drafted."
+    )
 
 
 def _left_out(drafter: dict[str, Any]) -> list[str]:
     """Of a drafter that is the target without some of its sub-layers."""
     named = {name: drafter[f"skip_{name}"] for name in ("attention", "mlp")}
-    told = [
-        f"{name} of layers {', '.join(map(str, layers))}"
+    left_out = [
+        f"{'MLP' if name == 'mlp' else name} of layers {', '.join(map(str, layers))}"
         for name, layers in named.items()
         if layers
     ]
     return [
-        "No weights: nothing was trained. Drafts are the target's own, with some of its sub-layers "
+        "No weights: nothing was trained. The target itself drafts, with some of its sub-layers "
         "left out.",
-        f"Left out, layers counted from 0: {'; '.join(told) or 'nothing'}.".replace(
-            "mlp of", "MLP of"
-        ),
+        f"Left out, layers counted from 0: {'; '.join(left_out) or 'nothing'}.",
     ]
 
 
 def _licence(config: dict[str, Any]) -> str:
     if not any(_origin(config)):
-        return "Nothing in here was learned from the target or written by it."
+        return "Nothing in this package was learned from the target or written by it."
     licence = config["target"]["licence"]
     if licence:
-        return f"The target is under {licence}. A drafter made from its answers is subject to that licence's terms too."
-    return "The target's licence was not recorded: see the target. What a drafter learned from its answers may fall under it."
+        return (
+            f"The target is under {licence}. A drafter made from its answers is subject to that "
+            "licence's terms too."
+        )
+    return (
+        "The target's licence was not recorded: see the target. It may also apply to a drafter "
+        "made from its answers."
+    )
 
 
 def _tuned(adapter: dict[str, Any] | None, change: Any) -> str:
-    """What joint training did, where it did anything."""
+    """How joint training changed the target; nothing for other packages."""
     if adapter is None:
         return ""
     try:
-        told = f"Measured: {words(change)}."
+        measured = f"Measured: {words(change)}."
     except (LookupError, TypeError, ValueError, OverflowError):
-        told = "How far it went from the original was not measured: `python -m drafttrain.evaluate` does."
+        measured = (
+            "How far it is from the original was not measured: `python -m drafttrain.evaluate` "
+            "measures it."
+        )
     linears = ", ".join(f"`{name}`" for name in adapter["linears"])
     return _CHANGED.format(
-        rank=adapter["rank"], parameters=adapter["parameters"], linears=linears, change=told
+        rank=adapter["rank"], parameters=adapter["parameters"], linears=linears, change=measured
     )
 
 
@@ -274,11 +289,17 @@ def _shape(tree: Growth) -> str:
             f"{_shape(one)} by member {number}" for number, one in enumerate(tree.trees, start=1)
         )
     if isinstance(tree, Confident):
-        return f"a chain of at most {tree.size}, ended where the drafter's likeliest token has less than {tree.stop_below:g}"
+        return (
+            f"a chain of at most {tree.size}, ended where the drafter's most likely token has less "
+            f"than {tree.stop_below:g}"
+        )
     if tree.is_chain:
         return f"a chain of {tree.size}"
     if isinstance(tree, Dynamic):
-        return f"a dynamic tree of {tree.size} drafts, at most {tree.max_depth} deep (top_k {tree.top_k})"
+        return (
+            f"a dynamic tree of {tree.size} drafts, at most {tree.max_depth} deep "
+            f"(top_k {tree.top_k})"
+        )
     return f"a tree of {tree.size} drafts, {tree.max_depth} deep"
 
 
@@ -286,19 +307,20 @@ def describe(plan: Plan) -> str:
     """A plan in words."""
     shape = _shape(plan.tree) if plan.tree.size else "no drafts (plain decoding)"
     policy = plan.policy
-    reading = (
-        f", repetition_penalty {policy.repetition_penalty:g}"
-        if policy.repetition_penalty != 1
-        else ""
-    ) + (f", min_new_tokens {policy.min_new_tokens}" if policy.min_new_tokens else "")
-    reading += ", some logits biased" if policy.logit_bias else ""
+    reading = [
+        f"repetition_penalty {policy.repetition_penalty:g}" * (policy.repetition_penalty != 1),
+        f"min_new_tokens {policy.min_new_tokens}" * bool(policy.min_new_tokens),
+        "some logits biased" * bool(policy.logit_bias),
+    ]
     if policy.greedy:
-        return f"{shape}, greedily{reading}"
-    more = (f", top_k {policy.top_k}" if policy.top_k else "") + (
-        f", top_p {policy.top_p:g}" if policy.top_p < 1 else ""
-    )
-    more += f", min_p {policy.min_p:g}" if policy.min_p else ""
-    return f"{shape}, at temperature {policy.temperature:g}{more}{reading}"
+        return ", ".join([shape, "greedily", *filter(None, reading)])
+    filters = [
+        f"top_k {policy.top_k}" * bool(policy.top_k),
+        f"top_p {policy.top_p:g}" * (policy.top_p < 1),
+        f"min_p {policy.min_p:g}" * bool(policy.min_p),
+    ]
+    words = [shape, f"at temperature {policy.temperature:g}", *filter(None, [*filters, *reading])]
+    return ", ".join(words)
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -334,7 +356,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    """One that can be written in a table: what a file holds may be anything."""
+    """One that can be written in a table: a file may hold anything."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
 
 

@@ -1,5 +1,5 @@
-"""Checks of what files hold: JSON without surprises, exact keys, the nearest valid name for a
-misspelt one."""
+"""Checks of files: JSON without surprises, exact keys, the nearest valid name for a misspelt
+one."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ def check_regular(path: Path) -> None:
 
 
 def read_json(path: Path, largest: int, what: str) -> Any:
-    """A JSON file of at most so many bytes, in which no key stands twice and every number is one.
+    """A JSON file in which every key occurs once and every number is finite.
 
     Args:
+        largest: bytes that it may have.
         what: what it should be, such as "a package's config".
     Raises: InputError.
     """
@@ -87,7 +88,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {key[:80]!r} stands there twice")
+            raise ValueError(f"the key {key[:80]!r} occurs there twice")
         found[key] = value
     return found
 

@@ -1,5 +1,5 @@
-"""Several packages side by side: where they lie, what each says of itself, and whether what was
-measured may be compared."""
+"""Several packages side by side: where they are, what each says of itself, and whether their
+measurements may be compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from drafttrain.packaging.manifest import (
     TENSORS,
     checked_metrics,
     class_of,
-    parameters_of,
+    parameter_count,
     read_config,
     training_of,
 )
@@ -33,9 +33,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _OWN = ("package", "drafter_dtype")
-"""Settings that each package may have its own way: they make no prompt and no text another one."""
+"""Settings in which packages may differ: prompts and texts are the same with any value."""
 _MOST = 1e15
-"""Beyond any number that was measured."""
+"""More than any number that was measured."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Entry:
     """A package and what it says of itself."""
 
     name: str
-    """Short, and of no other package beside it."""
+    """Short, and no other package's in this comparison."""
     folder: Path
     config: dict[str, Any]
     settings: dict[str, Any]
-    """Of what was measured."""
+    """Under which it was measured."""
     rows: list[dict[str, Any]]
     """What was measured, checked; every key is there, None where a row lacks it."""
 
@@ -58,7 +58,7 @@ class Entry:
 
     @property
     def run_folder(self) -> Path | None:
-        """The folder of the run that made it; None for a package that lies elsewhere."""
+        """The folder of the run that made it; None for a package that is elsewhere."""
         place = self.folder.resolve()
         return place.parent if place.name == PACKAGE else None
 
@@ -68,15 +68,15 @@ class Entry:
         return {
             "run": self.name,
             "drafter": self.drafter,
-            "parameters": parameters_of(self.config),
+            "parameters": parameter_count(self.config),
             "bytes": size_of(self.folder),
             "training_seconds": seconds,
             "supervised_tokens": tokens,
-            "begun_from": self._begun_from(),
+            "begun_from": self._init_from(),
         }
 
-    def _begun_from(self) -> str | None:
-        """The package whose weights its training began with: what that one cost comes on top."""
+    def _init_from(self) -> str | None:
+        """The package whose weights its training started from: its cost is not in these numbers."""
         config = self.config["training"].get("config")
         given = config.get("init_from") if isinstance(config, dict) else None
         return _place(Path(given)).name if isinstance(given, str) else None
@@ -91,7 +91,7 @@ def find_packages(runs: Iterable[str], say: Callable[[str], None]) -> list[Path]
     Args:
         runs: folders of runs or packages, folders that hold several of them, or patterns such as
             `runs/fit-*`.
-        say: is told what holds no package, among those that were not named one by one.
+        say: is given the names of folders without a package, unless they were given one by one.
     Raises: InputError for what does not exist, and where there is no package at all.
     """
     found: dict[Path, Path] = {}
@@ -131,7 +131,7 @@ def _packages_of(given: str, say: Callable[[str], None]) -> list[Path]:
 
 
 def _package_in(folder: Path) -> Path | None:
-    """Where a run's package lies, or a package itself, whole or not."""
+    """A run's package, or a package itself, complete or not."""
     if (folder / PACKAGE).is_dir():
         return folder / PACKAGE
     return (
@@ -140,11 +140,11 @@ def _package_in(folder: Path) -> Path | None:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """A short name for each: the last parts of its path that tell it from the others."""
+    """A short name for each: the last parts of its path, as many as distinguish it from others."""
     places = [_place(folder.resolve()) for folder in folders]
     names: list[str] = []
     for parts in range(1, max((len(place.parts) for place in places), default=0) + 1):
-        # What is no UTF-8 could be written into no report.
+        # A name that is not UTF-8 could not be written into a report.
         names = [
             "/".join(place.parts[-parts:]).encode(errors="replace").decode() for place in places
         ]
@@ -154,7 +154,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def _place(folder: Path) -> Path:
-    """The run that a package belongs to, which has the telling name."""
+    """The folder that names a package: its run's, where it is in one."""
     return folder.parent if folder.name == PACKAGE else folder
 
 
@@ -162,9 +162,9 @@ def read_entries(folders: Sequence[Path], *, measured: bool) -> list[Entry]:
     """What the packages say of themselves.
 
     Args:
-        measured: read what was measured, too.
-    Raises: InputError naming every package that is damaged, and every one whose target is another
-    than the first one's.
+        measured: read the measured rows, too.
+    Raises: InputError naming every package that is damaged, and every one with another target than
+    the first.
     """
 
     def read(item: tuple[str, Path]) -> Entry:
@@ -235,7 +235,7 @@ def _checked(row: dict[str, Any], where: str) -> dict[str, Any]:
     if not known or not all(pair is None or _is_pair(pair) for pair in counts):
         raise InputError(
             f"{where}: accept_counts of a row is {str(counts)[:80]!r}, needs two counts for every "
-            f"rate"
+            "rate"
         )
     for name, fits, wanted in _MORE:
         value = found.get(name)
@@ -266,7 +266,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Of what fits, and of None, where something was not measured."""
+    """Each entry fits, or is None, where it was not measured."""
     return lambda value: isinstance(value, list) and all(one is None or fits(one) for one in value)
 
 
@@ -306,12 +306,12 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
         ("nodes", "depth", "prompts", "rounds", "same_as_plain", "remember", "repeated_prompts"),
         _is_count,
-        "a whole number of at least 0",
+        "an integer of at least 0",
     ),
     (("tau_interval", "speedup_interval"), _is_pair, "two numbers"),
     (("growth", "tree", "rule", "guarantee", "measured", "label"), _is_text, "text"),
 )
-"""What a table reads of a row, and what it must be where it is there."""
+"""Entries of a row that a table reads, and what they must be if present."""
 _MORE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("accept_at_interval", _is_list_of(_is_pair), "a list of two numbers each"),
     ("reach", _is_list_of(_is_number), "a list of rates"),
@@ -325,14 +325,14 @@ _MORE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("rank_rates", _is_list_of(_is_list_of(_is_number)), "a list of rates for each depth"),
     ("node_counts", _is_nodes, "parent, kept and offered of each node of a tree, breadth first"),
 )
-"""What drawings and sentences read of a row besides; a row of an earlier version may lack it."""
+"""Entries that only drawings and sentences read; a row of an earlier version may lack them."""
 
 
 def fastest_row(entry: Entry, temperature: float) -> dict[str, Any]:
-    """Of the ways to draft that were measured at a temperature the fastest; without measured speeds
-    that of the highest tau.
+    """The fastest of the ways to draft that were measured at a temperature; without measured
+    speeds the one with the highest tau.
 
-    Raises: InputError if nothing was.
+    Raises: InputError if none was measured.
     """
     rows = [row for row in entry.rows if row["nodes"] and row["temperature"] == temperature]
     if not rows:
@@ -354,7 +354,7 @@ def fastest_row(entry: Entry, temperature: float) -> dict[str, Any]:
 
 
 def measured_alike(entries: Sequence[Entry], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What was measured in the same way for all of them.
+    """The settings that all of them were measured with.
 
     Args:
         rows: of each entry the one that is shown.
@@ -372,8 +372,8 @@ def measured_alike(entries: Sequence[Entry], rows: Sequence[dict[str, Any]]) -> 
     if complaints:
         raise InputError(
             f"not measured alike: {'; '.join(complaints)}. In one table they would look equal: "
-            f"give measure=true, which "
-            "measures all of them again on the same prompts, or leave some out of runs="
+            "give measure=true, which measures all of them again on the same prompts, or leave "
+            "some out of runs="
         )
     return first
 

@@ -1,5 +1,4 @@
-"""How a package decodes unless told otherwise: `decoding.yaml` to and from a Plan, and trees by
-name."""
+"""How a package decodes by default: `decoding.yaml` to and from a Plan, and trees by name."""
 
 from __future__ import annotations
 
@@ -41,16 +40,22 @@ _GROWTHS: dict[str, type[Dynamic] | type[Confident]] = {"dynamic": Dynamic, "cha
 
 _TEXT = """\
 # How this drafter decodes unless told otherwise.
-# tree: one entry for each drafted token, the ranks on the way to it from the last chosen token ([] decodes plainly); or a chain's
-# length; or how it grows, such as {{growth: dynamic, depth: 5, top_k: 8, total: 24}} or {{growth: chain, k: 6, stop_below: 0.3}}.
-# An ensemble has a tree for each member: {{growth: forest, trees: [[[0], [0, 0]], {{growth: chain, k: 6, stop_below: 0.3}}]}}.
+# tree: one entry for each drafted token, the ranks on the way to it from the last chosen token \
+([] decodes plainly); or a chain's
+# length; or how it grows, such as {{growth: dynamic, depth: 5, top_k: 8, total: 24}} or \
+{{growth: chain, k: 6, stop_below: 0.3}}.
+# An ensemble has a tree for each member: \
+{{growth: forest, trees: [[[0], [0, 0]], {{growth: chain, k: 6, stop_below: 0.3}}]}}.
 tree:{tree}
-# What the tree above costs at most: drafted tokens that the target checks in one pass, and their depth.
+# What the tree above costs at most: drafted tokens that the target checks in one pass, and their \
+depth.
 budget: {{nodes: {nodes}, depth: {depth}}}
 # temperature 0 is greedy; top_k 0 and top_p 1.0 keep every token.
 policy: {{temperature: {temperature!r}, top_k: {top_k}, top_p: {top_p!r}{more}}}
-# auto: drafts are made as suits the rule, drawn whenever the temperature is above 0 if that is auto too; the rule is
-# the exact one that fits them. Another rule is given by its name: ratio, block, multi_step, one_hot, k_seq, ...
+# auto: drafts are made as suits the rule, drawn whenever the temperature is above 0 if that is \
+auto too; the rule is
+# the exact one that fits them. Another rule is given by its name: ratio, block, multi_step, \
+one_hot, k_seq, ...
 sampled: {sampled}
 rule: {rule}
 """
@@ -72,10 +77,8 @@ def write_plan(plan: Plan) -> str:
     else:
         assert isinstance(found, list)
         tree = "".join(f"\n  - {path}" for path in found) or " []"
-        if (
-            plan.tree.is_chain and len(found) > _LONG_CHAIN
-        ):  # Its paths grow with the square of its length.
-            tree = f" {len(found)}"
+        if plan.tree.is_chain and len(found) > _LONG_CHAIN:
+            tree = f" {len(found)}"  # its paths grow with the square of its length
     return _TEXT.format(
         tree=tree,
         nodes=plan.tree.size,
@@ -116,7 +119,7 @@ def read_plan(path: Path, drafter: Drafter | None = None) -> Plan:
             raise FileNotFoundError
         found = read_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise InputError(f"{path} is missing: the package is not whole") from error
+        raise InputError(f"{path} is missing: the package is not complete") from error
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     try:
@@ -132,10 +135,10 @@ def _plan(found: Any) -> Plan:
     check_keys(found["policy"], _POLICY, "policy", optional=_MORE_POLICY)
     tree = tree_of(found["tree"])
     for name, own in (("nodes", tree.size), ("depth", tree.max_depth)):
-        if not _whole(found["budget"][name]) or found["budget"][name] < own:
+        if not _is_count(found["budget"][name]) or found["budget"][name] < own:
             raise InputError(
                 f"budget.{name} is {found['budget'][name]!r}, the tree has {own}: they must fit "
-                f"together"
+                "together"
             )
     sampled, rule = found["sampled"], found["rule"]
     if sampled != _AUTO and not isinstance(sampled, bool):
@@ -143,7 +146,7 @@ def _plan(found: Any) -> Plan:
     plan = Plan(
         tree, Policy(**found["policy"]), None if sampled == _AUTO else sampled, rule_of(rule)
     )
-    _ = plan.rule_name  # refuses what contradicts itself
+    _ = plan.rule_name  # refuses contradictions
     return plan
 
 
@@ -174,79 +177,94 @@ def tree_of(value: Any) -> Growth:
 
     Raises: InputError for anything else, and for a malformed tree.
     """
+    found: Growth | None = None
     if isinstance(value, str):
-        if "+" in value:
-            return _checked(Forest(tuple(tree_of(one) for one in value.split("+"))))
-        name, _, rest = value.strip().partition(":")
-        if value.strip() in ("static", "eagle1_static"):
-            return Tree.eagle1_static()
-        if value.strip() == "medusa":
-            return Tree.medusa()
-        if value.strip() == "plain":
-            return Tree.chain(0)
-        if name == "chain" and rest.isdecimal():
-            return tree_of(int(rest))
-        widths = rest.split("x")
-        if name == "dynamic" and len(widths) == 3 and all(width.isdecimal() for width in widths):
-            depth, top_k, total = map(int, widths)
-            return _checked(Dynamic(depth=depth, top_k=top_k, total=total))
-        if name == "expand" and all(width.isdecimal() and int(width) > 0 for width in widths):
-            nodes = level = 1
-            for width in widths:
-                level *= int(width)
-                nodes += level
-                check_size(nodes - 1)
-            return Tree.expansion([int(width) for width in widths])
-        if value.strip().isdecimal():
-            return tree_of(int(value))
-        if value.lstrip().startswith("["):
-            try:
-                return tree_of(json.loads(value))
-            except (ValueError, RecursionError) as error:
-                raise InputError(
-                    f"tree {value[:80]!r} is not a list of paths such as [[0],[1],[0,0]]: {error}"
-                ) from error
-    elif _whole(value):
+        found = _from_text(value)
+    elif _is_count(value):
         check_size(value)
-        return Tree.chain(value)
-    elif isinstance(value, dict) and value.get("growth") == "forest":
+        found = Tree.chain(value)
+    elif isinstance(value, dict):
+        found = _from_mapping(value)
+    elif isinstance(value, Iterable):
+        found = _from_paths(list(value))
+    if found is None:
+        raise InputError(
+            f"tree {str(value)[:80]!r} is not known: give static, medusa, plain, a chain's length "
+            "such as 4, expand:4x2x1, dynamic:5x8x24, a list of paths such as [[0],[1],[0,0]], or "
+            "for an ensemble one for each member, such as 4+3"
+        )
+    return found
+
+
+def _from_text(value: str) -> Growth | None:
+    """None where no tree has such a name."""
+    if "+" in value:
+        return _checked(Forest(tuple(tree_of(one) for one in value.split("+"))))
+    value = value.strip()
+    name, _, rest = value.partition(":")
+    if value in ("static", "eagle1_static"):
+        return Tree.eagle1_static()
+    if value == "medusa":
+        return Tree.medusa()
+    if value == "plain":
+        return Tree.chain(0)
+    if name == "chain" and rest.isdecimal():
+        return tree_of(int(rest))
+    widths = rest.split("x")
+    if name == "dynamic" and len(widths) == 3 and all(width.isdecimal() for width in widths):
+        depth, top_k, total = map(int, widths)
+        return _checked(Dynamic(depth=depth, top_k=top_k, total=total))
+    if name == "expand" and all(width.isdecimal() and int(width) > 0 for width in widths):
+        nodes = level = 1
+        for width in widths:
+            level *= int(width)
+            nodes += level
+            check_size(nodes - 1)
+        return Tree.expansion([int(width) for width in widths])
+    if value.isdecimal():
+        return tree_of(int(value))
+    if not value.startswith("["):
+        return None
+    try:
+        return tree_of(json.loads(value))
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"tree {value[:80]!r} is not a list of paths such as [[0],[1],[0,0]]: {error}"
+        ) from error
+
+
+def _from_mapping(value: dict[Any, Any]) -> Growth | None:
+    """None where nothing grows by such a name."""
+    name = str(value.get("growth"))
+    if value.get("growth") == "forest":
         check_keys(value, ("growth", "trees"), "tree")
         if not isinstance(value["trees"], list):
             raise InputError(
                 f"tree.trees is {str(value['trees'])[:80]}, needs a list with one tree for each "
-                f"member"
+                "member"
             )
         return _checked(Forest(tuple(tree_of(one) for one in value["trees"])))
-    elif isinstance(value, dict) and str(value.get("growth")) in _GROWTHS:
-        kind = _GROWTHS[str(value["growth"])]
-        check_keys(value, ("growth", *(field.name for field in fields(kind))), "tree")
-        return _checked(
-            kind(**{name: setting for name, setting in value.items() if name != "growth"})
-        )
-    elif isinstance(value, Iterable) and not isinstance(value, dict):
-        paths = list(value)
-        check_size(len(paths))
-        for path in paths:
-            if (
-                not isinstance(path, list | tuple)
-                or len(path) > MOST_NODES
-                or not all(map(_whole, path))
-            ):
-                raise InputError(
-                    f"tree: {str(path)[:80]} is not a path, such as [0, 1] for the second child of "
-                    f"the first"
-                )
-        return Tree.from_paths(paths) if paths else Tree.chain(0)
-    raise InputError(
-        f"tree {str(value)[:80]!r} is not known: give static, medusa, plain, a chain's length such "
-        f"as 4, expand:4x2x1, "
-        "dynamic:5x8x24, a list of paths such as [[0],[1],[0,0]], or for an ensemble one for each "
-        "member, such as 4+3"
-    )
+    if name not in _GROWTHS:
+        return None
+    kind = _GROWTHS[name]
+    check_keys(value, ("growth", *(field.name for field in fields(kind))), "tree")
+    return _checked(kind(**{key: setting for key, setting in value.items() if key != "growth"}))
+
+
+def _from_paths(paths: list[Any]) -> Growth:
+    check_size(len(paths))
+    for path in paths:
+        listed = isinstance(path, list | tuple) and len(path) <= MOST_NODES
+        if not listed or not all(map(_is_count, path)):
+            raise InputError(
+                f"tree: {str(path)[:80]} is not a path, such as [0, 1] for the second child of "
+                "the first"
+            )
+    return Tree.from_paths(paths) if paths else Tree.chain(0)
 
 
 def fit(plan: Plan, drafter: Drafter, where: str = "the plan") -> Plan:
-    """The plan as this drafter can fill it: what is deeper is cut off, with a message.
+    """The plan as this drafter can fill it: deeper nodes are cut off, with a message.
 
     Raises: InputError if it cannot fill such a tree, a node has more children than there are tokens
         to propose, or drafts are to be drawn by a drafter that copies them.
@@ -265,14 +283,14 @@ def fit(plan: Plan, drafter: Drafter, where: str = "the plan") -> Plan:
 
 
 def as_filled(trees: Iterable[Growth], drafter: Drafter) -> list[Growth]:
-    """Trees as this drafter can fill them, each once; what drafts nothing is left out. Raises
+    """Trees as this drafter can fill them, each once; trees without drafts are left out. Raises
     InputError as `fit` does."""
     return list(
         dict.fromkeys(fit(Plan(tree), drafter, tree.title).tree for tree in trees if tree.size)
     )
 
 
-def _whole(value: Any) -> bool:
+def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

@@ -15,8 +15,8 @@ from drafttrain.target.model import Target
 def check_packages(packages: object) -> list[str]:
     """What can be refused before the target is there.
 
-    Raises: InputError for what is no list of packages, and for one whose drafter drafts for a tuned
-    target.
+    Raises: InputError for anything but a list of packages, and for a package whose drafter drafts
+    for a tuned target.
     """
     listed = (
         list(packages) if isinstance(packages, Sequence) and not isinstance(packages, str) else []
@@ -24,14 +24,13 @@ def check_packages(packages: object) -> list[str]:
     if not listed or not all(isinstance(one, str) for one in listed):
         raise InputError(
             f"drafter.packages={packages}: needs a list of packages' folders, such as "
-            f"[runs/one/package,runs/two/package]"
+            "[runs/one/package,runs/two/package]"
         )
     for folder in listed:
         if "adapter" in read_config(folder):
             raise InputError(
                 f"drafter.packages: {folder} was trained jointly with its target and drafts for "
-                f"the tuned one, the others for the "
-                "original: leave it out"
+                "the tuned one, the others for the original: leave it out"
             )
     return listed
 

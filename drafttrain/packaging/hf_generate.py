@@ -35,7 +35,7 @@ _READ = {
     "past_key_values",
     "logits_to_keep",
 }
-"""What transformers prepares for a model's forward pass and this runtime replaces by its own."""
+"""Prepared by transformers for a model's forward pass; this runtime has its own instead."""
 _SAMPLING = (
     "SequenceBiasLogitsProcessor",
     "RepetitionPenaltyLogitsProcessor",
@@ -48,6 +48,13 @@ _SAMPLING = (
     "LogitNormalization",
 )
 """What a policy can do, in the order in which it does it."""
+_UNWANTED = (
+    "assistant_model",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+    "synced_gpus",
+    "token_healing",
+)
 _STOPPING = {"MaxLengthCriteria", "EosTokenCriteria"}
 """Criteria that the loop itself knows: a length and stop tokens."""
 _MEMORY = "_drafttrain_speculators"
@@ -63,22 +70,7 @@ def generate(model: Any, *, package: str | os.PathLike[str] | None = None, **arg
     Raises: InputError for settings that cannot be honoured.
     """
     folder = Path(package if package is not None else _asked_for()).expanduser()
-    unwanted = (
-        "assistant_model",
-        "negative_prompt_ids",
-        "negative_prompt_attention_mask",
-        "synced_gpus",
-        "token_healing",
-    )
-    for name in unwanted:
-        if arguments.get(name) is not None and arguments[name] is not False:
-            raise InputError(
-                f"{name} cannot be honoured while decoding with a drafttrain package: leave it out"
-            )
-    if arguments.get("assistant_tokenizer") is not None:
-        raise InputError(
-            "assistant_tokenizer has no use while decoding with a drafttrain package: leave it out"
-        )
+    _refuse_arguments(arguments)
     streamer = arguments.get("streamer")
 
     def decode(
@@ -91,23 +83,16 @@ def generate(model: Any, *, package: str | os.PathLike[str] | None = None, **arg
     ) -> Any:
         limit = _limit(stopping_criteria, input_ids)
         prompts = _prompts(input_ids, prepared)
-        policy = _policy(
-            generation_config, logits_processor, input_ids.shape[1], list(map(len, prompts))
-        )
+        lengths = [len(prompt) for prompt in prompts]
+        policy = _policy(generation_config, logits_processor, input_ids.shape[1], lengths)
         if streamer is not None and len(prompts) > 1:
             raise InputError(
                 f"a streamer shows one text, {len(prompts)} are decoded: give one prompt, or no "
-                f"streamer"
+                "streamer"
             )
         with _as_it_was(model):
             speculator = _speculator(folder, model)
-            context = speculator.target.context
-            if max(map(len, prompts)) + limit > context:
-                raise InputError(
-                    f"a prompt of {max(map(len, prompts))} tokens and {limit} new ones exceed the "
-                    f"target's context of "
-                    f"{context}: lower max_new_tokens"
-                )
+            _check_context(speculator, max(lengths), limit)
             end = generation_config._eos_token_tensor
             outputs, _ = speculator.generate(
                 prompts,
@@ -126,6 +111,28 @@ def generate(model: Any, *, package: str | os.PathLike[str] | None = None, **arg
     return model.generate(custom_generate=decode, **arguments)
 
 
+def _refuse_arguments(arguments: dict[str, Any]) -> None:
+    """Raise InputError for arguments that would change the text, or have no use here."""
+    for name in _UNWANTED:
+        if arguments.get(name) is not None and arguments[name] is not False:
+            raise InputError(
+                f"{name} cannot be honoured while decoding with a drafttrain package: leave it out"
+            )
+    if arguments.get("assistant_tokenizer") is not None:
+        raise InputError(
+            "assistant_tokenizer has no use while decoding with a drafttrain package: leave it out"
+        )
+
+
+def _check_context(speculator: Speculator, longest: int, limit: int) -> None:
+    context = speculator.target.context
+    if longest + limit > context:
+        raise InputError(
+            f"a prompt of {longest} tokens and {limit} new ones exceed the target's context of "
+            f"{context}: lower max_new_tokens"
+        )
+
+
 def _asked_for() -> str:
     """The value of `custom_generate` in the call of `generate` that led here: transformers does not
     pass it on."""
@@ -140,12 +147,11 @@ def _asked_for() -> str:
             if not Path(asked).expanduser().is_dir():
                 raise InputError(
                     f"custom_generate={asked} is not a folder here: download the package and give "
-                    f"its folder, or name a "
-                    "local copy by package=<folder>"
+                    "its folder, or name a local copy by package=<folder>"
                 )
             return asked
         frame = frame.f_back  # type: ignore[assignment]
-    raise InputError("where the package lies is not known: add package=<folder> to generate(...)")
+    raise InputError("the package's folder is not known: add package=<folder> to generate(...)")
 
 
 def _speculator(folder: Path, model: nn.Module) -> Speculator:
@@ -158,24 +164,20 @@ def _speculator(folder: Path, model: nn.Module) -> Speculator:
         for path in sorted(place.glob("*.*"))
     )
     first = next(model.parameters())
-    stamp = (
-        *stamp,
-        first.dtype,
-        first.device,
-    )  # weights of a tuned copy do not move with the model's
+    # Weights of a tuned copy do not move with the model's.
+    stamp = (*stamp, first.dtype, first.device)
     known = kept.get(place)
     moved = known is not None and known[1].drafter.device != known[1].target.device
     if known is None or known[0] != stamp or moved:
-        target = Target(
-            model, None, getattr(model.config, "_name_or_path", "") or type(model).__name__
-        )
+        name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+        target = Target(model, None, name)
         known = kept[place] = (stamp, load(folder, target))
     return known[1]
 
 
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """A target is frozen and in evaluation mode; the caller's model is given back as it came."""
+    """A target is frozen and in evaluation mode; afterwards the caller's model is as before."""
     training = [module for module in model.modules() if module.training]
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.eval()
@@ -189,9 +191,8 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def _ends(criteria: Any, input_ids: Tensor) -> Ends | None:
-    """Further criteria, asked behind every token of a row as if it were alone: a row's text does
-    not depend on its neighbours. They get the ids alone, no scores, which a token that was drafted
-    has none of."""
+    """Further criteria, asked after every token of a row, as if there were no other row: its text
+    does not depend on its neighbours. They get only the ids: a drafted token has no scores."""
     asked = [one for one in criteria if type(one).__name__ not in _STOPPING]
     if not asked:
         return None
@@ -219,18 +220,16 @@ def _policy(settings: Any, processors: Any, width: int, lengths: list[int]) -> P
     if mode not in ("greedy_search", "sample"):
         raise InputError(
             f"{mode.replace('_', ' ')} cannot be honoured while decoding with a drafttrain "
-            f"package: greedy decoding and "
-            "sampling can (num_beams=1)"
+            "package: greedy decoding and sampling can (num_beams=1)"
         )
     names = [type(one).__name__ for one in processors]
     odd = sorted(set(names) - set(_SAMPLING))
     if odd:
         raise InputError(
             f"{', '.join(odd)} would change the text and cannot be honoured while decoding with a "
-            f"drafttrain package: "
-            "temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, min_length and "
-            "sequence_bias of single tokens "
-            "can; leave the rest out (it may come from model.generation_config)"
+            "drafttrain package: temperature, top_k, top_p, min_p, repetition_penalty, "
+            "min_new_tokens, min_length and sequence_bias of single tokens can; leave the rest out "
+            "(it may come from model.generation_config)"
         )
     if names != sorted(set(names), key=_SAMPLING.index):
         raise InputError(
@@ -270,35 +269,33 @@ def _single_tokens(bias: dict[tuple[int, ...], float]) -> dict[int, float]:
         if len(ids) > 1:
             raise InputError(
                 f"sequence_bias of {ids} cannot be honoured: give single tokens, such as [[[5], "
-                f"2.0]]"
+                "2.0]]"
             )
     return {int(ids[0]): float(value) for ids, value in bias.items()}
 
 
 def _penalty(one: Any, width: int, lengths: list[int]) -> float:
-    """The penalty on the whole text without its padding; one that leaves a prompt out is
+    """The penalty on the complete text without its padding; one that leaves a prompt out is
     refused."""
     left_out = 0 if one.prompt_ignore_length is None else one.prompt_ignore_length
     padding = [width - length for length in lengths]
-    told = [left_out] * len(padding) if isinstance(left_out, int) else left_out.tolist()
-    if told != padding:
+    ignored = [left_out] * len(padding) if isinstance(left_out, int) else left_out.tolist()
+    if ignored != padding:
         raise InputError(
-            f"RepetitionPenaltyLogitsProcessor with prompt_ignore_length {told} cannot be "
-            f"honoured, the prompts' padding is "
-            f"{padding}: give repetition_penalty=... instead"
+            f"RepetitionPenaltyLogitsProcessor with prompt_ignore_length {ignored} cannot be "
+            f"honoured, the prompts' padding is {padding}: give repetition_penalty=... instead"
         )
     return float(one.penalty)
 
 
 def _least(one: Any, width: int, end: Any) -> int:
-    """New tokens that a least length comes to; a length of the whole text counts padding, as
+    """New tokens that a least length comes to; a length of the complete text counts padding, as
     transformers does."""
     same = end is not None and sorted(one.eos_token_id.tolist()) == sorted(end.tolist())
     if getattr(one, "prompt_length_to_skip", width) != width or not same:
         raise InputError(
             f"{type(one).__name__} with another prompt length or other stop tokens than this "
-            f"call's cannot be honoured: "
-            "give min_new_tokens=... instead"
+            "call's cannot be honoured: give min_new_tokens=... instead"
         )
     return (
         int(one.min_new_tokens)
@@ -318,8 +315,8 @@ def _prompts(input_ids: Tensor, prepared: dict[str, Any]) -> list[list[int]]:
     """Every row without its padding on the left."""
     if not input_ids.numel():
         raise InputError(
-            f"input_ids has the shape {tuple(input_ids.shape)}, needs a token at least to go on "
-            f"from in every row"
+            f"input_ids has the shape {tuple(input_ids.shape)}, needs at least one token to go on "
+            "from in every row"
         )
     odd = sorted(
         name for name, value in prepared.items() if name not in _READ and value is not None
@@ -327,14 +324,14 @@ def _prompts(input_ids: Tensor, prepared: dict[str, Any]) -> list[list[int]]:
     if odd:
         raise InputError(
             f"{', '.join(odd)} cannot be honoured while decoding with a drafttrain package: leave "
-            f"it out"
+            "it out"
         )
     for name in ("cache", "past_key_values"):
         cache = prepared.get(name)
         if cache is not None and cache.get_seq_length() > 0:
             raise InputError(
-                f"{name} holds tokens already; here decoding starts from the whole prompt: give "
-                f"input_ids alone"
+                f"{name} holds tokens already; here decoding starts from the complete prompt: "
+                "give only input_ids"
             )
     mask = prepared.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
@@ -345,9 +342,8 @@ def _prompts(input_ids: Tensor, prepared: dict[str, Any]) -> list[list[int]]:
     kept = mask != 0
     if not bool(kept[:, -1].all()) or bool((kept[:, :-1] & ~kept[:, 1:]).any()):
         raise InputError(
-            "attention_mask hides tokens behind visible ones: pad on the left "
-            "(tokenizer.padding_side='left'); other "
-            "masks cannot be honoured"
+            "attention_mask hides tokens that follow visible ones: pad on the left "
+            "(tokenizer.padding_side='left'); other masks cannot be honoured"
         )
     places = prepared.get("position_ids")
     if (

@@ -1,19 +1,20 @@
-"""A package: a folder that decodes by itself, and is trusted with nothing when it is read.
+"""A package: a folder that decodes by itself. Nothing in it is trusted when it is read.
 
 config.json             format, the drafter's class and settings, needs, shape, target fingerprint,
-how it was trained drafter.safetensors     trained tensors, and ids of a reduced draft vocabulary or
-                        of a corpus; none of a drafter without them; never the target's embedding or
-                        head
-adapter.safetensors     what joint training added to the target's weights, where it did; config.json
-then says so ssm/                    a drafter that is a language model, as a directory of
-                        transformers: its tensors, where it borrows nothing of the target, are kept
-                            here alone; otherwise a whole copy, if one was asked for
+                        how it was trained
+drafter.safetensors     trained tensors, and ids of a reduced draft vocabulary or of a corpus; empty
+                        for a drafter without any; never the target's embedding or head
+adapter.safetensors     what joint training added to the target's weights, where it did;
+                        config.json then says so
+ssm/                    a drafter that is a language model, as a directory of transformers: the only
+                        copy of its tensors, where it borrows nothing of the target; otherwise a
+                        complete copy, if one was asked for
 decoding.yaml           tree, policy and rule
 metrics.json            measured acceptance and speed
 README.md               model card
 custom_generate/        lets transformers decode with it
 
-Here: the names of these files, and config.json with what can be checked of it alone.
+Here: the names of these files, and config.json with the checks that need no other file.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ _ADAPTER = ("rank", "alpha", "linears", "parameters", "digest")
 PICKLED = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib"}
 _LARGEST_CONFIG = 16 << 20
 _MOST = 1e15
-"""Beyond any number of seconds."""
+"""More than any number of seconds."""
 _CLASS = re.compile(r"(drafttrain\.drafter\.[a-z_][a-z0-9_]*)\.([A-Z]\w*)")
 
 
@@ -100,32 +101,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     exactly of this format.
     """
     folder = path_of("package", folder)
-    if not folder.is_dir():
-        raise InputError(
-            f"package={folder} {'is a file' if folder.exists() else 'does not exist'}: give a "
-            f"package's folder"
-        )
-    inside = (folder / STANDALONE).iterdir() if (folder / STANDALONE).is_dir() else ()
-    pickled = sorted(
-        path.name for path in (*folder.iterdir(), *inside) if path.suffix.lower() in PICKLED
-    )
-    if pickled:
-        raise InputError(
-            f"{folder} holds {some(pickled)}: such files can run code when read; only safetensors "
-            f"is accepted"
-        )
-    lacking = [name for name in (CONFIG, TENSORS, DECODING) if not (folder / name).is_file()]
-    if lacking:
-        hint = "a package is made by python -m drafttrain.fit"
-        if CONFIG not in lacking and not is_package(folder):
-            hint = "this looks like a target, which is given as target=hf target.path=<folder>"
-        if (folder / EXPORTED).is_file():
-            hint = (
-                "it is an export for an engine; give the package it was made from, or make one of "
-                "it: python -m drafttrain.adopt "
-                f"head={shlex.quote(str(folder))} out=<new folder>"
-            )
-        raise InputError(f"{folder} is not a package, it lacks {', '.join(lacking)}: {hint}")
+    _check_folder(folder)
     path = folder / CONFIG
     config = check_characters(read_json(path, _LARGEST_CONFIG, "a package's config"), path)
     form = config.get("format") if isinstance(config, dict) else None
@@ -139,39 +115,67 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     for name, known in (("needs", _NEEDS), ("shape", _SHAPE), ("target", _TARGET)):
         check_keys(config[name], known, f"{path}: {name}")
     _check_adapter(config, folder)
+    _check_values(config, path)
+    found: dict[str, Any] = config
+    return found
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise InputError unless a folder has a package's files, and none that is pickled."""
+    if not folder.is_dir():
+        raise InputError(
+            f"package={folder} {'is a file' if folder.exists() else 'does not exist'}: give a "
+            "package's folder"
+        )
+    inside = (folder / STANDALONE).iterdir() if (folder / STANDALONE).is_dir() else ()
+    pickled = sorted(
+        path.name for path in (*folder.iterdir(), *inside) if path.suffix.lower() in PICKLED
+    )
+    if pickled:
+        raise InputError(
+            f"{folder} holds {some(pickled)}: such files can run code when read; only safetensors "
+            "is accepted"
+        )
+    lacking = [name for name in (CONFIG, TENSORS, DECODING) if not (folder / name).is_file()]
+    if lacking:
+        hint = "a package is made by python -m drafttrain.fit"
+        if CONFIG not in lacking and not is_package(folder):
+            hint = "this looks like a target, which is given as target=hf target.path=<folder>"
+        if (folder / EXPORTED).is_file():
+            hint = (
+                "it is an export for an engine; give the package it was made from, or make one of "
+                f"it: python -m drafttrain.adopt head={shlex.quote(str(folder))} out=<new folder>"
+            )
+        raise InputError(f"{folder} is not a package, it lacks {', '.join(lacking)}: {hint}")
+
+
+def _check_values(config: dict[str, Any], path: Path) -> None:
+    """Raise InputError unless every value of a config is of its kind, those of an adapter apart."""
     marks = config["target"]["fingerprint"]
     if not isinstance(marks, dict) or not all(isinstance(value, str) for value in marks.values()):
         raise InputError(f"{path}: target.fingerprint is not a mapping of digests")
     length = config["trained_length"]
-    if not (
-        length is None or (isinstance(length, int) and not isinstance(length, bool) and length > 0)
-    ):
+    if length is not None and (type(length) is not int or length < 1):
         raise InputError(
             f"{path}: trained_length is {str(length)[:40]}, needs a count of tokens or null"
         )
     for name in ("drafter", "training"):
         if not isinstance(config[name], dict):
             raise InputError(f"{path}: {name} is not a mapping")
+    shape, target = config["shape"], config["target"]
     for name in ("width", "vocab_size", "draft_vocab", "parameters"):
-        if type(config["shape"][name]) is not int or config["shape"][name] < 0:
-            raise InputError(
-                f"{path}: shape.{name} is {str(config['shape'][name])[:40]}, needs a whole number"
-            )
+        if type(shape[name]) is not int or shape[name] < 0:
+            raise InputError(f"{path}: shape.{name} is {str(shape[name])[:40]}, needs an integer")
     for name in ("name", "model_type", "licence"):
-        if not isinstance(config["target"][name], str) and not (
-            name == "licence" and config["target"][name] is None
-        ):
-            raise InputError(
-                f"{path}: target.{name} is {str(config['target'][name])[:40]}, needs text"
-            )
-    if not isinstance(config["shape"]["dtype"], str) or config["shape"]["dtype"] not in DTYPES:
+        absent = name == "licence" and target[name] is None
+        if not absent and not isinstance(target[name], str):
+            raise InputError(f"{path}: target.{name} is {str(target[name])[:40]}, needs text")
+    if not isinstance(shape["dtype"], str) or shape["dtype"] not in DTYPES:
         raise InputError(
-            f"{path}: shape.dtype is {str(config['shape']['dtype'])[:40]}: one of "
-            f"{', '.join(DTYPES)} is read"
+            f"{path}: shape.dtype is {str(shape['dtype'])[:40]}: one of {', '.join(DTYPES)} is read"
         )
     if not isinstance(config["drafter"].get("_target_"), str):
         raise InputError(f"{path}: drafter lacks _target_, the name of its class")
-    return config
 
 
 def _check_adapter(config: dict[str, Any], folder: Path) -> None:
@@ -193,8 +197,7 @@ def _check_adapter(config: dict[str, Any], folder: Path) -> None:
     rank, alpha, linears = found["rank"], found["alpha"], found["linears"]
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= LARGEST_RANK:
         raise InputError(
-            f"{path}: adapter.rank is {str(rank)[:40]}, needs a whole number from 1 to "
-            f"{LARGEST_RANK}"
+            f"{path}: adapter.rank is {str(rank)[:40]}, needs an integer from 1 to {LARGEST_RANK}"
         )
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < 1e30:
         raise InputError(f"{path}: adapter.alpha is {str(alpha)[:40]}, needs a number above 0")
@@ -208,7 +211,7 @@ def _check_adapter(config: dict[str, Any], folder: Path) -> None:
         )
     if not isinstance(found["digest"], str) or type(found["parameters"]) is not int:
         raise InputError(
-            f"{path}: adapter.digest is not a digest, or adapter.parameters no whole number"
+            f"{path}: adapter.digest is not a digest, or adapter.parameters no integer"
         )
 
 
@@ -228,7 +231,7 @@ def checked_metrics(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(folder).expanduser() / METRICS
     if not path.is_file():
-        raise InputError(f"{path} is missing: the package is not whole")
+        raise InputError(f"{path} is missing: the package is not complete")
     found = check_characters(
         read_json(path, _LARGEST_CONFIG, "what was measured of a package"), path
     )
@@ -244,13 +247,13 @@ def checked_metrics(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return {**found, "settings": settings}
 
 
-def parameters_of(config: dict[str, Any]) -> int | None:
-    """Parameters that a package adds to its target, an adapter's included; None where that is not
-    told."""
-    told = [config["shape"]["parameters"]]
+def parameter_count(config: dict[str, Any]) -> int | None:
+    """Parameters that a package adds to its target, an adapter's included; None where the config
+    does not say."""
+    found = [config["shape"]["parameters"]]
     if "adapter" in config:
-        told.append(config["adapter"]["parameters"])
-    return sum(told) if all(_count(number) for number in told) else None
+        found.append(config["adapter"]["parameters"])
+    return sum(found) if all(_count(number) for number in found) else None
 
 
 def training_of(config: dict[str, Any]) -> tuple[float | None, int | None]:
@@ -262,26 +265,22 @@ def training_of(config: dict[str, Any]) -> tuple[float | None, int | None]:
         and not config["shape"]["parameters"]
     ):
         return 0.0, 0
-    told = config["training"].get("training")
-    told = told if isinstance(told, dict) else {}
-    members, marking = told.get("members"), told.get("marking", [])
-    fits = (
-        [*members, *marking] if isinstance(members, list) and isinstance(marking, list) else [told]
-    )
+    noted = config["training"].get("training")
+    noted = noted if isinstance(noted, dict) else {}
+    fits, marking = noted.get("members"), noted.get("marking", [])
+    fits = [*fits, *marking] if isinstance(fits, list) and isinstance(marking, list) else [noted]
     each = [_cost_of(fit if isinstance(fit, dict) else {}) for fit in fits]
-    seconds, tokens = (
-        [one for one, _ in each if one is not None],
-        [one for _, one in each if one is not None],
+    seconds = [one for one, _ in each if one is not None]
+    tokens = [one for _, one in each if one is not None]
+    return (
+        sum(seconds) if 0 < len(seconds) == len(each) else None,
+        sum(tokens) if 0 < len(tokens) == len(each) else None,
     )
-    return sum(seconds) if 0 < len(seconds) == len(each) else None, sum(tokens) if 0 < len(
-        tokens
-    ) == len(each) else None
 
 
-def _cost_of(told: dict[str, Any]) -> tuple[float | None, int | None]:
-    seconds, tokens, aside = (
-        told.get(name) for name in ("seconds", "supervised_tokens_seen", "evaluation_seconds")
-    )
+def _cost_of(fit: dict[str, Any]) -> tuple[float | None, int | None]:
+    names = ("seconds", "supervised_tokens_seen", "evaluation_seconds")
+    seconds, tokens, aside = (fit.get(name) for name in names)
     if _amount(seconds) and _amount(aside):
         seconds = max(0.0, seconds - aside)
     return float(seconds) if _amount(seconds) else None, tokens if _count(tokens) else None

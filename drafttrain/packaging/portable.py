@@ -1,4 +1,4 @@
-"""What a package tells of its making, without the folders of the machine it was made on."""
+"""What a package says of its making, without the folders of the machine it was made on."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from drafttrain.packaging.manifest import PACKAGE
 
 _ROOT = r"(?:~[^\s/\\]*|[A-Za-z]:)?[/\\]"
-_WHOLE = re.compile(rf"(?:file://)?{_ROOT}[^\n]*")
-# Not behind what makes it a part of something else: a relative path, a hub id, an address, a
-# fraction, markup.
+_ONE_PATH = re.compile(rf"(?:file://)?{_ROOT}[^\n]*")
+# Not where the characters before it make it a part of something else: a relative path, a hub id,
+# an address, a fraction, markup.
 _INSIDE = re.compile(rf"(?:file://|(?<![\w:/\\.~<-])){_ROOT}[^\s,'\"()\[\]{{}}=;|<>]+")
 
 _HOMES = ("home", "Users")
@@ -20,11 +20,11 @@ _HOMES = ("home", "Users")
 
 
 def portable(value: Any) -> Any:
-    """A plain JSON value in which every absolute path is its last name alone; relative paths, hub
-    ids and addresses stay.
+    """A plain JSON value in which only the last name is left of every absolute path; relative
+    paths, hub ids and addresses stay.
 
-    A text under the key `command` is taken for a command line: its words are looked at one by one,
-    so a path with spaces is one.
+    A text under the key `command` is a command line: its words are looked at one by one, so a path
+    with spaces is one path.
     """
     if isinstance(value, dict):
         return {
@@ -37,7 +37,7 @@ def portable(value: Any) -> Any:
 
 
 def _text(text: str) -> str:
-    if _WHOLE.fullmatch(text):
+    if _ONE_PATH.fullmatch(text):
         return _name(text)
     return _INSIDE.sub(lambda found: _name(found.group()), text)
 
@@ -53,18 +53,18 @@ def _command(line: Any) -> Any:
 
 
 def _word(word: str) -> str:
-    """Of `key=<path>` the path alone is changed; it may hold an `=` of its own."""
+    """Of `key=<path>` only the path is changed; it may hold an `=` of its own."""
     key, sign, held = word.partition("=")
     return (
         f"{key}={_text(held)}"
-        if sign and re.fullmatch(r"[\w.@/+~-]+", key) and not _WHOLE.fullmatch(word)
+        if sign and re.fullmatch(r"[\w.@/+~-]+", key) and not _ONE_PATH.fullmatch(word)
         else _text(word)
     )
 
 
 def _name(path: str) -> str:
-    """The last name; of a run's package the run's too, since all have one name. A home folder,
-    which has a person's, is ~."""
+    """The last name; of a run's package the run's too, since all packages of runs have the same
+    name. A home folder, which has the name of a person, is ~."""
     names = ["", *re.split(r"[/\\]", path.rstrip("/\\"))]
     named = [
         "~" if above in _HOMES or name.startswith("~") else name

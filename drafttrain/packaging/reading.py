@@ -1,8 +1,7 @@
-"""Read a package: only safetensors, and only after everything about it fits."""
+"""Read a package: only safetensors, and only after everything about it was checked."""
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 from contextlib import AbstractContextManager
@@ -18,7 +17,7 @@ from drafttrain.checks import path_of
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
-from drafttrain.packaging.checking import check_keys, some
+from drafttrain.packaging.checking import some
 from drafttrain.packaging.decoding import read_plan
 from drafttrain.packaging.manifest import (
     ADAPTER,
@@ -27,7 +26,6 @@ from drafttrain.packaging.manifest import (
     DTYPES,
     MEMBERS,
     STANDALONE_TENSORS,
-    STORED,
     TENSORS,
     check_target,
     class_of,
@@ -36,6 +34,7 @@ from drafttrain.packaging.manifest import (
     place_of,
     read_config,
 )
+from drafttrain.packaging.settings import checked_settings, parameters_of
 from drafttrain.target.adapter import Adapter, shapes_of, tuned
 from drafttrain.target.model import Target
 
@@ -78,8 +77,8 @@ def target_for(folder: str | os.PathLike[str], target: Target) -> Target:
     jointly with it, a second one with the adapter added to its weights.
 
     The one given is never altered, whoever else uses it. The second shares its other tensors, and
-    costs as much memory as the linears that the adapter changes. Its fingerprint has a part more,
-    so that packages of the one are refused by the other.
+    costs as much memory as the linears that the adapter changes. Its fingerprint has one more part,
+    so that packages for one are refused by the other.
 
     Raises: InputError for another target, and for an adapter that is damaged or does not fit.
     """
@@ -97,10 +96,10 @@ def read_adapter(folder: str | os.PathLike[str], target: Target) -> Adapter:
     Raises: InputError.
     """
     folder = Path(folder).expanduser()
-    told = read_config(folder)["adapter"]
+    noted = read_config(folder)["adapter"]
     path = folder / ADAPTER
     try:
-        shapes = shapes_of(target, told["rank"], told["linears"])
+        shapes = shapes_of(target, noted["rank"], noted["linears"])
     except InputError as error:
         raise InputError(f"{folder / CONFIG}: adapter.{error}") from error
     try:
@@ -111,11 +110,11 @@ def read_adapter(folder: str | os.PathLike[str], target: Target) -> Adapter:
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     _refuse_odd(tensors, path)
-    adapter = Adapter(told["rank"], told["alpha"], tuple(told["linears"]), tensors)
-    if adapter.digest != told["digest"]:
+    adapter = Adapter(noted["rank"], noted["alpha"], tuple(noted["linears"]), tensors)
+    if adapter.digest != noted["digest"]:
         raise InputError(
             f"{path} is not the adapter of this package (its digest is another): get the package "
-            f"again"
+            "again"
         )
     return adapter
 
@@ -123,7 +122,7 @@ def read_adapter(folder: str | os.PathLike[str], target: Target) -> Adapter:
 def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
     """The drafter of a package as it was trained, in evaluation mode.
 
-    Only safetensors is read, and only after everything about it fits: a class of
+    Only safetensors is read, and only after everything about it was checked: a class of
     drafttrain.drafter, exact settings, this target, names, shapes and dtypes of all tensors. Does
     not move the random state.
 
@@ -133,18 +132,18 @@ def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
     """
     folder = Path(folder).expanduser()
     config = read_config(folder)
-    told = _described(config["drafter"], config["shape"]["draft_vocab"], folder)
+    described = _described(config["drafter"], config["shape"]["draft_vocab"], folder)
     check_target(config, target, folder)
     if "adapter" in config and target.adapter is None:
         raise InputError(
             f"{folder} drafts for a tuned target, this is the original: open it with "
-            f"drafttrain.load"
+            "drafttrain.load"
         )
     path = folder / TENSORS
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: _facts(file, name) for name in file.keys()}  # noqa: SIM118 - not a dict
-            drafter = _built(told, file, found, target, folder)
+            drafter = _built(described, file, found, target, folder)
             if (needs := needs_of(drafter)) != config["needs"]:
                 raise InputError(
                     f"{folder / CONFIG}: needs are {config['needs']}, this drafter has {needs}"
@@ -152,30 +151,32 @@ def load_drafter(folder: str | os.PathLike[str], target: Target) -> Drafter:
             expected = {
                 name: (tuple(t.shape), _stored(t, config)) for name, t in owned(drafter).items()
             }
-            here, whole = (
+            here, of_model = (
                 {n: e for n, e in expected.items() if place_of(n, drafter)[0] == at}
                 for at in (TENSORS, STANDALONE_TENSORS)
             )
             _compare(found, here, path)
             tensors = {name: file.get_tensor(name) for name in here}
-        if whole:
+        if of_model:
             path = folder / STANDALONE_TENSORS
             if not path.is_file():
                 raise InputError(
                     f"{folder} lacks {STANDALONE_TENSORS}, the drafter's tensors: get the package "
-                    f"again"
+                    "again"
                 )
             with safe_open(path, framework="pt") as file:
-                names = {place_of(name, drafter)[1]: name for name in whole}
-                found = {names.get(name, name): _facts(file, name) for name in file.keys()}  # noqa: SIM118 - not a dict
-                _compare(found, whole, path)
+                names = {place_of(name, drafter)[1]: name for name in of_model}
+                found = {
+                    names.get(name, name): _facts(file, name)
+                    for name in file.keys()  # noqa: SIM118 - not a dict
+                }
+                _compare(found, of_model, path)
                 tensors |= {name: file.get_tensor(there) for there, name in names.items()}
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     _refuse_odd(tensors, path)
-    drafter.load_state_dict(
-        tensors, strict=False
-    )  # Of tied names one is there, and no more can be missing.
+    # Of tied names one is there, and no others can be missing.
+    drafter.load_state_dict(tensors, strict=False)
     return drafter.eval()
 
 
@@ -197,7 +198,7 @@ def _described(node: dict[str, Any], draft_vocab: Any, folder: Path) -> _Describ
     where = f"{folder / CONFIG}: drafter"
     kind = class_of(node["_target_"], str(folder / CONFIG))
     settings = checked_settings(node, kind, where)
-    if MEMBERS not in _parameters(kind):
+    if MEMBERS not in parameters_of(kind):
         return _Described(kind, settings, draft_vocab)
     listed, members = settings.pop(MEMBERS), []
     if not isinstance(listed, list) or not listed:
@@ -207,48 +208,13 @@ def _described(node: dict[str, Any], draft_vocab: Any, folder: Path) -> _Describ
         if not isinstance(inner, dict) or not isinstance(inner.get("_target_"), str):
             raise InputError(f"{here} lacks _target_, the name of its class")
         own = class_of(inner["_target_"], here)
-        if MEMBERS in _parameters(own):
+        if MEMBERS in parameters_of(own):
             raise InputError(f"{here} is {own.__name__}: a member has no members of its own")
-        told = checked_settings(inner, own, here, also=("draft_vocab",))
+        given = checked_settings(inner, own, here, also=("draft_vocab",))
         members.append(
-            _Described(own, told, told.pop("draft_vocab"), prefix=f"{MEMBERS}.{number}.")
+            _Described(own, given, given.pop("draft_vocab"), prefix=f"{MEMBERS}.{number}.")
         )
     return _Described(kind, settings, draft_vocab, tuple(members))
-
-
-def _parameters(kind: type[Drafter]) -> dict[str, inspect.Parameter]:
-    parameters = dict(inspect.signature(kind.__init__).parameters)
-    return {name: p for name, p in parameters.items() if name not in ("self", "target")}
-
-
-def checked_settings(
-    node: dict[str, Any], kind: type[Drafter], where: str, also: tuple[str, ...] = ()
-) -> dict[str, Any]:
-    """Exactly the settings that the class takes, each of its default's type, apart from those that
-    are stored as tensors.
-
-    Args:
-        also: what else is told there.
-    Raises: InputError.
-    """
-    parameters = {name: p for name, p in _parameters(kind).items() if name not in STORED}
-    check_keys(node, ("_target_", *also, *parameters), where)
-    settings = {name: value for name, value in node.items() if name != "_target_"}
-    for name, value in settings.items():
-        if name in also:
-            continue
-        default = parameters[name].default
-        if default is inspect.Parameter.empty or default is None:
-            continue
-        fits: tuple[type, ...] = (int, float) if isinstance(default, float) else (type(default),)
-        if isinstance(default, tuple):
-            fits = (list,)
-        if not isinstance(value, fits) or isinstance(value, bool) != isinstance(default, bool):
-            raise InputError(
-                f"{where}.{name} is {str(value)[:80]!r}, needs "
-                f"{' or '.join(k.__name__ for k in fits)}"
-            )
-    return settings
 
 
 def _chance_kept(target: Target) -> AbstractContextManager[None]:
@@ -268,13 +234,13 @@ def _refuse_larger(
     """Raise InputError if the settings ask for more than the files hold; so far only their headers
     are read."""
     held = [shape for shape, _ in found.values()]
-    whole = folder / STANDALONE_TENSORS
-    if whole.is_file():
+    path = folder / STANDALONE_TENSORS
+    if path.is_file():
         try:
-            with safe_open(whole, framework="pt") as file:
+            with safe_open(path, framework="pt") as file:
                 held += [_facts(file, name)[0] for name in file.keys()]  # noqa: SIM118 - not a dict
         except (SafetensorError, OSError) as error:
-            raise InputError(f"{whole} cannot be read: {error}") from error
+            raise InputError(f"{path} cannot be read: {error}") from error
     try:
         with _chance_kept(target):
             kind.check_held(target, settings, len(held), sum(map(math.prod, held)))
@@ -283,21 +249,23 @@ def _refuse_larger(
 
 
 def _built(
-    told: _Described, file: Any, found: dict[str, Any], target: Target, folder: Path
+    described: _Described, file: Any, found: dict[str, Any], target: Target, folder: Path
 ) -> Drafter:
-    """The drafter with its first weights. What it is sized by is read and checked before.
+    """The drafter with its first weights. Everything that decides its size is checked before.
 
     Args:
         found: names, shapes and dtypes of the tensors in the file.
     """
-    kind, settings, path = told.kind, dict(told.settings), folder / TENSORS
-    names = _parameters(kind)
+    kind, settings, path = described.kind, dict(described.settings), folder / TENSORS
+    names = parameters_of(kind)
     if "draft_ids" in names:
-        settings["draft_ids"] = _draft_ids(file, found, told, target, path)
+        settings["draft_ids"] = _draft_ids(file, found, described, target, path)
     if "corpus_ids" in names:
-        settings["corpus_ids"] = _corpus_ids(file, found, told, path)
+        settings["corpus_ids"] = _corpus_ids(file, found, described, path)
     if MEMBERS in names:
-        settings[MEMBERS] = [_built(member, file, found, target, folder) for member in told.members]
+        settings[MEMBERS] = [
+            _built(member, file, found, target, folder) for member in described.members
+        ]
     _refuse_larger(kind, target, settings, found, folder)
     try:
         with _chance_kept(target):
@@ -309,7 +277,7 @@ def _built(
 
 
 def _facts(file: Any, name: str) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype by the header alone."""
+    """Shape and dtype, by the header only."""
     part = file.get_slice(name)
     return tuple(part.get_shape()), str(part.get_dtype())
 
@@ -323,15 +291,15 @@ def _stored(tensor: Tensor, config: dict[str, Any]) -> str:
 
 
 def _draft_ids(
-    file: Any, found: dict[str, Any], told: _Described, target: Target, path: Path
+    file: Any, found: dict[str, Any], described: _Described, target: Target, path: Path
 ) -> list[int] | None:
     """The reduced draft vocabulary, read and checked before anything is sized by it."""
-    name, size = f"{told.prefix}draft_ids", told.draft_vocab
+    name, size = f"{described.prefix}draft_ids", described.draft_vocab
     if name not in found:
         if size != target.vocab_size:
             raise InputError(
                 f"{path} lacks {name}, the ids of its {str(size)[:40]} draft tokens: the package "
-                f"is damaged"
+                "is damaged"
             )
         return None
     (shape, dtype), v = found[name], target.vocab_size
@@ -348,16 +316,18 @@ def _draft_ids(
     return ids.tolist()
 
 
-def _corpus_ids(file: Any, found: dict[str, Any], told: _Described, path: Path) -> Tensor | None:
-    """The text that a drafter copies from. What a package names as its corpus is never read from
-    elsewhere."""
-    name, corpus = f"{told.prefix}corpus_ids", told.settings["corpus"]
+def _corpus_ids(
+    file: Any, found: dict[str, Any], described: _Described, path: Path
+) -> Tensor | None:
+    """The text that a drafter copies from: the one in the package, never the file that its setting
+    `corpus` names."""
+    name, corpus = f"{described.prefix}corpus_ids", described.settings["corpus"]
     if corpus is None:
         return None
     if found.get(name, ((), ""))[1] != "I64":
         raise InputError(
             f"{path} lacks {name}, the text of its corpus {str(corpus)[:80]}: the package is "
-            f"damaged"
+            "damaged"
         )
     ids: Tensor = file.get_tensor(name)
     return ids

@@ -1,4 +1,4 @@
-"""What a person sees while something runs: rate, time left and the last numbers; plain lines where
+"""What people see while a command runs: rate, time left and the last numbers; plain lines where
 there is no terminal."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _WINDOW_SECONDS = 30.0
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Rich's console; without a terminal it is wide and plain, so that tables in a log file stay
-    whole."""
+    """Rich's console; without a terminal it is wide and plain, so that tables in a log file are
+    complete."""
     found = Console(stderr=stderr)
     return found if found.is_terminal else Console(stderr=stderr, width=_PLAIN_WIDTH, no_color=True)
 
@@ -33,10 +33,10 @@ def clock(seconds: float | None) -> str:
     """Seconds as 42s, 3:21 or 1:02:03."""
     if seconds is None or not 0 <= seconds < 1e7:
         return "?"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded}s"
+    hours, minutes, rest = rounded // 3600, rounded // 60 % 60, rounded % 60
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
@@ -62,7 +62,7 @@ class Rate:
         return (after - before) / (last - first) if last > first else None
 
     def left(self, remaining: float) -> float | None:
-        """Seconds for what remains, at the pace of the whole so far (pauses for evaluation
+        """Seconds for the rest, at the pace of everything so far (pauses for evaluation
         included)."""
         elapsed = self._now() - self._began
         return remaining * elapsed / self.count if self.count > 0 else None
@@ -94,8 +94,7 @@ def track(
     interval: float = 10.0,
     out: Console | None = None,
 ) -> Iterator[T]:
-    """Yield the items of `iterable` and show count, rate and time left, on rank 0 alone and on
-    stderr.
+    """Yield the items of `iterable` and show count, rate and time left, on rank 0 only, on stderr.
 
     A live line in a terminal; else a line every `interval` seconds and one at the end.
 
@@ -109,42 +108,63 @@ def track(
         return
     if total is None and isinstance(iterable, Sized):
         total = len(iterable)
-    out = out or console(stderr=True)
-    rate = Rate()
-    began = said = time.monotonic()
-
-    def line() -> str:
-        done = int(rate.count)
-        words = [
-            description,
-            f"{done}/{total:.0f}" if total else str(done),
-            f"{amount(rate.recent)} {unit}/s",
-        ]
-        if total:
-            words.append(f"left {clock(rate.left(max(0, total - done)))}")
-        return "  ".join(word for word in words if word)
-
-    live = None
-    if out.is_terminal:
-        live = Progress(BarColumn(bar_width=24), TextColumn("{task.fields[line]}"), console=out)
-        task = live.add_task("", total=total, line=description)
-        live.start()
+    shown = _Tracked(description, unit, total, interval, out or console(stderr=True))
     try:
         for item in iterable:
             yield item
-            rate.add(size(item))
-            if live:
-                live.update(task, completed=rate.count, line=line())
-            elif time.monotonic() - said >= interval:
-                said = time.monotonic()
-                out.print(line(), markup=False, highlight=False)
+            shown.add(size(item))
     finally:
-        if live:
-            live.stop()
-        elif rate.count:
-            took = time.monotonic() - began
-            words = [description, f"{int(rate.count)} {unit}", f"in {clock(took)}"]
-            out.print("  ".join(word for word in words if word), markup=False, highlight=False)
+        shown.stop()
+
+
+class _Tracked:
+    """What `track` shows: a live line in a terminal, else plain ones."""
+
+    def __init__(
+        self, description: str, unit: str, total: float | None, interval: float, out: Console
+    ) -> None:
+        self._description, self._unit, self._total = description, unit, total
+        self._interval, self._out = interval, out
+        self._rate = Rate()
+        self._began = self._said = time.monotonic()
+        self._live: Progress | None = None
+        if out.is_terminal:
+            bar = BarColumn(bar_width=24)
+            self._live = Progress(bar, TextColumn("{task.fields[line]}"), console=out)
+            self._task = self._live.add_task("", total=total, line=description)
+            self._live.start()
+
+    def add(self, count: float) -> None:
+        self._rate.add(count)
+        if self._live:
+            self._live.update(self._task, completed=self._rate.count, line=self._line())
+        elif time.monotonic() - self._said >= self._interval:
+            self._said = time.monotonic()
+            self._print(self._line())
+
+    def stop(self) -> None:
+        if self._live:
+            self._live.stop()
+        elif self._rate.count:
+            took = time.monotonic() - self._began
+            count = f"{int(self._rate.count)} {self._unit}"
+            self._print(_joined(self._description, count, f"in {clock(took)}"))
+
+    def _line(self) -> str:
+        done, total = int(self._rate.count), self._total
+        return _joined(
+            self._description,
+            f"{done}/{total:.0f}" if total else str(done),
+            f"{amount(self._rate.recent)} {self._unit}/s",
+            f"left {clock(self._rate.left(max(0, total - done)))}" if total else "",
+        )
+
+    def _print(self, line: str) -> None:
+        self._out.print(line, markup=False, highlight=False)
+
+
+def _joined(*words: str) -> str:
+    return "  ".join(word for word in words if word)
 
 
 def cell(value: Any) -> str:
@@ -166,8 +186,8 @@ def cell(value: Any) -> str:
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, out: Console | None = None
 ) -> None:
-    """Print a table on rank 0; numbers stand on the right. Control characters in it do not reach
-    the terminal."""
+    """Print a table on rank 0; numbers are on the right. Control characters in it do not reach the
+    terminal."""
     if rank() != 0:
         return
     listed = [list(row) for row in rows]

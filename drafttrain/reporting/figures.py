@@ -46,10 +46,9 @@ def acceptance_curve(
 
     Args:
         rows: as in a package's `metrics.json`: `accept_at` (k = 1..), `tau`, and where measured
-            `accept_at_interval` (a list of [low, high]) and `tau_interval`. What is None is left
-            out.
-        path: where to write; its folder is made, and an earlier picture is replaced only by a whole
-            one.
+            `accept_at_interval` (a list of [low, high]) and `tau_interval`. None is left out.
+        path: where to write; its folder is made, and an earlier picture is replaced only by a
+            complete one.
     Returns: path.
     """
     path = Path(path)
@@ -71,8 +70,8 @@ def comparison(
 
     Args:
         rows: as in `acceptance_curve`, with `speedup` and where measured `speedup_interval`.
-        path: where to write; its folder is made, and an earlier picture is replaced only by a whole
-            one.
+        path: where to write; its folder is made, and an earlier picture is replaced only by a
+            complete one.
     Returns: path.
     """
     path = Path(path)
@@ -122,13 +121,12 @@ def head_accuracies(metrics: Mapping[str, float | None], path: str | os.PathLike
 
 
 def _write(figure: Figure, path: Path) -> None:
-    """An earlier picture is replaced only by a whole one."""
+    """An earlier picture is replaced only by a complete one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Glyph .* missing from font"
-        )  # A box stands in its place.
+        # A box is drawn in its place.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
         FigureCanvasAgg(figure).print_figure(
             str(temporary), format="png", dpi=120, metadata={"Software": None}
         )
@@ -136,7 +134,7 @@ def _write(figure: Figure, path: Path) -> None:
 
 
 def _literal(text: str) -> str:
-    """A name as matplotlib shows it letter by letter: between two dollars it would read a
+    """A name that matplotlib shows letter by letter: it takes text between two dollars for a
     formula."""
     return text.replace("$", r"\$")
 
@@ -154,7 +152,7 @@ def _draw_curves(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     if drawn:
-        # By name, since matplotlib leaves out what begins with an underscore.
+        # By name, since matplotlib leaves out names that start with an underscore.
         axes.legend(drawn, [_literal(str(one.get_label())) for one in drawn], fontsize="small")
     else:
         _say_nothing(axes)
@@ -163,8 +161,8 @@ def _draw_curves(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 def _draw_curve(
     axes: Axes, row: Mapping[str, Any], place: int, shift: float
 ) -> ErrorbarContainer | None:
-    """One row's points, a little beside the others' so that intervals do not hide each other; None
-    without any."""
+    """One row's points, shifted a little so that intervals do not hide each other; None without
+    any."""
     values = row.get("accept_at") or []
     depths = [k for k, value in enumerate(values, 1) if value is not None]
     if not depths:
@@ -186,8 +184,7 @@ def _draw_curve(
 
 
 def _draw_bars(axes: Axes, rows: Sequence[Mapping[str, Any]], name: str, words: str) -> None:
-    """One number of every row that has it, with its interval; 1 is what decoding without drafts
-    has."""
+    """One number of every row that has it, with its interval; decoding without drafts has 1."""
     measured = [(place, row) for place, row in enumerate(rows) if row.get(name) is not None]
     axes.set_xlabel(words)
     if not measured:
@@ -227,7 +224,7 @@ def _interval(pair: Any) -> tuple[float, float] | None:
 def _bars(
     heights: Sequence[float], ranges: Sequence[tuple[float, float] | None]
 ) -> list[list[float]] | None:
-    """Lengths below and above each value, as matplotlib wants them; zero where there is no
+    """Lengths below and above each value, as matplotlib takes them; zero where there is no
     interval."""
     if not any(ranges):
         return None

@@ -1,7 +1,7 @@
 """Loggers for a run, as Lightning takes them: `Trainer(logger=build(cfg.logger, run_dir=folder))`.
 
-Every choice but `none` keeps `metrics.csv` in the run's folder, which is what reports read; wandb
-and tensorboard come beside it. A missing package or account is found when the loggers are built,
+Every choice but `none` keeps `metrics.csv` in the run's folder, which reports read; wandb and
+tensorboard are in addition to it. A missing package or account is found when the loggers are built,
 before long work.
 """
 
@@ -33,10 +33,11 @@ class CsvLogger(Logger):
     """`metrics.csv`: one row per step, a column per metric, written at once so that a killed run
     keeps its rows.
 
-    A folder that already has the file is continued: rows behind the first step logged now are
-    dropped (a resumed run computes them again), earlier ones stay, and that step's own is added to.
+    A folder that already has the file is continued: rows after the first step logged now are
+    dropped (a resumed run computes them again), earlier ones stay, and the row of that step is
+    added to.
 
-    Raises: InputError for a file that no run wrote: it would be written over.
+    Raises: InputError for a file that no run wrote: it would be overwritten.
     """
 
     def __init__(self, run_dir: PathLike) -> None:
@@ -49,8 +50,8 @@ class CsvLogger(Logger):
             _rows(self.path)
         except InputError as error:
             raise InputError(
-                f"{error}: it would be written over. Move it elsewhere and a new one is begun, or "
-                f"go on without one (logger=none)"
+                f"{error}: it would be overwritten. Move it elsewhere and a new one is made, or go "
+                "on without one (logger=none)"
             ) from error
 
     @property
@@ -88,7 +89,7 @@ class CsvLogger(Logger):
             self._columns += new
             self._write([old for old in _rows(self.path) if int(old["step"]) != row["step"]])
         if new or row["step"] != self._row.get("step"):
-            self._place = self.path.stat().st_size  # where this step's row begins
+            self._place = self.path.stat().st_size  # where this step's row starts
         with writing(self.path), self.path.open("r+", newline="", encoding="utf-8") as file:
             file.seek(self._place)
             file.truncate()
@@ -123,7 +124,7 @@ class CsvLogger(Logger):
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    """Whole rows of a metrics file; a last row cut short by a kill or a full disk is left out.
+    """Complete rows of a metrics file; a last row cut short by a kill or a full disk is left out.
 
     Raises: InputError for a file that no run wrote.
     """
@@ -139,7 +140,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
     try:
         header = next(reader, [])
         if "step" not in header or len(set(header)) < len(header):
-            raise _foreign(path, "its first line does not name columns, step among them")
+            raise _foreign(path, "its first line does not name columns, including step")
         rows = []
         for values in reader:
             row = dict(zip(header, values, strict=False))
@@ -158,7 +159,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 _CUT = re.compile(r"[-+.,0-9einfa]*\r?")
-"""What of a row can be there where its end is not."""
+"""A row whose end is missing."""
 _STEP = re.compile(r"[0-9]{1,18}")
 
 
@@ -213,8 +214,8 @@ def wandb_loggers(
     group: str | None = None,
     tags: Sequence[str] = (),
 ) -> list[Logger]:
-    """A run of Weights & Biases beside the CSV. It is opened here (rank 0), so that a missing
-    account shows at once.
+    """A run of Weights & Biases in addition to the CSV. It is opened here (rank 0), so that a
+    missing account is found at once.
 
     Its id is kept in `<run_dir>/wandb_id.txt`: a resumed run goes on in the same place.
 
@@ -275,14 +276,14 @@ def _open_wandb(
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"wandb could not open a run ({first}): log in with `wandb login`, or use "
-            f"logger.mode=offline, or logger=csv"
+            "logger.mode=offline, or logger=csv"
         ) from error
     return logger
 
 
 @rank_zero_only
 def log_config(loggers: Sequence[Logger], config: Mapping[str, Any]) -> None:
-    """Hand the run's configuration (plain dicts) to the loggers that show one."""
+    """Pass the run's configuration (plain dicts) to the loggers that show one."""
     for logger in loggers:
         logger.log_hyperparams(dict(config))
 
@@ -310,7 +311,7 @@ def log_rows(
     prefix: str,
     step: int | None = None,
 ) -> None:
-    """Log the numbers of measured rows as `<prefix>/<label>/<name>`; what was not measured (None)
+    """Log the numbers of measured rows as `<prefix>/<label>/<name>`; None, which was not measured,
     is left out."""
     from drafttrain.reporting.figures import row_label
 
@@ -330,7 +331,7 @@ def log_rows(
 
 @rank_zero_only
 def close(loggers: Sequence[Logger]) -> None:
-    """Finish what is open, so that a later run in the same process starts its own."""
+    """Finish open loggers, so that a later run in the same process starts its own."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
             logger.experiment.finish()

@@ -12,8 +12,8 @@ from drafttrain.reporting.console import console
 
 
 def show_row(title: str, ids: Sequence[int], mask: Sequence[bool], tokenizer: Any) -> None:
-    """Print one row, a line a token: place, id, text as the tokenizer shows it, and whether the
-    loss counts it."""
+    """Print one row, a line for each token: place, id, text as the tokenizer shows it, and whether
+    the loss counts it."""
     drawn = Table(title=Text(title), title_justify="left")
     for name, side in (
         ("place", "right"),

@@ -21,7 +21,7 @@ class ConsoleProgress(ProgressBar):
     """Progress of training: steps and supervised tokens a second, time left, loss, and the last
     decoded measurements.
 
-    Shown by rank 0 alone: a live line in a terminal, else a line every `interval` seconds. Tokens
+    Shown by rank 0 only: a live line in a terminal, else a line every `interval` seconds. Tokens
     are counted from the batches' `loss_mask`; with several processes the rate is this process's
     times their number.
 

@@ -1,5 +1,5 @@
-"""What a run's folder says of the run, beside its package: how it learned, samples of its answers,
-where its time went."""
+"""What a run's folder says of the run, in addition to its package: how it learned, samples of its
+answers, where its time went."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LARGEST = 16 << 20
 _LARGEST_TABLE = 256 << 20
 _LARGEST_TEXT = 1 << 18
 _MOST = 1e15
-"""Beyond any number that was measured."""
+"""More than any number that was measured."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Pass:
     drafts: tuple[str, ...]
     """Accepted drafts, token by token."""
     own: str
-    """What the target chose behind them; "" for a token that is no text, and where a stop token or
+    """What the target chose after them; "" for a token that is no text, and where a stop token or
     the limit cut it off."""
 
 
@@ -71,7 +71,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Record:
-    """A run as its folder tells it."""
+    """A run, as its folder describes it."""
 
     entry: Entry
     """The package and what was measured with it."""
@@ -86,7 +86,7 @@ class Record:
     change: str | None = None
     """What joint training did to the target, in words."""
     texts: dict[str, str] = field(default_factory=dict)
-    """config.yaml and decoding.yaml as they stand there."""
+    """config.yaml and decoding.yaml, unchanged."""
     unread: tuple[str, ...] = ()
     """Files that are there and cannot be read, with the reason."""
 
@@ -96,8 +96,8 @@ class Record:
 
     @property
     def again(self) -> tuple[str, str | None]:
-        """How what an earlier version did not note is had, by measuring again, which trains
-        nothing: words, and a command."""
+        """How to get what an earlier version did not note: by measuring again, without training.
+        Words, and a command."""
         command = self.command
         if command is None or not command.startswith("python -m drafttrain.fit"):
             return "fit notes it at the end of a run.", None
@@ -105,12 +105,11 @@ class Record:
             return "with a new run_dir= the same command measures again and notes it:", command
         more = "" if "resume=" in command else " resume=last"
         folder = self.entry.run_folder
-        if (
-            "run_dir=" not in command and folder is not None
-        ):  # Without it the newest run of this experiment is meant.
+        # Without run_dir the newest run of this experiment would be continued.
+        if "run_dir=" not in command and folder is not None:
             more += " " + shlex.quote(f"run_dir=runs/{folder.name}")
         return (
-            "continued behind its end, the run trains nothing, measures again and notes it:",
+            "continued after its end, the run trains nothing, measures again and notes it:",
             command + more,
         )
 
@@ -123,7 +122,7 @@ class Laps:
         self._last = time.monotonic()
 
     def mark(self, stage: str) -> None:
-        """What was done since the last mark was this stage."""
+        """The time since the last mark was spent in this stage."""
         now = time.monotonic()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
         self._last = now
@@ -147,8 +146,8 @@ def write_noted(
 
 
 def read_record(entry: Entry) -> Record:
-    """Everything that lies in the run's folder; what is damaged there is told, and hides nothing
-    else."""
+    """Everything that is in the run's folder. Damaged files are named in `unread`; the others are
+    read all the same."""
     unread: list[str] = []
     if not entry.rows:
         try:
@@ -159,8 +158,8 @@ def read_record(entry: Entry) -> Record:
     folder = entry.run_folder
     for path in (entry.folder / DECODING, *(() if folder is None else (folder / CONFIG,))):
         _try(unread, path, lambda path: texts.update({path.name: _text(path)}))
-    told = entry.config["training"].get("command")
-    command = told if isinstance(told, str) else None
+    noted_command = entry.config["training"].get("command")
+    command = noted_command if isinstance(noted_command, str) else None
     if folder is None:
         return Record(
             entry, command=command, change=_change(entry), texts=texts, unread=tuple(unread)
@@ -205,7 +204,7 @@ def _text(path: Path) -> str:
 def _rows(path: Path) -> list[dict[str, float]]:
     if path.stat().st_size > _LARGEST_TABLE:
         raise InputError(f"{path} has {path.stat().st_size} bytes: too many to read")
-    # No NaN is below anything either.
+    # This leaves out NaN, too.
     rows = [
         {name: value for name, value in row.items() if abs(value) < _MOST}
         for row in read_metrics(path)
@@ -229,7 +228,7 @@ def _noted(path: Path) -> tuple[Samples | None, dict[str, float], str | None]:
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise InputError(
             f"{path} is not of the form that fit writes, so nothing of it is shown: put back the "
-            f"file that fit wrote"
+            "file that fit wrote"
         ) from error
 
 

@@ -47,8 +47,8 @@ def wilson(kept: float, offered: float) -> tuple[float, float] | None:
 
 
 def same_text_cell(row: Mapping[str, Any]) -> str:
-    """Prompts whose text was plain decoding's, of those that were timed; - where that was not
-    looked at."""
+    """Prompts with the same text as in plain decoding, of those that were timed; - where that was
+    not compared."""
     same, timed = row["same_as_plain"], timed_prompts(row)
     return "-" if same is None else f"{same}/{'?' if timed is None else timed}"
 
@@ -61,8 +61,8 @@ def timed_prompts(row: Mapping[str, Any]) -> int | None:
 
 
 def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """In plain words: what is fastest at each temperature, and what is slower than no drafts at
-    all."""
+    """In plain words: the fastest way at each temperature, and those slower than decoding without
+    drafts."""
     lines = []
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
         drafting = [row for row in rows if row["temperature"] == temperature and row["nodes"]]
@@ -71,7 +71,7 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if not any(row["tau"] is not None for row in drafting):
             lines.append(
                 f"temperature {temperature:g}: acceptance is not available, no prompt had a round "
-                f"of drafts"
+                "of drafts"
             )
         if not timed:
             continue
@@ -80,8 +80,8 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if best["speedup"] < 1:
             lines.append(
                 f"drafting is SLOWER than plain decoding here at temperature {temperature:g}, "
-                f"whatever was tried; at best "
-                f"{best['label']}, {best['speedup']:.2f}x: decode plainly on this machine"
+                f"whatever was tried; at best {best['label']}, {best['speedup']:.2f}x: decode "
+                "plainly on this machine"
             )
             continue
         low = (best["speedup_interval"] or [None])[0]
@@ -101,14 +101,14 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     if unlike:
         lines.append(
-            f"greedy text was not the plain one for every prompt (near-ties in low precision): "
-            f"{', '.join(unlike)}"
+            "greedy text was not the plain one for every prompt (near-ties in low precision): "
+            + ", ".join(unlike)
         )
     return lines + memories(rows)
 
 
 def memories(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Which drafts also came from what was decoded before in the same measurement."""
+    """Which drafts also came from texts that were decoded before in the same measurement."""
     found: dict[tuple[int, int], list[str]] = {}
     for row in rows:
         if row.get("remember"):
@@ -119,21 +119,21 @@ def memories(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for (tokens, again), labels in found.items():
         repeated = f"; {again} of the prompts had been decoded before" if again else ""
         lines.append(
-            f"drafts came from the texts decoded before in the same measurement, too (up to "
-            f"{tokens} tokens), so that the prompts' "
-            f"order and likeness count{repeated}: {', '.join(labels)}"
+            "drafts came from the texts decoded before in the same measurement, too (up to "
+            f"{tokens} tokens), so that the order of the prompts and how alike they are "
+            f"count{repeated}: {', '.join(labels)}"
         )
     return lines
 
 
 def gaps(drafting: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is behind the best tau, and whether the prompts are enough to tell; nothing where that
-    was not looked at."""
+    """Ways with a lower tau than the best, and whether the prompts are enough to be sure; none
+    where they were not compared."""
     found = []
     for row in drafting:
         gap, interval = row.get("tau_behind_best"), row.get("tau_behind_best_interval")
         if gap is not None and interval is not None:
-            unsure = "" if interval[0] > 0 else ", too few prompts to tell"
+            unsure = "" if interval[0] > 0 else ", too few prompts to be sure"
             found.append(
                 f"{row['label']} by {gap:.3f} ({interval[0]:.3f}..{interval[1]:.3f}{unsure})"
             )
@@ -142,11 +142,6 @@ def gaps(drafting: Sequence[Mapping[str, Any]]) -> list[str]:
         for row in drafting
         if row["tau"] is not None and row.get("tau_behind_best") is None
     )
-    return (
-        [
-            f"tau is highest with {next(best, '')}; behind it, on the same prompts: "
-            f"{', '.join(found)}"
-        ]
-        if found
-        else []
-    )
+    if not found:
+        return []
+    return [f"tau is highest with {next(best, '')}; lower, on the same prompts: {', '.join(found)}"]

@@ -28,10 +28,10 @@ COLUMNS = (
     "guarantee",
 )
 MEANING = """\
-`speed` is plain decoding's seconds per token over these, `tau` the tokens written per target pass, the target's own
-included, and `accept@k` how often the k-th drafted token is kept, given that those before it were. 95 % intervals are over
-prompts. `parameters` and `MB` are what the package adds to its target; `tokens learned` are supervised tokens, those of
-every epoch counted."""
+`speed` is plain decoding's seconds per token divided by the drafter's, `tau` the tokens written per
+target pass, the target's own included, and `accept@k` how often the k-th drafted token is kept,
+given that those before it were. 95 % intervals are over prompts. `parameters` and `MB` are what the
+package adds to its target; `tokens learned` are supervised tokens, those of every epoch counted."""
 
 
 def line(row: Mapping[str, Any]) -> list[Any]:
@@ -92,9 +92,9 @@ def markdown(
     Args:
         settings: under which everything was measured.
         notes: sentences under the table.
-        picture: name of a file beside it.
+        picture: name of a file in the same folder.
     """
-    told = ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
+    listed = ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
     lines = [
         f"# {title}",
         "",
@@ -103,7 +103,7 @@ def markdown(
         *(_table_line([cell(value) for value in line(row)]) for row in rows),
         "",
         MEANING,
-        *(["", f"Measured with: {told}."] if told else []),
+        *(["", f"Measured with: {listed}."] if listed else []),
         *(["", *(f"- {note}" for note in notes)] if notes else []),
         *(["", f"![speed, tau and accept@k]({picture})"] if picture else []),
     ]
@@ -121,5 +121,5 @@ def _thousands(value: int | None) -> str | None:
 def _training(row: Mapping[str, Any]) -> str | None:
     if row["training_seconds"] is None:
         return None
-    more = f", begun from {row['begun_from']}" if row["begun_from"] else ""
+    more = f", from {row['begun_from']}" if row["begun_from"] else ""
     return clock(row["training_seconds"]) + more

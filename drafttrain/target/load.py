@@ -21,6 +21,10 @@ from drafttrain.target.reading import read_tokenizer
 TINY = seeded.TINY
 
 
+AUTO_DTYPE_VARIABLE = "DRAFTTRAIN_AUTO_DTYPE"
+"""Environment variable that decides what dtype=auto comes out as."""
+
+
 def resolve_device(device: str) -> torch.device:
     """`auto` is the accelerator when there is one, else the CPU."""
     if device == "auto":
@@ -64,10 +68,6 @@ def resolve_dtype(dtype: str, device: torch.device, work: str) -> torch.dtype:
     return min(
         (torch.float32, torch.bfloat16), key=lambda candidate: _seconds(candidate, positions)
     )
-
-
-AUTO_DTYPE_VARIABLE = "DRAFTTRAIN_AUTO_DTYPE"
-"""Environment variable that decides what dtype=auto comes out as."""
 
 
 def forced_dtype() -> torch.dtype | None:

@@ -2,9 +2,9 @@
 
 Usage: python scripts/bench/batch.py --package DIR [--batch 8] [--new 48] [--repeats 3]
 
-Held-out prompts are decoded with the package's own tree, no end token, so that every row has its
-whole length. Each row must get the very tokens that it gets alone. The ratio is taken inside this
-run, and plain decoding's beside it.
+Held-out prompts are decoded with the package's own tree and without an end token, so that every row
+has its full length. Each row must get the same tokens as when it is decoded by itself. Drafting and
+plain decoding are compared in this run; each ratio is taken inside it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ def main() -> None:
             groups: list[list[list[int]]], key: str, plan: Plan = plan, texts: dict = texts
         ) -> None:
             texts[key] = []
-            speculator.drafter = (
-                speculator.drafter.without_memory()
-            )  # Nothing of an earlier round is copied.
+            # Nothing of an earlier round is copied.
+            speculator.drafter = speculator.drafter.without_memory()
             for group in groups:
                 outputs, _ = speculator.generate(
                     group, max_new_tokens=words.new, plan=plan, stop_ids=()
@@ -52,18 +51,17 @@ def main() -> None:
         seconds = interleaved(
             {
                 "together": lambda: decode([prompts], "together"),
-                "alone": lambda: decode([[p] for p in prompts], "alone"),
+                "single": lambda: decode([[p] for p in prompts], "single"),
             },
             rounds=words.repeats,
             warmup=1,
         )
-        same = sum(a == b for a, b in zip(texts["together"], texts["alone"], strict=True))
+        same = sum(a == b for a, b in zip(texts["together"], texts["single"], strict=True))
         rate = len(prompts) * words.new / seconds["together"]
-        ratio = seconds["alone"] / seconds["together"]
+        ratio = seconds["single"] / seconds["together"]
         print(
             f"{name} ({plan.tree.title}): {rate:.0f} tokens/s together, {ratio:.2f} times those "
-            f"alone; "
-            f"{same} of {len(prompts)} rows have the same text"
+            f"of single rows; {same} of {len(prompts)} rows have the same text"
         )
 
 

@@ -2,10 +2,10 @@
 
 Usage: python scripts/bench/copying.py [--lengths 250 1000 4000] [--rounds 30] [--remember 100000]
 
-The text is that of the shipped conversations, one behind the other. A round takes in two tokens and
-drafts; every ratio is taken inside this run. The target's step stands behind 250 tokens: behind
-more it takes longer, and the ratio falls. A drafter that remembers texts holds other conversations,
-of which it was told twice as many tokens as it keeps.
+The text is that of the shipped conversations, one after the other. A round takes in two tokens and
+drafts; every ratio is taken inside this run. The target's step follows 250 tokens: after more it
+takes longer, and the ratio falls. A drafter that remembers texts holds other conversations, of
+which it was given twice as many tokens as it keeps.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def main() -> None:
 
     jobs: dict[str, Callable[[], object]] = {"a plain step": plain}
     remembering = Suffix(target, remember=options.remember)
-    rows, told = [], 0
-    while told < 2 * options.remember:
+    rows, given = [], 0
+    while given < 2 * options.remember:
         rows.append(conversations.row(len(conversations) - 1 - len(rows))[0].tolist())
-        told += len(rows[-1])
+        given += len(rows[-1])
     for line in filled(remembering, rows):
         print(line)
     drafters = {
@@ -84,14 +84,14 @@ def main() -> None:
     for name, value in seconds.items():
         print(
             f"{name}: {value * 1e6:.0f} us, {value / step:.4f} of a plain step (at most {WANTED} "
-            f"is wanted)"
+            "is wanted)"
         )
 
 
 def filled(drafter: Suffix, rows: list[list[int]]) -> list[str]:
-    """Texts one after the other: what each half of them took by the token, and, told by the same
-    again, the memory in the end."""
-    told, slowest = [], 0.0
+    """Give it texts one after the other. Returns lines: what each half of them took a token, and
+    the memory that they need, measured by giving them again."""
+    lines, slowest = [], 0.0
     middle = len(rows) // 2
     for half, some in (
         ("while there is room", rows[:middle]),
@@ -103,16 +103,16 @@ def filled(drafter: Suffix, rows: list[list[int]]) -> list[str]:
             drafter.remember_texts([row])
             took = time.perf_counter() - start
             total, slowest = total + took, max(slowest, took)
-        told.append(f"remembering a token {half}: {total / sum(map(len, some)) * 1e6:.1f} us")
+        lines.append(f"remembering a token {half}: {total / sum(map(len, some)) * 1e6:.1f} us")
     again = drafter.without_memory()
     tracemalloc.start()
     again.remember_texts(rows)
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     return [
-        *told,
+        *lines,
         f"the slowest text: {slowest * 1e3:.1f} ms; memory: {held / drafter.remembers:.0f} bytes a "
-        f"token of the room",
+        "token of the room",
     ]
 
 

@@ -1,5 +1,5 @@
-"""What a decoding round is made of, and whole decoding against plain decoding and transformers' own
-modes.
+"""What a decoding round is made of, and complete decoding against plain decoding and transformers'
+own modes.
 
 Usage: python scripts/bench/decode.py [--package DIR] [--context 200] [--prompts 4] [--new 64]
 

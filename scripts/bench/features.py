@@ -42,7 +42,7 @@ def main() -> None:
     for name, value in seconds.items():
         print(
             f"{name}: {value * 1e3:.0f} ms, {value / seconds['bare']:.2f} of bare (at most 1.10 is "
-            f"wanted)"
+            "wanted)"
         )
 
 

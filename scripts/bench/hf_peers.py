@@ -10,8 +10,8 @@ so that all of them must write the same ids. Every prompt is decoded in every wa
 one, the order rotating; every ratio is taken inside this run, its 95 % interval over prompts.
 
 `predicted` is the speed if nothing but the target's passes took time: as many passes, over as many
-positions each, as were really made, at the price that a pass over so many positions has here. What
-is seen falls short of it by drafting and by the loop around.
+positions each, as were really made, at the price that a pass over that many positions has here. The
+speed that is seen is lower, since drafting and the loop take time, too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WARMUP = 8
 
 @dataclass
 class Way:
-    """A way of decoding, and what came of it."""
+    """A way of decoding, and its results."""
 
     name: str
     run: Callable[[list[int], int], list[int]]
@@ -194,7 +194,7 @@ def race(target: Target, ways: Sequence[Way], prompts: Sequence[list[int]], new:
 def prices(
     target: Target, ways: Sequence[Way], prompts: Sequence[list[int]], rounds: int = 5
 ) -> dict[str, float]:
-    """Seconds that the passes of each way take, by what a pass over so many positions takes
+    """Seconds that the passes of each way take, by the time of a pass over that many positions
     here."""
     reading = [widths[0] for way in ways for widths in way.widths]
     checking = [width for way in ways for widths in way.widths for width in widths[1:]] or [1]
@@ -205,7 +205,7 @@ def prices(
     ids = torch.arange(max(context, widest), device=target.device)[None] % target.vocab_size
     target.step(ids[:, :context], cache)
     cache.commit(torch.tensor([context], device=target.device))
-    # Reading a prompt needs the vocabulary at its end alone, checking drafts at every position.
+    # Reading a prompt needs the vocabulary only at its end, checking drafts at every position.
     jobs: dict[str, Callable[[], object]] = {}
     places = {"read": _spread(reading), "check": _spread(checking)}
     for n in places["read"]:
@@ -250,7 +250,7 @@ def prompts_for(name: str, count: int) -> tuple[Target, list[list[int]]]:
     return target, read_set(set_folder("builtin:smollm2")).prompts(count)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -268,8 +268,13 @@ def main() -> None:
     if options.package and not (Path(options.package).expanduser() / STANDALONE_TENSORS).is_file():
         parser.error(
             f"--package {options.package} holds no {STANDALONE}/: train a drafter=ssm with "
-            f"export_assistant=true"
+            "export_assistant=true"
         )
+    return options
+
+
+def main() -> None:
+    options = arguments()
     target, prompts = prompts_for(options.target, options.prompts)
     ways, pairs = ways_of(target, options.package, options.drafts, options.ngram)
     race(target, ways, prompts, options.new)
@@ -293,7 +298,10 @@ def main() -> None:
             ]
         )
     threads = f"{torch.get_num_threads()} threads"
-    title = f"{target.name}, float32, {threads}, {len(prompts)} prompts, at most {options.new} new tokens"
+    title = (
+        f"{target.name}, float32, {threads}, {len(prompts)} prompts, at most {options.new} new "
+        "tokens"
+    )
     columns = ("", "tokens/s", "tokens a pass", "predicted", "seen", "95 %", "same text")
     table(f"{title}; speed over drafttrain's plain decoding", columns, rows)
     rows = []

@@ -4,9 +4,9 @@ token, joined over padded.
 Usage: python scripts/bench/packing.py [--target smollm2] [--data builtin:smollm2] [--pack 512]
                                        [--batch-tokens 2048] [--tokens 8192] [--rounds 3] [--all]
 
-Both take the first batches of an epoch until they hold so many tokens, and are timed in turn: the
-target's pass, then the drafter's step on features that are there. `--all` puts rows of any length
-into a padded batch, as a loader without an eye on lengths does. On an accelerator the target's pass
+Both take the first batches of an epoch until they hold `--tokens` tokens, and are timed in turn:
+the target's pass, then the drafter's step on given features. `--all` puts rows of any length into a
+padded batch, as a loader that ignores lengths does. On an accelerator the target's pass
 over joined rows uses `flex_attention`, if it can be built there.
 """
 
@@ -24,6 +24,9 @@ from drafttrain.data.sequences import PackedSampler
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.flow import Batch, Features, Needs
 from drafttrain.target import load
+from drafttrain.target.model import Target
+
+Arms = dict[str, list[Batch]]
 
 
 def taken(data: ConversationData, batches: list[list[int]], tokens: int) -> list[Batch]:
@@ -34,7 +37,7 @@ def taken(data: ConversationData, batches: list[list[int]], tokens: int) -> list
 
 
 def of_any_length(data: ConversationData, tokens: int) -> list[list[int]]:
-    """Shuffled rows, cut into batches of at most so many tokens, padding counted."""
+    """Shuffled rows, cut into batches of at most `tokens` tokens, padding counted."""
     order = list(range(len(data)))
     random.Random(0).shuffle(order)
     batches: list[list[int]] = [[]]
@@ -46,7 +49,7 @@ def of_any_length(data: ConversationData, tokens: int) -> list[list[int]]:
     return batches
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -58,30 +61,30 @@ def main() -> None:
     parser.add_argument("--draft-vocab", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--all", action="store_true")
-    options = parser.parse_args()
-    where = {"dtype": "auto", "device": "auto", "attention": "sdpa", "work": "throughput"}
-    target = load.tiny() if options.target == "tiny" else load.smollm2(**where)
+    return parser.parse_args()
+
+
+def arms_of(options: argparse.Namespace) -> Arms:
+    """Batches of padded rows, and of joined ones."""
     data = ConversationData(options.data, max_length=options.pack)
-    joined = data.joined(options.pack)
-    by = target.choose_isolation()
-    padded = EpochSampler(data.lengths, batch_tokens=options.batch_tokens).batches(0)
+    if options.all:
+        padded = of_any_length(data, options.batch_tokens)
+    else:
+        padded = EpochSampler(data.lengths, batch_tokens=options.batch_tokens).batches(0)
     packed = PackedSampler(
         data.lengths, sequence=options.pack, sequences=max(1, options.batch_tokens // options.pack)
     ).batches(0)
-    arms = {
-        "padded": taken(
-            data,
-            of_any_length(data, options.batch_tokens) if options.all else padded,
-            options.tokens,
-        ),
-        "joined": taken(joined, packed, options.tokens),
+    return {
+        "padded": taken(data, padded, options.tokens),
+        "joined": taken(data.joined(options.pack), packed, options.tokens),
     }
+
+
+def jobs_of(target: Target, arms: Arms, draft_vocab: int) -> dict[str, Callable[[], object]]:
+    """The target's pass and the drafter's step over the batches of each arm."""
     torch.manual_seed(0)
-    drafter = Eagle1(
-        target,
-        draft_ids=list(range(min(options.draft_vocab, target.vocab_size))),
-        classification=1.0,
-    )
+    ids = list(range(min(draft_vocab, target.vocab_size)))
+    drafter = Eagle1(target, draft_ids=ids, classification=1.0)
     held = {
         name: [
             Features(torch.randn(*batch.input_ids.shape, target.width, device=target.device))
@@ -104,37 +107,49 @@ def main() -> None:
 
         return step
 
-    jobs = {
+    return {
         f"{what}, {name}": make(name)
         for what, make in (("features", reads), ("step", steps))
         for name in arms
     }
-    seconds = interleaved(jobs, rounds=options.rounds, warmup=1)
+
+
+def show(arms: Arms, seconds: dict[str, float]) -> None:
     labels = {name: sum(int(b.loss_mask.sum()) for b in batches) for name, batches in arms.items()}
     for name, batches in arms.items():
-        real, held_tokens = (
-            sum(int(b.lengths.sum()) for b in batches),
-            sum(b.input_ids.numel() for b in batches),
-        )
+        real = sum(int(b.lengths.sum()) for b in batches)
+        held = sum(b.input_ids.numel() for b in batches)
         rows = sum(len(b.row_ids) for b in batches)
         print(
             f"{name}: {rows} rows, {labels[name]} supervised of {real} tokens, which fill "
-            f"{real / held_tokens:.1%}"
+            f"{real / held:.1%}"
         )
+    for what in ("features", "step"):
+        cost = {name: seconds[f"{what}, {name}"] / labels[name] for name in arms}
+        print(
+            f"{what}: {cost['padded'] * 1e6:.1f} us a supervised token padded, "
+            f"{cost['joined'] * 1e6:.1f} joined, ratio {cost['joined'] / cost['padded']:.3f}"
+        )
+    both = {
+        name: (seconds[f"features, {name}"] + seconds[f"step, {name}"]) / labels[name]
+        for name in arms
+    }
+    print(f"both: ratio {both['joined'] / both['padded']:.3f} (below 1 joining pays)")
+
+
+def main() -> None:
+    options = arguments()
+    where = {"dtype": "auto", "device": "auto", "attention": "sdpa", "work": "throughput"}
+    target = load.tiny() if options.target == "tiny" else load.smollm2(**where)
+    by = target.choose_isolation()
+    arms = arms_of(options)
+    jobs = jobs_of(target, arms, options.draft_vocab)
+    seconds = interleaved(jobs, rounds=options.rounds, warmup=1)
     print(
         f"the target keeps joined rows apart by {by}; {target.name}, "
         f"{str(target.dtype).removeprefix('torch.')}, {target.device}"
     )
-    both = {name: seconds[f"features, {name}"] + seconds[f"step, {name}"] for name in arms}
-    for what in ("features", "step"):
-        cost = {name: seconds[f"{what}, {name}"] / labels[name] for name in arms}
-        told = f"{cost['padded'] * 1e6:.1f} us a supervised token padded, {cost['joined'] * 1e6:.1f} joined"
-        print(f"{what}: {told}, ratio {cost['joined'] / cost['padded']:.3f}")
-    print(
-        f"both: ratio "
-        f"{both['joined'] / labels['joined'] / (both['padded'] / labels['padded']):.3f} (below 1 "
-        f"joining pays)"
-    )
+    show(arms, seconds)
 
 
 if __name__ == "__main__":

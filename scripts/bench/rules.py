@@ -1,13 +1,13 @@
-"""What block verification keeps more than the ratio rule, on the very same drafted chains.
+"""How much more block verification keeps than the ratio rule, on the same drafted chains.
 
 Usage: python scripts/bench/rules.py --package DIR [--k 4] [--temperature 1] [--prompts 100] [--new
 48] [--seed 0] [--target NAME]
 
 Held-out prompts are decoded one by one with chains of k and the ratio rule. In every round, what
-each rule keeps of the chain on average over its uniform numbers is computed from the laws of target
-and draft. No number is drawn for the comparison, so that it needs far fewer prompts than two runs
-side by side do. The average of the ratio rule is printed beside what it really kept, which it
-equals up to chance.
+each rule keeps of the chain on average over its uniform numbers is computed from the distributions
+of target and draft. No number is drawn for the comparison, so that it needs far fewer prompts than
+two runs side by side do. The average of the ratio rule is printed next to what it really kept; they
+are equal up to chance.
 """
 
 from __future__ import annotations

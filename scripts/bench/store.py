@@ -124,7 +124,7 @@ def make_stores(
         ratio = total / size["bf16"]
         print(
             f"{name}: {total / data.tokens:.1f} bytes a token, {ratio:.3f} of bf16 (at most 0.5 is "
-            f"wanted)"
+            "wanted)"
         )
     return stores
 
@@ -172,7 +172,7 @@ def reading(
         ratio = seconds["training"] / seconds[name]
         print(
             f"{name}: read at {tokens / seconds[name]:,.0f} tokens a second, {ratio:.1f} times "
-            f"that (above 5 is wanted)"
+            "that (above 5 is wanted)"
         )
 
 
@@ -201,12 +201,14 @@ def training(words: list[str], stores: dict[str, Path], place: Path) -> None:
             ratio = tau / taus["bf16"][label][0]
             print(
                 f"{name}, {label}: tau {tau:.3f} ({low:.3f}..{high:.3f}), {ratio:.3f} of bf16 (at "
-                f"least 0.99 is wanted)"
+                "least 0.99 is wanted)"
             )
     for name, curve in losses.items():
         gaps = [abs(a / b - 1) for a, b in zip(curve, losses["online"], strict=True)]
-        told = f"within {max(gaps):.2%} of online's, {sum(gaps) / len(gaps):.3%} on average; the last {curve[-1]:.4f}"
-        print(f"{name}: losses of {len(curve)} updates {told}")
+        print(
+            f"{name}: losses of {len(curve)} updates within {max(gaps):.2%} of online's, "
+            f"{sum(gaps) / len(gaps):.3%} on average; the last {curve[-1]:.4f}"
+        )
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ def interleaved(
     jobs: dict[str, Callable[[], object]], *, rounds: int, warmup: int = 2
 ) -> dict[str, float]:
     """Median seconds of every job; each round runs all of them, so that a slow moment of the
-    machine hits all alike."""
+    machine affects all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for turn in range(warmup + rounds):
         for name, job in jobs.items():

@@ -12,17 +12,20 @@ else (norms, softmax, losses, optimiser) is overhead.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 import torch
 from timing import interleaved
+from torch import Tensor
 
 from drafttrain.data.datamodule import collate
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.flow import Features
 from drafttrain.target import load
+from drafttrain.target.model import Target
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -31,9 +34,11 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=50)
     parser.add_argument("--draft-vocab", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=10)
-    options = parser.parse_args()
-    target = load.smollm2(dtype="float32", device="auto", attention="sdpa")
-    d, device = target.width, target.device
+    return parser.parse_args()
+
+
+def step_of(target: Target, options: argparse.Namespace) -> Callable[[], None]:
+    """A training step on random rows and features."""
     drafter = Eagle1(target, draft_ids=list(range(options.draft_vocab)), classification=1.0)
     optimiser = torch.optim.AdamW(drafter.parameters(), lr=1e-4, fused=True)
     mask = torch.arange(options.length) >= options.prompt
@@ -42,7 +47,8 @@ def main() -> None:
         for i in range(options.rows)
     ]
     batch = collate(rows)
-    features = Features(torch.randn(options.rows, options.length, d, device=device))
+    shape = (options.rows, options.length, target.width)
+    features = Features(torch.randn(shape, device=target.device))
     noise = torch.Generator(device="cpu").manual_seed(0)
 
     def step() -> None:
@@ -51,32 +57,30 @@ def main() -> None:
         optimiser.step()
         optimiser.zero_grad()
 
-    positions, taught = (
-        options.rows * (options.length - 2),
-        options.rows * (options.length - options.prompt),
-    )
-    config = target.config
-    heads, kv, e, ff = (
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-        config.intermediate_size,
-    )
-    linear = [(d, heads * e), (d, kv * e), (d, kv * e), (heads * e, d), (d, ff), (d, ff), (ff, d)]
-    x = {
-        width: torch.randn(positions, width, device=device)
-        for width in {d, 2 * d, ff, heads * e, kv * e}
-    }
-    w = {shape: torch.randn(shape[1], shape[0], device=device) for shape in {*linear, (2 * d, d)}}
-    vocabulary = torch.randn(options.draft_vocab, d, device=device)
-    spoken, logits = (
-        torch.randn(taught, d, device=device),
-        torch.randn(taught, options.draft_vocab, device=device),
-    )
-    q = torch.randn(options.rows * heads, options.length - 2, e, device=device)
-    scores = torch.randn(
-        options.rows * heads, options.length - 2, options.length - 2, device=device
-    )
+    return step
+
+
+def products_of(target: Target, options: argparse.Namespace, taught: int) -> Callable[[], None]:
+    """The matrix products of that step.
+
+    Args:
+        taught: supervised tokens.
+    """
+    rows, length = options.rows, options.length - 2
+    d, config = target.width, target.config
+    e, ff = config.head_dim, config.intermediate_size
+    heads, kv = config.num_attention_heads * e, config.num_key_value_heads * e
+    linear = [(d, heads), (d, kv), (d, kv), (heads, d), (d, ff), (d, ff), (ff, d)]
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(shape, device=target.device)
+
+    x = {width: made(rows * length, width) for width in {d, 2 * d, ff, heads, kv}}
+    w = {shape: made(shape[1], shape[0]) for shape in {*linear, (2 * d, d)}}
+    vocabulary, proposed = made(options.draft_vocab, d), made(taught, d)
+    logits = made(taught, options.draft_vocab)
+    q = made(rows * config.num_attention_heads, length, e)
+    scores = made(rows * config.num_attention_heads, length, length)
 
     def products() -> None:
         for i, o in [(2 * d, d), *linear]:
@@ -87,18 +91,24 @@ def main() -> None:
         for _ in range(3):  # forward, and two gradients of each of the two products
             torch.bmm(q, q.transpose(1, 2))
             torch.bmm(scores, q)
-        torch.mm(spoken, vocabulary.T)
-        torch.mm(spoken, vocabulary.T)
+        torch.mm(proposed, vocabulary.T)
+        torch.mm(proposed, vocabulary.T)
         torch.mm(logits, vocabulary)
 
-    seconds = interleaved({"step": step, "products": products}, rounds=options.rounds)
+    return products
+
+
+def main() -> None:
+    options = arguments()
+    target = load.smollm2(dtype="float32", device="auto", attention="sdpa")
+    taught = options.rows * (options.length - options.prompt)
+    jobs = {"step": step_of(target, options), "products": products_of(target, options, taught)}
+    seconds = interleaved(jobs, rounds=options.rounds)
+    step, products = seconds["step"], seconds["products"]
+    print(f"step {step * 1e3:.1f} ms, its matrix products {products * 1e3:.1f} ms")
+    print(f"ratio {step / products:.2f} (at most 1.50 is wanted)")
     print(
-        f"step {seconds['step'] * 1e3:.1f} ms, its matrix products {seconds['products'] * 1e3:.1f} "
-        f"ms"
-    )
-    print(f"ratio {seconds['step'] / seconds['products']:.2f} (at most 1.50 is wanted)")
-    print(
-        f"{taught / seconds['step']:.0f} supervised tokens a second, {options.rows} rows of "
+        f"{taught / step:.0f} supervised tokens a second, {options.rows} rows of "
         f"{options.length} tokens"
     )
 

@@ -1,4 +1,4 @@
-"""One verifying pass over a tree against the bare target's forward over as many positions behind
+"""One verifying pass over a tree against the bare target's forward over as many positions after
 the same context.
 
 Usage: python scripts/bench/verify.py [--dtypes float32 bfloat16] [--context 200] [--rounds 15]
@@ -6,11 +6,12 @@ Usage: python scripts/bench/verify.py [--dtypes float32 bfloat16] [--context 200
 Verified are 32 nodes, the anchor and 31 drafts in five levels, as the decoding loop does it: tree
 mask, depths, one pass through the row's cache, logits of every node. The bare forward is the
 decoder of `transformers` over 32 tokens in causal order with the library's own cache; with its head
-it is the whole model. Nothing is kept of either, so that every pass stands behind the same context.
+it is the complete model. Nothing is kept of either, so that every pass follows the same context.
 Every ratio is taken inside this run.
 
-Predicted before it was run: at most 1.6 times the bare decoder. The head alone is about a quarter
-of the embedded target's decoder (28 of 106 million weights), mask and cache are a copy each.
+Predicted before it was run: at most 1.6 times the bare decoder. The head by itself is about a
+quarter of the embedded target's decoder (28 of 106 million weights), mask and cache are a copy
+each.
 """
 
 from __future__ import annotations
@@ -76,11 +77,11 @@ def main() -> None:
     for dtype in options.dtypes:
         seconds = measure(dtype, options.context, options.rounds)
         print(f"{dtype}, {options.context} tokens before:")
-        base, whole, _ = seconds.values()
+        base, headed, _ = seconds.values()
         for name, value in seconds.items():
             print(
                 f"  {name:28} {value * 1e3:7.1f} ms, {value / base:.2f} of bare, "
-                f"{value / whole:.2f} with its head"
+                f"{value / headed:.2f} with its head"
             )
     print(f"of the bare decoder, a verified tree is wanted to cost at most {WANTED:.2f}")
 

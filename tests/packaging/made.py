@@ -15,6 +15,7 @@ from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.flow import Batch
 from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.writing import save_package
+from drafttrain.target.adapter import Adapter, Trained
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 
@@ -67,8 +68,21 @@ def overfitted(
     return drafter.eval()
 
 
+def adapter_of(target: Target, linears: Any = "all") -> Adapter:
+    """An adapter that changes the target's text; the target stays the original."""
+    adapter = Trained(target, rank=4, alpha=8.0, dropout=0.0, linears=linears, seed=0)
+    chance = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, weight in adapter.weights.items():
+            if name.endswith("/B"):
+                weight.normal_(0, 0.2, generator=chance)
+    found = adapter.adapter()
+    adapter.remove()
+    return found
+
+
 def packed(folder: Path, drafter: Drafter, target: Target, **settings: Any) -> Path:
-    """Saved with a chain of 4 unless told otherwise."""
+    """Saved with a chain of 4 by default."""
     arguments: dict[str, Any] = {
         "plan": Plan(Tree.chain(4)),
         "metrics": {"settings": {}, "rows": []},

@@ -30,7 +30,7 @@ TRAINING = {"seconds": 100.0, "evaluation_seconds": 40.0, "supervised_tokens_see
 
 def row(speedup: float | None, tau: float, tree: str = "chain 3", **more: Any) -> dict[str, Any]:
     return {
-        "label": f"{tree} alone",
+        "label": f"{tree} timed",
         "measured": "speed",
         "temperature": 0.0,
         "top_k": 0,

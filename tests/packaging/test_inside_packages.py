@@ -26,6 +26,7 @@ from drafttrain.packaging.reading import load_drafter
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
+from tests.messages import said
 from tests.packaging.made import packed
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 5, 6], [3]]
@@ -117,47 +118,47 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "layers that are no list": (
         "selfspec",
         settings(skip_attention="12"),
-        "skip_attention is '12', needs list",
+        "skip_attention is '12'",
     ),
     "everything left out": (
         "selfspec",
         settings(skip_attention=[0, 1, 2], skip_mlp=[0, 1, 2]),
-        "leave some to draft with",
+        "skip_",
     ),
     "a setting missing": (
         "selfspec",
         lambda p: edit_config(p, lambda c: c["drafter"].pop("skip_mlp")),
-        "lacks skip_mlp",
+        said("packaging.lacks") + " skip_mlp",
     ),
     "a tensor too many": (
         "selfspec",
         lambda p: save_file({"fc": torch.zeros(2)}, p / TENSORS),
-        "unexpected fc",
+        said("packaging.unexpected") + " fc",
     ),
     "needs that it has not": (
         "selfspec",
         lambda p: edit_config(p, lambda c: c["needs"].update(layers=[1])),
-        "needs are .* this drafter has",
+        said("packaging.needs_differ"),
     ),
-    "an exit beyond the last": ("early_exit", settings(exit_layer=3), "exit_layer=3.*from 0 to 2"),
-    "another exit": ("early_exit", settings(exit_layer=0), "needs are .* this drafter has"),
-    "an exit that is no number": (
+    "an exit beyond the last": ("early_exit", settings(exit_layer=3), "exit_layer=3"),
+    "another exit": ("early_exit", settings(exit_layer=0), said("packaging.needs_differ")),
+    "an exit that is no number": ("early_exit", settings(exit_layer=1.5), r"exit_layer is '1\.5'"),
+    "another size": (
         "early_exit",
-        settings(exit_layer=1.5),
-        "exit_layer is '1.5', needs int",
+        settings(mlp=16),
+        said("packaging.missing_tensor") + r" block\.mlp",
     ),
-    "another size": ("early_exit", settings(mlp=16), "missing block.mlp"),
     "a tensor of another shape": (
         "early_exit",
         lambda p: save_file({**load_file(p / TENSORS), "norm.weight": torch.ones(2)}, p / TENSORS),
-        "wrong shape or dtype: norm.weight",
+        said("packaging.other_shape") + r": norm\.weight",
     ),
     "no number": (
         "early_exit",
         lambda p: save_file(
             {**load_file(p / TENSORS), "norm.weight": torch.full((64,), torch.nan)}, p / TENSORS
         ),
-        "NaN or infinite values in norm.weight",
+        said("packaging.not_finite") + r" norm\.weight",
     ),
 }
 

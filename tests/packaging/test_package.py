@@ -1,4 +1,4 @@
-"""Packages: whole round trips, and refusals that name what is wrong before anything is loaded or
+"""Packages: complete round trips, and refusals that name the fault before anything is loaded or
 lost."""
 
 from __future__ import annotations
@@ -44,13 +44,25 @@ from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
 from tests.helpers import file_limit, save_target, tiny_chat_target
+from tests.messages import said
 from tests.packaging.made import packed
 
 ROWS = [
-    {"temperature": 0, "growth": "chain", "nodes": 4, "rule": "greedy", "tau": 2.125, "tau_interval": [2.0, 2.25],
-     "accepted_per_round": 1.125, "accept_at": [0.5, None], "speedup": 0.75, "speedup_interval": [0.7, 0.8], "rounds": 80,
-     "guarantee": "greedy"},
-]  # fmt: skip
+    {
+        "temperature": 0,
+        "growth": "chain",
+        "nodes": 4,
+        "rule": "greedy",
+        "tau": 2.125,
+        "tau_interval": [2.0, 2.25],
+        "accepted_per_round": 1.125,
+        "accept_at": [0.5, None],
+        "speedup": 0.75,
+        "speedup_interval": [0.7, 0.8],
+        "rounds": 80,
+        "guarantee": "greedy",
+    }
+]
 
 
 @pytest.fixture(scope="module")
@@ -161,11 +173,14 @@ def test_plan_round_trip(plan: Plan, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("minp: 0.1", "unknown key 'minp', did you mean min_p"),
-        ("processors: []", "unknown key 'processors'"),
-        ("min_p: x", "min_p is x, needs a number"),
+        (
+            "minp: 0.1",
+            said("packaging.unknown_key") + " 'minp', " + said("packaging.nearest") + " min_p",
+        ),
+        ("processors: []", said("packaging.unknown_key") + " 'processors'"),
+        ("min_p: x", "min_p is x"),
         ("logit_bias: [1, 2]", "logit_bias is"),
-        ("logit_bias: {a: 2}", "names token 'a'"),
+        ("logit_bias: {a: 2}", "logit_bias names token 'a'"),
         ("min_new_tokens: 1.5", "min_new_tokens is 1.5"),
     ],
 )
@@ -177,17 +192,17 @@ def test_policy_keys_that_are_none_are_refused(more: str, message: str, tmp_path
 
 
 def test_processors_are_not_written() -> None:
-    with pytest.raises(InputError, match="cannot hold the policy's processors"):
+    with pytest.raises(InputError, match="policy's processors"):
         decoding.write_plan(Plan(Tree.chain(2), Policy(processors=(lambda ids, scores: scores,))))
 
 
 @pytest.mark.field("F30")
 def test_bfloat16_halves_the_weights(target: Target, drafter: Eagle1, tmp_path: Path) -> None:
-    told: list[str] = []
-    whole = packed(tmp_path / "whole", drafter, target)
-    half = packed(tmp_path / "half", drafter, target, dtype="bfloat16", say=told.append)
-    assert (half / TENSORS).stat().st_size < 0.6 * (whole / TENSORS).stat().st_size
-    assert "MB" in told[0] and "bfloat16" in told[0]
+    sizes: list[str] = []
+    full = packed(tmp_path / "full", drafter, target)
+    half = packed(tmp_path / "half", drafter, target, dtype="bfloat16", say=sizes.append)
+    assert (half / TENSORS).stat().st_size < 0.6 * (full / TENSORS).stat().st_size
+    assert "MB" in sizes[0] and "bfloat16" in sizes[0]
     again = load_drafter(half, target).state_dict()
     for name, tensor in drafter.state_dict().items():
         expected = (
@@ -198,7 +213,7 @@ def test_bfloat16_halves_the_weights(target: Target, drafter: Eagle1, tmp_path: 
         packed(tmp_path / "other", drafter, target, dtype="float16")
 
 
-def test_a_whole_vocabulary_needs_no_ids(target: Target, tmp_path: Path) -> None:
+def test_a_full_vocabulary_needs_no_ids(target: Target, tmp_path: Path) -> None:
     folder = packed(tmp_path / "package", Eagle1(target), target)
     assert "draft_ids" not in load_file(folder / TENSORS)
     assert load_drafter(folder, target).settings()["draft_ids"] is None
@@ -220,7 +235,7 @@ def test_a_borrowed_embedding_is_never_written(
     torch.manual_seed(0)
     odd = Eagle1(target)
     odd.register_parameter("embedding", torch.nn.Parameter(target.embedding.weight.clone()))
-    with pytest.raises(ValueError, match="embedding is the target's own"):
+    with pytest.raises(ValueError, match="^embedding " + said("packaging.borrowed")):
         packed(tmp_path / "package", odd, target)
     assert not any(tmp_path.iterdir())
 
@@ -252,8 +267,11 @@ def test_the_layout_and_the_card(target: Target, drafter: Eagle1, tmp_path: Path
     assert (folder / "custom_generate" / "requirements.txt").read_text() == "drafttrain\n"
 
 
-def test_importing_the_name_alone_is_light() -> None:
-    code = "import sys, drafttrain; drafttrain.__version__; print(sorted({'torch', 'transformers', 'hydra'} & set(sys.modules)))"
+def test_importing_only_the_name_is_light() -> None:
+    code = (
+        "import sys, drafttrain; drafttrain.__version__; "
+        "print(sorted({'torch', 'transformers', 'hydra'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     assert callable(drafttrain.load) and "load" in dir(drafttrain)
@@ -278,7 +296,7 @@ def test_a_target_with_tied_embeddings_in_any_number_of_files(largest: str, tmp_
     )
     hidden = torch.randn(3, tied.width)
     assert torch.equal(again.head(hidden), tied.head(hidden))
-    for name, ids in (("whole", None), ("reduced", list(range(1, 201, 2)))):
+    for name, ids in (("full", None), ("reduced", list(range(1, 201, 2)))):
         torch.manual_seed(3)
         drafter = Eagle1(tied, draft_ids=ids).eval()
         other = load_drafter(packed(tmp_path / name, drafter, tied), again)
@@ -323,14 +341,20 @@ def test_the_attention_that_a_target_was_trained_with_is_no_part_of_a_package(
 # --- what is refused on reading -------------------------------------------------------------------
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "missing tensor": (lambda p: tensors(p, lambda t: t.pop("fc.weight")), r"missing fc\.weight"),
+    "missing tensor": (
+        lambda p: tensors(p, lambda t: t.pop("fc.weight")),
+        said("packaging.missing_tensor") + r" fc\.weight",
+    ),
     "renamed tensor": (
         lambda p: tensors(p, lambda t: t.update({"fc.wait": t.pop("fc.weight")})),
-        r"missing fc\.weight; unexpected fc\.wait",
+        said("packaging.missing_tensor")
+        + r" fc\.weight; "
+        + said("packaging.unexpected")
+        + r" fc\.wait",
     ),
     "added tensor": (
         lambda p: tensors(p, lambda t: t.update(stranger=torch.zeros(2))),
-        "unexpected stranger",
+        said("packaging.unexpected") + " stranger",
     ),
     "wrong shape": (
         lambda p: tensors(p, lambda t: t.update({"fc.weight": torch.zeros(64, 64)})),
@@ -342,29 +366,32 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "NaN": (
         lambda p: tensors(p, lambda t: t["fc.bias"][1].fill_(float("nan"))),
-        r"NaN or infinite values in fc\.bias",
+        said("packaging.not_finite") + r" fc\.bias",
     ),
     "infinity": (
         lambda p: tensors(p, lambda t: t["fc.weight"][0, 0].fill_(float("inf"))),
-        r"NaN or infinite.*fc\.weight",
+        said("packaging.not_finite") + r".*fc\.weight",
     ),
     "ids out of range": (
         lambda p: tensors(p, lambda t: t["draft_ids"][-1].fill_(320)),
-        r"draft_ids must ascend.*0\.\.319",
+        r"draft_ids " + said("packaging.ascending") + r".*0\.\.319",
     ),
     "ids negative": (
         lambda p: tensors(p, lambda t: t["draft_ids"][0].fill_(-1)),
-        "draft_ids must ascend",
+        "draft_ids " + said("packaging.ascending"),
     ),
     "ids twice": (
         lambda p: tensors(p, lambda t: t["draft_ids"][1].fill_(1)),
-        "draft_ids must ascend",
+        "draft_ids " + said("packaging.ascending"),
     ),
     "ids unsorted": (
         lambda p: tensors(p, lambda t: t["draft_ids"][1].fill_(9)),
-        "draft_ids must ascend",
+        "draft_ids " + said("packaging.ascending"),
     ),
-    "ids missing": (lambda p: tensors(p, lambda t: t.pop("draft_ids")), "lacks draft_ids"),
+    "ids missing": (
+        lambda p: tensors(p, lambda t: t.pop("draft_ids")),
+        said("packaging.lacks") + " draft_ids",
+    ),
     "ids too many": (
         lambda p: tensors(p, lambda t: t.update(draft_ids=torch.arange(10**5))),
         r"draft_ids is I64.*\[100000\]",
@@ -375,49 +402,58 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no safetensors": (
         lambda p: (p / TENSORS).write_bytes(b"\x80\x04not tensors"),
-        "cannot be read",
+        said("packaging.unreadable"),
     ),
     "cut off": (
         lambda p: os.truncate(p / TENSORS, (p / TENSORS).stat().st_size // 2),
-        "cannot be read",
+        said("packaging.unreadable"),
     ),
-    "file missing": (lambda p: (p / TENSORS).unlink(), rf"lacks {re.escape(TENSORS)}"),
-    "plan missing": (lambda p: (p / DECODING).unlink(), rf"lacks {re.escape(DECODING)}"),
-    "config is no JSON": (lambda p: (p / CONFIG).write_text("{"), "cannot be read"),
-    "config nests without end": (lambda p: (p / CONFIG).write_text("[" * 10**6), "cannot be read"),
+    "file missing": (
+        lambda p: (p / TENSORS).unlink(),
+        said("packaging.lacks") + rf" {re.escape(TENSORS)}",
+    ),
+    "plan missing": (
+        lambda p: (p / DECODING).unlink(),
+        said("packaging.lacks") + rf" {re.escape(DECODING)}",
+    ),
+    "config is no JSON": (lambda p: (p / CONFIG).write_text("{"), said("packaging.unreadable")),
+    "config nests without end": (
+        lambda p: (p / CONFIG).write_text("[" * 10**6),
+        said("packaging.unreadable"),
+    ),
     "config is a list": (
         lambda p: (p / CONFIG).write_text("[]"),
-        "format None, this version reads 1",
+        "format None, " + said("packaging.version") + " 1",
     ),
     "a key twice": (
         lambda p: (p / CONFIG).write_text('{"format": 1, "format": 1}'),
-        "'format' stands there twice",
+        "'format' " + said("packaging.twice"),
     ),
     "future format": (
         lambda p: change(p / CONFIG, lambda c: c.update(format=2)),
-        "format 2.*update drafttrain",
+        "format 2.*" + said("packaging.newer"),
     ),
     "format true": (
         lambda p: change(p / CONFIG, lambda c: c.update(format=True)),
-        "format True, this version reads 1",
+        "format True, " + said("packaging.version") + " 1",
     ),
     "unknown key": (
         lambda p: change(p / CONFIG, lambda c: c.update(mode="fast")),
-        "unknown key 'mode'",
+        said("packaging.unknown_key") + " 'mode'",
     ),
     "misspelt key": (
         lambda p: change(p / CONFIG, lambda c: c.update(nedes=c.pop("needs"))),
-        "'nedes', did you mean needs",
+        "'nedes', " + said("packaging.nearest") + " needs",
     ),
     "misspelt setting": (
         lambda p: change(
             p / CONFIG, lambda c: c["drafter"].update(niose=c["drafter"].pop("noise"))
         ),
-        "'niose', did you mean noise",
+        "'niose', " + said("packaging.nearest") + " noise",
     ),
     "setting missing": (
         lambda p: change(p / CONFIG, lambda c: c["drafter"].pop("bias")),
-        "drafter lacks bias",
+        "drafter " + said("packaging.lacks") + " bias",
     ),
     "setting of another kind": (
         lambda p: change(p / CONFIG, lambda c: c["drafter"].update(chunk="many")),
@@ -429,27 +465,27 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "setting out of range": (
         lambda p: change(p / CONFIG, lambda c: c["drafter"].update(noise=-1.0)),
-        "at least 0",
+        "noise",
     ),
     "setting for other tensors": (
         lambda p: change(p / CONFIG, lambda c: c["drafter"].update(bias=False)),
-        r"unexpected fc\.bias",
+        said("packaging.unexpected") + r" fc\.bias",
     ),
     "layers not recorded": (
         lambda p: change(p / CONFIG, lambda c: c["needs"].pop("layers")),
-        "needs lacks layers",
+        "needs " + said("packaging.lacks") + " layers",
     ),
     "other layers": (
         lambda p: change(p / CONFIG, lambda c: c["needs"].update(layers=[1])),
-        r"needs are .*\[1\]",
+        said("packaging.needs_differ") + r" .*\[1\]",
     ),
     "no class": (
         lambda p: change(p / CONFIG, lambda c: c["drafter"].pop("_target_")),
-        "lacks _target_",
+        said("packaging.lacks") + " _target_",
     ),
     "other width": (
         lambda p: change(p / CONFIG, lambda c: c["shape"].update(width=128)),
-        "width is 128, the target has 64",
+        r"shape\.width is 128",
     ),
     "other dtype": (
         lambda p: change(p / CONFIG, lambda c: c["shape"].update(dtype="float8")),
@@ -457,11 +493,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "other target": (
         lambda p: change(p / CONFIG, lambda c: c["target"]["fingerprint"].update(weights="0123")),
-        "another target .weights 0123 there.*was trained for tiny-llama",
+        said("packaging.another_target") + r" .weights 0123 there.*tiny-llama",
     ),
     "fingerprint cut": (
         lambda p: change(p / CONFIG, lambda c: c["target"]["fingerprint"].pop("weights")),
-        "fingerprint lacks weights",
+        said("packaging.no_fingerprint") + " weights",
     ),
     "length of another kind": (
         lambda p: change(p / CONFIG, lambda c: c.update(trained_length="long")),
@@ -469,81 +505,84 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "pickled weights": (
         lambda p: (p / "drafter.bin").write_bytes(b""),
-        r"drafter\.bin.*only safetensors",
+        r"drafter\.bin.*" + said("packaging.only_safetensors"),
     ),
     "plan: unknown key": (
         lambda p: edit_plan(p, "rule: auto", "rule: auto\nbeams: 3"),
-        "unknown key 'beams'",
+        said("packaging.unknown_key") + " 'beams'",
     ),
-    "plan: unknown rule": (
-        lambda p: edit_plan(p, "rule: auto", "rule: magic"),
-        "rule magic is not known",
-    ),
+    "plan: unknown rule": (lambda p: edit_plan(p, "rule: auto", "rule: magic"), "rule magic"),
     "plan: a rule that is a list": (
         lambda p: edit_plan(p, "rule: auto", "rule: [block]"),
-        "not known: give auto or one",
+        r"rule .*block",
     ),
     "plan: a rule for sampled text": (
         lambda p: edit_plan(p, "rule: auto", "rule: one_hot"),
-        "at temperature 0",
+        said("packaging.unfit_rule"),
     ),
     "plan: a rule that does not fit": (
         lambda p: edit_plan(p, "sampled: auto", "sampled: true"),
-        "temperature above 0",
+        said("packaging.unfit_sampling"),
     ),
-    "plan: repeated path": (lambda p: edit_plan(p, "  - [0, 0]\n", "  - [0]\n"), "given twice"),
-    "plan: orphan": (lambda p: edit_plan(p, "  - [0, 0]\n", "  - [1, 0]\n"), "has no parent"),
+    "plan: repeated path": (
+        lambda p: edit_plan(p, "  - [0, 0]\n", "  - [0]\n"),
+        said("packaging.twice_path"),
+    ),
+    "plan: orphan": (
+        lambda p: edit_plan(p, "  - [0, 0]\n", "  - [1, 0]\n"),
+        said("packaging.no_parent"),
+    ),
     "plan: no path": (
         lambda p: edit_plan(p, "  - [0, 0]\n", "  - chain\n"),
-        "'?chain'? is not a path",
+        "'?chain'? " + said("packaging.no_path"),
     ),
     "plan: budget too small": (
         lambda p: edit_plan(p, "nodes: 4", "nodes: 3"),
-        "nodes is 3, the tree has 4",
+        r"budget\.nodes is 3",
     ),
     "plan: endless tree": (
         lambda p: edit_plan(p, "tree:", "tree: 1000000000\nold:"),
-        "unknown key 'old'",
+        said("packaging.unknown_key") + " 'old'",
     ),
     "plan: python object": (
         lambda p: edit_plan(
             p, "rule: auto", "rule: !!python/object/apply:os.system ['touch marker']"
         ),
-        "could not determine a constructor",
+        said("packaging.unsafe_yaml"),
     ),
     "plan: what refers elsewhere": (
         lambda p: edit_plan(p, "sampled: auto", "sampled: &a [1, 2]\nrule2: *a"),
-        r"cannot be read: it refers to another place \(\*a\)",
+        said("packaging.unreadable") + r": .*" + said("packaging.refers") + r" \(\*a\)",
     ),
     "plan: what unfolds without end": (
         lambda p: edit_plan(p, "sampled: auto", f"sampled:\n{laughs()}"),
-        "refers to another place",
+        said("packaging.refers"),
     ),
     "plan: a key twice": (
         lambda p: edit_plan(p, "rule: auto", "rule: auto\nrule: block"),
-        "the key 'rule' stands there twice",
+        r"'rule'.*twice",
     ),
     "plan: a pipe": (
         lambda p: ((p / DECODING).unlink(), os.mkfifo(p / DECODING)),
-        "lacks decoding.yaml",
+        said("packaging.lacks") + r" decoding\.yaml",
     ),
     "plan: a number beyond floats": (
         lambda p: edit_plan(p, "temperature: 0.0", "temperature: 1" + "0" * 400),
-        "a number of too many digits",
+        said("packaging.too_long_number"),
     ),
     "a name that is none": (
         lambda p: change(p / CONFIG, lambda c: c["target"].update(name=5)),
-        "target.name is 5, needs text",
+        r"target\.name is 5",
     ),
     "a licence that is none": (
         lambda p: change(p / CONFIG, lambda c: c["target"].update(licence=[])),
-        "target.licence is",
+        r"target\.licence is",
     ),
     "parameters in words": (
         lambda p: change(p / CONFIG, lambda c: c["shape"].update(parameters="many")),
-        "shape.parameters is many, needs a whole number",
+        r"shape\.parameters is many",
     ),
-    "plan: no YAML": (lambda p: (p / DECODING).write_text("a: ["), "cannot be read"),
+    "plan: no YAML": (lambda p: (p / DECODING).write_text("a: ["), said("packaging.unreadable")),
 }
 
 
@@ -636,7 +675,7 @@ def test_changing_a_plan_writes_through_no_link(package: Path, tmp_path: Path) -
     assert decoding.read_plan(package / DECODING).tree == Tree.chain(2)
     assert not [path.name for path in package.iterdir() if path.name.startswith(".")]
     (package / f".{CARD}.new").mkdir()
-    with pytest.raises(InputError, match=r"README\.md cannot be written"):
+    with pytest.raises(InputError, match=r"README\.md " + said("packaging.written")):
         writing.change_plan(package, Plan(Tree.chain(3)))
 
 
@@ -684,7 +723,7 @@ def test_foreign_classes_are_never_imported(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     change(package / CONFIG, lambda c: c["drafter"].update(_target_=name))
-    with pytest.raises(InputError, match="is not a drafter of drafttrain"):
+    with pytest.raises(InputError, match=said("packaging.no_drafter")):
         drafttrain.load(package, target)
     assert not (tmp_path / "marker").exists() and "evil" not in sys.modules
 
@@ -739,9 +778,9 @@ def test_sizes_are_compared_before_anything_is_read(
 
 
 def test_another_target_is_refused(package: Path) -> None:
-    with pytest.raises(InputError, match=r"belongs to another target \(weights"):
+    with pytest.raises(InputError, match=said("packaging.another_target") + r" \(weights"):
         drafttrain.load(package, load.tiny(seed=1))
-    with pytest.raises(InputError, match=r"belongs to another target \(config"):
+    with pytest.raises(InputError, match=said("packaging.another_target") + r" \(config"):
         drafttrain.load(package, load.tiny(vocab_size=330))
 
 
@@ -763,14 +802,14 @@ def test_a_target_without_its_tokenizer_is_known_by_its_weights(tmp_path: Path) 
 
 
 def test_what_is_no_package_says_what_it_is(tmp_path: Path, target: Target) -> None:
-    with pytest.raises(InputError, match="does not exist"):
+    with pytest.raises(InputError, match=said("packaging.not_exist")):
         drafttrain.load(tmp_path / "nowhere", target)
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="is a file"):
+    with pytest.raises(InputError, match=said("packaging.is_file")):
         drafttrain.load(tmp_path / "file", target)
-    with pytest.raises(InputError, match="is not a package"):
+    with pytest.raises(InputError, match=said("packaging.no_package")):
         drafttrain.load(tmp_path, target)
-    with pytest.raises(InputError, match=r"looks like a target.*target\.path"):
+    with pytest.raises(InputError, match=said("packaging.looks_like_target")):
         drafttrain.load(save_target(tiny_chat_target(), tmp_path / "target"), target)
 
 
@@ -781,33 +820,74 @@ def test_a_tree_too_deep_is_capped_with_a_message(
     monkeypatch.setattr(Eagle1, "max_depth", property(lambda self: 2))
     speculator = drafttrain.load(package, target)
     assert speculator.plan.tree == Tree.chain(2)
-    assert "4 deep, this drafter fills 2" in caplog.text
+    assert re.search(r"4 deep.* 2", caplog.text)
 
 
 @pytest.mark.field("F42")
 def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target: Target, tmp_path: Path) -> None:
     small = Eagle1(target, draft_ids=[1, 2, 3])
-    with pytest.raises(InputError, match="4 children, this drafter proposes from 3 tokens"):
+    with pytest.raises(InputError, match="4 children"):
         packed(tmp_path / "package", small, target, plan=Plan(Tree.eagle1_static()))
 
 
 @pytest.mark.parametrize(
-    "value, size", [("static", 25), ("eagle1_static", 25), ("plain", 0), (0, 0), (3, 3), ("chain:3", 3), ("5", 5),
-                    ("expand:2x2x1", 10), ([[0], [1], [0, 0]], 3), ("[[0],[1],[0,0]]", 3), ([], 0), ("medusa", 63),
-                    ("dynamic:5x8x24", 24), ({"growth": "dynamic", "depth": 5, "top_k": 8, "total": 24}, 24),
-                    ({"growth": "chain", "k": 6, "stop_below": 0.3}, 6)],
-)  # fmt: skip
+    "value, size",
+    [
+        ("static", 25),
+        ("eagle1_static", 25),
+        ("plain", 0),
+        (0, 0),
+        (3, 3),
+        ("chain:3", 3),
+        ("5", 5),
+        ("expand:2x2x1", 10),
+        ([[0], [1], [0, 0]], 3),
+        ("[[0],[1],[0,0]]", 3),
+        ([], 0),
+        ("medusa", 63),
+        ("dynamic:5x8x24", 24),
+        ({"growth": "dynamic", "depth": 5, "top_k": 8, "total": 24}, 24),
+        ({"growth": "chain", "k": 6, "stop_below": 0.3}, 6),
+    ],
+)
 def test_trees_by_name(value: Any, size: int) -> None:
     assert decoding.tree_of(value).size == size
 
 
 @pytest.mark.parametrize(
-    "value", ["eagle", "chain", "chain:x", "expand:", "expand:0", "expand:9x9x9x9", 10**9, -1, True, 1.5, None, {}, "[[0]",
-              [[0], "x"], [[0.5]], [[1]], [[0], [0]], [[]], [[0, 0]], "dynamic", "dynamic:5x8", "dynamic:5x8x2",
-              "dynamic:99x99x2000", {"growth": "dynamic"}, {"growth": "octopus"}, {"growth": []},
-              {"growth": "dynamic", "depth": 2, "top_k": 2, "total": 4, "more": 1},
-              {"growth": "dynamic", "depth": "2", "top_k": 2, "total": 4}, {"growth": "chain", "k": 6, "stop_below": "x"}],
-)  # fmt: skip
+    "value",
+    [
+        "eagle",
+        "chain",
+        "chain:x",
+        "expand:",
+        "expand:0",
+        "expand:9x9x9x9",
+        10**9,
+        -1,
+        True,
+        1.5,
+        None,
+        {},
+        "[[0]",
+        [[0], "x"],
+        [[0.5]],
+        [[1]],
+        [[0], [0]],
+        [[]],
+        [[0, 0]],
+        "dynamic",
+        "dynamic:5x8",
+        "dynamic:5x8x2",
+        "dynamic:99x99x2000",
+        {"growth": "dynamic"},
+        {"growth": "octopus"},
+        {"growth": []},
+        {"growth": "dynamic", "depth": 2, "top_k": 2, "total": 4, "more": 1},
+        {"growth": "dynamic", "depth": "2", "top_k": 2, "total": 4},
+        {"growth": "chain", "k": 6, "stop_below": "x"},
+    ],
+)
 def test_trees_that_are_none(value: Any) -> None:
     with pytest.raises(InputError):
         decoding.tree_of(value)
@@ -816,10 +896,12 @@ def test_trees_that_are_none(value: Any) -> None:
 # --- what is refused on writing -------------------------------------------------------------------
 
 
-def test_a_package_is_replaced_whole(package: Path, target: Target, drafter: Eagle1) -> None:
+def test_a_package_is_replaced_at_once(package: Path, target: Target, drafter: Eagle1) -> None:
     packed(package, drafter, target, plan=Plan(Tree.chain(2)))
     assert drafttrain.load(package, target).plan.tree == Tree.chain(2)
-    assert [p.name for p in package.parent.iterdir()] == ["package"], "something was left beside it"
+    assert [p.name for p in package.parent.iterdir()] == ["package"], (
+        "something was left next to it"
+    )
 
 
 def test_an_empty_folder_is_used(target: Target, drafter: Eagle1, tmp_path: Path) -> None:
@@ -861,12 +943,12 @@ def test_links_are_refused(package: Path, target: Target, drafter: Eagle1, tmp_p
     link = tmp_path / "link"
     link.symlink_to(package)
     before = snapshot(package)
-    with pytest.raises(InputError, match="link is a link"):
+    with pytest.raises(InputError, match="/link " + said("packaging.is_link")):
         packed(link, drafter, target)
     (tmp_path / "notes.md").write_text("mine")
     (package / CARD).unlink()
     (package / CARD).symlink_to(tmp_path / "notes.md")
-    with pytest.raises(InputError, match=r"links \(README\.md\)"):
+    with pytest.raises(InputError, match=r"\(README\.md\)"):
         packed(package, drafter, target)
     assert (tmp_path / "notes.md").read_text() == "mine"
     assert {**snapshot(package), CARD: before[CARD]} == before
@@ -879,10 +961,10 @@ def test_the_folder_the_program_runs_in_is_refused(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for place in (".", "..", tmp_path / "here"):
-        with pytest.raises(InputError, match=r"runs in|other files"):
+        with pytest.raises(InputError, match=said("packaging.in_use")):
             packed(Path(place), drafter, target)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(InputError, match="is a file"):
+    with pytest.raises(InputError, match=said("packaging.is_file")):
         packed(tmp_path / "file", drafter, target)
 
 
@@ -892,7 +974,7 @@ def test_bad_weights_leave_the_old_package(package: Path, target: Target) -> Non
     broken = Eagle1(target)
     with torch.no_grad():
         broken.fc.weight[0, 0] = float("nan")
-    with pytest.raises(InputError, match=r"NaN or infinite weights in fc\.weight"):
+    with pytest.raises(InputError, match=said("packaging.not_finite") + r" fc\.weight"):
         packed(package, broken, target)
     assert snapshot(package) == before
 
@@ -911,14 +993,19 @@ def test_a_full_disk_leaves_the_old_package(
     else:
         rename = Path.rename
         monkeypatch.setattr(
-            Path, "rename", lambda self, goal: full() if (self / METRICS).exists() and goal == package and is_new(self)
-            else rename(self, goal)
-        )  # fmt: skip
+            Path,
+            "rename",
+            lambda self, goal: (
+                full()
+                if (self / METRICS).exists() and goal == package and is_new(self)
+                else rename(self, goal)
+            ),
+        )
 
     def is_new(folder: Path) -> bool:
         return "-old-" not in folder.name
 
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match=said("packaging.no_space")):
         packed(package, drafter, target, plan=Plan(Tree.chain(1)))
     assert snapshot(package) == before
     assert [p.name for p in package.parent.iterdir()] == ["package"]

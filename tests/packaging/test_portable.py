@@ -1,4 +1,4 @@
-"""Packages tell how they were made, and nothing of the folders of the machine."""
+"""Packages say how they were made, and name no folder of the machine."""
 
 from __future__ import annotations
 
@@ -91,15 +91,14 @@ def test_a_package_and_its_card_name_no_folder_of_this_machine(
             held = path.read_bytes()
             for folder in (tmp_path, data_folder, Path.cwd(), Path.home()):
                 assert f"{folder}/".encode() not in held, path
-    told = json.loads((second / "package" / "config.json").read_text())["training"]
-    assert (
-        told["config"]["init_from"] == "first run/package" and told["config"]["run_dir"] == "second"
-    )
-    assert "run_dir=second" in told["command"] and "/" not in told["command"].replace(
+    training = json.loads((second / "package" / "config.json").read_text())["training"]
+    config = training["config"]
+    assert (config["init_from"], config["run_dir"]) == ("first run/package", "second")
+    assert "run_dir=second" in training["command"] and "/" not in training["command"].replace(
         "first run/package", ""
     )
     (entry,) = read_entries([second / "package"], measured=True)
-    assert entry.facts()["begun_from"] == "first run", "what that one cost comes on top"
+    assert entry.facts()["begun_from"] == "first run", "its cost is not in these numbers"
     assert str(second) in (read_record(entry).command or ""), (
-        "the run's folder knows the whole command"
+        "the run's folder has the complete command"
     )

@@ -26,6 +26,7 @@ from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Growth, Tree
+from tests.messages import said
 from tests.packaging.made import packed
 
 PROMPT = [5, 6, 7, 8, 9, 10, 5, 6]
@@ -87,9 +88,12 @@ def test_the_card_says_what_it_is(target: Target, tmp_path: Path) -> None:
         "nothing was trained" in card and "trained parameters" not in card
         for card in cards.values()
     )
-    assert "license" not in cards["suffix"] and "Nothing in here was learned" in cards["suffix"]
-    told = cards["suffix with a corpus"]
-    assert "conversations of builtin:talk that lie in here" in told and "under MIT" in told
+    assert (
+        "license" not in cards["suffix"]
+        and "Nothing in this package was learned" in cards["suffix"]
+    )
+    card = cards["suffix with a corpus"]
+    assert "conversations of builtin:talk in this package" in card and "under MIT" in card
 
 
 def test_what_is_remembered_is_a_setting_and_never_in_a_package(
@@ -105,10 +109,9 @@ def test_what_is_remembered_is_a_setting_and_never_in_a_package(
         and not load_file(folder / TENSORS)
     )
     assert again.earlier is not None and not again.earlier.texts
-    told = (folder / CARD).read_text()
+    card = (folder / CARD).read_text()
     assert (
-        "the latest 500 tokens of prompts and answers" in told
-        and "need processes of their own" in told
+        "the latest 500 tokens of prompts and answers" in card and "need separate processes" in card
     )
     assert (
         "what was decoded in it before"
@@ -125,27 +128,27 @@ def edit_config(package: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a tensor too many": (
         lambda p: save_file({**load_file(p / TENSORS), "fc": torch.zeros(2)}, p / TENSORS),
-        "unexpected fc",
+        said("packaging.unexpected") + " fc",
     ),
     "no corpus": (
         lambda p: save_file({}, p / TENSORS),
-        "lacks corpus_ids, the text of its corpus builtin:talk",
+        said("packaging.lacks") + r" corpus_ids.*builtin:talk",
     ),
     "a corpus of floats": (
         lambda p: save_file({"corpus_ids": torch.ones(4)}, p / TENSORS),
-        "lacks corpus_ids",
+        said("packaging.lacks") + " corpus_ids",
     ),
     "a corpus of ids beyond": (
         lambda p: save_file({"corpus_ids": torch.tensor([3, 999])}, p / TENSORS),
-        "reach from 3 to 999, the target's vocabulary",
+        "from 3 to 999",
     ),
     "a corpus that nobody names": (
         lambda p: edit_config(p, lambda c: c["drafter"].update(corpus=None)),
-        "unexpected corpus_ids",
+        said("packaging.unexpected") + " corpus_ids",
     ),
     "a corpus of another kind": (
         lambda p: edit_config(p, lambda c: c["drafter"].update(corpus=3)),
-        "needs builtin",
+        "corpus",
     ),
     "a setting out of range": (
         lambda p: edit_config(p, lambda c: c["drafter"].update(max_match=0)),
@@ -157,11 +160,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a setting missing": (
         lambda p: edit_config(p, lambda c: c["drafter"].pop("deepest")),
-        "lacks deepest",
+        said("packaging.lacks") + " deepest",
     ),
     "a memory of words": (
         lambda p: edit_config(p, lambda c: c["drafter"].update(remember="x")),
-        "remember is 'x', needs int",
+        "remember is 'x'",
     ),
     "a memory beyond bounds": (
         lambda p: edit_config(p, lambda c: c["drafter"].update(remember=-3)),
@@ -169,7 +172,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "other needs": (
         lambda p: edit_config(p, lambda c: c["needs"].update(last_hidden=True)),
-        "needs are",
+        said("packaging.needs_differ"),
     ),
     "drawn drafts": (
         lambda p: (p / DECODING).write_text(
@@ -178,9 +181,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
             .replace("sampled: false", "sampled: true")
             .replace("temperature: 0.0", "temperature: 1.0")
         ),
-        "Suffix copies its drafts and draws none",
+        said("packaging.no_drafts_drawn"),
     ),
-    "no tensors file": (lambda p: (p / TENSORS).unlink(), "lacks drafter.safetensors"),
+    "no tensors file": (
+        lambda p: (p / TENSORS).unlink(),
+        said("packaging.lacks") + r" drafter\.safetensors",
+    ),
 }
 
 
@@ -207,7 +213,7 @@ def test_what_a_package_names_is_never_read(
     package = packed(tmp_path / "package", drafter, target, plan=PLAN)
     assert load_drafter(package, target).settings()["corpus_ids"] == CORPUS
     save_file({}, package / TENSORS)
-    with pytest.raises(InputError, match="lacks corpus_ids"):
+    with pytest.raises(InputError, match=said("packaging.lacks") + " corpus_ids"):
         load_drafter(package, target)
 
 

@@ -1,5 +1,5 @@
-"""A run's folder that holds everything a page tells, with texts of somebody who wants to be
-executed."""
+"""A run's folder with everything that a page shows, and hostile texts that a browser must not
+execute."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ ROWS = [
     row(
         1.4,
         1.75,
-        label="chain_3 alone",
+        label="chain_3 timed",
         seconds=STAGES,
         tokens=200,
         plain_seconds={**STAGES, "draft": 0.0, "verify": 5.0},
         plain_tokens=200,
     ),
-    row(1.2, 2.0, "dynamic 24", growth="dynamic", label="dynamic_24 alone"),
+    row(1.2, 2.0, "dynamic 24", growth="dynamic", label="dynamic_24 timed"),
 ]
 ANSWERS: list[dict[str, Any]] = [
     {

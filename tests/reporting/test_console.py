@@ -1,4 +1,4 @@
-"""Progress tells rate, time left and the last numbers, in plain lines where there is no
+"""Progress shows rate, time left and the last numbers, in plain lines where there is no
 terminal."""
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from drafttrain.reporting.console import Rate, amount, cell, clock, room, table, track
 from drafttrain.reporting.progress import ConsoleProgress
+from tests import messages
 
 
 def plain() -> Console:
@@ -85,18 +86,18 @@ def test_table_shows_brackets_and_gaps() -> None:
     out = plain()
     table("measured", ["rule", "tau"], [["[greedy]", 1.5], ["ratio", None]], out=out)
     assert "[greedy]" in said(out) and "1.500" in said(out) and "-" in said(out)
-    with pytest.raises(ValueError, match="3 cells"):
+    with pytest.raises(ValueError, match=messages.said("reporting.cells")):
         table("t", ["a", "b"], [[1, 2, 3]], out=out)
 
 
 def test_table_takes_control_characters_out() -> None:
     out = plain()
     table("\x1b]0;owned\x07", ["name"], [["fc\x1b[2J\x9b31m\r\nweight"]], out=out)
-    told = said(out)
-    assert not set(told) & {chr(code) for code in (*range(10), *range(11, 32), *range(127, 160))}, (
-        told
+    text = said(out)
+    assert not set(text) & {chr(code) for code in (*range(10), *range(11, 32), *range(127, 160))}, (
+        text
     )
-    assert "fc [2J 31m weight" in told
+    assert "fc [2J 31m weight" in text
     out = plain()
     table("", ["name"], [["all"], ["  of them"]], out=out)
     assert "   of them" in said(out), "what is set in stays so"

@@ -7,21 +7,19 @@ import re
 
 import pytest
 
-from drafttrain.reporting.page import drawings
-from drafttrain.reporting.page.drawings import (
-    COLOURS,
-    WIDTH,
+from drafttrain.reporting.page.axes import Axis
+from drafttrain.reporting.page.branches import grid, tree
+from drafttrain.reporting.page.charts import (
     Series,
     curves,
-    grid,
-    is_wide,
     legend,
     positions,
+    stage_legend,
     stages,
-    tree,
     whiskers,
 )
 from drafttrain.reporting.page.markup import Markup
+from drafttrain.reporting.page.svg import COLOURS, WIDTH, colour, is_wide, marker
 from drafttrain.tree.topology import Tree
 from tests.reporting.parsed import Node, parsed
 
@@ -48,7 +46,7 @@ def scale(svg: Node, across: bool) -> tuple[float, float]:
     return a, places[0] - a * values[0]
 
 
-def test_positions_stand_where_their_rates_are() -> None:
+def test_positions_are_drawn_at_their_rates() -> None:
     svg = read(positions("p", [0.8, None, 0.25], [(0.7, 0.9), None, None], [0.8, 0.4, 0.1]))
     assert svg.attributes["aria-label"] == "p" and svg.attributes["role"] == "img"
     (a, b), (c, d) = scale(svg, True), scale(svg, False)
@@ -85,7 +83,7 @@ def test_curves_run_through_their_points() -> None:
     assert len(read(legend(lines)).all("path")) == 1
 
 
-def test_of_many_points_some_are_drawn_the_last_among_them() -> None:
+def test_of_many_points_some_are_drawn_and_the_last() -> None:
     points = [(float(step), step / 1000) for step in range(1, 1002)]
     svg = read(curves("c", [Series("a", points, dots=False)], x="update", y="loss"))
     (line,) = svg.classed("line")
@@ -105,14 +103,14 @@ def test_marks_of_an_axis_are_round_and_few() -> None:
         (7.0, 7.0),
         (1e15, 1e15),
     ):
-        axis = drawings._wider(drawings._Axis(low, high, "x"))
+        axis = Axis(low, high, "x").widened()
         ticks = axis.ticks(6)
         assert 2 <= len(ticks) <= 7
         assert axis.low - 1e-9 <= ticks[0] and ticks[-1] <= axis.high * (1 + 1e-9)
         steps = [(b - a) / (ticks[1] - ticks[0]) for a, b in itertools.pairwise(ticks)]
         assert steps == pytest.approx([1.0] * len(steps))
-    assert drawings._Axis(0.5, 4.5, "k", whole=True).ticks(8) == [1, 2, 3, 4]
-    assert drawings._Axis(0.5, 64.5, "k", whole=True).ticks(8) == [10, 20, 30, 40, 50, 60]
+    assert Axis(0.5, 4.5, "k", integers=True).ticks(8) == [1, 2, 3, 4]
+    assert Axis(0.5, 64.5, "k", integers=True).ticks(8) == [10, 20, 30, 40, 50, 60]
 
 
 def test_whiskers_hold_value_and_interval() -> None:
@@ -129,7 +127,7 @@ def test_whiskers_hold_value_and_interval() -> None:
     assert [low, high] == pytest.approx([a * 1.25 + b, a * 2.0 + b], abs=0.02)
     assert [node.text for node in svg.classed("value")] == ["1.50×", "0.50×"]
     assert any(node.text.endswith("…") and long in node.text for node in svg.all("text")), (
-        "the whole name is its title"
+        "the full name is its title"
     )
 
 
@@ -143,11 +141,11 @@ def test_stages_are_as_long_as_their_amounts() -> None:
     )
     assert [number(rect, "x") for rect in rects] == pytest.approx([b, b + a, b], abs=0.02)
     assert [rect.attributes["class"] for rect in rects] == ["fill s0", "fill s1", "fill grey"]
-    keys = parsed(f"<!DOCTYPE html>\n{drawings.stage_legend(bars, ('draft', 'verify'))}").all("li")
+    keys = parsed(f"<!DOCTYPE html>\n{stage_legend(bars, ('draft', 'verify'))}").all("li")
     assert [key.text.strip() for key in keys] == ["draft", "verify", "other"]
 
 
-def test_a_tree_s_first_children_stand_on_their_parent_s_line() -> None:
+def test_a_tree_s_first_children_are_on_their_parent_s_line() -> None:
     shape = Tree.eagle1_static()
     kept, offered = [25 - node for node in range(25)], [50] * 25
     svg = read(tree("t", shape, kept, offered))
@@ -169,9 +167,9 @@ def test_a_tree_s_first_children_stand_on_their_parent_s_line() -> None:
     assert not is_wide(grid("wide", [[0.5]])) and "–" in grid("g", [[0.5], [None, 0.25], None])
 
 
-def test_lines_are_told_apart_without_their_colours() -> None:
-    marks = [drawings._mark(place, 0, 0, False) for place in range(4)]
+def test_lines_are_distinguished_without_their_colours() -> None:
+    marks = [marker(place, 0, 0, False) for place in range(4)]
     assert (
         len({mark.partition(" ")[0] + ("4" if mark.count(",") == 4 else "") for mark in marks}) == 4
     )
-    assert drawings._colour(COLOURS) == drawings._colour(0)
+    assert colour(COLOURS) == colour(0)

@@ -49,12 +49,12 @@ def test_picture_is_whole_and_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_what_was_not_measured_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[list[int], list[float], Any, str]] = []
-    whole = Axes.errorbar
+    original = Axes.errorbar
 
     def record(self: Axes, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
         if "marker" in kwargs:  # the bars of tau draw their intervals with the same method
             drawn.append(([round(k) for k in x], list(y), kwargs["yerr"], kwargs["label"]))
-        return whole(self, x, y, *args, **kwargs)
+        return original(self, x, y, *args, **kwargs)
 
     monkeypatch.setattr(Axes, "errorbar", record)
     acceptance_curve(ROWS, tmp_path / "curve.png")

@@ -26,7 +26,7 @@ WIDTHS = (390, 1280)
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One of a run whose texts want to be executed, and one of several runs."""
+    """One of a run with hostile texts, and one of several runs."""
     folder, target = tmp_path_factory.mktemp("browser"), load.tiny()
     record = record_of(recorded(folder, target))
     write_page(folder / "one.html", page(title_of([record]), [record]))

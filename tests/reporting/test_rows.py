@@ -1,4 +1,4 @@
-"""What is said of measured rows."""
+"""Sentences about measured rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_intervals_of_shares_are_those_recorded_or_of_the_counts() -> None:
     assert wilson(0, 0) is None and wilson(3, 2) is None and wilson(-1, 2) is None
 
 
-def test_what_is_behind_is_said_with_how_sure_that_is() -> None:
+def test_a_lower_tau_is_said_with_how_sure_that_is() -> None:
     rows: list[dict[str, Any]] = [
         {"label": "b", "tau": 1.5, "tau_behind_best": 0.25, "tau_behind_best_interval": [0.1, 0.4]},
         {"label": "a", "tau": 1.75, "tau_behind_best": None, "tau_behind_best_interval": None},
@@ -57,11 +57,10 @@ def test_what_is_behind_is_said_with_how_sure_that_is() -> None:
         },
     ]
     (said,) = gaps(rows)
-    assert said.startswith(
-        "tau is highest with a; behind it, on the same prompts: b by 0.250 (0.100..0.400), c by "
-        "0.050"
+    assert said == (
+        "tau is highest with a; lower, on the same prompts: b by 0.250 (0.100..0.400), c by 0.050 "
+        "(-0.100..0.200, too few prompts to be sure)"
     )
-    assert said.endswith("c by 0.050 (-0.100..0.200, too few prompts to tell)")
     assert gaps(rows[1:2]) == gaps([{"label": "d", "tau": 2.0}]) == []
 
 
@@ -75,7 +74,7 @@ def test_what_was_remembered_while_measuring_is_said() -> None:
         {"label": "f"},
     ]
     once, again = memories(rows)
-    assert "(up to 900 tokens)" in once and once.endswith("likeness count: a, b")
+    assert "(up to 900 tokens)" in once and once.endswith(": a, b")
     assert again.endswith("; 3 of the prompts had been decoded before: c")
     assert memories(rows[3:]) == []
 
@@ -86,9 +85,15 @@ def test_slower_is_said_plainly() -> None:
         label: str, speed: float | None, *, nodes: int = 3, low: float = 0.0, same: int | None = 4
     ) -> dict[str, Any]:
         return {
-            "label": label, "temperature": 0.0, "nodes": nodes, "speedup": speed, "speedup_interval": [low, 9.0],
-            "tau": 2.0, "same_as_plain": same, "speed_prompts": 4,
-        }  # fmt: skip
+            "label": label,
+            "temperature": 0.0,
+            "nodes": nodes,
+            "speedup": speed,
+            "speedup_interval": [low, 9.0],
+            "tau": 2.0,
+            "same_as_plain": same,
+            "speed_prompts": 4,
+        }
 
     (line,) = verdicts([row("plain", 1.0, nodes=0), row("a", 0.9), row("b", 0.8)])
     assert "SLOWER" in line and "a, 0.90x" in line

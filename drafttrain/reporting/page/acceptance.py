@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drafttrain.reporting.figures import row_label
-from drafttrain.reporting.page import drawings
+from drafttrain.reporting.page import branches, charts
 from drafttrain.reporting.page.markup import Content, Markup, element
 from drafttrain.reporting.page.parts import Row, absent, figure, figures, missing
 from drafttrain.reporting.page.tables import numbers, table
@@ -15,16 +15,18 @@ from drafttrain.tree.topology import Tree
 
 _MOST_POSITIONS = 64
 _POSITIONS = """\
-Dots are accept@k: of the rounds in which a k-th token was drafted behind k-1 accepted ones, the share that kept it, with its 95 %
-interval. Columns are the share of all rounds that kept at least k drafts; together they are the drafts accepted per round."""
+Dots are accept@k: of the rounds in which a k-th token was drafted after k-1 accepted ones, the
+share that kept it, with its 95 % interval. Columns are the share of all rounds that kept at least k
+drafts; their sum is the number of drafts accepted per round."""
 _OVER_PROMPTS = " Intervals are over prompts."
 _OF_COUNTS = """ \
-Where no interval over prompts was recorded, the bar is Wilson's of the counts, which is too narrow if the rounds of a prompt are
-alike; measuring again records the other."""
+Where no interval over prompts was recorded, the bar is Wilson's interval of the counts, which is
+too narrow if the rounds of a prompt are alike; measuring again records the interval over
+prompts."""
 _TREES = """\
-A number is how often the node was the accepted one, given that its parent was; a way is the wider, the more of all rounds took it.
-The likeliest child stands on its parent's own line. An answer's last round is left out, since a stop token or the limit may have
-cut it."""
+A number is how often the node was accepted, given that its parent was. The more of all rounds took
+a way, the wider it is. The most likely child is on its parent's line. An answer's last round is
+left out, since a stop token or the limit may have cut it."""
 
 
 def positions(rows: Sequence[Row]) -> Content:
@@ -41,7 +43,7 @@ def positions(rows: Sequence[Row]) -> Content:
         )
         intervals, by_prompt = position_intervals(row)
         over_prompts.add(by_prompt)
-        drawing = drawings.positions(
+        drawing = charts.positions(
             f"accept@k of {label}", rates, intervals[: len(rates)], reach[: len(rates)]
         )
         drawn.append(figure(drawing, label, _extent(row)))
@@ -86,7 +88,7 @@ def trees(record: Record) -> Content:
             kept, offered = ([node[name] for node in counted] for name in ("kept", "offered"))
             drawn.append(
                 figure(
-                    drawings.tree(f"hit rates of {label}", shape, kept, offered),
+                    branches.tree(f"hit rates of {label}", shape, kept, offered),
                     label,
                     _extent(row),
                 )
@@ -97,7 +99,7 @@ def trees(record: Record) -> Content:
                 title = f"hit rates of {label} by position and rank"
                 coarse.append(
                     figure(
-                        drawings.grid(title, rates), f"{label}, by position and rank", _extent(row)
+                        branches.grid(title, rates), f"{label}, by position and rank", _extent(row)
                     )
                 )
     found: list[Content] = [
@@ -114,7 +116,7 @@ def trees(record: Record) -> Content:
     ]
     if not any(found):
         return absent(
-            "Only chains were measured; their positions stand above."
+            "Only chains were measured; their positions are shown above."
             if record.entry.rows
             else "Nothing was measured."
         )

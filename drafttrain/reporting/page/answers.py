@@ -7,12 +7,12 @@ from drafttrain.reporting.page.parts import missing
 from drafttrain.reporting.records import Answer, Record
 
 SHADES = 4
-"""Of marks; the last is for so many drafts and more."""
+"""Of marks; the last is for that many drafts and more."""
 _LONG_PROMPT = 600
 _MARKS = """\
-Marked is what was drafted and accepted: each mark is one pass of the target, fine lines divide its tokens. The plain token behind
-it is the one that the target chose itself."""
-_IDS = " The target came without a tokenizer, so ids stand for text."
+Accepted drafts are marked: each mark is one pass of the target, fine lines divide its tokens. The
+plain token after it is the one that the target chose itself."""
+_IDS = " The target came without a tokenizer, so ids are shown instead of text."
 
 
 def answers(record: Record) -> Content:
@@ -22,7 +22,10 @@ def answers(record: Record) -> Content:
         return missing(
             "sample answers", f"fit keeps final.samples of those that it measures; {words}", command
         )
-    how = f"Held-out prompts, decoded with {found.tree}, temperature {found.temperature:g}, rule {found.rule} ({found.guarantee}). "
+    how = (
+        f"Held-out prompts, decoded with {found.tree}, temperature {found.temperature:g}, rule "
+        f"{found.rule} ({found.guarantee}). "
+    )
     shades = [
         (count, f"{count} or more" if count == SHADES else str(count))
         for count in range(1, SHADES + 1)
@@ -56,17 +59,18 @@ def _answer(answer: Answer) -> Markup:
             tabindex=0 if long else None,
         ),
         element("p", text, class_="answer", dir="auto"),
-        element("p", _told(answer), class_="note"),
+        element("p", _counts(answer), class_="note"),
     )
 
 
-def _told(answer: Answer) -> str:
+def _counts(answer: Answer) -> str:
     rounds = answer.passes[1:]
-    written, kept = (
-        sum(one.tokens for one in answer.passes),
-        sum(len(one.drafts) for one in answer.passes),
+    written = sum(one.tokens for one in answer.passes)
+    kept = sum(len(one.drafts) for one in answer.passes)
+    words = (
+        f"{written} tokens in {len(answer.passes)} passes of the target, {kept} of them accepted "
+        "drafts"
     )
-    words = f"{written} tokens in {len(answer.passes)} passes of the target, {kept} of them accepted drafts"
     if rounds:
         words += f"; tau {sum(one.tokens for one in rounds) / len(rounds):.2f}"
     return f"{words}; ended by {answer.finish}."

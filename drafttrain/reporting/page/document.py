@@ -24,9 +24,10 @@ PAGE = "report.html"
 COMPARED = "compared"
 """Id of the table that all runs share."""
 _TERMS = """\
-tau is the number of tokens written per pass of the target, its own token included. accept@k is conditional: of the rounds whose
-first k-1 drafts were accepted, the share that accepts the k-th. Speed is plain decoding's seconds per token over these, in the
-same loop, on the same prompts, in turn. 95 % intervals are over prompts unless something else is said."""
+tau is the number of tokens written per pass of the target, its own token included. accept@k is
+conditional: of the rounds whose first k-1 drafts were accepted, the share that accepts the k-th.
+Speed is plain decoding's seconds per token divided by the drafter's, in the same loop, on the same
+prompts, in turn. 95 % intervals are over prompts unless another kind is named."""
 
 
 def title_of(records: Sequence[Record]) -> str:
@@ -89,7 +90,7 @@ def page(
 
 
 def write_page(path: str | os.PathLike[str], text: str) -> None:
-    """Keep a page; an earlier one is replaced only by a whole one."""
+    """Keep a page; an earlier one is replaced only by a complete one."""
     write_atomic(Path(path), lambda scratch: scratch.write_text(text, encoding="utf-8"))
 
 
@@ -102,13 +103,13 @@ def _contents(records: Sequence[Record], names: Sequence[str]) -> Markup:
 
 
 def _side_by_side(rows: Sequence[Row], settings: Mapping[str, Any], notes: Sequence[str]) -> Markup:
-    told = ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
+    listed = ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
     content: list[Content] = [
         element("h2", "Side by side"),
         [element("p", f"{note[:1].upper()}{note[1:]}.") for note in notes],
         table("Drafters, the fastest first", COLUMNS, [line(row) for row in rows], name=COMPARED),
         element("p", MEANING.replace("`", "")),
-        element("p", f"Measured with: {told}.") if told else None,
+        element("p", f"Measured with: {listed}.") if listed else None,
         intervals(rows),
         element("h3", "Acceptance by position"),
         positions(rows),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from drafttrain.reporting.page import drawings
-from drafttrain.reporting.page.drawings import Series
+from drafttrain.reporting.page import charts
+from drafttrain.reporting.page.charts import Series
 from drafttrain.reporting.page.markup import Content, Markup, element
 from drafttrain.reporting.page.parts import absent, figure, figures, missing
+from drafttrain.reporting.page.svg import COLOURS
 from drafttrain.reporting.page.tables import numbers, table
 from drafttrain.reporting.records import Record
 
@@ -42,7 +43,7 @@ def _evaluations(rows: Sequence[Logged]) -> list[Logged]:
 
 
 def _of_one(rows: Sequence[Logged]) -> Content:
-    """None where nothing of learning was logged."""
+    """None where no curve was logged."""
     held_out = _evaluations(rows)
     names = {name for row in held_out for name in row}
     places = sorted(int(found[1]) for name in names if (found := _ACCEPT.fullmatch(name)))
@@ -59,23 +60,26 @@ def _taus(rows: Sequence[Logged], names: set[str]) -> list[Markup]:
     )
     if not lines:
         return []
-    words = "val is decoded from held-out prompts with the live weights, sim estimated from held-out text."
-    drawing = drawings.curves("tau by update", lines, x="update", y="tokens per target pass")
-    return [figure(drawing, "tau", words, drawings.legend(lines))]
+    words = (
+        "val is decoded from held-out prompts with the live weights, sim is estimated from "
+        "held-out text."
+    )
+    drawing = charts.curves("tau by update", lines, x="update", y="tokens per target pass")
+    return [figure(drawing, "tau", words, charts.legend(lines))]
 
 
 def _rates(rows: Sequence[Logged], places: Sequence[int]) -> list[Markup]:
-    few = places[: drawings.COLOURS]
+    few = places[:COLOURS]
     lines = [Series(f"accept@{k}", _points(rows, f"val/accept@{k}")) for k in few]
     if not lines:
         return []
     words = "Of the rounds whose first k-1 drafts were accepted, the share that accepts the k-th."
     if len(few) < len(places):
         words += f" Drawn are {len(few)} of {len(places)} positions."
-    drawing = drawings.curves(
+    drawing = charts.curves(
         "accept@k by update", lines, x="update", y="share of rounds", least=0.0, most=1.0
     )
-    return [figure(drawing, "accept@k", words, drawings.legend(lines))]
+    return [figure(drawing, "accept@k", words, charts.legend(lines))]
 
 
 def _losses(rows: Sequence[Logged]) -> list[Markup]:
@@ -85,8 +89,8 @@ def _losses(rows: Sequence[Logged]) -> list[Markup]:
     if not lines:
         return []
     words = "train is of the updates since the last entry, sim of held-out text."
-    drawing = drawings.curves("loss by update", lines, x="update", y="loss per supervised token")
-    return [figure(drawing, "loss", words, drawings.legend(lines))]
+    drawing = charts.curves("loss by update", lines, x="update", y="loss per supervised token")
+    return [figure(drawing, "loss", words, charts.legend(lines))]
 
 
 def _table(rows: Sequence[Logged], places: Sequence[int]) -> Markup:

@@ -1,4 +1,4 @@
-"""HTML and SVG as text: elements put together so that whatever is no `Markup` is escaped."""
+"""HTML and SVG as text: elements put together so that everything but `Markup` is escaped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def escaped(text: str) -> Markup:
 
 
 def joined(*content: Content) -> Markup:
-    """Contents one behind the other; plain text is escaped."""
+    """Contents one after the other; plain text is escaped."""
     parts: list[str] = []
     for one in content:
         if isinstance(one, Markup):

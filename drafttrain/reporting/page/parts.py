@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drafttrain.reporting.page.drawings import is_wide
 from drafttrain.reporting.page.markup import Content, Markup, element
+from drafttrain.reporting.page.svg import is_wide
 
 Row = Mapping[str, Any]
 """A measured row, as a package's `metrics.json` has it, checked."""
@@ -42,7 +42,7 @@ def absent(words: str) -> Markup:
 
 
 def missing(what: str, how: str, command: str | None = None) -> Markup:
-    """Says that something was not recorded, and how it is had, perhaps by a command."""
+    """Says that something was not recorded, and how to get it, where possible by a command."""
     words = f"Not recorded: {what}. {how[:1].upper()}{how[1:]}"
     return element(
         "p", words, [" ", element("code", command)] if command else None, class_="missing"

@@ -1,5 +1,5 @@
-"""The part of a report's page that tells one run, from its record alone; what that lacks is said to
-be lacking."""
+"""The part of a report's page about one run, made from its record. What the record lacks is
+named."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from drafttrain.packaging.decoding import read_plan
 from drafttrain.packaging.manifest import DECODING
 from drafttrain.reporting.console import clock, room
 from drafttrain.reporting.figures import row_label
-from drafttrain.reporting.page import drawings
+from drafttrain.reporting.page import charts
 from drafttrain.reporting.page.acceptance import positions, trees
 from drafttrain.reporting.page.answers import answers
 from drafttrain.reporting.page.learning import learning
@@ -33,7 +33,7 @@ def section(record: Record, name: str) -> Markup:
     """Everything of one run.
 
     Args:
-        name: id of the section, with which the ids of its parts begin.
+        name: id of the section; the ids of its parts start with it.
     """
     entry = record.entry
     return element(
@@ -59,7 +59,7 @@ def section(record: Record, name: str) -> Markup:
 def facts(record: Record) -> Markup:
     """Target, drafter, training, plan and provenance, as far as they are known."""
     entry = record.entry
-    config, told = entry.config, entry.facts()
+    config, costs = entry.config, entry.facts()
     target, shape, made = config["target"], config["shape"], config["training"]
     limited = shape["draft_vocab"] < shape["vocab_size"]
     versions = made.get("versions") if isinstance(made.get("versions"), dict) else {}
@@ -77,8 +77,8 @@ def facts(record: Record) -> Markup:
             "Drafter",
             listed(
                 entry.drafter,
-                None if told["parameters"] is None else f"{told['parameters']:,} parameters",
-                f"{room(told['bytes'])} as a package",
+                None if costs["parameters"] is None else f"{costs['parameters']:,} parameters",
+                f"{room(costs['bytes'])} as a package",
                 f"drafts from {shape['draft_vocab']:,} of {shape['vocab_size']:,} tokens"
                 if limited
                 else None,
@@ -116,7 +116,7 @@ def facts(record: Record) -> Markup:
 def _trained(record: Record) -> str:
     if not record.learns:
         return "it learns nothing"
-    told, training = record.entry.facts(), record.entry.config["training"].get("training")
+    costs, training = record.entry.facts(), record.entry.config["training"].get("training")
     training = training if isinstance(training, dict) else {}
     words = [
         f"{training[name]} {name}"
@@ -125,12 +125,12 @@ def _trained(record: Record) -> str:
     ]
     if training.get("best_update") is not None:
         words.append(f"best at update {training['best_update']}")
-    if told["supervised_tokens"]:
-        words.append(f"{told['supervised_tokens']:,} supervised tokens")
-    if told["training_seconds"]:
-        words.append(clock(told["training_seconds"]))
-    if told["begun_from"]:
-        words.append(f"begun from {told['begun_from']}")
+    if costs["supervised_tokens"]:
+        words.append(f"{costs['supervised_tokens']:,} supervised tokens")
+    if costs["training_seconds"]:
+        words.append(clock(costs["training_seconds"]))
+    if costs["begun_from"]:
+        words.append(f"from the weights of {costs['begun_from']}")
     return listed(*words) or "not recorded"
 
 
@@ -146,7 +146,7 @@ def _plan(record: Record) -> str | None:
 
 
 def measured(rows: Sequence[Row]) -> Content:
-    """What is fastest in words, speed and tau as drawings, and everything as a table."""
+    """The fastest way in words, speed and tau as drawings, and everything as a table."""
     if not rows:
         return absent("Nothing was measured: there was no held-out prompt to decode.")
     lines = [
@@ -165,9 +165,9 @@ def measured(rows: Sequence[Row]) -> Content:
         for row in rows
     ]
     known = [{**row, "label": row_label(row)} for row in rows if row["temperature"] is not None]
-    told = [element("p", f"{line[:1].upper()}{line[1:]}.") for line in verdicts(known)]
+    sentences = [element("p", f"{line[:1].upper()}{line[1:]}.") for line in verdicts(known)]
     return [
-        told,
+        sentences,
         intervals(rows),
         table("Every way of drafting that was measured", _COLUMNS, lines),
     ]
@@ -186,7 +186,7 @@ def intervals(rows: Sequence[Row]) -> Markup | None:
             if row[name] is not None
         ]
         if found:
-            drawing = drawings.whiskers(title, found, x=axis, mark=1.0, unit=unit)
+            drawing = charts.whiskers(title, found, x=axis, mark=1.0, unit=unit)
             drawn.append(figure(drawing, title, _INTERVALS))
     return figures(drawn)
 

@@ -7,17 +7,20 @@ from typing import Any
 
 from drafttrain.reporting.console import clock
 from drafttrain.reporting.figures import row_label
-from drafttrain.reporting.page import drawings
+from drafttrain.reporting.page import charts
 from drafttrain.reporting.page.markup import Content, Markup
 from drafttrain.reporting.page.parts import Row, figure, figures, missing
 from drafttrain.reporting.page.tables import numbers, table
 from drafttrain.reporting.records import FIT_STAGES, STAGES, Record
 
 Bar = tuple[str, dict[str, float]]
-_RUN = "Training holds the decoding of held-out prompts in between. Of a run that was continued this is the last part."
+_RUN = (
+    "Training includes the decoding of held-out prompts in between. Of a run that was continued "
+    "this is the last part."
+)
 _TOKEN = """\
-One prompt at a time, in turn with plain decoding. Prefill reads the prompt, draft proposes, verify is the target's pass over it,
-host is the rest."""
+One prompt at a time, in turn with plain decoding. Prefill reads the prompt, draft proposes, verify
+is the target's pass over the drafts, host is the rest."""
 _LONG_RUN = 300.0
 """Seconds from which on minutes are shown."""
 
@@ -31,16 +34,14 @@ def time_spent(record: Record) -> Content:
         bars: list[Bar] = [
             ("the run", {stage: value / per for stage, value in record.seconds.items()})
         ]
-        drawing = drawings.stages(f"{unit} of the run by stage", bars, FIT_STAGES, x=unit)
-        drawn.append(figure(drawing, "The run", _RUN, drawings.stage_legend(bars, FIT_STAGES)))
+        drawing = charts.stages(f"{unit} of the run by stage", bars, FIT_STAGES, x=unit)
+        drawn.append(figure(drawing, "The run", _RUN, charts.stage_legend(bars, FIT_STAGES)))
     bars = bars_of(record.entry.rows)
     if bars:
-        drawing = drawings.stages(
+        drawing = charts.stages(
             "milliseconds per token by stage", bars, STAGES, x="milliseconds per token"
         )
-        drawn.append(
-            figure(drawing, "A decoded token", _TOKEN, drawings.stage_legend(bars, STAGES))
-        )
+        drawn.append(figure(drawing, "A decoded token", _TOKEN, charts.stage_legend(bars, STAGES)))
     lacking = None if record.seconds else missing("the seconds of the run by stage", *record.again)
     return [lacking, figures(drawn), _table(record)]
 
@@ -80,7 +81,7 @@ def bars_of(rows: Sequence[Row]) -> list[Bar]:
 
 def _table(record: Record) -> Content:
     training = record.entry.config["training"].get("training")
-    told = training if isinstance(training, dict) else {}
+    noted = training if isinstance(training, dict) else {}
     rows: list[list[Any]] = [
         [stage, value, clock(value)] for stage, value in record.seconds.items()
     ]
@@ -88,7 +89,7 @@ def _table(record: Record) -> Content:
         ("seconds", "training, all parts"),
         ("evaluation_seconds", "of it decoding held-out prompts"),
     ):
-        value = told.get(name)
+        value = noted.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
             rows.append([words, value, clock(value)])
     return (

@@ -1,5 +1,5 @@
 """Tables of a report's page: each in a box that can be scrolled, numbers with their exact value
-beside what is shown."""
+next to the rounded one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def table(
 
 
 def shown(value: Any) -> Content:
-    """A cell; the exact number stands in the `value` of a `data` element."""
+    """A cell; the exact number is in the `value` of a `data` element."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return element("data", cell(value), value=repr(value))
     if isinstance(value, tuple) and len(value) == 2:
@@ -53,7 +53,7 @@ def shown(value: Any) -> Content:
 
 
 def numbers(content: Content, summary: str = "The numbers") -> Markup:
-    """What a drawing shows, for those who want to read it."""
+    """The numbers of a drawing, to be opened by those who read them."""
     return element("details", element("summary", summary), content)
 
 

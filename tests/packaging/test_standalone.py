@@ -32,6 +32,7 @@ from drafttrain.packaging.writing import change_plan
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
+from tests.messages import said
 from tests.packaging.made import packed
 
 ALL = ["embedding", "norm", "head"]
@@ -47,7 +48,7 @@ ORIGINS: dict[str, dict[str, Any]] = {
     "new": {"layers": 2, "width": 32, "heads": 2},
     "directory": {"path": "small"},
 }
-WHOLES = [name for name in ORIGINS if name not in ("cut", "cut, its own head")]
+STANDALONES = [name for name in ORIGINS if name not in ("cut", "cut, its own head")]
 
 
 def made(origin: str, target: Target, folder: Path) -> Ssm:
@@ -80,7 +81,7 @@ def test_round_trip_is_bit_for_bit(origin: str, tied: bool, tmp_path: Path) -> N
     target = load.tiny(tie_word_embeddings=tied)
     drafter = made(origin, target, tmp_path)
     package = packed(tmp_path / "package", drafter, target)  # type: ignore[arg-type]
-    shutil.rmtree(tmp_path / "small", ignore_errors=True)  # a package needs nothing beside it
+    shutil.rmtree(tmp_path / "small", ignore_errors=True)  # a package needs nothing else
     before = torch.get_rng_state()
     again = load_drafter(package, target)
     assert torch.equal(torch.get_rng_state(), before)
@@ -91,9 +92,9 @@ def test_round_trip_is_bit_for_bit(origin: str, tied: bool, tmp_path: Path) -> N
         torch.equal(mine[name], theirs[name]) and mine[name].dtype == theirs[name].dtype
         for name in mine
     )
-    whole = origin in WHOLES
-    assert names(package) == sorted((*FILES, *(STANDALONE_FILES if whole else ())))
-    assert bool(load_file(package / TENSORS)) != whole, "a tensor is stored once"
+    standalone = origin in STANDALONES
+    assert names(package) == sorted((*FILES, *(STANDALONE_FILES if standalone else ())))
+    assert bool(load_file(package / TENSORS)) != standalone, "a tensor is stored once"
     if origin == "cut":
         assert not [name for name, t in load_file(package / TENSORS).items() if 320 in t.shape]
 
@@ -131,8 +132,7 @@ def test_transformers_reads_it_and_drafts_with_it(origin: str, tied: bool, tmp_p
     }
     plain = target.model.generate(ids, **common)
     assert torch.equal(target.model.generate(ids, assistant_model=assistant, **common), plain)
-    said = (package / CARD).read_text()
-    assert "assistant_model=assistant" in said
+    assert "assistant_model=assistant" in (package / CARD).read_text()
     change_plan(package, Plan(Tree.chain(2)))
     assert "assistant_model=assistant" in (package / CARD).read_text()
     assert load_drafter(package, target).settings() == drafter.settings()
@@ -167,14 +167,14 @@ def test_one_package_replaces_another(target: Target, tmp_path: Path) -> None:
 
 
 def test_what_is_no_language_model_is_not_exported(target: Target, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="Eagle1 is no language model"):
+    with pytest.raises(InputError, match="export_assistant=true: Eagle1"):
         packed(tmp_path / "package", Eagle1(target), target, export_assistant=True)
     assert not (tmp_path / "package").exists()
     drafter = made("cut", target, tmp_path)
     other = load.tiny()
     other.config.quantization_config = {"quant_method": "fp8"}
     object.__setattr__(drafter, "target", other)
-    with pytest.raises(InputError, match="quantised"):
+    with pytest.raises(InputError, match=said("packaging.quantised")):
         drafter.standalone()
 
 
@@ -207,15 +207,15 @@ def as_llama(package: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (
             lambda p: tensors(p / STANDALONE_TENSORS, lambda t: t.pop(EMBEDDING)),
-            "missing model.model.embed_tokens.weight",
+            said("packaging.missing_tensor") + r" model\.model\.embed_tokens\.weight",
         ),
         (
             lambda p: tensors(p / STANDALONE_TENSORS, lambda t: t.update(stranger=torch.zeros(2))),
-            "unexpected stranger",
+            said("packaging.unexpected") + " stranger",
         ),
         (
             lambda p: tensors(
@@ -231,29 +231,32 @@ def as_llama(package: Path, **changes: Any) -> None:
             lambda p: tensors(
                 p / TENSORS, lambda t: t.update({f"model.{EMBEDDING}": torch.zeros(320, 32)})
             ),
-            "unexpected model",
+            said("packaging.unexpected") + " model",
         ),
         (
             lambda p: (p / STANDALONE_TENSORS).unlink(),
-            "2 layers are described, the package holds 0 tensors",
+            r"2 " + said("packaging.fewer_tensors") + r".* 0 tensors",
         ),
-        (lambda p: (p / STANDALONE_TENSORS).write_bytes(b"\x80\x04"), "cannot be read"),
+        (lambda p: (p / STANDALONE_TENSORS).write_bytes(b"\x80\x04"), said("packaging.unreadable")),
         (
             lambda p: (p / STANDALONE / "pytorch_model.bin").write_bytes(b""),
-            r"pytorch_model\.bin.*only safetensors",
+            r"pytorch_model\.bin.*" + said("packaging.only_safetensors"),
         ),
-        (lambda p: config(p, layers=3), "missing"),
-        (lambda p: config(p, layers=10**9), "from 1 to 1024"),
-        (lambda p: config(p, layers=1024), "1024 layers are described"),
-        (lambda p: config(p, mlp=1 << 30), "weights is described"),
-        (lambda p: as_llama(p, hidden_size=1 << 15), "weights is described"),
-        (lambda p: as_llama(p, num_hidden_layers=1 << 40), "layers are described"),
-        (lambda p: as_llama(p, hidden_size="wide"), "no causal LM|no LlamaForCausalLM"),
+        (lambda p: config(p, layers=3), said("packaging.missing_tensor")),
+        (lambda p: config(p, layers=10**9), "layers=1000000000"),
+        (lambda p: config(p, layers=1024), "1024 " + said("packaging.fewer_tensors")),
+        (lambda p: config(p, mlp=1 << 30), said("packaging.larger")),
+        (lambda p: as_llama(p, hidden_size=1 << 15), said("packaging.larger")),
+        (lambda p: as_llama(p, num_hidden_layers=1 << 40), said("packaging.fewer_tensors")),
+        (lambda p: as_llama(p, hidden_size="wide"), said("packaging.no_causal_lm")),
         (
             lambda p: as_llama(p, attn_implementation="someone/kernel"),
-            "only what transformers itself",
+            said("packaging.foreign_kernel"),
         ),
-        (lambda p: as_llama(p, quantization_config={"quant_method": "fp8"}), "is quantised"),
+        (
+            lambda p: as_llama(p, quantization_config={"quant_method": "fp8"}),
+            said("packaging.quantised"),
+        ),
         (
             lambda p: config(
                 p,
@@ -262,15 +265,18 @@ def as_llama(package: Path, **changes: Any) -> None:
                 heads=None,
                 config={"model_type": "llama", "auto_map": {}},
             ),
-            "without code of its own",
+            said("packaging.foreign_code"),
         ),
-        (lambda p: config(p, **BY_CONFIG, path=str(p / STANDALONE)), "names no directory"),
-        (lambda p: config(p, own="head"), r"own is 'head', needs list"),
+        (
+            lambda p: config(p, **BY_CONFIG, path=str(p / STANDALONE)),
+            said("packaging.no_directory"),
+        ),
+        (lambda p: config(p, own="head"), r"own is 'head'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_damage_is_refused(damage: Any, said: str, target: Target, tmp_path: Path) -> None:
+def test_damage_is_refused(damage: Any, message: str, target: Target, tmp_path: Path) -> None:
     package = packed(tmp_path / "package", made("new", target, tmp_path), target)  # type: ignore[arg-type]
     damage(package)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         load_drafter(package, target)
