@@ -28,6 +28,7 @@ from drafttrain.errors import InputError
 from drafttrain.layouts import pairs, writing
 from drafttrain.layouts.checking import check_path
 from drafttrain.layouts.directory import INDEX
+from drafttrain.layouts.engines import KNOWN, SGLANG, VLLM, names
 from drafttrain.layouts.finding import Finding
 from drafttrain.layouts.writing import Exported, check_out
 from drafttrain.target.model import Target
@@ -108,12 +109,12 @@ def test_export_then_check(place: Path, tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("name", ["a/b", 'o\'dir "x" [y] \\z $HOME ü', "{target}"])
 def test_printed_commands_hold_any_path(name: str) -> None:
     _, _, target, _, told = shlex.split(
-        writing.filled(writing.vllm_command("eagle", 4), name, "my target")
+        writing.filled(VLLM.start("eagle", 4, {}), name, "my target")
     )
     assert target == "my target" and json.loads(told)["model"] == name
     words = shlex.split(
         writing.filled(
-            writing.sglang_command("EAGLE", 4) + " --speculative-token-map {out}/x.pt", name, "it's"
+            SGLANG.start("EAGLE", 4, {"speculative-token-map": "{out}/x.pt"}), name, "it's"
         )
     )
     assert [words[place] for place in (4, 8, -1)] == ["it's", name, f"{name}/x.pt"]
@@ -133,9 +134,7 @@ def test_printed_commands_hold_any_path(name: str) -> None:
 
 @pytest.mark.parametrize("target", ["org/model", "it's $HOME `id`"])
 @pytest.mark.parametrize(
-    "command",
-    [writing.vllm_command("eagle", 4), writing.sglang_command("EAGLE", 4)],
-    ids=["vllm", "sglang"],
+    "command", [VLLM.start("eagle", 4, {}), SGLANG.start("EAGLE", 4, {})], ids=["vllm", "sglang"]
 )
 def test_a_cards_command_can_be_pasted(command: str, target: str) -> None:
     told = export.card("Eagle1", target, Exported({}, {}, command), "vllm")
@@ -172,7 +171,7 @@ def test_drafters_that_no_engine_loads(
     kind: Any, message: str, target: Target, tmp_path: Path
 ) -> None:
     packed(tmp_path / "package", kind(target), target)
-    for to in pairs.TARGETS:
+    for to in names(KNOWN):
         with pytest.raises(InputError, match=message):
             export.check_pair(tmp_path / "package", to)
 

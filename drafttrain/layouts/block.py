@@ -25,7 +25,7 @@ class Sizes:
     head_dim: int
 
 
-def sizes_of(config: Mapping[str, Any], inspection: Inspection) -> Sizes | None:
+def sizes_of(config: Mapping[str, Any], inspection: Inspection[Any]) -> Sizes | None:
     """By config.json; None, with faults, where it does not say."""
     width, mlp = (
         inspection.integer(config, "hidden_size"),

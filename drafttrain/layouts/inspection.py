@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,14 +13,13 @@ from torch import Tensor
 from drafttrain.errors import InputError
 from drafttrain.layouts import rope
 from drafttrain.layouts.directory import FLOATS, INDEX, Directory, how_to_convert
+from drafttrain.layouts.engines import Engine, Reading
 from drafttrain.layouts.finding import Finding
 from drafttrain.packaging.checking import some
 
 Shapes = dict[str, tuple[int, ...]]
 
-ENGINES = ("vllm", "sglang", "eagle", "medusa", "hf")
-"""Those whose reading of a directory is known: medusa is FasterDecoding's code, TGI and
-TensorRT-LLM; hf is transformers."""
+R_co = TypeVar("R_co", bound=Reading, covariant=True)
 
 MADE_MAP = "hot_token_ids.pt"
 """What a person makes of an export's list of ids for SGLang, which reads that list from a pickle
@@ -29,11 +28,13 @@ _LARGEST_NUMBER = 1 << 31
 
 
 @dataclass
-class Inspection:
+class Inspection(Generic[R_co]):
     """One directory, looked at with the eyes of one engine."""
 
     head: Directory
-    engine: str
+    engine: Engine
+    reads: R_co
+    """How that engine reads this layout."""
     target: Directory | None = None
     """The target's, to compare with; None leaves that out."""
     findings: list[Finding] = field(default_factory=list)
@@ -107,15 +108,12 @@ class Inspection:
         )
 
     # Tensors --------------------------------------------------------------------------------------
-    def compare(
-        self, expected: Shapes, optional: Shapes | None = None, *, skips_unknown: bool = False
-    ) -> None:
+    def compare(self, expected: Shapes, optional: Shapes | None = None) -> None:
         """Names, shapes and dtypes.
 
         Args:
             expected: without these the engine fails or, worse, drafts from random values.
             optional: what may be there.
-            skips_unknown: does this engine pass over what it does not know?
         """
         held, may = self.head.tensors, {**(optional or {}), **expected}
         if missing := sorted(expected.keys() - held.keys()):
@@ -124,11 +122,11 @@ class Inspection:
                 f"lacks {some(missing)}: an engine that does not notice drafts from random values",
             )
         if unknown := sorted(held.keys() - may.keys()):
-            what = "passes over it" if skips_unknown else "refuses the file"
+            what = "passes over it" if self.reads.skips_unknown else "refuses the file"
             self.add(
                 "tensor-unknown",
                 f"holds {some(unknown)}: {self.engine} {what}",
-                fatal=not skips_unknown,
+                fatal=not self.reads.skips_unknown,
             )
         odd = [
             f"{n} is {list(held[n].shape)}, needs {list(may[n])}"
@@ -202,34 +200,19 @@ class Inspection:
 
     # What all heads share -------------------------------------------------------------------------
     def files(self) -> None:
-        """Pickles, and what the files do not hold."""
-        if self.head.pickled:
-            if not self.head.tensors:
-                self.add("pickled-weights", how_to_convert(self.head.pickled))
-            else:
-                self.add(
-                    "pickle-beside-safetensors",
-                    f"{some(self.head.pickled)} lies beside the safetensors: some engines read it "
-                    f"first, and it can run code "
-                    "when read; move it away",
-                    fatal=set(self.head.pickled) != {MADE_MAP},
-                )
-        elif not self.head.tensors:
-            self.add("weights-missing", "holds no safetensors file")
-        if lost := [name for name in self.head.indexed if name not in self.head.tensors]:
+        self.findings += file_faults(self.head)
+
+    @property
+    def prefixed(self) -> list[str]:
+        """Tensors whose names begin with model., where a head's do not."""
+        return sorted(name for name in self.head.tensors if name.startswith("model."))
+
+    def unprefixed(self) -> None:
+        if self.prefixed:
             self.add(
-                "shard-missing",
-                f"{INDEX} promises {some(lost)}, which no file here holds: get the directory again",
-            )
-        held, told = self.head.tensors, self.head.indexed
-        if wrong := [
-            f"{name} in {str(told[name])[:80]!r}"
-            for name in told
-            if name in held and told[name] != held[name].file.name
-        ]:
-            self.add(
-                "shard-missing",
-                f"{INDEX} looks for {some(wrong)}: needs the name of the file here that holds it",
+                "model-prefix",
+                f"{some(self.prefixed)}: engines put model. before these names themselves; take "
+                f"it away",
             )
 
     def plain_weights(self, config: Mapping[str, Any]) -> None:
@@ -248,7 +231,7 @@ class Inspection:
                 "tied-embeddings",
                 "tie_word_embeddings is true, copied from a target: SGLang then ties the head to "
                 "the embedding; write false",
-                fatal=self.engine == "sglang",
+                fatal=self.engine.ties_head,
             )
 
     def against_target(self, config: Mapping[str, Any], *, width: bool = True) -> None:
@@ -284,16 +267,54 @@ class Inspection:
                 f"max_position_embeddings is {room}, the target's is {needed}: past it SGLang "
                 f"refuses and others draft nonsense; "
                 "write the target's",
-                fatal=self.engine != "vllm",  # which raises it by itself
+                fatal=not self.engine.raises_context,
             )
 
     def activation(self, config: Mapping[str, Any]) -> None:
-        if self.engine in ("vllm", "sglang") and config.get("hidden_act", "silu") != "silu":
+        if self.engine.only_silu and config.get("hidden_act", "silu") != "silu":
             self.add(
                 "activation",
                 f"hidden_act is {str(config['hidden_act'])[:40]}: {self.engine} runs silu alone in "
                 f"such a block",
             )
+
+
+def file_faults(head: Directory) -> list[Finding]:
+    """Pickles, and what the files do not hold."""
+    found: list[Finding] = []
+
+    def add(name: str, said: str, *, fatal: bool = True) -> None:
+        found.append(Finding(name, said, fatal))
+
+    if head.pickled:
+        if not head.tensors:
+            add("pickled-weights", how_to_convert(head.pickled))
+        else:
+            add(
+                "pickle-beside-safetensors",
+                f"{some(head.pickled)} lies beside the safetensors: some engines read it "
+                f"first, and it can run code "
+                "when read; move it away",
+                fatal=set(head.pickled) != {MADE_MAP},
+            )
+    elif not head.tensors:
+        add("weights-missing", "holds no safetensors file")
+    if lost := [name for name in head.indexed if name not in head.tensors]:
+        add(
+            "shard-missing",
+            f"{INDEX} promises {some(lost)}, which no file here holds: get the directory again",
+        )
+    held, indexed = head.tensors, head.indexed
+    if wrong := [
+        f"{name} in {str(indexed[name])[:80]!r}"
+        for name in indexed
+        if name in held and indexed[name] != held[name].file.name
+    ]:
+        add(
+            "shard-missing",
+            f"{INDEX} looks for {some(wrong)}: needs the name of the file here that holds it",
+        )
+    return found
 
 
 def _is_dtype(name: Any) -> bool:

@@ -11,11 +11,18 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from drafttrain.layouts import engines
 from drafttrain.layouts.directory import Directory
+from drafttrain.layouts.engines import Reading
 from drafttrain.layouts.inspection import Inspection
+from drafttrain.layouts.layout import Layout
 from drafttrain.packaging.checking import some
 
-ENGINES = ("vllm", "sglang", "hf")
+READINGS = {
+    engines.VLLM: Reading(method="mtp"),
+    engines.SGLANG: Reading(method="NEXTN"),
+    engines.HF: Reading(),
+}
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 _BEHIND = (
     "model.layers.{n}.enorm.weight",
@@ -62,11 +69,7 @@ def recognises(head: Directory) -> bool:
     )
 
 
-def default_engine(head: Directory) -> str:
-    return "vllm"
-
-
-def check(inspection: Inspection) -> None:
+def check(inspection: Inspection[Reading]) -> None:
     config = _text(inspection.config)
     inspection.files()
     inspection.common_values(config)
@@ -107,3 +110,8 @@ def check(inspection: Inspection) -> None:
 def _text(config: dict[str, Any]) -> dict[str, Any]:
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
+
+
+LAYOUT = Layout(
+    name="mtp", what="MTP heads", turn=60, readings=READINGS, recognises=recognises, check=check
+)

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from drafttrain.errors import InputError
+from drafttrain.layouts.engines import Engine
 from drafttrain.layouts.finding import Finding
 
-OLD_READERS = ("sglang", "eagle")
-"""Engines some versions of which read the old spelling alone."""
 FALLBACK = 10000.0
 
 
@@ -49,7 +48,7 @@ def effective(config: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
 
 
 def faults(
-    config: Mapping[str, Any], target: Mapping[str, Any] | None, engine: str
+    config: Mapping[str, Any], target: Mapping[str, Any] | None, engine: Engine
 ) -> Iterator[Finding]:
     """The two spellings agree, what this engine reads is there, and it is the target's."""
     new = config.get("rope_parameters")
@@ -67,7 +66,7 @@ def faults(
             "rope-old-spelling-missing",
             f"rope_theta is not at the top level: older readers take {FALLBACK:g} instead of "
             f"{effective(config)[0]:g}",
-            fatal=engine in OLD_READERS,
+            fatal=engine.old_rope,
         )
     if isinstance(new, Mapping):
         if has_new and has_old and new["rope_theta"] != config["rope_theta"]:
@@ -82,7 +81,7 @@ def faults(
                 "rope-scaling-lost",
                 f"rope_parameters scales ({mine['rope_type']}), rope_scaling says nothing: older "
                 f"readers do not scale",
-                fatal=engine in OLD_READERS,
+                fatal=engine.old_rope,
             )
         elif old and mine != old:
             yield Finding(

@@ -11,11 +11,15 @@ from __future__ import annotations
 from pathlib import PureWindowsPath
 from typing import Any
 
-from drafttrain.layouts import dflash, eagle3
+from drafttrain.layouts import dflash, eagle3, engines
 from drafttrain.layouts.directory import Directory
+from drafttrain.layouts.engines import Reading
+from drafttrain.layouts.finding import Finding
 from drafttrain.layouts.inspection import Inspection
+from drafttrain.layouts.layout import Layout
 
-ENGINES = ("vllm",)
+READINGS = {engines.VLLM: Reading()}
+"""vLLM makes an EAGLE-3 or DFlash head of it and loads that."""
 SERVED = ("eagle3", "peagle", "dflash", "dspark")
 """Types that vLLM's adapter knows."""
 TYPE = "speculators_model_type"
@@ -32,11 +36,7 @@ def recognises(head: Directory) -> bool:
     return TYPE in head.config or "speculators_config" in head.config
 
 
-def default_engine(head: Directory) -> str:
-    return "vllm"
-
-
-def check(inspection: Inspection) -> None:
+def check(inspection: Inspection[Reading]) -> None:
     config = inspection.config
     kind = config.get(TYPE)
     _check_keys(inspection)
@@ -60,8 +60,8 @@ def check(inspection: Inspection) -> None:
     inner = config.get("transformer_layer_config")
     if not isinstance(inner, dict):
         return
-    plain = Inspection(Directory(inspection.head.path, _plain(config, inner), inspection.head.tensors, inspection.head.pickled),
-                       inspection.engine, inspection.target)  # fmt: skip
+    head = inspection.head
+    plain = Directory(head.path, _plain(config, inner), head.tensors, head.pickled)
     if kind in ("eagle3", "peagle"):
         if "norm_before_residual" not in config:
             inspection.add(
@@ -70,9 +70,8 @@ def check(inspection: Inspection) -> None:
                 "it was trained with",
             )
         if kind == "peagle":
-            plain.head.config["parallel_drafting"] = True
-        eagle3.check(plain, whole_file=True)
-        _forget_nested(plain)
+            plain.config["parallel_drafting"] = True
+        inspection.findings += _as_eagle3(inspection, plain)
     else:
         if kind == "dflash" and config.get("sliding_window_non_causal") is not True:
             inspection.add(
@@ -80,11 +79,25 @@ def check(inspection: Inspection) -> None:
                 "sliding_window_non_causal is not true: vLLM makes all layers causal, those of "
                 "full attention too; write true",
             )
-        dflash.check(plain, spark=kind == "dspark")
-    inspection.findings += plain.findings
+        inspection.findings += _as_dflash(inspection, plain, kind == "dspark")
 
 
-def _check_keys(inspection: Inspection) -> None:
+def _as_eagle3(inspection: Inspection[Reading], plain: Directory) -> list[Finding]:
+    reads = eagle3.LAYOUT.engines().get(inspection.engine, eagle3.READINGS[engines.VLLM])
+    inner = Inspection(plain, inspection.engine, reads, inspection.target)
+    eagle3.check(inner, complete=True)
+    # SGLang's numbering has no place in this layout.
+    return [finding for finding in inner.findings if finding.name != "layers-one-convention"]
+
+
+def _as_dflash(inspection: Inspection[Reading], plain: Directory, spark: bool) -> list[Finding]:
+    reads = dflash.LAYOUT.engines().get(inspection.engine, dflash.READINGS[engines.VLLM])
+    inner = Inspection(plain, inspection.engine, reads, inspection.target)
+    dflash.check(inner, spark=spark)
+    return inner.findings
+
+
+def _check_keys(inspection: Inspection[Reading]) -> None:
     """What the adapter needs, and what makes it find another target."""
     config = inspection.config
     told = config.get("speculators_config")
@@ -165,8 +178,11 @@ def _plain(config: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _forget_nested(plain: Inspection) -> None:
-    """SGLang's numbering has no place in this layout."""
-    plain.findings[:] = [
-        finding for finding in plain.findings if finding.name != "layers-one-convention"
-    ]
+LAYOUT = Layout(
+    name="speculators",
+    what="directories of the library speculators",
+    turn=10,
+    readings=READINGS,
+    recognises=recognises,
+    check=check,
+)

@@ -9,10 +9,10 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -20,7 +20,9 @@ from torch import Tensor
 
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
+from drafttrain.layouts import engines
 from drafttrain.layouts.directory import CONFIG, Directory, open_directory
+from drafttrain.layouts.engines import Engine, Reading
 from drafttrain.layouts.finding import Finding
 from drafttrain.layouts.inspection import refuse
 from drafttrain.packaging.checking import some
@@ -31,19 +33,36 @@ CARD = "README.md"
 VOCABULARIES = ("auto", "whole", "reduced")
 
 
+R_co = TypeVar("R_co", bound=Reading, covariant=True)
+
+
 @dataclass(frozen=True)
-class Source:
+class Source(Generic[R_co]):
     """What is exported, and how."""
 
     drafter: Drafter
     target: Target
-    engine: str
+    engine: Engine
+    reads: R_co
+    """How the engine reads the layout."""
+    readings: Mapping[Engine, R_co]
+    """Of all engines that load it."""
     dtype: torch.dtype
     vocabulary: str = "auto"
     """`reduced` keeps the package's draft vocabulary, `whole` drafts from every token, `auto` keeps
     it where the layout can."""
     tokens: int = 4
     """Drafted tokens a round, for the command that starts the engine."""
+
+    def command(self, tokens: int | None = None, **more: Any) -> str:
+        """The command that starts the engine; tokens: another number, more: further settings."""
+        settings = {**self.reads.settings, **more}
+        return self.engine.start(self.reads.method, tokens or self.tokens, settings)
+
+    def others(self, suits: Callable[[R_co], bool]) -> str:
+        """`to=` of the engines whose reading suits, for messages."""
+        found = (engine for engine, reads in self.readings.items() if suits(reads))
+        return " or ".join(f"to={engine}" for engine in found)
 
     @property
     def draft_ids(self) -> Tensor | None:
@@ -86,26 +105,10 @@ class Exported:
     """What a person should know."""
 
 
-def vllm_command(method: str, tokens: int, **more: Any) -> str:
-    settings = json.dumps(
-        {"method": method, "model": "{out}", "num_speculative_tokens": tokens, **more}
-    )
-    return f"vllm serve {{target}} --speculative-config '{settings}'"
-
-
-def sglang_command(algorithm: str, tokens: int) -> str:
-    return (
-        f"python -m sglang.launch_server --model-path {{target}} --speculative-algorithm "
-        f"{algorithm} "
-        f"--speculative-draft-model-path {{out}} --speculative-num-steps {tokens} "
-        f"--speculative-num-draft-tokens {tokens + 1}"
-    )
-
-
 def filled(command: str, out: str, target: str) -> str:
     """The command with both names in it, whatever signs they have: as a shell's word, in JSON in a
     shell's quotes, or in Python."""
-    shell = command.startswith(("vllm ", "python ", "text-generation-launcher "))
+    shell = engines.in_a_shell(command)
 
     def name(place: re.Match[str]) -> str:
         given = out if place[2] == "out" else target

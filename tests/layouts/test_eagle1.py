@@ -20,7 +20,7 @@ from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError
 from drafttrain.export import export_package
 from drafttrain.flow import Needs
-from drafttrain.layouts import eagle1, origin
+from drafttrain.layouts import eagle1, engines, origin
 from drafttrain.layouts.directory import INDEX
 from drafttrain.target import load
 from drafttrain.target.model import Target
@@ -42,6 +42,7 @@ from tests.layouts.made import (
 from tests.packaging.made import packed
 
 IDS = list(range(1, 201, 2))
+ENGINES = engines.names(eagle1.LAYOUT.engines())
 WIDTH = 64
 KINDS: dict[str, Any] = {
     "llama": (LlamaConfig, LlamaDecoderLayer, LlamaRotaryEmbedding),
@@ -74,7 +75,7 @@ def tiny() -> Target:
 
 
 @pytest.mark.field("F41")
-@pytest.mark.parametrize("engine", eagle1.ENGINES)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "settings", [{}, {"draft_ids": IDS, "noise": 0.2}], ids=["whole", "reduced"]
 )
@@ -101,7 +102,7 @@ def test_there_and_back(
     )
 
 
-@pytest.mark.parametrize("engine", eagle1.ENGINES)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
 def test_other_families(engine: str, family: str, tmp_path: Path) -> None:
     target = load.tiny(family=family)
@@ -416,7 +417,7 @@ def good(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One export for each engine, and the target's directory."""
     folder = tmp_path_factory.mktemp("good")
     packed(folder / "package", made(tiny), tiny)
-    for engine in eagle1.ENGINES:
+    for engine in ENGINES:
         export_package(folder / "package", tiny, engine, folder / engine)
         (folder / engine / origin.FILE).unlink()
     tiny.model.save_pretrained(folder / "target")

@@ -20,7 +20,7 @@ from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
 from drafttrain.export import export_package
 from drafttrain.layouts import medusa
-from drafttrain.layouts.pairs import LAYOUTS
+from drafttrain.layouts.pairs import written
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from tests.layouts.made import DROP, config, directory, names, stirred
@@ -32,10 +32,11 @@ MAKERS: dict[type[Drafter], Callable[[Target], Drafter]] = {
     Ssm: lambda target: Ssm(target, layers=[0, 2]),
 }
 PAIRS = [
-    (kind, engine)
-    for kind, layout in LAYOUTS.items()
+    (kind, engine.name)
+    for layout in written()
+    for kind in layout.drafters
     if kind in MAKERS
-    for engine in layout.ENGINES
+    for engine in layout.engines(kind)
 ]
 METHODS = {
     (Eagle1, "vllm"): '"method": "eagle"', (Eagle1, "sglang"): "--speculative-algorithm EAGLE ",

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from drafttrain.errors import InputError
-from drafttrain.layouts import vocabulary
+from drafttrain.layouts import engines, vocabulary
 from drafttrain.layouts.directory import open_directory
+from drafttrain.layouts.engines import Reading
 from drafttrain.layouts.inspection import Inspection
 from tests.layouts.made import directory
 
@@ -80,13 +81,13 @@ def test_invariants(
     held: dict[str, torch.Tensor], size: int, name: str | None, tmp_path: Path
 ) -> None:
     head = open_directory(directory(tmp_path / "head", {}, {"x": torch.ones(1), **held}), "head")
-    inspection = Inspection(head, "vllm")
+    inspection = Inspection(head, engines.VLLM, Reading())
     vocabulary.check(inspection, 8, size)
     assert [finding.name for finding in inspection.findings] == ([] if name is None else [name])
 
 
 def test_engines_without_a_draft_vocabulary(tmp_path: Path) -> None:
     head = open_directory(directory(tmp_path / "head", {}, {"x": torch.ones(1), **GOOD}), "head")
-    inspection = Inspection(head, "sglang")
+    inspection = Inspection(head, engines.SGLANG, Reading())
     vocabulary.check(inspection, 8, 4, read=False)
     assert [finding.name for finding in inspection.findings] == ["draft-vocab-not-read"]
