@@ -1,12 +1,12 @@
 """Write a package as an inference engine loads it, or check a directory that an engine is to load.
 
 With package=<folder> to=<engine> out=<folder> the drafter is written in that engine's layout,
-checked as if it came from elsewhere, and put in its place whole; the command that starts the engine
-with it is printed. What no engine runs is refused, with what would.
+checked as if it came from elsewhere, and put in its place complete; the command that starts the
+engine with it is printed. What no engine runs is refused, with what would.
 
 With check=<directory> nothing is written: config.json and the tensors of any head are looked at
-with an engine's eyes, offline, and each fault is told by its name. Nothing of the directory is run.
-The exit code is 1 if it would not work.
+with an engine's eyes, offline, and each fault is printed by its name. Nothing of the directory is
+run. The exit code is 1 if it would not work.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main(cfg: DictConfig) -> None:
         say(note)
     say(
         f"{out}: {sum(path.stat().st_size for path in out.rglob('*') if path.is_file()) / 1e6:.2f} "
-        f"MB, checked"
+        "MB, checked"
     )
     print(exported.command)
 
@@ -104,7 +104,7 @@ def check_settings(cfg: DictConfig) -> None:
         if not str(cfg[key] or "").strip():
             raise InputError(
                 f"needs {key}=<{what}>: python -m drafttrain.export package=... to=... out=..., or "
-                f"check=<directory>"
+                "check=<directory>"
             )
     if engines.named(cfg.to) is None:
         raise InputError(f"to={cfg.to}: give one of {', '.join(pairs.targets())}")
@@ -116,8 +116,8 @@ def check_settings(cfg: DictConfig) -> None:
         type(cfg.tokens) is not int or not 1 <= cfg.tokens <= MOST_NODES
     ):
         raise InputError(
-            f"tokens={str(cfg.tokens)[:40]}: needs a whole number from 1 to {MOST_NODES}, or null, "
-            f"the tree's depth"
+            f"tokens={str(cfg.tokens)[:40]}: needs an integer from 1 to {MOST_NODES}, or null, the "
+            "tree's depth"
         )
 
 
@@ -135,9 +135,8 @@ def check_pair(package: Path, engine: str) -> Pair:
     if "adapter" in config:
         raise InputError(
             f"{package} was trained jointly with its target, which engines do not have: its "
-            f"drafter guesses for the tuned one. "
-            "It decodes by drafttrain.load, or in transformers by custom_generate; engines serve "
-            "heads of a frozen target"
+            "drafter guesses for the tuned one. It decodes by drafttrain.load, or in transformers "
+            "by custom_generate; engines serve heads of a frozen target"
         )
     return pair
 
@@ -191,7 +190,7 @@ def tokens_of(given: int | None, tree: Growth, deepest: int | None) -> int:
 
 
 def checked(head: Directory, source: Source[Any]) -> list[Finding]:
-    """What is found in what was written, read anew and compared with the live target's config."""
+    """What is found in what was written, read again and compared with the live target's config."""
     config = json.loads(source.target.config.to_json_string(use_diff=False))
     return checking.check_directory(
         head, source.engine.reader.name, Directory(head.path, config, {}, ())

@@ -22,14 +22,14 @@ def layout_of(head: Directory) -> Layout[Any]:
             return layout
     raise InputError(
         f"{head.path} is no head that is known here: neither its config.json (architectures, "
-        f"model_type) nor the names of its "
-        "tensors are those of EAGLE, Medusa, DFlash, DSpark, MTP, or a draft model"
+        "model_type) nor the names of its tensors are those of EAGLE, Medusa, DFlash, DSpark, "
+        "MTP, or a draft model"
     )
 
 
 def engine_of(head: Directory, layout: Layout[Any], name: str | None) -> Engine:
     """The engine with whose eyes a directory is looked at: the one given, the one that it was
-    exported for, or the likeliest.
+    exported for, or the most likely one.
 
     Raises: InputError for one that does not load such a layout.
     """
@@ -43,8 +43,8 @@ def engine_of(head: Directory, layout: Layout[Any], name: str | None) -> Engine:
         return found
     if name is not None:
         raise InputError(
-            f"to={name}: {head.path} is loaded by {' and '.join(engines.names(loading))}, "
-            f"not by {name}"
+            f"to={name}: {head.path} is loaded by {' and '.join(engines.names(loading))}, not by "
+            f"{name}"
         )
     return next(iter(loading))
 
@@ -59,7 +59,7 @@ def check_directory(
         target: the target's directory, to compare with.
     Raises: InputError for a directory that is no head's, and for an engine that loads no such head.
     """
-    if not head.tensors:  # Without names little can be told.
+    if not head.tensors:  # Without names little can be checked.
         return file_faults(head)
     layout = layout_of(head)
     eyes = engine_of(head, layout, engine)

@@ -1,13 +1,15 @@
 """DFlash and DSpark as vLLM, SGLang and transformers read them: a block of places drafted at once.
 
-`target_layer_ids` numbers the residual stream behind block i as i. Layers of the kind
+`target_layer_ids` numbers the residual stream after block i as i. Layers of the kind
 sliding_attention are causal by default.
 
-| tensor                          | shape    | |
-| fc.weight                       | (d n·t)  | in transformers' own layout encoder.fc |
-| hidden_norm.weight, norm.weight | (d)      | in transformers' own layout encoder.output_norm_enc for the first |
-| layers.i.                       |          | a Llama block with input and post-attention norms and q_norm, k_norm (e) |
-| lm_head.weight, d2t, t2d        |          | iff the draft vocabulary is reduced; vLLM alone |
+| tensor                           | shape        | |
+| fc.weight                        | (d n·t)      | encoder.fc in transformers' own layout |
+| hidden_norm.weight               | (d)          | encoder.output_norm_enc there |
+| norm.weight                      | (d)          | |
+| layers.i.                        |              | a Llama block with input and post-attention |
+|                                  |              | norms and q_norm, k_norm (e) |
+| lm_head.weight, d2t, t2d         |              | iff the draft vocabulary is reduced; only vLLM |
 | markov_head.markov_w1, markov_w2 | (v r), (w r) | DSpark |
 
 Read from: vLLM 0.32 model_executor/models/{qwen3_dflash,qwen3_dspark}.py, SGLang 0.5.23
@@ -74,8 +76,8 @@ READINGS = {
 def recognises(head: Directory) -> bool:
     given = str(head.config.get("architectures")).lower()
     # A parallel draft model may have a dflash_config too, for its mask id.
-    told = "dflash_config" in head.config and "fc.weight" in head.tensors
-    return told or "dflash" in given or "dspark" in given or head.config.get("model_type") == NATIVE
+    said = "dflash_config" in head.config and "fc.weight" in head.tensors
+    return said or "dflash" in given or "dspark" in given or head.config.get("model_type") == NATIVE
 
 
 def default_engine(head: Directory) -> Engine | None:
@@ -142,7 +144,7 @@ def _check_kind(inspection: Inspection[Reads], spark: bool, native: bool) -> Non
     if reads.native_only:
         if not native:
             inspection.add(
-                "architecture", f"transformers loads such a drafter as model_type {NATIVE} alone"
+                "architecture", f"transformers loads such a drafter only as model_type {NATIVE}"
             )
         return
     if native:
@@ -152,7 +154,7 @@ def _check_kind(inspection: Inspection[Reads], spark: bool, native: bool) -> Non
         inspection.add(
             "model-type",
             f"model_type is {str(config.get('model_type'))[:40]}: needs qwen3 whatever the target "
-            f"is",
+            "is",
         )
     if reads.counts_target and type(config.get("num_target_layers")) is not int:
         inspection.add("config-key-missing", "num_target_layers is not given, which SGLang needs")
@@ -189,8 +191,7 @@ def _check_causal(inspection: Inspection[Reads], inner: dict[str, Any], layers: 
             inspection.add(
                 "dflash-causal",
                 "layers of sliding_attention are causal by default, which a block drafted at once "
-                "is not: write causal: false in "
-                "dflash_config, or true if it was trained so",
+                "is not: write causal: false in dflash_config, or true if it was trained so",
             )
 
 
@@ -204,7 +205,7 @@ def _check_layers(inspection: Inspection[Reads], ids: Any, least: int) -> None:
     if any(b <= a for a, b in pairwise(ids)):
         inspection.add(
             "layers-not-ascending",
-            f"{ids}: engines concatenate states in ascending order whatever stands here",
+            f"{ids}: engines concatenate states in ascending order whatever is given here",
         )
     theirs = inspection.target_config
     count = (
@@ -248,15 +249,15 @@ def _markov(
         if kind not in reads.markov:
             inspection.add(
                 "flag-not-read",
-                f"markov_head_type is {str(kind)[:40]}, {inspection.engine.title} runs "
-                f"{', '.join(reads.markov)} alone; serve with SGLang",
+                f"markov_head_type is {str(kind)[:40]}, {inspection.engine.title} runs only "
+                f"{', '.join(reads.markov)}; serve with SGLang",
             )
     elif "markov_head_type" not in config:
         inspection.add("config-key-missing", "markov_head_type is not given, which SGLang needs")
     if reads.second_runner:
         inspection.add(
             "runner",
-            "vLLM serves DSpark by its second model runner alone, which needs Triton",
+            "vLLM serves DSpark only by its second model runner, which needs Triton",
             fatal=False,
         )
     if any(name.startswith(("markov_w1", "markov_w2", "confidence_proj")) for name in held):

@@ -1,18 +1,20 @@
 """EAGLE-3 (arXiv:2503.01840) and P-EAGLE as vLLM and SGLang read them.
 
-x[i] is the residual stream behind i of the target's blocks. `eagle_aux_hidden_state_layer_ids`
+x[i] is the residual stream after i of the target's blocks. `eagle_aux_hidden_state_layer_ids`
 numbers it i at the top level, where vLLM reads it, and i - 1 inside `eagle_config`, where SGLang
 does. Without it both guess x[2], x[N/2], x[N-3].
 
-| tensor                                | shape      | |
-| fc.weight                             | (d n·t)    | n captured states of width t |
-| midlayer. or layers.0.self_attn.      |            | a Llama block that reads 2d: [input_layernorm(E(x)); hidden_norm(feature)] |
-| ... hidden_norm, input_layernorm, post_attention_layernorm | (d) | |
-| norm.weight                           | (d)        | before the head |
-| lm_head.weight                        | (w d)      | w of draft_vocab_size |
-| d2t, t2d                              | (w), (v)   | iff w < v |
-| embed_tokens.weight                   | (v d)      | where d is not t |
-| mask_hidden                           | (1 1 n·t)  | P-EAGLE |
+| tensor                           | shape     | |
+| fc.weight                        | (d n·t)   | n captured states of width t |
+| midlayer. or layers.0.self_attn. |           | a Llama block that reads 2d: |
+|                                  |           | [input_layernorm(E(x)); hidden_norm(feature)] |
+| ... hidden_norm, input_layernorm | (d)       | |
+| ... post_attention_layernorm     | (d)       | |
+| norm.weight                      | (d)       | before the head |
+| lm_head.weight                   | (w d)     | w of draft_vocab_size |
+| d2t, t2d                         | (w), (v)  | iff w < v |
+| embed_tokens.weight              | (v d)     | where d is not t |
+| mask_hidden                      | (1 1 n·t) | P-EAGLE |
 
 Read from: vLLM 0.32 model_executor/models/llama_eagle3.py and v1/spec_decode, SGLang 0.5.23
 srt/models/llama_eagle3.py and model_runner_components/spec_aux_hidden_state.py.
@@ -176,16 +178,14 @@ def check_layers(inspection: Inspection[Reads], top: Any, nested: Any, states: i
             isinstance(found, list) and found and all(type(i) is int for i in found)
         ):
             inspection.add(
-                "layers-value",
-                f"{KEY} ({name}) is {str(found)[:60]}, needs a list of whole numbers",
+                "layers-value", f"{KEY} ({name}) is {str(found)[:60]}, needs a list of integers"
             )
             return
     if top is None and nested is None:
         inspection.add(
             "layers-missing",
             f"{KEY} is not given: engines capture x[2], x[N/2], x[N-3], whatever the head was "
-            f"trained on; write it at the top "
-            "level and, one lower, in eagle_config",
+            "trained on; write it at the top level and, one lower, in eagle_config",
             fatal=False,  # the states that its authors' code captures
         )
         return
@@ -207,7 +207,7 @@ def check_layers(inspection: Inspection[Reads], top: Any, nested: Any, states: i
     if any(b <= a for a, b in pairwise(given)):
         inspection.add(
             "layers-not-ascending",
-            f"{given}: engines concatenate states in ascending order whatever stands here",
+            f"{given}: engines concatenate states in ascending order whatever is given here",
         )
     theirs = inspection.target_config
     count = theirs.get("num_hidden_layers") if theirs is not None else None
@@ -289,7 +289,7 @@ def _check_head(inspection: Inspection[Reads], draft_size: int, vocab_size: int)
 
 
 def _check_parallel(inspection: Inspection[Reads], size: int, vocab_size: int) -> None:
-    """P-EAGLE: what stands for features that are not there yet."""
+    """P-EAGLE: what takes the place of features that are not there yet."""
     entry, config = inspection.head.tensors.get("mask_hidden"), inspection.config
     said = next((key for key in MASKS if config.get(key) is not None), None)
     check_masks(inspection, vocab_size)
@@ -334,7 +334,7 @@ def _shapes(
             inspection.add(
                 "second-layer-norm",
                 f"layer {layer}: vLLM reads input_layernorm there, SGLang hidden_norm; write the "
-                f"same vector under both names",
+                "same vector under both names",
             )
         if qwen:
             expected |= {

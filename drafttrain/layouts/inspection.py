@@ -22,8 +22,8 @@ Shapes = dict[str, tuple[int, ...]]
 R_co = TypeVar("R_co", bound=Reading, covariant=True)
 
 MADE_MAP = "hot_token_ids.pt"
-"""What a person makes of an export's list of ids for SGLang, which reads that list from a pickle
-alone."""
+"""What a person makes of an export's list of ids for SGLang, which reads that list only from a
+pickle."""
 _LARGEST_NUMBER = 1 << 31
 
 
@@ -62,12 +62,12 @@ class Inspection(Generic[R_co]):
     def integer(
         self, config: Mapping[str, Any], key: str, default: int | None = None
     ) -> int | None:
-        """A positive whole number; a fault where it is none, or is not there and has no default."""
+        """A positive integer; a fault where it is none, or is not there and has no default."""
         value = config.get(key, default)
         if type(value) is int and 0 < value < _LARGEST_NUMBER:
             return value
         if key in config:
-            self.add("config-value", f"{key} is {str(value)[:40]}, needs a positive whole number")
+            self.add("config-value", f"{key} is {str(value)[:40]}, needs a positive integer")
         else:
             self.add(
                 "config-key-missing",
@@ -167,7 +167,7 @@ class Inspection(Generic[R_co]):
         Args:
             candidates: its names in the target's files, the first one there counts.
             what: for the fault's name and message: embedding, head.
-            needed: is its shipping what this engine wants?
+            needed: does this engine need it in the file?
         """
         if name not in self.head.tensors:
             return
@@ -182,8 +182,7 @@ class Inspection(Generic[R_co]):
                 self.add(
                     f"{what}-shipped",
                     f"{name} is in the file and takes the place of the target's: give against=<the "
-                    f"target's directory> to "
-                    "compare them, or leave it out",
+                    "target's directory> to compare them, or leave it out",
                     fatal=False,
                 )
             return
@@ -195,7 +194,7 @@ class Inspection(Generic[R_co]):
             self.add(
                 f"{what}-differs",
                 f"{name} is not the target's {theirs}: a stale one lowers acceptance without a "
-                f"word",
+                "word",
             )
 
     # What all heads share -------------------------------------------------------------------------
@@ -211,8 +210,8 @@ class Inspection(Generic[R_co]):
         if self.prefixed:
             self.add(
                 "model-prefix",
-                f"{some(self.prefixed)}: engines put model. before these names themselves; take "
-                f"it away",
+                f"{some(self.prefixed)}: engines put model. before these names themselves; take it "
+                "away",
             )
 
     def plain_weights(self, config: Mapping[str, Any]) -> None:
@@ -222,7 +221,7 @@ class Inspection(Generic[R_co]):
                 self.add(
                     "quantised-config",
                     f"{key} was inherited from a quantised target: a head's weights are plain; "
-                    f"remove it",
+                    "remove it",
                 )
 
     def untied(self, config: Mapping[str, Any]) -> None:
@@ -249,8 +248,8 @@ class Inspection(Generic[R_co]):
             self.add(
                 "vocabulary-size",
                 f"vocab_size is {str(mine)[:40]}, the target's is {str(own)[:40]}: engines fail at "
-                f"the first id beyond it; write "
-                "the target's, and what is reduced under draft_vocab_size",
+                "the first id beyond it; write the target's, and what is reduced under "
+                "draft_vocab_size",
             )
         if width and config.get("hidden_size") != theirs.get("hidden_size"):
             mine, own = config.get("hidden_size"), theirs.get("hidden_size")
@@ -265,8 +264,7 @@ class Inspection(Generic[R_co]):
             self.add(
                 "positions-short",
                 f"max_position_embeddings is {room}, the target's is {needed}: past it SGLang "
-                f"refuses and others draft nonsense; "
-                "write the target's",
+                "refuses and others draft nonsense; write the target's",
                 fatal=not self.engine.raises_context,
             )
 
@@ -274,8 +272,8 @@ class Inspection(Generic[R_co]):
         if self.engine.only_silu and config.get("hidden_act", "silu") != "silu":
             self.add(
                 "activation",
-                f"hidden_act is {str(config['hidden_act'])[:40]}: {self.engine} runs silu alone in "
-                f"such a block",
+                f"hidden_act is {str(config['hidden_act'])[:40]}: {self.engine} runs only silu in "
+                "such a block",
             )
 
 
@@ -292,9 +290,8 @@ def file_faults(head: Directory) -> list[Finding]:
         else:
             add(
                 "pickle-beside-safetensors",
-                f"{some(head.pickled)} lies beside the safetensors: some engines read it "
-                f"first, and it can run code "
-                "when read; move it away",
+                f"{some(head.pickled)} is next to the safetensors: some engines read it first, and "
+                "it can run code when read; move it away",
                 fatal=set(head.pickled) != {MADE_MAP},
             )
     elif not head.tensors:

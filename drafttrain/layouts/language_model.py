@@ -45,7 +45,7 @@ _QUANTISED = ("scale", "qweight", "qzeros", "absmax", "weight_packed")
 def write(source: Source[Reading]) -> Exported:
     drafter, target = source.drafter, source.target
     assert isinstance(drafter, Ssm)
-    source.kept_ids(holds=False, why="a draft model speaks the target's whole vocabulary")
+    source.kept_ids(holds=False, why="a draft model proposes from the target's full vocabulary")
     network, tensors = drafter.standalone()
     config = {
         k: v
@@ -62,7 +62,7 @@ def write(source: Source[Reading]) -> Exported:
     if source.draft_ids is not None and source.vocabulary == "auto":
         notes.append(
             f"the package drafts from {len(source.draft_ids)} tokens, this model from all: it may "
-            f"propose others too"
+            "propose others too"
         )
     if target.tokenizer is None:
         notes.append("the target has no tokenizer, so none was written")
@@ -137,8 +137,8 @@ def _check_vocabulary(inspection: Inspection[Reading], vocab_size: int | None) -
         inspection.add(
             "vocabulary-size",
             f"vocab_size is {vocab_size}, the target's is {str(own)[:40]}: padded otherwise, or "
-            f"another vocabulary; pad the "
-            "embedding and the head, or use vLLM's use_heterogeneous_vocab",
+            "another vocabulary; pad the embedding and the head, or use vLLM's "
+            "use_heterogeneous_vocab",
         )
     assert inspection.target is not None
     mine, wanted = _tokens(inspection.head), _tokens(inspection.target)
@@ -197,7 +197,7 @@ def _shapes(inspection: Inspection[Reading]) -> tuple[Shapes, Shapes]:
     except Exception as error:
         inspection.add(
             "config-value",
-            f"no causal LM of transformers can be built from config.json: "
+            "no causal LM of transformers can be built from config.json: "
             f"{first_line(error)[:200]}",
         )
         return {}, {}
@@ -220,7 +220,7 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Ssm:
     """The drafter of a directory of transformers.
 
     Args:
-        known: settings of the drafter that a directory of drafttrain's tells, such as what it
+        known: settings of the drafter that an export of drafttrain's has, such as what it
             borrows of the target.
     Raises: InputError.
     """

@@ -1,4 +1,4 @@
-"""What a layout's file holds: how it is recognised, checked, written and read, and by which engines.
+"""What a layout's file holds: how it is recognised, checked, written and read, and by whom.
 
 A file of this folder with a `Layout` named LAYOUT in it is found by being here.
 """

@@ -8,11 +8,11 @@ from typing import Any
 from drafttrain.layouts.inspection import Inspection
 
 MASKS = ("pard_token", "mask_token_id", "ptd_token_id", "dspark_noise_token_id")
-"""Where parallel draft models tell their mask id."""
+"""Where parallel draft models have their mask id."""
 
 
 def check_masks(inspection: Inspection[Any], vocab_size: int | None) -> None:
-    """Mask ids of a draft that guesses in parallel, lie within the vocabulary."""
+    """Mask ids of a draft that guesses in parallel are in the vocabulary."""
     inner = inspection.config.get("dflash_config")
     nested = inner.get("mask_token_id") if isinstance(inner, Mapping) else None
     places = {
@@ -26,5 +26,5 @@ def check_masks(inspection: Inspection[Any], vocab_size: int | None) -> None:
             inspection.add(
                 "mask-token-out-of-range",
                 f"{key} is {str(value)[:40]}, the vocabulary ends at {vocab_size - 1}: engines die "
-                f"at the first request",
+                "at the first request",
             )

@@ -1,4 +1,4 @@
-"""MTP heads, which lie inside the target's own checkpoint: the config promises them, the files must
+"""MTP heads, which are inside the target's own checkpoint: the config promises them, the files must
 hold them.
 
 vLLM and SGLang choose the code by the target's architecture; a dense Llama or Qwen2 target has
@@ -24,7 +24,7 @@ READINGS = {
     engines.HF: Reading(),
 }
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-_BEHIND = (
+_AFTER = (
     "model.layers.{n}.enorm.weight",
     "model.layers.{n}.hnorm.weight",
     "model.layers.{n}.eh_proj.weight",
@@ -44,8 +44,8 @@ _ERNIE = tuple(
     f"model.{name}.{{i}}.weight" for name in ("mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj")
 )
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "DeepseekV3ForCausalLM": _BEHIND,
-    "Glm4MoeForCausalLM": _BEHIND,
+    "DeepseekV3ForCausalLM": _AFTER,
+    "Glm4MoeForCausalLM": _AFTER,
     "Qwen3NextForCausalLM": _QWEN,
     "Qwen3_5ForCausalLM": _QWEN,
     "Qwen3_5MoeForCausalLM": _QWEN,
@@ -54,7 +54,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "MiMoForCausalLM": _MIMO,
     "Ernie4_5_MoeForCausalLM": _ERNIE,
 }
-"""Tensors of a head by the target's architecture; {i} counts heads, {n} counts on behind the
+"""Tensors of a head by the target's architecture; {i} counts heads, {n} counts on after the
 target's layers."""
 _ANY = re.compile(r"(^|\.)(mtp|mtp_layers|mtp_block|mtp_emb_norm|enorm|hnorm|eh_proj)(\.|$)")
 _MOST_HEADS = 64
@@ -103,7 +103,7 @@ def check(inspection: Inspection[Reading]) -> None:
         inspection.add(
             "mtp-missing",
             f"{key} promises {count}, but {some(missing)} are not there: only the trunk was saved; "
-            f"engines fail or guess at random",
+            "engines fail or guess at random",
         )
 
 

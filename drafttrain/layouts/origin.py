@@ -89,9 +89,9 @@ def written(source: Source[Any], config: dict[str, Any], keeps_ids: bool) -> str
 
 
 def read_origin(head: Directory) -> Origin | None:
-    """What a directory tells of its package; None where it tells nothing.
+    """What a directory says of its package; None where it says nothing.
 
-    Raises: InputError if it tells something that cannot be.
+    Raises: InputError if it says something that cannot be.
     """
     path = head.path / FILE
     if not path.is_file():
@@ -118,8 +118,8 @@ def read_origin(head: Directory) -> Origin | None:
         )
     ids, vocab_size = found["draft_ids"], found["shape"].get("vocab_size")
     if ids is not None:
-        whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in ids)
-        if not whole or type(vocab_size) is not int:
+        fits = isinstance(ids, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in ids)
+        if not fits or type(vocab_size) is not int:
             raise InputError(f"{path}: draft_ids needs a list of ids")
         try:
             vocabulary.check_ids(torch.tensor(ids, dtype=torch.int64), vocab_size)

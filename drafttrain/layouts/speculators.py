@@ -16,7 +16,7 @@ from drafttrain.layouts.directory import Directory
 from drafttrain.layouts.engines import Reading
 from drafttrain.layouts.finding import Finding
 from drafttrain.layouts.inspection import Inspection
-from drafttrain.layouts.layout import Layout
+from drafttrain.layouts.layout import Layout, known
 
 READINGS = {engines.VLLM: Reading()}
 """vLLM makes an EAGLE-3 or DFlash head of it and loads that."""
@@ -49,12 +49,11 @@ def check(inspection: Inspection[Reading]) -> None:
         )
         return
     if kind not in SERVED:
+        adopted = any(kind in layout.speculators for layout in known())
         inspection.add(
             "speculators-type",
             f"{TYPE} is {str(kind)[:40]}, vLLM's adapter knows {', '.join(SERVED)}"
-            + (
-                "; import it with drafttrain.adopt and export it to=vllm" if kind == "eagle" else ""
-            ),
+            + ("; import it with drafttrain.adopt and export it to=vllm" if adopted else ""),
         )
         return
     inner = config.get("transformer_layer_config")
@@ -66,8 +65,8 @@ def check(inspection: Inspection[Reading]) -> None:
         if "norm_before_residual" not in config:
             inspection.add(
                 "norm-order-unsaid",
-                "norm_before_residual is not given: vLLM takes true, the library false; write what "
-                "it was trained with",
+                "norm_before_residual is not given: vLLM takes true, the library false; write "
+                "what it was trained with",
             )
         if kind == "peagle":
             plain.config["parallel_drafting"] = True
@@ -100,9 +99,9 @@ def _as_dflash(inspection: Inspection[Reading], plain: Directory, spark: bool) -
 def _check_keys(inspection: Inspection[Reading]) -> None:
     """What the adapter needs, and what makes it find another target."""
     config = inspection.config
-    told = config.get("speculators_config")
-    told = told if isinstance(told, dict) else {}
-    methods, verifier = told.get("proposal_methods"), told.get("verifier")
+    block = config.get("speculators_config")
+    block = block if isinstance(block, dict) else {}
+    methods, verifier = block.get("proposal_methods"), block.get("verifier")
     first = (
         methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
     )
@@ -126,7 +125,7 @@ def _check_keys(inspection: Inspection[Reading]) -> None:
         inspection.add(
             "verifier-path",
             f"verifier.name_or_path is {str(name)[:80]}, a path of some machine: write the "
-            f"target's name",
+            "target's name",
             fatal=False,
         )
     if "model_type" in config:
@@ -158,13 +157,13 @@ def _plain(config: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
             found["num_aux_hidden_states"] = config["num_aux_hidden_states"]
         return found
     ids = config.get("aux_hidden_state_layer_ids")
-    whole = isinstance(ids, list) and all(type(i) is int for i in ids)
+    fits = isinstance(ids, list) and all(type(i) is int for i in ids)
     found["architectures"] = ["Qwen3DSparkModel" if kind == "dspark" else "DFlashDraftModel"]
     found |= {
         "model_type": "qwen3",
-        "target_layer_ids": [i - 1 for i in ids] if whole and ids else ids,
+        "target_layer_ids": [i - 1 for i in ids] if fits and ids else ids,
     }
-    # Whether sliding layers are causal is told by sliding_window_non_causal.
+    # Whether sliding layers are causal is given by sliding_window_non_causal.
     found["dflash_config"] = {"mask_token_id": config.get("mask_token_id"), "causal": False}
     for key in (
         "block_size",

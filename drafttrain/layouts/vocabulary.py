@@ -104,14 +104,14 @@ def check(
     if not read:
         inspection.add(
             "draft-vocab-not-read",
-            f"{inspection.engine} drafts from the target's whole head: no reduced vocabulary",
+            f"{inspection.engine} drafts from the target's full head: no reduced vocabulary",
         )
         return
     if "d2t" not in held:
         inspection.add(
             "d2t-missing",
             f"drafts from {draft_size} of {vocab_size} tokens, but d2t is not there: drafts would "
-            f"be the first ids",
+            "be the first ids",
         )
         return
     entry = held["d2t"]
@@ -171,7 +171,7 @@ def _check_offsets(
 def draft_size_of(
     config: Mapping[str, Any], inspection: Inspection[Any], vocab_size: int | None
 ) -> int | None:
-    """`draft_vocab_size`, the whole vocabulary where it is not given."""
+    """`draft_vocab_size`, the full vocabulary where it is not given."""
     if config.get("draft_vocab_size") is None:
         return vocab_size
     return inspection.integer(config, "draft_vocab_size")

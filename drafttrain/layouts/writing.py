@@ -1,4 +1,4 @@
-"""Put an exported directory in its place: whole, or not at all, and only if its own checks find
+"""Put an exported directory in its place: complete, or not at all, and only if its own checks find
 nothing."""
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Source(Generic[R_co]):
         ids = self.draft_ids
         if self.vocabulary == "reduced" and ids is None:
             raise InputError(
-                "vocabulary=reduced: this package drafts from the whole vocabulary; set "
+                "vocabulary=reduced: this package drafts from the full vocabulary; set "
                 "vocabulary=auto"
             )
         if self.vocabulary == "reduced" and not holds:
@@ -95,7 +95,7 @@ class Exported:
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     command: str
-    """That starts the engine with it; {out} stands for the directory, {target} for the target."""
+    """It starts the engine with it; {out} is the place of the directory, {target} of the target."""
     file: str = MODEL
     texts: dict[str, str] = field(default_factory=dict)
     """Further files."""
@@ -128,8 +128,8 @@ def stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     kept = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach()
-        whole = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
-        kept[name] = whole.clone(memory_format=torch.contiguous_format)
+        copied = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+        kept[name] = copied.clone(memory_format=torch.contiguous_format)
     bad = [
         name
         for name, tensor in kept.items()
@@ -139,7 +139,7 @@ def stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         word = str(dtype).removeprefix("torch.")
         raise InputError(
             f"NaN or infinite weights in {some(bad)} as {word}: give dtype=float32, or train the "
-            f"drafter again"
+            "drafter again"
         )
     return kept
 
@@ -179,7 +179,7 @@ def check_out(out: str | os.PathLike[str]) -> Path:
 
 
 def _scratch(out: Path, above: Path) -> Path:
-    """A new empty folder in one that is made if need be, named after what will lie in it; raises
+    """A new empty folder in one that is made if need be, named after what will be in it; raises
     InputError."""
     try:
         above.mkdir(parents=True, exist_ok=True)
@@ -197,13 +197,13 @@ def put(
     tokenizer: Any | None,
     check: Callable[[Directory], list[Finding]],
 ) -> Path:
-    """Write a directory beside its place, check it there as if it were foreign, then put it in its
+    """Write a directory next to its place, check it there as if it were foreign, then put it in its
     place.
 
     Args:
         out: as `check_out` gives it.
-        texts: files beside those of the layout.
-        tokenizer: written where the layout wants one and the target has one.
+        texts: files next to those of the layout.
+        tokenizer: written where the layout needs one and the target has one.
         check: what it finds in the directory keeps it from being put there.
     Raises: InputError for what was found, OSError if the disk is full. `out` is then as it was.
     """

@@ -13,6 +13,7 @@ from drafttrain.layouts.directory import open_directory
 from drafttrain.layouts.engines import Reading
 from drafttrain.layouts.inspection import Inspection
 from tests.layouts.made import directory
+from tests.messages import said
 
 
 def test_offsets_and_marks() -> None:
@@ -27,7 +28,7 @@ def test_offsets_and_marks() -> None:
 
 @pytest.mark.parametrize("ids", [[3, 1], [1, 1], [-1, 2], [1, 8], [], [[1, 2]]])
 def test_ids_that_are_none(ids: list[int]) -> None:
-    with pytest.raises(ValueError, match="ascend within"):
+    with pytest.raises(ValueError, match=said("layouts.ids-ascend")):
         vocabulary.maps_of(torch.tensor(ids, dtype=torch.int64), 8)
 
 

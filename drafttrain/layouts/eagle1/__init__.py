@@ -2,11 +2,14 @@
 of speculators wrote it.
 
 | tensor                                   | shape  | |
-| fc.weight                                | (d 2d) | columns of the embedding first, then the feature's; here it is the other way |
-| fc.bias                                  | (d)    | vLLM drops it; where it is not there SGLang leaves it random |
-| layers.0.self_attn., mlp.                |        | a Llama block without a norm before its attention |
+| fc.weight                                | (d 2d) | columns of the embedding first, then the |
+|                                          |        | feature's; in drafttrain it is the other way |
+| fc.bias                                  | (d)    | vLLM drops it; SGLang leaves it random where |
+|                                          |        | it is not there |
+| layers.0.self_attn., mlp.                |        | a Llama block, no norm before attention |
 | layers.0.post_attention_layernorm.weight | (d)    | |
-| embed_tokens.weight                      | (v d)  | the target's: EAGLE's loader wants it, the others borrow it |
+| embed_tokens.weight                      | (v d)  | the target's: EAGLE's loader needs it, the |
+|                                          |        | others borrow it |
 
 No final norm; the head is the target's. Engines differ in `architectures`, so that no directory
 serves vLLM and SGLang alike. Read from: vLLM 0.32 model_executor/models/llama_eagle.py and

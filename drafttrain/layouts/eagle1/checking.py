@@ -54,8 +54,8 @@ def check(inspection: Inspection[Reads]) -> None:
     if config.get("draft_vocab_size") not in (None, config.get("vocab_size")) or "d2t" in held:
         inspection.add(
             "draft-vocab-not-read",
-            f"{inspection.engine} reads no draft vocabulary in an EAGLE-1 head, nor d2t: its head is the "
-            f"target's",
+            f"{inspection.engine} reads no draft vocabulary in an EAGLE-1 head, nor d2t: its head "
+            "is the target's",
         )
     inspection.unprefixed()
     sizes = sizes_of(config, inspection)
@@ -100,7 +100,7 @@ def _shapes(
 
 
 def _attention_biases(inspection: Inspection[Reads]) -> tuple[bool, bool]:
-    """Those that the engine will look for: of queries, keys and values, and behind the
+    """Those that the engine will look for: of queries, keys and values, and after the
     attention."""
     config, reads = inspection.config, inspection.reads
     if reads.qwen2 and "Qwen2" in str(config.get("architectures")):
@@ -115,7 +115,7 @@ def _check_layers(inspection: Inspection[Reads], layers: int) -> None:
         inspection.add(
             "layer-count",
             f"num_hidden_layers is {layers}, the file has layers {some(sorted(found)) or 'none'}: "
-            f"it may be the target's number",
+            "it may be the target's number",
         )
 
 
@@ -140,16 +140,14 @@ def _check_biases(inspection: Inspection[Reads]) -> None:
         inspection.add(
             "fc-bias-undeclared",
             f"bias is {config.get('bias', 'not given, which means true')}, fc.bias is "
-            f"{'there' if has else 'not there'}: EAGLE's "
-            "loader fails or leaves it random",
+            f"{'there' if has else 'not there'}: EAGLE's loader fails or leaves it random",
         )
     in_attention = any(name in held for name in _QKV_BIASES)
     if reads.attention_bias and config.get("bias") and not in_attention:
         inspection.add(
             "bias-read-as-attention",
             f"bias is true, meant for fc as EAGLE reads it; {engine} makes biases in attention of "
-            f"it, at random values: write "
-            "false",
+            "it, at random values: write false",
         )
     declared, _ = _attention_biases(inspection)
     if not declared and in_attention:
@@ -166,7 +164,7 @@ def _check_extras(inspection: Inspection[Reads]) -> None:
         inspection.add(
             "norm-before-attention",
             f"{_NO_NORM} is there: EAGLE-1's first block has no such norm; vLLM refuses the file, "
-            f"others drop what was trained",
+            "others drop what was trained",
         )
     if "norm.weight" in held:
         inspection.add("final-norm", "norm.weight is there: EAGLE-1 has no norm before the head")
@@ -188,19 +186,18 @@ def _check_token_map(inspection: Inspection[Reads], vocab_size: int) -> None:
     except InputError as error:
         inspection.add("token-map-ids", str(error))
         return
-    whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
-    if not whole or not ids or any(b <= a for a, b in pairwise(ids)):
+    fits = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
+    if not fits or not ids or any(b <= a for a, b in pairwise(ids)):
         inspection.add(
             "token-map-ids",
-            f"{TOKEN_MAP} needs a list of whole numbers that ascend within 0..{vocab_size - 1}",
+            f"{TOKEN_MAP} needs a list of integers that ascend within 0..{vocab_size - 1}",
         )
         return
-    told = origin.read_origin(inspection.head)
-    if told is not None and told.draft_ids != ids:
-        own = "none" if told.draft_ids is None else len(told.draft_ids)
+    package = origin.read_origin(inspection.head)
+    if package is not None and package.draft_ids != ids:
+        own = "none" if package.draft_ids is None else len(package.draft_ids)
         inspection.add(
             "token-map-differs",
             f"{TOKEN_MAP} has {len(ids)} ids, which are not those of {origin.FILE} ({own}): SGLang "
-            f"drafts from others than were "
-            "learned; export the package again",
+            "drafts from others than were learned; export the package again",
         )

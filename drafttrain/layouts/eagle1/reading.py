@@ -23,7 +23,7 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Eagle1:
     """The drafter of a foreign head. A bias of zeros is none.
 
     Args:
-        known: settings of the drafter that a directory of drafttrain's tells.
+        known: settings of the drafter that an export of drafttrain's has.
     Raises: InputError for whatever such a drafter cannot be: other sizes than the target's, more
         layers, norms or embeddings of its own, another RoPE.
     """
@@ -46,7 +46,7 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Eagle1:
         what = some(odd) if odd else "a tensor under two names"
         raise InputError(
             f"{head.path} holds {what}: EAGLE-1 has one block of the target's kind, without a norm "
-            f"before its attention"
+            "before its attention"
         )
     found = {name: head.weight(names.get(name, name), shape) for name, shape in shapes.items()}
     state = {name: found[_theirs(name)] for name in drafter.state_dict() if _theirs(name) in found}
@@ -90,7 +90,7 @@ def _refuse_another_target(head: Directory, config: dict[str, Any], target: Targ
         if config.get(key, mine) != mine:
             raise InputError(
                 f"{head.path}: {key} is {str(config[key])[:40]}, the target's is {mine}: it is "
-                f"another target's head"
+                "another target's head"
             )
     facts = {
         "rms_norm_eps": getattr(own, "rms_norm_eps", None),
@@ -100,15 +100,15 @@ def _refuse_another_target(head: Directory, config: dict[str, Any], target: Targ
         if config.get(key, value) != value:
             raise InputError(
                 f"{head.path}: {key} is {str(config[key])[:40]}, the target's is {value}: eagle1 "
-                f"takes the target's"
+                "takes the target's"
             )
     if (mine_rope := effective(config)) != (
         theirs := effective(json.loads(own.to_json_string(use_diff=False)))
     ):
         raise InputError(
             f"{head.path} turns by RoPE with a base of {mine_rope[0]:g}, the target with "
-            f"{theirs[0]:g} (or their scalings differ): "
-            "it was trained so, or its config.json lost rope_theta; correct that file if you know"
+            f"{theirs[0]:g} (or their scalings differ): it was trained so, or its config.json lost "
+            "rope_theta; correct that file if you know"
         )
 
 
@@ -129,5 +129,5 @@ def _refuse_own_vocabulary(head: Directory, names: dict[str, str], target: Targe
         ):
             raise InputError(
                 f"{head.path}: {name} is not the target's own: eagle1 borrows the target's, and it "
-                f"is another one"
+                "is another one"
             )

@@ -28,9 +28,8 @@ def write(source: Source[Reads]) -> Exported:
     if target.config.model_type not in FAMILIES:
         raise InputError(
             f"to={engine}: target {target.name} is a {target.config.model_type}, whose block no "
-            f"engine's EAGLE-1 runs (they run "
-            f"those of {', '.join(FAMILIES)}); the package itself decodes in transformers, by "
-            f"custom_generate"
+            f"engine's EAGLE-1 runs (they run those of {', '.join(FAMILIES)}); the package itself "
+            "decodes in transformers, by custom_generate"
         )
     config = block_config(target) | _family(source)
     tensors = _tensors(drafter)
@@ -40,7 +39,7 @@ def write(source: Source[Reads]) -> Exported:
         tensors["embed_tokens.weight"] = target.embedding.weight
     ids = source.kept_ids(
         holds=reads.token_map,
-        why=f"EAGLE-1 in {engine} drafts from the target's whole head; "
+        why=f"EAGLE-1 in {engine} drafts from the target's full head; "
         f"{source.others(lambda other: other.token_map)} takes a list of ids",
     )
     word = str(source.dtype).removeprefix("torch.")
@@ -60,16 +59,14 @@ def _notes(source: Source[Reads], ids: Tensor | None) -> tuple[str, ...]:
     if source.draft_ids is not None and ids is None and source.vocabulary == "auto":
         notes.append(
             f"the package drafts from {len(source.draft_ids)} tokens; EAGLE-1 in {engine} drafts "
-            f"from the target's whole head, "
-            "which may propose others too"
+            "from the target's whole head, which may propose others too"
         )
     notes += source.reads.notes
     if ids is not None:
         notes.append(
             "SGLang reads the draft vocabulary from a pickle, which is not written here. Make it "
-            "in the directory once: "
-            f"python -c \"import json, torch; torch.save(json.load(open('{TOKEN_MAP}')), "
-            f"'{MADE_MAP}')\""
+            'in the directory once: python -c "import json, torch; '
+            f"torch.save(json.load(open('{TOKEN_MAP}')), '{MADE_MAP}')\""
         )
     return tuple(notes)
 
@@ -104,7 +101,7 @@ def _family(source: Source[Reads]) -> dict[str, Any]:
     if engine.only_silu and config.hidden_act != "silu":
         raise InputError(
             f"to={engine}: target {target.name} has the activation {config.hidden_act}, {engine} "
-            f"runs silu alone here"
+            "runs only silu here"
         )
     found: dict[str, Any] = {"attention_bias": both, "mlp_bias": mlp}
     if qwen and reads.qwen2:

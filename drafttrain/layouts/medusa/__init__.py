@@ -1,11 +1,13 @@
 """Medusa's heads (arXiv:2401.10774) as vLLM reads them, and as FasterDecoding's code, TGI and
 TensorRT-LLM do.
 
-| vLLM                         | FasterDecoding           | shape | |
-| blocks.{j}.layers.{i}.weight | {j}.{i}.linear.weight    | (d d) | residual blocks of head j = 0.. |
-| blocks.{j}.layers.{i}.bias   | {j}.{i}.linear.bias      | (d)   | read by vLLM with medusa_fc_bias alone |
-| lm_heads.{j}.weight          | {j}.{L}.weight           | (v d) | or one lm_head.weight with original_lm_head, vLLM alone |
-| token_map                    | -                        | (w)   | int64 ids of a reduced vocabulary; not written |
+| vLLM                         | FasterDecoding        | shape | |
+| blocks.{j}.layers.{i}.weight | {j}.{i}.linear.weight | (d d) | residual blocks of head j |
+| blocks.{j}.layers.{i}.bias   | {j}.{i}.linear.bias   | (d)   | vLLM: only with medusa_fc_bias |
+| lm_heads.{j}.weight          | {j}.{L}.weight        | (v d) | vLLM: or one lm_head.weight, with |
+|                              |                       |       | original_lm_head |
+| token_map                    | -                     | (w)   | int64 ids of a reduced |
+|                              |                       |       | vocabulary; not written |
 
 Head j guesses x_{t+2+j} from h_t. FasterDecoding's code makes all blocks of a head one shared
 module. vLLM renames every key of a config that holds "num" with "heads" or "layers"; it has code

@@ -96,7 +96,7 @@ def _check_keys(inspection: Inspection[Reads]) -> None:
         inspection.add(
             "medusa-renamed-keys",
             f"{some(taken)} in a Medusa config: vLLM takes any key with num and heads, or num and "
-            f"layers, for the heads' own",
+            "layers, for the heads' own",
         )
     if "hidden_size" not in config:
         inspection.add("medusa-hidden-size", "hidden_size is not given: vLLM takes 4096")
@@ -165,7 +165,7 @@ def _shapes(
     if config.get("original_lm_head") and reads.one_head:
         heads_of = {"lm_head.weight"} if "lm_head.weight" in names else {min(heads_of)}
     elif reads.no_head and not any(name in names for name in heads_of):
-        heads_of = set()  # TGI's second version speaks through the target's own head.
+        heads_of = set()  # TGI's second version proposes through the target's own head.
     if rows is not None:
         expected |= {name: (rows, width) for name in heads_of}
     return (
@@ -209,14 +209,13 @@ def _check_token_map(inspection: Inspection[Reads], vocab_size: int | None) -> N
         inspection.add(
             "token-map-not-read",
             f"token_map has {len(ids)} ids, truncated_vocab_size is {str(size)[:40]}: vLLM reads "
-            f"the map only with that number",
+            "the map only with that number",
         )
     elif len(ids) < vocab_size:
         inspection.add(
             "token-map-not-loaded",
             f"drafts from {len(ids)} of {vocab_size} tokens by a token_map, at which vLLM 0.32 "
-            f"stops (weights were not "
-            "initialized): write heads with a row for every token",
+            "stops (weights were not initialized): write heads with a row for every token",
         )
 
 
@@ -235,6 +234,6 @@ def _check_shared(
                 inspection.add(
                     "medusa-shared-blocks",
                     f"head {j} has {layers} different blocks: FasterDecoding's code repeats one, "
-                    f"the last read",
+                    "the last read",
                 )
                 return

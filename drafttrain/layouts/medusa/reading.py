@@ -18,12 +18,12 @@ from drafttrain.target.model import Target
 
 
 def read(head: Directory, target: Target, known: dict[str, Any]) -> Medusa:
-    """The drafter of foreign heads, in either engine's names. Heads that speak with the target's
-    own rows borrow them.
+    """The drafter of foreign heads, in either engine's names. Heads whose projections are the
+    target's rows borrow them.
 
     Args:
-        known: settings of the drafter that a directory of drafttrain's tells; ids of a reduced
-            vocabulary among them are those of heads that borrow, where the layout has no place for
+        known: settings of the drafter that an export of drafttrain's has; ids of a reduced
+            vocabulary in them are those of heads that borrow, where the layout has no place for
             them.
     Raises: InputError.
     """
@@ -50,22 +50,22 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Medusa:
             state[f"heads.{j}.{i}.linear.bias"] = (
                 torch.zeros(width) if bias is None else head.weight(bias, (width,))
             )
-    speak, there = _heads(head, names, count, blocks, plain)
+    projecting, there = _heads(head, names, count, blocks, plain)
     odd = sorted(names.keys() - named - there)
     if odd:
         raise InputError(
             f"{head.path} holds {some(odd)}, which no Medusa head of {count} heads with {blocks} "
-            f"blocks has"
+            "blocks has"
         )
-    projections = [head.weight(name, (rows, width))[order] for name in speak]
-    borrowed = all(alike(head.read(name)[order], _rows(target, ids)) for name in speak)
+    projections = [head.weight(name, (rows, width))[order] for name in projecting]
+    borrowed = all(alike(head.read(name)[order], _rows(target, ids)) for name in projecting)
     own = known.get("own_head", not borrowed)
-    if own and not speak:
+    if own and not projecting:
         raise InputError(f"{head.path} holds no projections, but its drafter has some of its own")
     if not own and not borrowed:
         raise InputError(
             f"{head.path} holds projections that are not the target's, but its drafter borrows the "
-            f"target's"
+            "target's"
         )
     kept = known.get("draft_ids") if ids is None and not own else ids
     drafter = Medusa(

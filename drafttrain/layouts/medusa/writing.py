@@ -30,7 +30,7 @@ def write(source: Source[Reads]) -> Exported:
     if source.draft_ids is not None:
         notes = (
             f"the package drafts from {len(source.draft_ids)} tokens, these heads from all: they "
-            f"may propose others too",
+            "may propose others too",
         )
     return (_plain if source.reads.plain else _nested)(source, drafter, config, notes)
 
@@ -41,16 +41,15 @@ def _refuse(source: Source[Reads], drafter: Medusa) -> None:
     if getattr(target.output, "bias", None) is not None:
         raise InputError(
             f"to={engine}: the head of target {target.name} has a bias, which no engine's Medusa "
-            f"heads have"
+            "heads have"
         )
-    source.kept_ids(holds=False, why="no engine loads Medusa heads that speak a reduced vocabulary")
+    source.kept_ids(holds=False, why="no engine loads Medusa heads with a reduced vocabulary")
     if drafter.projections is not None and source.draft_ids is not None:
         raise InputError(
             f"to={engine}: these heads learned {len(source.draft_ids)} of {target.vocab_size} "
-            f"tokens and have no rows for the "
-            "others, and no engine loads a reduced vocabulary: train with draft_vocab=0, or with "
-            "drafter.own_head=false, which "
-            "speaks with the target's rows"
+            "tokens and have no rows for the others, and no engine loads a reduced vocabulary: "
+            "train with draft_vocab=0, or with drafter.own_head=false, which proposes with the "
+            "target's rows"
         )
 
 
