@@ -10,6 +10,7 @@ config.json and safetensors are read, and nothing of the directory is run.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -17,11 +18,10 @@ from omegaconf import DictConfig
 from drafttrain.checks import path_of
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
-from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
 from drafttrain.layouts.directory import Directory, how_to_convert, open_directory
 from drafttrain.layouts.origin import Origin, read_origin, refuse_other_target
-from drafttrain.layouts.pairs import reader_of
+from drafttrain.layouts.pairs import holding, reader_of
 from drafttrain.layouts.writing import check_out
 from drafttrain.packaging.writing import save_package
 from drafttrain.runs import provenance
@@ -118,15 +118,16 @@ def fit_words(drafter: Drafter, head: Directory) -> str:
     """The settings with which `fit` builds the same drafter."""
     own = 0 if drafter.choices == drafter.target.vocab_size else drafter.choices
     words = [f"drafter={type(drafter).__module__.rpartition('.')[2]}", f"draft_vocab={own}"]
-    if isinstance(drafter, Ssm):
-        return " ".join([*words, "drafter.layers=null", f"drafter.path={head.path}"])
-    shape = {
-        name: value
-        for name, value in drafter.settings().items()
-        if name in ("bias", "heads", "blocks", "own_head")
-    }
-    return " ".join(
-        [*words, *(f"drafter.{name}={str(value).lower()}" for name, value in shape.items())]
+    for layout in holding(type(drafter)):
+        shape = layout.shape(drafter, head)
+        words += [f"drafter.{name}={_word(value)}" for name, value in shape.items()]
+    return " ".join(words)
+
+
+def _word(value: Any) -> str:
+    """A setting's value as the command line takes it."""
+    return (
+        str(value).lower() if isinstance(value, bool) else "null" if value is None else f"{value}"
     )
 
 

@@ -253,4 +253,5 @@ LAYOUT = Layout(
     drafters=(Ssm,),
     write=write,
     read=read,
+    shape=lambda drafter, head: {"layers": None, "path": head.path},
 )

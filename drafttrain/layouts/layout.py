@@ -48,6 +48,8 @@ class Layout(Generic[R]):
     """(directory, target, settings of the drafter that an export of drafttrain's names)."""
     drafter_of: Callable[[Directory], type[Drafter]] | None = None
     """Which of several drafters a directory holds."""
+    shape: Callable[[Drafter, Directory], Mapping[str, Any]] = lambda drafter, head: {}
+    """Settings with which `fit` builds the drafter that was read of a directory."""
     speculators: tuple[str, ...] = ()
     """Types of directories of the library speculators that `read` takes as well."""
 
@@ -70,6 +72,13 @@ class Layout(Generic[R]):
 
     def drafter(self, head: Directory) -> type[Drafter]:
         return self.drafters[0] if self.drafter_of is None else self.drafter_of(head)
+
+
+def settings_of(*names: str) -> Callable[[Drafter, Directory], dict[str, Any]]:
+    """Those settings of a drafter that have these names, for `Layout.shape`."""
+    return lambda drafter, head: {
+        name: value for name, value in drafter.settings().items() if name in names
+    }
 
 
 def known() -> tuple[Layout[Any], ...]:

@@ -57,6 +57,16 @@ def written() -> tuple[Layout[Any], ...]:
     return tuple(layout for layout in known() if layout.write is not None)
 
 
+def holding(kind: type[Drafter]) -> list[Layout[Any]]:
+    """Layouts in which this drafter is written."""
+    return [layout for layout in written() if kind in layout.drafters]
+
+
+def engines_of(kind: type[Drafter]) -> tuple[Engine, ...]:
+    """Those that load this drafter."""
+    return tuple(dict.fromkeys(e for layout in holding(kind) for e in layout.engines(kind)))
+
+
 def targets() -> tuple[str, ...]:
     """What `to` may be: the engines for which something is written."""
     loading = {engine for layout in written() for engine in layout.engines()}
@@ -73,20 +83,19 @@ def pair_of(kind: type[Drafter], name: str, settings: Mapping[str, Any]) -> Pair
     engine = engines.named(name)
     if engine is None:
         raise InputError(f"to={name}: give one of {', '.join(targets())}")
-    holding = [layout for layout in written() if kind in layout.drafters]
-    if not holding:
+    layouts = holding(kind)
+    if not layouts:
         why = _UNSERVED.get(kind, f"no engine's layout for it is known here; {_IN_TRANSFORMERS}")
         for key, value in settings.items():
             why = why.replace(f"{{{key}}}", str(value))
         raise InputError(f"to={name}: {kind.__name__} is not exported: {why}")
-    for layout in holding:
+    for layout in layouts:
         if engine in layout.engines(kind) and layout.write is not None:
             return Pair(engine, layout, layout.write)
-    others = dict.fromkeys(other for layout in holding for other in layout.engines(kind))
     raise InputError(
         f"to={name}: {kind.__name__} is not exported there: "
         f"{engine.holds or f'{name} loads no such drafter'}; give "
-        f"to={' or to='.join(engines.names(others))}"
+        f"to={' or to='.join(engines.names(engines_of(kind)))}"
     )
 
 

@@ -99,6 +99,8 @@ class Exported:
     file: str = MODEL
     texts: dict[str, str] = field(default_factory=dict)
     """Further files."""
+    shards: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """Further files of tensors, such as the target's own; their index is one of `texts`."""
     tokenizer: bool = False
     """Does the engine look for the target's tokenizer here?"""
     notes: tuple[str, ...] = ()
@@ -209,7 +211,8 @@ def put(
     """
     scratch = _scratch(out, out.parent)
     try:
-        save_file(exported.tensors, scratch / exported.file, metadata={"format": "pt"})
+        for name, tensors in {exported.file: exported.tensors, **exported.shards}.items():
+            save_file(tensors, scratch / name, metadata={"format": "pt"})
         for name, text in {CONFIG: as_json(exported.config), **exported.texts, **texts}.items():
             (scratch / name).write_text(text, encoding="utf-8")
         if exported.tokenizer and tokenizer is not None:

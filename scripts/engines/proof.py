@@ -46,11 +46,11 @@ from drafttrain.data.datamodule import set_folder
 from drafttrain.decoding.loop import Output, decode
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
-from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
 from drafttrain.export import check_pair, export_package
 from drafttrain.layouts.directory import open_directory
 from drafttrain.layouts.engines import HF, VLLM
+from drafttrain.layouts.pairs import engines_of
 from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.reading import load_drafter
 from drafttrain.reporting.console import table
@@ -451,10 +451,12 @@ def on_transformers(job: Job, package: Path, out: Path, tokens: int) -> Result:
         out, dtype=torch.float32, use_safetensors=True, output_loading_info=True
     )
     texts, theirs = assisted(job, assistant.eval(), tokens)
-    ours = as_transformers(job, speaking_all(load_drafter(package, job.target)), tokens)
+    drafter = load_drafter(package, job.target)
+    ours = as_transformers(job, speaking_all(drafter), tokens)
     unread = tuple(sorted({*report["unexpected_keys"], *report["missing_keys"]}))
     engine = f"transformers {transformers.__version__}"
-    return Result("Ssm", engine, len(job.prompts), job.same(texts), theirs, ours, unread)
+    name = type(drafter).__name__
+    return Result(name, engine, len(job.prompts), job.same(texts), theirs, ours, unread)
 
 
 # --- the embedded target --------------------------------------------------------------------------
@@ -500,7 +502,7 @@ def prove(
     for number, package in enumerate(packages):
         print(f"{package}", file=sys.stderr, flush=True)
         results.append(on_vllm(environment, job, package, place / f"vllm-{number}", tokens))
-        if isinstance(load_drafter(package, target), Ssm):
+        if HF in engines_of(type(load_drafter(package, target))):
             results.append(on_transformers(job, package, place / f"hf-{number}", tokens))
     return results
 

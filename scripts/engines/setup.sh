@@ -10,7 +10,9 @@ set -eu
 
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 WHAT=vllm
-case "${1:-}" in vllm | speculators) WHAT="$1" && shift ;; esac
+if [[ "${1:-}" =~ ^[a-z]+$ && -f "$HERE/$1.txt" ]]; then
+    WHAT="$1" && shift
+fi
 REQUIREMENTS="$(cat "$HERE/$WHAT.txt")"
 REQUIREMENT="${REQUIREMENTS%%$'\n'*}"  # the first names the folder
 CACHE="${DRAFTTRAIN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/drafttrain}"

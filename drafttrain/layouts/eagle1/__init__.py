@@ -24,7 +24,7 @@ from drafttrain.layouts.eagle1.checking import check, default_engine, recognises
 from drafttrain.layouts.eagle1.facts import READINGS, TOKEN_MAP
 from drafttrain.layouts.eagle1.reading import read
 from drafttrain.layouts.eagle1.writing import write
-from drafttrain.layouts.layout import Layout
+from drafttrain.layouts.layout import Layout, settings_of
 
 LAYOUT = Layout(
     name="eagle1",
@@ -37,6 +37,7 @@ LAYOUT = Layout(
     drafters=(Eagle1,),
     write=write,
     read=read,
+    shape=settings_of("bias"),
     speculators=("eagle",),
 )
 __all__ = ["LAYOUT", "TOKEN_MAP"]

@@ -19,7 +19,7 @@ FasterDecoding/Medusa medusa/model/medusa_model.py, TensorRT-LLM's load_medusa_h
 from __future__ import annotations
 
 from drafttrain.drafter.medusa import Medusa
-from drafttrain.layouts.layout import Layout
+from drafttrain.layouts.layout import Layout, settings_of
 from drafttrain.layouts.medusa.checking import check, default_engine, recognises
 from drafttrain.layouts.medusa.facts import FILE, READINGS
 from drafttrain.layouts.medusa.reading import read
@@ -36,6 +36,7 @@ LAYOUT = Layout(
     drafters=(Medusa,),
     write=write,
     read=read,
+    shape=settings_of("heads", "blocks", "own_head"),
     speculators=("medusa",),
 )
 __all__ = ["FILE", "LAYOUT"]
