@@ -157,7 +157,7 @@ def _check_kind(inspection: Inspection[Reads], spark: bool, native: bool) -> Non
             "is",
         )
     if reads.counts_target and type(config.get("num_target_layers")) is not int:
-        inspection.add("config-key-missing", "num_target_layers is not given, which SGLang needs")
+        inspection.missing("num_target_layers")
 
 
 def _check_mask(
@@ -253,11 +253,12 @@ def _markov(
                 f"{', '.join(reads.markov)}; serve with SGLang",
             )
     elif "markov_head_type" not in config:
-        inspection.add("config-key-missing", "markov_head_type is not given, which SGLang needs")
+        inspection.missing("markov_head_type")
     if reads.second_runner:
         inspection.add(
             "runner",
-            "vLLM serves DSpark only by its second model runner, which needs Triton",
+            f"{inspection.engine.title} serves DSpark only by its second model runner, which needs "
+            "Triton",
             fatal=False,
         )
     if any(name.startswith(("markov_w1", "markov_w2", "confidence_proj")) for name in held):

@@ -122,7 +122,8 @@ def check(inspection: Inspection[Reads], *, complete: bool = False) -> None:
     if inspection.reads.needs_draft_size and "draft_vocab_size" not in config:
         inspection.add(
             "draft-vocab-missing",
-            "draft_vocab_size is not given, which SGLang needs; write it, whatever it is",
+            f"draft_vocab_size is not given, which {inspection.engine.title} needs; write it, "
+            "whatever it is",
         )
     width = (
         inspection.integer(config, "target_hidden_size", sizes.width)
@@ -256,10 +257,11 @@ def _check_flags(inspection: Inspection[Reads]) -> None:
         inspection.add(
             "target-hidden-size-null", "target_hidden_size is null: vLLM fails at it; leave it out"
         )
+    title = inspection.engine.title
     for key in inspection.reads.passed_over:
         if config.get(key):
             inspection.add(
-                "flag-not-read", f"{key} is true, which SGLang does not read; serve with vLLM"
+                "flag-not-read", f"{key} is true, which {title} does not read; serve with vLLM"
             )
     if not inspection.reads.query_norms and (
         "Qwen3" in str(config.get("architectures"))
@@ -267,7 +269,7 @@ def _check_flags(inspection: Inspection[Reads]) -> None:
     ):
         inspection.add(
             "flag-not-read",
-            "queries and keys have norms, which SGLang's EAGLE-3 does not; serve with vLLM",
+            f"queries and keys have norms, which {title}'s EAGLE-3 does not; serve with vLLM",
         )
 
 
@@ -277,8 +279,8 @@ def _check_head(inspection: Inspection[Reads], draft_size: int, vocab_size: int)
     if inspection.reads.needs_draft_size and inspection.config.get("draft_vocab_size") is not None:
         inspection.add(
             "head-missing",
-            "lm_head.weight is not there while draft_vocab_size is given: SGLang's head stays "
-            "random",
+            "lm_head.weight is not there while draft_vocab_size is given: "
+            f"{inspection.engine.title}'s head stays random",
         )
     elif draft_size != vocab_size:
         inspection.add(
@@ -303,7 +305,8 @@ def _check_parallel(inspection: Inspection[Reads], size: int, vocab_size: int) -
     if not inspection.reads.parallel:
         inspection.add(
             "parallel-drafting",
-            "mask_hidden is there, and SGLang has no parallel drafting; serve with vLLM",
+            f"mask_hidden is there, and {inspection.engine.title} has no parallel drafting; serve "
+            "with vLLM",
         )
     if math.prod(entry.shape) != size:
         inspection.add("tensor-shape", f"mask_hidden is {list(entry.shape)}, needs {size} elements")

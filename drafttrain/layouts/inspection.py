@@ -75,6 +75,9 @@ class Inspection(Generic[R_co]):
             )
         return None
 
+    def missing(self, key: str) -> None:
+        self.add("config-key-missing", f"{key} is not given, which {self.engine.title} needs")
+
     def common_values(self, config: Mapping[str, Any]) -> None:
         """Keys that every engine reads for itself or by transformers, where they are given."""
         if "model_type" in config and not isinstance(config["model_type"], str):

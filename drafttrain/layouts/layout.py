@@ -1,6 +1,12 @@
 """What a layout's file holds: how it is recognised, checked, written and read, and by whom.
 
-A file of this folder with a `Layout` named LAYOUT in it is found by being here.
+A file of this folder (or a folder, where it is long) with a `Layout` named LAYOUT in it is found
+by being here. It says what it was read from. An engine decides by names and numbers in these files,
+and most of what is wrong there goes unnoticed until hardly a draft is accepted; so everything
+written is read again and checked as if it came from elsewhere.
+
+A layout in which nothing is written yet has `check` only. When a drafter comes that it holds, its
+file gets `drafters`, `write` and `read`, and no other file changes.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class Result:
 # --- counting -------------------------------------------------------------------------------------
 
 
-def speaking_all(drafter: Drafter) -> Drafter:
+def over_full_vocabulary(drafter: Drafter) -> Drafter:
     """A drafter in float32 that drafts from the full vocabulary, as engines do with its export."""
     if getattr(drafter, "draft_ids", None) is not None:
         full = type(drafter)(drafter.target, **{**drafter.settings(), "draft_ids": None})
@@ -362,7 +362,7 @@ def on_vllm(environment: Path, job: Job, package: Path, out: Path, tokens: int) 
     depth = drafter.max_depth or tokens
     exported = export_package(package, job.target, VLLM.name, out, tokens=depth)
     served = serve(environment, job, speculative_of(exported.command))
-    ours = as_vllm(job, speaking_all(drafter), depth)
+    ours = as_vllm(job, over_full_vocabulary(drafter), depth)
     return vllm_result(
         type(drafter).__name__, job, served, ours, set(open_directory(out, "exported").tensors)
     )
@@ -452,7 +452,7 @@ def on_transformers(job: Job, package: Path, out: Path, tokens: int) -> Result:
     )
     texts, theirs = assisted(job, assistant.eval(), tokens)
     drafter = load_drafter(package, job.target)
-    ours = as_transformers(job, speaking_all(drafter), tokens)
+    ours = as_transformers(job, over_full_vocabulary(drafter), tokens)
     unread = tuple(sorted({*report["unexpected_keys"], *report["missing_keys"]}))
     engine = f"transformers {transformers.__version__}"
     name = type(drafter).__name__

@@ -119,7 +119,7 @@ def test_transformers_assistants_that_differ_are_noticed(job: Job, tmp_path: Pat
     with torch.no_grad():
         assistant.model.norm.weight *= torch.linspace(-1, 1, 64)
     texts, theirs = proof.assisted(job, assistant, DEPTH)
-    ours = proof.as_transformers(job, proof.speaking_all(drafter), DEPTH)
+    ours = proof.as_transformers(job, proof.over_full_vocabulary(drafter), DEPTH)
     assert job.same(texts) == len(PROMPTS) and theirs.accepted != ours.accepted
 
 
@@ -127,10 +127,10 @@ IDS = list(range(1, 201, 2))
 
 
 @pytest.mark.parametrize("kind", [Eagle1, Medusa, Ssm])
-def test_engines_draft_from_the_whole_vocabulary(kind: type[Drafter], job: Job) -> None:
+def test_engines_draft_from_the_full_vocabulary(kind: type[Drafter], job: Job) -> None:
     more: dict[str, Any] = {"layers": [0]} if kind is Ssm else {}
     drafter = shaken(kind(job.target, draft_ids=IDS, **more))
-    found = proof.speaking_all(drafter)
+    found = proof.over_full_vocabulary(drafter)
     assert (drafter.choices, found.choices) == (100, 320)
     kept = {name: tensor for name, tensor in drafter.state_dict().items() if name != "draft_ids"}
     theirs = found.state_dict()
@@ -138,4 +138,4 @@ def test_engines_draft_from_the_whole_vocabulary(kind: type[Drafter], job: Job) 
         torch.equal(theirs[name], kept[name]) for name in kept
     )
     output = shaken(kind(job.target, **more))
-    assert proof.speaking_all(output).choices == 320
+    assert proof.over_full_vocabulary(output).choices == 320

@@ -65,7 +65,7 @@ def test_a_head_that_reads_the_halves_of_its_input_in_the_wrong_order_is_noticed
     swap(out)
     served = proof.serve(vllm, job, proof.speculative_of(exported.command))
     ours = proof.as_vllm(
-        job, proof.speaking_all(load_drafter(packages["Eagle1"], job.target)), TOKENS
+        job, proof.over_full_vocabulary(load_drafter(packages["Eagle1"], job.target)), TOKENS
     )
     found = proof.vllm_result("Eagle1", job, served, ours, set(open_directory(out, "head").tensors))
     assert found.same == found.prompts and found.unread == () and not found.holds

@@ -127,20 +127,20 @@ def _check_biases(inspection: Inspection[Reads]) -> None:
         zero = not bool(inspection.head.read("fc.bias").any())
         inspection.add(
             "fc-bias-dropped",
-            "fc.bias is there and vLLM drops it"
+            f"fc.bias is there and {engine.title} drops it"
             + (", which changes nothing: it is zero" if zero else ": drafts are others"),
             fatal=not zero,
         )
     if reads.fc_bias is FcBias.NEEDED and not has:
         inspection.add(
             "fc-bias-missing",
-            "fc.bias is not there: SGLang leaves it at random values; write zeros",
+            f"fc.bias is not there: {engine.title} leaves it at random values; write zeros",
         )
     if reads.fc_bias is FcBias.DECLARED and has != bool(config.get("bias", True)):
         inspection.add(
             "fc-bias-undeclared",
             f"bias is {config.get('bias', 'not given, which means true')}, fc.bias is "
-            f"{'there' if has else 'not there'}: EAGLE's loader fails or leaves it random",
+            f"{'there' if has else 'not there'}: {engine.title} fails or leaves it random",
         )
     in_attention = any(name in held for name in _QKV_BIASES)
     if reads.attention_bias and config.get("bias") and not in_attention:
@@ -198,6 +198,7 @@ def _check_token_map(inspection: Inspection[Reads], vocab_size: int) -> None:
         own = "none" if package.draft_ids is None else len(package.draft_ids)
         inspection.add(
             "token-map-differs",
-            f"{TOKEN_MAP} has {len(ids)} ids, which are not those of {origin.FILE} ({own}): SGLang "
-            "drafts from others than were learned; export the package again",
+            f"{TOKEN_MAP} has {len(ids)} ids, which are not those of {origin.FILE} ({own}): "
+            f"{inspection.engine.title} drafts from others than were learned; export the package "
+            "again",
         )

@@ -64,8 +64,8 @@ def _notes(source: Source[Reads], ids: Tensor | None) -> tuple[str, ...]:
     notes += source.reads.notes
     if ids is not None:
         notes.append(
-            "SGLang reads the draft vocabulary from a pickle, which is not written here. Make it "
-            'in the directory once: python -c "import json, torch; '
+            f"{engine.title} reads the draft vocabulary from a pickle, which is not written here. "
+            'Make it in the directory once: python -c "import json, torch; '
             f"torch.save(json.load(open('{TOKEN_MAP}')), '{MADE_MAP}')\""
         )
     return tuple(notes)

@@ -95,11 +95,13 @@ def _check_keys(inspection: Inspection[Reads]) -> None:
     if taken:
         inspection.add(
             "medusa-renamed-keys",
-            f"{some(taken)} in a Medusa config: vLLM takes any key with num and heads, or num and "
-            "layers, for the heads' own",
+            f"{some(taken)} in a Medusa config: {inspection.engine.title} takes any key with num "
+            "and heads, or num and layers, for the heads' own",
         )
     if "hidden_size" not in config:
-        inspection.add("medusa-hidden-size", "hidden_size is not given: vLLM takes 4096")
+        inspection.add(
+            "medusa-hidden-size", f"hidden_size is not given: {inspection.engine.title} takes 4096"
+        )
 
 
 def _counts(inspection: Inspection[Reads]) -> tuple[int | None, int | None]:
@@ -152,7 +154,8 @@ def _shapes(
         ):
             inspection.add(
                 "token-map-missing",
-                f"drafts from {rows} of {vocab_size} tokens, but has no token_map: vLLM stops",
+                f"drafts from {rows} of {vocab_size} tokens, but has no token_map: "
+                f"{inspection.engine.title} stops",
             )
     expected: Shapes = {}
     optional: Shapes = {"token_map": held["token_map"].shape} if "token_map" in held else {}
@@ -192,7 +195,8 @@ def _check_biases(inspection: Inspection[Reads], names: dict[str, str]) -> None:
     if kept:
         inspection.add(
             "medusa-biases-dropped",
-            f"{some(kept)}: vLLM drops biases unless medusa_fc_bias is true; write it",
+            f"{some(kept)}: {inspection.engine.title} drops biases unless medusa_fc_bias is true; "
+            "write it",
         )
 
 
@@ -208,8 +212,8 @@ def _check_token_map(inspection: Inspection[Reads], vocab_size: int | None) -> N
     if len(ids) != size:
         inspection.add(
             "token-map-not-read",
-            f"token_map has {len(ids)} ids, truncated_vocab_size is {str(size)[:40]}: vLLM reads "
-            "the map only with that number",
+            f"token_map has {len(ids)} ids, truncated_vocab_size is {str(size)[:40]}: "
+            f"{inspection.engine.title} reads the map only with that number",
         )
     elif len(ids) < vocab_size:
         inspection.add(
@@ -233,7 +237,7 @@ def _check_shared(
             ):
                 inspection.add(
                     "medusa-shared-blocks",
-                    f"head {j} has {layers} different blocks: FasterDecoding's code repeats one, "
-                    "the last read",
+                    f"head {j} has {layers} different blocks: {inspection.engine.title} repeats "
+                    "one, the last read",
                 )
                 return
