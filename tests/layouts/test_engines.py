@@ -20,10 +20,12 @@ from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
 from drafttrain.export import check_pair, export_package
 from drafttrain.layouts import engines, pairs
+from drafttrain.layouts.directory import open_directory
 from drafttrain.layouts.engines import Engine, Like
 from drafttrain.layouts.layout import known
 from drafttrain.target import load
 from drafttrain.target.model import Target
+from tests.layouts.foreign import ROPE, H, V
 from tests.layouts.made import drafts, names, put, read_back, same, stirred
 from tests.messages import said
 from tests.packaging.made import packed
@@ -205,3 +207,69 @@ def test_a_new_layout_is_one_file(
     assert names(out) == {"tensor-unknown": True}
     with pytest.raises(InputError, match=r"^to=sglang: HydraHeads .*to=vllm$"):
         check_pair(tmp_path / "package", "sglang")
+
+
+SPECULATORS_LAYOUT = '''"""A drafter for the library speculators: a directory of type eagle3."""
+
+import json
+import tempfile
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from drafttrain.drafter.hydra_heads import HydraHeads
+from drafttrain.layouts import engines
+from drafttrain.layouts.engines import Reading
+from drafttrain.layouts.layout import Layout
+from drafttrain.layouts.writing import Exported
+from tests.layouts.foreign import make_speculators
+
+
+def write(source):
+    with tempfile.TemporaryDirectory() as place:
+        path = make_speculators(Path(place) / "made", "eagle3")
+        config = json.loads((path / "config.json").read_text())
+        tensors = load_file(path / "model.safetensors")
+    tensors["embed_tokens.weight"] = source.target.embedding.weight.detach().clone()
+    return Exported(config, tensors, source.command())
+
+
+LAYOUT = Layout(
+    name="other",
+    what="other heads",
+    turn=6,
+    readings={engines.SPECULATORS: Reading()},
+    recognises=lambda head: False,
+    check=lambda inspection: None,
+    drafters=(HydraHeads,),
+    write=write,
+    read=lambda head, target, known: HydraHeads(target),
+    speculators=("eagle3",),
+)
+'''
+
+
+def test_a_directory_of_the_library_speculators_can_be_written_by_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is offered once a layout writes it, checked as vLLM reads it, and taken over by type."""
+    sizes: dict[str, Any] = {"vocab_size": V, "width": H, "layers": 8}
+    target = load.tiny(
+        rope_parameters=ROPE["rope_parameters"], max_position_embeddings=128, **sizes
+    )
+    packed(tmp_path / "package", HydraHeads(target), target)
+    packed(tmp_path / "turned", HydraHeads(load.tiny(**sizes)), load.tiny(**sizes))
+    (tmp_path / "layouts").mkdir()
+    (tmp_path / "layouts/other_of_a_test.py").write_text(SPECULATORS_LAYOUT)
+    monkeypatch.setattr(layouts, "__path__", [*layouts.__path__, str(tmp_path / "layouts")])
+    assert "speculators" in pairs.targets()
+    with pytest.raises(InputError, match=r"\[rope-differs-from-target\]"):
+        export_package(tmp_path / "turned", load.tiny(**sizes), "speculators", tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+    found = export_package(tmp_path / "package", target, "speculators", out := tmp_path / "out")
+    assert found.command == f"vllm serve {out}"
+    assert names(out) == {} == names(out, "vllm")
+    head = open_directory(out, "head")
+    assert pairs.reader_of(head)[0] is HydraHeads
+    (out / "drafttrain.json").unlink()
+    assert names(out) == {}
