@@ -10,6 +10,7 @@ config.json and safetensors are read, and nothing of the directory is run.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -17,11 +18,10 @@ from omegaconf import DictConfig
 from drafttrain.checks import path_of
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
-from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
 from drafttrain.layouts.directory import Directory, how_to_convert, open_directory
 from drafttrain.layouts.origin import Origin, read_origin, refuse_other_target
-from drafttrain.layouts.pairs import reader_of
+from drafttrain.layouts.pairs import holding, reader_of
 from drafttrain.layouts.writing import check_out
 from drafttrain.packaging.writing import save_package
 from drafttrain.runs import provenance
@@ -34,9 +34,9 @@ from drafttrain.wiring.doors import door
 @door("adopt", text=("head", "out"))
 def main(cfg: DictConfig) -> None:
     head = read_head(cfg)
-    told = read_origin(head)
+    origin = read_origin(head)
     target: Target = build(cfg.target, work="decode")
-    drafter = read_drafter(head, target, told)
+    drafter = read_drafter(head, target, origin)
     folder = save_package(
         cfg.out,
         drafter=drafter,
@@ -44,7 +44,7 @@ def main(cfg: DictConfig) -> None:
         plan=Plan(Tree.chain(min(cfg.chain, drafter.max_depth or cfg.chain))),
         metrics={"settings": {}, "rows": []},
         provenance={"adopted": True, **provenance(cfg)},
-        trained_length=cfg.trained_length or (told.trained_length if told else None),
+        trained_length=cfg.trained_length or (origin.trained_length if origin else None),
         dtype=dtype_of(head),
         say=say,
     )
@@ -65,7 +65,7 @@ def check_settings(cfg: DictConfig) -> None:
         if not (value is None and key == "trained_length") and (
             type(value) is not int or not 1 <= value <= most
         ):
-            raise InputError(f"{key}={str(value)[:40]}: needs a whole number from 1 to {most}")
+            raise InputError(f"{key}={str(value)[:40]}: needs an integer from 1 to {most}")
 
 
 def read_head(cfg: DictConfig) -> Directory:
@@ -89,18 +89,18 @@ def refuse_pickles(head: Directory) -> None:
     raise InputError(f"head={head.path} holds no safetensors file")
 
 
-def read_drafter(head: Directory, target: Target, told: Origin | None) -> Drafter:
-    """The drafter, with the settings that an export of drafttrain's tells; the random state stays
+def read_drafter(head: Directory, target: Target, origin: Origin | None) -> Drafter:
+    """The drafter, with the settings that an export of drafttrain's has; the random state stays
     as it was.
 
     Args:
-        told: by `read_origin`.
+        origin: by `read_origin`.
     Raises: InputError if it is another target's, or no drafter of drafttrain's.
     """
     kind, read = reader_of(head)
-    if told is not None:
-        refuse_other_target(told, target, head)
-    known = told.settings(kind, head) if told else {}
+    if origin is not None:
+        refuse_other_target(origin, target, head)
+    known = origin.settings(kind, head) if origin else {}
     devices = [target.device] if target.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         return read(head, target, known)
@@ -115,18 +115,19 @@ def dtype_of(head: Directory) -> str:
 
 
 def fit_words(drafter: Drafter, head: Directory) -> str:
-    """What `fit` must be told to build the same drafter."""
+    """The settings with which `fit` builds the same drafter."""
     own = 0 if drafter.choices == drafter.target.vocab_size else drafter.choices
     words = [f"drafter={type(drafter).__module__.rpartition('.')[2]}", f"draft_vocab={own}"]
-    if isinstance(drafter, Ssm):
-        return " ".join([*words, "drafter.layers=null", f"drafter.path={head.path}"])
-    told = {
-        name: value
-        for name, value in drafter.settings().items()
-        if name in ("bias", "heads", "blocks", "own_head")
-    }
-    return " ".join(
-        [*words, *(f"drafter.{name}={str(value).lower()}" for name, value in told.items())]
+    for layout in holding(type(drafter)):
+        shape = layout.shape(drafter, head)
+        words += [f"drafter.{name}={_word(value)}" for name, value in shape.items()]
+    return " ".join(words)
+
+
+def _word(value: Any) -> str:
+    """A setting's value as the command line takes it."""
+    return (
+        str(value).lower() if isinstance(value, bool) else "null" if value is None else f"{value}"
     )
 
 

@@ -1,12 +1,12 @@
 """Write a package as an inference engine loads it, or check a directory that an engine is to load.
 
 With package=<folder> to=<engine> out=<folder> the drafter is written in that engine's layout,
-checked as if it came from elsewhere, and put in its place whole; the command that starts the engine
-with it is printed. What no engine runs is refused, with what would.
+checked as if it came from elsewhere, and put in its place complete; the command that starts the
+engine with it is printed. What no engine runs is refused, with what would.
 
 With check=<directory> nothing is written: config.json and the tensors of any head are looked at
-with an engine's eyes, offline, and each fault is told by its name. Nothing of the directory is run.
-The exit code is 1 if it would not work.
+with an engine's eyes, offline, and each fault is printed by its name. Nothing of the directory is
+run. The exit code is 1 if it would not work.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
 from drafttrain.checks import path_of
 from drafttrain.errors import InputError
-from drafttrain.layouts import checking, origin, pairs
+from drafttrain.layouts import checking, engines, origin, pairs
 from drafttrain.layouts.directory import Directory
 from drafttrain.layouts.finding import Finding
-from drafttrain.layouts.inspection import ENGINES
-from drafttrain.layouts.pairs import Writer
+from drafttrain.layouts.pairs import Pair
 from drafttrain.layouts.writing import CARD, VOCABULARIES, Exported, Source, check_out, filled, put
 from drafttrain.packaging.decoding import read_plan
 from drafttrain.packaging.manifest import CONFIG, DECODING, class_of, read_config
@@ -68,7 +68,7 @@ def main(cfg: DictConfig) -> None:
         say(note)
     say(
         f"{out}: {sum(path.stat().st_size for path in out.rglob('*') if path.is_file()) / 1e6:.2f} "
-        f"MB, checked"
+        "MB, checked"
     )
     print(exported.command)
 
@@ -87,8 +87,9 @@ def check_settings(cfg: DictConfig) -> None:
             raise InputError(
                 "check looks at a directory and writes nothing: leave package and out away"
             )
-        if cfg.to is not None and cfg.to not in ENGINES:
-            raise InputError(f"to={cfg.to}: give one of {', '.join(ENGINES)}, or leave it out")
+        readers = engines.names(engines.readers())
+        if cfg.to is not None and cfg.to not in readers:
+            raise InputError(f"to={cfg.to}: give one of {', '.join(readers)}, or leave it out")
         return
     if cfg.against is not None:
         raise InputError(
@@ -103,10 +104,10 @@ def check_settings(cfg: DictConfig) -> None:
         if not str(cfg[key] or "").strip():
             raise InputError(
                 f"needs {key}=<{what}>: python -m drafttrain.export package=... to=... out=..., or "
-                f"check=<directory>"
+                "check=<directory>"
             )
-    if cfg.to not in pairs.TARGETS:
-        raise InputError(f"to={cfg.to}: give one of {', '.join(pairs.TARGETS)}")
+    if engines.named(cfg.to) is None:
+        raise InputError(f"to={cfg.to}: give one of {', '.join(pairs.targets())}")
     if cfg.dtype not in DTYPES:
         raise InputError(f"dtype={cfg.dtype}: give one of {', '.join(DTYPES)}")
     if cfg.vocabulary not in VOCABULARIES:
@@ -115,12 +116,12 @@ def check_settings(cfg: DictConfig) -> None:
         type(cfg.tokens) is not int or not 1 <= cfg.tokens <= MOST_NODES
     ):
         raise InputError(
-            f"tokens={str(cfg.tokens)[:40]}: needs a whole number from 1 to {MOST_NODES}, or null, "
-            f"the tree's depth"
+            f"tokens={str(cfg.tokens)[:40]}: needs an integer from 1 to {MOST_NODES}, or null, the "
+            "tree's depth"
         )
 
 
-def check_pair(package: Path, engine: str) -> Writer:
+def check_pair(package: Path, engine: str) -> Pair:
     """What writes this package for that engine.
 
     Raises: InputError for no package, for a pair that no engine serves, and for a package that was
@@ -128,17 +129,16 @@ def check_pair(package: Path, engine: str) -> Writer:
         not guess.
     """
     config = read_config(package)
-    write = pairs.writer_of(
+    pair = pairs.pair_of(
         class_of(config["drafter"]["_target_"], str(package / CONFIG)), engine, config["drafter"]
     )
     if "adapter" in config:
         raise InputError(
             f"{package} was trained jointly with its target, which engines do not have: its "
-            f"drafter guesses for the tuned one. "
-            "It decodes by drafttrain.load, or in transformers by custom_generate; engines serve "
-            "heads of a frozen target"
+            "drafter guesses for the tuned one. It decodes by drafttrain.load, or in transformers "
+            "by custom_generate; engines serve heads of a frozen target"
         )
-    return write
+    return pair
 
 
 # --- the export -----------------------------------------------------------------------------------
@@ -162,13 +162,16 @@ def export_package(
     Raises: InputError, see `check_pair`, `check_out` and the layout's `write`; `out` is then as it
     was.
     """
-    write, out, config = check_pair(package, engine), check_out(out), read_config(package)
+    pair, out, config = check_pair(package, engine), check_out(out), read_config(package)
     target = target_for(package, target)
     drafter = load_drafter(package, target)
     kept = getattr(torch, config["shape"]["dtype"] if dtype == "package" else dtype)
     drafted = tokens_of(tokens, read_plan(package / DECODING, drafter).tree, drafter.max_depth)
-    source = Source(drafter, target, engine, kept, vocabulary, drafted)
-    exported = write(source)
+    readings = pair.readings
+    source = Source(
+        drafter, target, pair.engine, readings[pair.engine], readings, kept, vocabulary, drafted
+    )
+    exported = pair.write(source)
     name = public(config["target"]["name"])
     texts = {
         origin.FILE: origin.written(source, config, vocabulary != "whole"),
@@ -186,10 +189,12 @@ def tokens_of(given: int | None, tree: Growth, deepest: int | None) -> int:
     return wanted if deepest is None else min(wanted, deepest)
 
 
-def checked(head: Directory, source: Source) -> list[Finding]:
-    """What is found in what was written, read anew and compared with the live target's config."""
+def checked(head: Directory, source: Source[Any]) -> list[Finding]:
+    """What is found in what was written, read again and compared with the live target's config."""
     config = json.loads(source.target.config.to_json_string(use_diff=False))
-    return checking.check_directory(head, source.engine, Directory(head.path, config, {}, ()))
+    return checking.check_directory(
+        head, source.engine.reader.name, Directory(head.path, config, {}, ())
+    )
 
 
 def card(kind: str, target: str, exported: Exported, engine: str) -> str:

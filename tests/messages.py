@@ -176,7 +176,23 @@ FITTING: dict[str, str] = {}
 
 WIRING: dict[str, str] = {}
 
-LAYOUTS: dict[str, str] = {}
+LAYOUTS: dict[str, str] = {
+    "engine-failed": "(?s)exit code 1.*no such head",
+    "engine-silent": "within 1 s",
+    "no-environment": r"environment for vllm in .*setup\.sh",
+    "place-taken": "exists: give a new",
+    "no-folder": "does not exist",
+    "no-engine": "is not exported",
+    "another-target": "belongs to another target",
+    "block-not-run": "runs.*custom_generate",
+    "not-finite": "NaN or infinite values",
+    "not-taken-over": "are taken over",
+    "no-head": "is no head that is known here",
+    "heads-missing": "2 of 3 heads",
+    "ids-twice": "each of its ids once",
+    "two-vocabularies": "384 .* 320: engines know one vocabulary size",
+    "ids-ascend": "ascend within",
+}
 
 PACKAGING: dict[str, str] = {
     "another_target": r"belongs to another target",
@@ -259,6 +275,14 @@ DOORS: dict[str, str] = {
     "system_without_chat": "system has no place",
     "too_long": "context holds 512",
     "unknown_tree": "'octopus' is not known",
+    "adopt-another-class": "the directory holds Eagle1|is not a drafter of drafttrain",
+    "export-tuned-target": "trained jointly with its target",
+    "damage-unreadable": "cannot be read",
+    "damage-key-twice": "twice",
+    "damage-no-number": "is not a number",
+    "damage-no-mapping": "needs a mapping",
+    "damage-too-large": "bytes: not an engine's config",
+    "damage-draft-ids": "draft_ids needs a list",
 }
 """Of synthesize, capture, evaluate, generate, tune, report, export, adopt themselves."""
 

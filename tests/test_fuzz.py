@@ -60,8 +60,8 @@ from drafttrain.training.checkpoint import check_complete, read_checkpoint, writ
 from drafttrain.training.resume import refuse_other_run
 from drafttrain.tree.files import read_tree, table
 from tests.helpers import ALTERNATING, CHATML, tiny_tokenizer
+from tests.layouts.foreign import MAKERS, make_target
 from tests.layouts.made import read_back
-from tests.layouts.test_foreign import MAKERS, make_target
 from tests.mutations import (
     Mutation,
     archive_of,

@@ -1,7 +1,2 @@
-"""Directories that inference engines load: one file a layout, in which writing, checking and
-reading stand beside each other.
-
-Each layout's file says what it was read from. An engine decides by names and numbers in these
-files, and most of what is wrong there goes unnoticed until hardly a draft is accepted; so
-everything written is checked before it is put in its place.
-"""
+"""Directories that inference engines load: one file a layout (`layout.py` says what is in it),
+one record an engine (`engines.py`), and every export is checked before it is put in its place."""

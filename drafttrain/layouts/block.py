@@ -25,7 +25,7 @@ class Sizes:
     head_dim: int
 
 
-def sizes_of(config: Mapping[str, Any], inspection: Inspection) -> Sizes | None:
+def sizes_of(config: Mapping[str, Any], inspection: Inspection[Any]) -> Sizes | None:
     """By config.json; None, with faults, where it does not say."""
     width, mlp = (
         inspection.integer(config, "hidden_size"),
@@ -54,7 +54,7 @@ def block_shapes(
     qkv_bias: bool = False,
     o_bias: bool = False,
 ) -> Shapes:
-    """Names and shapes of a block's tensors without the norms before and behind its attention.
+    """Names and shapes of a block's tensors without the norms before and after its attention.
 
     Args:
         prefix: with its dot; reads: width of what queries, keys and values are made of, the block's
@@ -87,8 +87,8 @@ def block_config(target: Target) -> dict[str, Any]:
     rows = target.embedding.weight.shape[0]
     if rows != target.vocab_size:
         raise InputError(
-            f"target {target.name} embeds {rows} tokens and speaks {target.vocab_size}: engines "
-            f"know one vocabulary size"
+            f"target {target.name} embeds {rows} tokens and proposes {target.vocab_size}: engines "
+            "know one vocabulary size"
         )
     heads = config.num_attention_heads
     found: dict[str, Any] = {

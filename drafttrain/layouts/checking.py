@@ -4,54 +4,49 @@ it."""
 from __future__ import annotations
 
 import os
-from types import ModuleType
+from typing import Any
 
 from drafttrain.errors import InputError
-from drafttrain.layouts import (
-    dflash,
-    eagle1,
-    eagle3,
-    language_model,
-    medusa,
-    mtp,
-    origin,
-    speculators,
-)
+from drafttrain.layouts import engines, origin
 from drafttrain.layouts.directory import Directory, open_directory
+from drafttrain.layouts.engines import Engine
 from drafttrain.layouts.finding import Finding
-from drafttrain.layouts.inspection import Inspection
-
-KINDS: tuple[ModuleType, ...] = (speculators, medusa, dflash, eagle3, eagle1, mtp, language_model)
-"""The first that recognises a directory has it."""
+from drafttrain.layouts.inspection import Inspection, file_faults
+from drafttrain.layouts.layout import Layout, known
 
 
-def layout_of(head: Directory) -> ModuleType:
+def layout_of(head: Directory) -> Layout[Any]:
     """Raises: InputError for a directory that is no head's."""
-    for layout in KINDS:
+    for layout in known():
         if layout.recognises(head):
             return layout
     raise InputError(
         f"{head.path} is no head that is known here: neither its config.json (architectures, "
-        f"model_type) nor the names of its "
-        "tensors are those of EAGLE, Medusa, DFlash, DSpark, MTP, or a draft model"
+        "model_type) nor the names of its tensors are those of EAGLE, Medusa, DFlash, DSpark, "
+        "MTP, or a draft model"
     )
 
 
-def engine_of(head: Directory, layout: ModuleType, engine: str | None) -> str:
+def engine_of(head: Directory, layout: Layout[Any], name: str | None) -> Engine:
     """The engine with whose eyes a directory is looked at: the one given, the one that it was
-    exported for, or the likeliest.
+    exported for, or the most likely one.
 
     Raises: InputError for one that does not load such a layout.
     """
-    if engine is None:
-        told = origin.read_origin(head)
-        found: str = layout.default_engine(head) if told is None else told.engine
-        return found if found in layout.ENGINES else layout.ENGINES[0]
-    if engine not in layout.ENGINES:
+    loading = layout.engines()
+    if name is None:
+        made_for = origin.read_origin(head)
+        found = layout.default_engine(head) if made_for is None else made_for.engine.reader
+    else:
+        found = engines.named(name)
+    if found is not None and found in loading:
+        return found
+    if name is not None:
         raise InputError(
-            f"to={engine}: {head.path} is loaded by {' and '.join(layout.ENGINES)}, not by {engine}"
+            f"to={name}: {head.path} is loaded by {' and '.join(engines.names(loading))}, not by "
+            f"{name}"
         )
-    return engine
+    return next(iter(loading))
 
 
 def check_directory(
@@ -64,12 +59,11 @@ def check_directory(
         target: the target's directory, to compare with.
     Raises: InputError for a directory that is no head's, and for an engine that loads no such head.
     """
-    if not head.tensors:  # Without names little can be told.
-        nothing = Inspection(head, engine or "")
-        nothing.files()
-        return nothing.findings
+    if not head.tensors:  # Without names little can be checked.
+        return file_faults(head)
     layout = layout_of(head)
-    inspection = Inspection(head, engine_of(head, layout, engine), target)
+    eyes = engine_of(head, layout, engine)
+    inspection = Inspection(head, eyes, layout.engines()[eyes], target)
     layout.check(inspection)
     return list(dict.fromkeys(inspection.findings))
 

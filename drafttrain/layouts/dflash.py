@@ -1,13 +1,15 @@
 """DFlash and DSpark as vLLM, SGLang and transformers read them: a block of places drafted at once.
 
-`target_layer_ids` numbers the residual stream behind block i as i. Layers of the kind
+`target_layer_ids` numbers the residual stream after block i as i. Layers of the kind
 sliding_attention are causal by default.
 
-| tensor                          | shape    | |
-| fc.weight                       | (d n·t)  | in transformers' own layout encoder.fc |
-| hidden_norm.weight, norm.weight | (d)      | in transformers' own layout encoder.output_norm_enc for the first |
-| layers.i.                       |          | a Llama block with input and post-attention norms and q_norm, k_norm (e) |
-| lm_head.weight, d2t, t2d        |          | iff the draft vocabulary is reduced; vLLM alone |
+| tensor                           | shape        | |
+| fc.weight                        | (d n·t)      | encoder.fc in transformers' own layout |
+| hidden_norm.weight               | (d)          | encoder.output_norm_enc there |
+| norm.weight                      | (d)          | |
+| layers.i.                        |              | a Llama block with input and post-attention |
+|                                  |              | norms and q_norm, k_norm (e) |
+| lm_head.weight, d2t, t2d         |              | iff the draft vocabulary is reduced; only vLLM |
 | markov_head.markov_w1, markov_w2 | (v r), (w r) | DSpark |
 
 Read from: vLLM 0.32 model_executor/models/{qwen3_dflash,qwen3_dspark}.py, SGLang 0.5.23
@@ -16,16 +18,18 @@ srt/models/{dflash,dspark}.py, transformers 5.24 models/muse_glimmer_assistant.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from drafttrain.layouts import vocabulary
+from drafttrain.layouts import engines, vocabulary
 from drafttrain.layouts.block import Sizes, block_shapes, sizes_of
 from drafttrain.layouts.directory import Directory
+from drafttrain.layouts.engines import Engine, Reading
 from drafttrain.layouts.inspection import Inspection, Shapes
-from drafttrain.layouts.language_model import check_masks
+from drafttrain.layouts.layout import Layout
+from drafttrain.layouts.masks import check_masks
 
-ENGINES = ("vllm", "sglang", "hf")
 NATIVE = "muse_glimmer_assistant"
 """transformers' model type of such a drafter."""
 _NATIVE_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
@@ -33,20 +37,56 @@ _EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight")
 _MOST_LAYERS = 64
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reads(Reading):
+    native_only: bool = False
+    """Does it load only transformers' own layout?"""
+    sparks: tuple[str, ...] = ("Qwen3DSparkModel",)
+    """Its architectures of DSpark."""
+    guesses_vocabulary: bool = False
+    """Does it take another model's vocabulary size where transformers' layout gives none?"""
+    draft_vocabulary: bool = False
+    """Does it read a reduced vocabulary?"""
+    counts_target: bool = False
+    """Does it need num_target_layers?"""
+    markov: tuple[str, ...] | None = None
+    """Kinds of Markov heads that it runs; None: all, by a markov_head_type that must be given."""
+    second_runner: bool = False
+    """Does only its second model runner serve DSpark?"""
+
+
+READINGS = {
+    engines.VLLM: Reads(
+        method="dflash",
+        guesses_vocabulary=True,
+        draft_vocabulary=True,
+        markov=("vanilla",),
+        second_runner=True,
+    ),
+    engines.SGLANG: Reads(
+        method="DFLASH",
+        skips_unknown=True,
+        sparks=("Qwen3DSparkModel", "DSparkDraftModel"),
+        counts_target=True,
+    ),
+    engines.HF: Reads(skips_unknown=True, native_only=True),
+}
+
+
 def recognises(head: Directory) -> bool:
     given = str(head.config.get("architectures")).lower()
     # A parallel draft model may have a dflash_config too, for its mask id.
-    told = "dflash_config" in head.config and "fc.weight" in head.tensors
-    return told or "dflash" in given or "dspark" in given or head.config.get("model_type") == NATIVE
+    said = "dflash_config" in head.config and "fc.weight" in head.tensors
+    return said or "dflash" in given or "dspark" in given or head.config.get("model_type") == NATIVE
 
 
-def default_engine(head: Directory) -> str:
-    return "hf" if head.config.get("model_type") == NATIVE else "vllm"
+def default_engine(head: Directory) -> Engine | None:
+    return engines.HF if head.config.get("model_type") == NATIVE else None
 
 
-def check(inspection: Inspection, *, spark: bool | None = None) -> None:
+def check(inspection: Inspection[Reads], *, spark: bool | None = None) -> None:
     """Args: spark: is it DSpark? None asks the directory."""
-    config, held, engine = inspection.config, inspection.head.tensors, inspection.engine
+    config, held, reads = inspection.config, inspection.head.tensors, inspection.reads
     spark = "dspark" in str(config.get("architectures")).lower() if spark is None else spark
     native = config.get("model_type") == NATIVE
     inspection.files()
@@ -58,7 +98,7 @@ def check(inspection: Inspection, *, spark: bool | None = None) -> None:
         inspection.add(
             "config-key-missing",
             "vocab_size is not given: vLLM takes another model's",
-            fatal=engine == "vllm",
+            fatal=reads.guesses_vocabulary,
         )
     else:
         inspection.against_target(config, width=config.get("target_hidden_size") is None)
@@ -75,15 +115,15 @@ def check(inspection: Inspection, *, spark: bool | None = None) -> None:
     if sizes is None or layers is None or not held or not isinstance(ids, list) or not ids:
         return
     draft_size = vocabulary.draft_size_of(config, inspection, vocab_size)
-    vocabulary.check(inspection, vocab_size, draft_size, read=engine == "vllm")
-    if engine == "vllm" and draft_size != vocab_size and "lm_head.weight" not in held:
+    vocabulary.check(inspection, vocab_size, draft_size, read=reads.draft_vocabulary)
+    if reads.draft_vocabulary and draft_size != vocab_size and "lm_head.weight" not in held:
         inspection.add(
             "head-missing",
             f"drafts from {draft_size} of {vocab_size} tokens, but lm_head.weight is not there",
         )
     width = config.get("target_hidden_size")
-    reads = len(ids) * (width if type(width) is int and width > 0 else sizes.width)
-    expected, optional = _shapes(sizes, min(layers, _MOST_LAYERS), reads)
+    into = len(ids) * (width if type(width) is int and width > 0 else sizes.width)
+    expected, optional = _shapes(sizes, min(layers, _MOST_LAYERS), into)
     rows = {"lm_head.weight": draft_size, "embed_tokens.weight": vocab_size}
     optional |= {
         name: (size or held[name].shape[0], sizes.width)
@@ -94,38 +134,35 @@ def check(inspection: Inspection, *, spark: bool | None = None) -> None:
     if spark:
         more, may = _markov(inspection, sizes, vocab_size, draft_size)
         expected, optional = expected | more, optional | may
-    inspection.compare(
-        _as_named(expected, native), _as_named(optional, native), skips_unknown=engine != "vllm"
-    )
+    inspection.compare(_as_named(expected, native), _as_named(optional, native))
     inspection.weights(vocabulary.MAPS)
     inspection.borrowed("embed_tokens.weight", _EMBEDDINGS, "embedding", needed=spark)
 
 
-def _check_kind(inspection: Inspection, spark: bool, native: bool) -> None:
-    engine, config = inspection.engine, inspection.config
-    if engine == "hf":
+def _check_kind(inspection: Inspection[Reads], spark: bool, native: bool) -> None:
+    reads, config = inspection.reads, inspection.config
+    if reads.native_only:
         if not native:
             inspection.add(
-                "architecture", f"transformers loads such a drafter as model_type {NATIVE} alone"
+                "architecture", f"transformers loads such a drafter only as model_type {NATIVE}"
             )
         return
     if native:
         return
-    names = (
-        ("Qwen3DSparkModel", "DSparkDraftModel") if engine == "sglang" else ("Qwen3DSparkModel",)
-    )
-    inspection.architecture(names if spark else ("DFlashDraftModel",))
+    inspection.architecture(reads.sparks if spark else ("DFlashDraftModel",))
     if config.get("model_type") != "qwen3":
         inspection.add(
             "model-type",
             f"model_type is {str(config.get('model_type'))[:40]}: needs qwen3 whatever the target "
-            f"is",
+            "is",
         )
-    if engine == "sglang" and type(config.get("num_target_layers")) is not int:
-        inspection.add("config-key-missing", "num_target_layers is not given, which SGLang needs")
+    if reads.counts_target and type(config.get("num_target_layers")) is not int:
+        inspection.missing("num_target_layers")
 
 
-def _check_mask(inspection: Inspection, inner: dict[str, Any], vocab_size: int | None) -> None:
+def _check_mask(
+    inspection: Inspection[Reads], inner: dict[str, Any], vocab_size: int | None
+) -> None:
     config = inspection.config
     if inner.get("mask_token_id") is None and config.get("mask_token_id") is None:
         inspection.add(
@@ -136,7 +173,7 @@ def _check_mask(inspection: Inspection, inner: dict[str, Any], vocab_size: int |
     check_masks(inspection, vocab_size)
 
 
-def _check_causal(inspection: Inspection, inner: dict[str, Any], layers: int | None) -> None:
+def _check_causal(inspection: Inspection[Reads], inner: dict[str, Any], layers: int | None) -> None:
     config = inspection.config
     kinds = config.get("layer_types")
     said = inner.get("causal") is not None or config.get("is_causal") is not None
@@ -154,12 +191,11 @@ def _check_causal(inspection: Inspection, inner: dict[str, Any], layers: int | N
             inspection.add(
                 "dflash-causal",
                 "layers of sliding_attention are causal by default, which a block drafted at once "
-                "is not: write causal: false in "
-                "dflash_config, or true if it was trained so",
+                "is not: write causal: false in dflash_config, or true if it was trained so",
             )
 
 
-def _check_layers(inspection: Inspection, ids: Any, least: int) -> None:
+def _check_layers(inspection: Inspection[Reads], ids: Any, least: int) -> None:
     if not (isinstance(ids, list) and ids and all(type(i) is int for i in ids)):
         inspection.add(
             "layers-missing",
@@ -169,7 +205,7 @@ def _check_layers(inspection: Inspection, ids: Any, least: int) -> None:
     if any(b <= a for a, b in pairwise(ids)):
         inspection.add(
             "layers-not-ascending",
-            f"{ids}: engines concatenate states in ascending order whatever stands here",
+            f"{ids}: engines concatenate states in ascending order whatever is given here",
         )
     theirs = inspection.target_config
     count = (
@@ -202,26 +238,29 @@ def _shapes(sizes: Sizes, layers: int, reads: int) -> tuple[Shapes, Shapes]:
 
 
 def _markov(
-    inspection: Inspection, sizes: Sizes, vocab_size: int | None, draft_size: int | None
+    inspection: Inspection[Reads], sizes: Sizes, vocab_size: int | None, draft_size: int | None
 ) -> tuple[Shapes, Shapes]:
-    config, held = inspection.config, inspection.head.tensors
+    config, held, reads = inspection.config, inspection.head.tensors, inspection.reads
     rank, kind = (
         inspection.integer(config, "markov_rank"),
         config.get("markov_head_type", "vanilla"),
     )
-    if inspection.engine == "vllm":
-        if kind != "vanilla":
+    if reads.markov is not None:
+        if kind not in reads.markov:
             inspection.add(
                 "flag-not-read",
-                f"markov_head_type is {str(kind)[:40]}, vLLM runs vanilla alone; serve with SGLang",
+                f"markov_head_type is {str(kind)[:40]}, {inspection.engine.title} runs only "
+                f"{', '.join(reads.markov)}; serve with SGLang",
             )
+    elif "markov_head_type" not in config:
+        inspection.missing("markov_head_type")
+    if reads.second_runner:
         inspection.add(
             "runner",
-            "vLLM serves DSpark by its second model runner alone, which needs Triton",
+            f"{inspection.engine.title} serves DSpark only by its second model runner, which needs "
+            "Triton",
             fatal=False,
         )
-    elif "markov_head_type" not in config:
-        inspection.add("config-key-missing", "markov_head_type is not given, which SGLang needs")
     if any(name.startswith(("markov_w1", "markov_w2", "confidence_proj")) for name in held):
         inspection.add(
             "dspark-head-names",
@@ -244,8 +283,8 @@ def _markov(
             f"markov_head.{more[0]}.bias": (more[1][0],),
         }
     if config.get("enable_confidence_head"):
-        reads = h + rank if config.get("confidence_head_with_markov") else h
-        expected |= {"confidence_head.proj.weight": (1, reads), "confidence_head.proj.bias": (1,)}
+        into = h + rank if config.get("confidence_head_with_markov") else h
+        expected |= {"confidence_head.proj.weight": (1, into), "confidence_head.proj.bias": (1,)}
     return expected, {}
 
 
@@ -258,3 +297,14 @@ def _as_named(shapes: Shapes, native: bool) -> Shapes:
                 break
         found[name] = shape
     return found
+
+
+LAYOUT = Layout(
+    name="dflash",
+    what="DFlash and DSpark heads",
+    turn=30,
+    readings=READINGS,
+    recognises=recognises,
+    check=check,
+    default_engine=default_engine,
+)

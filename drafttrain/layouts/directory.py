@@ -47,7 +47,7 @@ class Directory:
     tensors: dict[str, Entry]
     """Of all safetensors files together."""
     pickled: tuple[str, ...]
-    """Names of files beside them that could run code when read."""
+    """Names of files next to them that could run code when read."""
     indexed: dict[str, Any] = field(default_factory=dict)
     """By tensor, what an index of several files has for the name of its file."""
 
@@ -78,13 +78,13 @@ class Directory:
         if not bool(tensor.isfinite().all()):
             raise InputError(
                 f"{self.path}: NaN or infinite values in {some([name])}: it is damaged, get it "
-                f"again"
+                "again"
             )
         return tensor
 
 
 def open_directory(path: str | os.PathLike[str], what: str) -> Directory:
-    """What lies in a directory, without any tensor's values.
+    """What is in a directory, without any tensor's values.
 
     Args:
         what: the setting that names it, for messages.
@@ -94,12 +94,12 @@ def open_directory(path: str | os.PathLike[str], what: str) -> Directory:
     if not folder.is_dir():
         raise InputError(
             f"{what}={path} {'is a file' if folder.exists() else 'does not exist'}: give a "
-            f"directory"
+            "directory"
         )
     if is_package(folder):
         raise InputError(
             f"{what}={path} is a drafttrain package, no engine's directory: export it with "
-            f"package=<folder> to=..."
+            "package=<folder> to=..."
         )
     if not os.path.lexists(folder / CONFIG):
         raise InputError(
@@ -113,8 +113,7 @@ def open_directory(path: str | os.PathLike[str], what: str) -> Directory:
         for name, entry in _header(file).items():
             if name in tensors:
                 raise InputError(
-                    f"{folder}: {some([name])} stands in {tensors[name].file.name} and in "
-                    f"{file.name}"
+                    f"{folder}: {some([name])} is in {tensors[name].file.name} and in {file.name}"
                 )
             tensors[name] = entry
     pickled = tuple(

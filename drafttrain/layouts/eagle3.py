@@ -1,18 +1,20 @@
 """EAGLE-3 (arXiv:2503.01840) and P-EAGLE as vLLM and SGLang read them.
 
-x[i] is the residual stream behind i of the target's blocks. `eagle_aux_hidden_state_layer_ids`
+x[i] is the residual stream after i of the target's blocks. `eagle_aux_hidden_state_layer_ids`
 numbers it i at the top level, where vLLM reads it, and i - 1 inside `eagle_config`, where SGLang
 does. Without it both guess x[2], x[N/2], x[N-3].
 
-| tensor                                | shape      | |
-| fc.weight                             | (d n·t)    | n captured states of width t |
-| midlayer. or layers.0.self_attn.      |            | a Llama block that reads 2d: [input_layernorm(E(x)); hidden_norm(feature)] |
-| ... hidden_norm, input_layernorm, post_attention_layernorm | (d) | |
-| norm.weight                           | (d)        | before the head |
-| lm_head.weight                        | (w d)      | w of draft_vocab_size |
-| d2t, t2d                              | (w), (v)   | iff w < v |
-| embed_tokens.weight                   | (v d)      | where d is not t |
-| mask_hidden                           | (1 1 n·t)  | P-EAGLE |
+| tensor                           | shape     | |
+| fc.weight                        | (d n·t)   | n captured states of width t |
+| midlayer. or layers.0.self_attn. |           | a Llama block that reads 2d: |
+|                                  |           | [input_layernorm(E(x)); hidden_norm(feature)] |
+| ... hidden_norm, input_layernorm | (d)       | |
+| ... post_attention_layernorm     | (d)       | |
+| norm.weight                      | (d)       | before the head |
+| lm_head.weight                   | (w d)     | w of draft_vocab_size |
+| d2t, t2d                         | (w), (v)  | iff w < v |
+| embed_tokens.weight              | (v d)     | where d is not t |
+| mask_hidden                      | (1 1 n·t) | P-EAGLE |
 
 Read from: vLLM 0.32 model_executor/models/llama_eagle3.py and v1/spec_decode, SGLang 0.5.23
 srt/models/llama_eagle3.py and model_runner_components/spec_aux_hidden_state.py.
@@ -21,37 +23,71 @@ srt/models/llama_eagle3.py and model_runner_components/spec_aux_hidden_state.py.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from drafttrain.layouts import vocabulary
+from drafttrain.layouts import engines, vocabulary
 from drafttrain.layouts.block import Sizes, block_shapes, sizes_of
 from drafttrain.layouts.directory import Directory
+from drafttrain.layouts.engines import Reading
 from drafttrain.layouts.inspection import Inspection, Shapes
-from drafttrain.layouts.language_model import MASKS, check_masks
-from drafttrain.packaging.checking import some
+from drafttrain.layouts.layout import Layout
+from drafttrain.layouts.masks import MASKS, check_masks
 
-ENGINES = ("vllm", "sglang")
 KEY = "eagle_aux_hidden_state_layer_ids"
 GUESSED = 3
 """States that an engine captures where nothing is said."""
-_ARCHITECTURES = {
-    "vllm": (
-        "LlamaForCausalLMEagle3",
-        "Eagle3LlamaForCausalLM",
-        "Eagle3Qwen3ForCausalLM",
-        "Eagle3DeepseekV2ForCausalLM",
-    ),
-    "sglang": ("LlamaForCausalLMEagle3",),
-}
 _EMBEDDINGS = (
     "model.embed_tokens.weight",
     "embed_tokens.weight",
     "model.language_model.embed_tokens.weight",
 )
-_NOT_SGLANG = ("norm_before_residual",)
-"""Settings that change what is computed and that SGLang does not read."""
 _MOST_LAYERS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reads(Reading):
+    architectures: tuple[str, ...]
+    nested_layers: bool = False
+    """Does it read the numbers of captured states inside eagle_config?"""
+    sizes_by_config: bool = False
+    """Does it size fc by the number of states that config.json says, whatever the file has?"""
+    needs_draft_size: bool = False
+    """Must draft_vocab_size be there? A head that is not in the file then stays random."""
+    passed_over: tuple[str, ...] = ()
+    """Settings that change what is computed and that it does not read."""
+    query_norms: bool = True
+    """Does it have norms of queries and keys?"""
+    parallel: bool = True
+    """Does it draft in parallel, as P-EAGLE does?"""
+    later_norm: str = "input_layernorm"
+    """Its name for the norm of the stream in layers after the first."""
+
+
+READINGS = {
+    engines.VLLM: Reads(
+        method="eagle3",
+        architectures=(
+            "LlamaForCausalLMEagle3",
+            "Eagle3LlamaForCausalLM",
+            "Eagle3Qwen3ForCausalLM",
+            "Eagle3DeepseekV2ForCausalLM",
+        ),
+        sizes_by_config=True,
+    ),
+    engines.SGLANG: Reads(
+        method="EAGLE3",
+        architectures=("LlamaForCausalLMEagle3",),
+        skips_unknown=True,
+        nested_layers=True,
+        needs_draft_size=True,
+        passed_over=("norm_before_residual",),
+        query_norms=False,
+        parallel=False,
+        later_norm="hidden_norm",
+    ),
+}
 
 
 def recognises(head: Directory) -> bool:
@@ -63,27 +99,18 @@ def recognises(head: Directory) -> bool:
     )
 
 
-def default_engine(head: Directory) -> str:
-    return "vllm"
-
-
-def check(inspection: Inspection, *, whole_file: bool = False) -> None:
-    """Args: whole_file: is the embedding always part of this layout?"""
-    config, held, engine = inspection.config, inspection.head.tensors, inspection.engine
+def check(inspection: Inspection[Reads], *, complete: bool = False) -> None:
+    """Args: complete: is the embedding always part of this layout?"""
+    config, held = inspection.config, inspection.head.tensors
     inspection.files()
-    inspection.architecture(_ARCHITECTURES[engine])
+    inspection.architecture(inspection.reads.architectures)
     inspection.plain_weights(config)
     inspection.common_values(config)
     inspection.untied(config)
     inspection.activation(config)
     inspection.against_target(config, width=config.get("target_hidden_size") is None)
     _check_flags(inspection)
-    prefixed = sorted(name for name in held if name.startswith("model."))
-    if prefixed:
-        inspection.add(
-            "model-prefix",
-            f"{some(prefixed)}: engines put model. before these names themselves; take it away",
-        )
+    inspection.unprefixed()
     sizes = sizes_of(config, inspection)
     layers, vocab_size = (
         inspection.integer(config, "num_hidden_layers"),
@@ -92,10 +119,11 @@ def check(inspection: Inspection, *, whole_file: bool = False) -> None:
     if sizes is None or layers is None or vocab_size is None or not held:
         return
     draft_size = vocabulary.draft_size_of(config, inspection, vocab_size)
-    if engine == "sglang" and "draft_vocab_size" not in config:
+    if inspection.reads.needs_draft_size and "draft_vocab_size" not in config:
         inspection.add(
             "draft-vocab-missing",
-            "draft_vocab_size is not given, which SGLang needs; write it, whatever it is",
+            f"draft_vocab_size is not given, which {inspection.engine.title} needs; write it, "
+            "whatever it is",
         )
     width = (
         inspection.integer(config, "target_hidden_size", sizes.width)
@@ -112,29 +140,32 @@ def check(inspection: Inspection, *, whole_file: bool = False) -> None:
     expected, optional = _shapes(
         inspection, sizes, min(layers, _MOST_LAYERS), states * width, width
     )
-    expected |= {"norm.weight": (sizes.width,)}
-    optional |= {
-        "lm_head.weight": (draft_size, sizes.width),
-        "embed_tokens.weight": (vocab_size, sizes.width),
-    }
-    if width != sizes.width:
-        expected["embed_tokens.weight"] = optional.pop("embed_tokens.weight")
-    optional |= {
-        name: held[name].shape for name in ("d2t", "t2d", "mask_hidden", *prefixed) if name in held
-    }
-    inspection.compare(
-        _as_named(expected, held), _as_named(optional, held), skips_unknown=engine == "sglang"
-    )
+    own = {"lm_head.weight": (draft_size, sizes.width)}
+    embedding = {"embed_tokens.weight": (vocab_size, sizes.width)}
+    if width == sizes.width:
+        own |= embedding
+    else:
+        expected |= embedding
+    _compare(inspection, expected, optional | own)
     inspection.weights(vocabulary.MAPS)
     inspection.borrowed(
-        "embed_tokens.weight", _EMBEDDINGS, "embedding", needed=whole_file or width != sizes.width
+        "embed_tokens.weight", _EMBEDDINGS, "embedding", needed=complete or width != sizes.width
     )
+
+
+def _compare(inspection: Inspection[Reads], expected: Shapes, optional: Shapes) -> None:
+    """By the names of the file; maps and masks are optional, and names with a prefix have a fault
+    of their own."""
+    held = inspection.head.tensors
+    named = {"d2t", "t2d", "mask_hidden", *inspection.prefixed}
+    optional = optional | {name: held[name].shape for name in named if name in held}
+    inspection.compare(_as_named(expected, held), _as_named(optional, held))
 
 
 # --- captured states ------------------------------------------------------------------------------
 
 
-def check_layers(inspection: Inspection, top: Any, nested: Any, states: int) -> None:
+def check_layers(inspection: Inspection[Reads], top: Any, nested: Any, states: int) -> None:
     """Which states are captured, in both numberings.
 
     Args:
@@ -148,21 +179,19 @@ def check_layers(inspection: Inspection, top: Any, nested: Any, states: int) -> 
             isinstance(found, list) and found and all(type(i) is int for i in found)
         ):
             inspection.add(
-                "layers-value",
-                f"{KEY} ({name}) is {str(found)[:60]}, needs a list of whole numbers",
+                "layers-value", f"{KEY} ({name}) is {str(found)[:60]}, needs a list of integers"
             )
             return
     if top is None and nested is None:
         inspection.add(
             "layers-missing",
             f"{KEY} is not given: engines capture x[2], x[N/2], x[N-3], whatever the head was "
-            f"trained on; write it at the top "
-            "level and, one lower, in eagle_config",
+            "trained on; write it at the top level and, one lower, in eagle_config",
             fatal=False,  # the states that its authors' code captures
         )
         return
     if top is None or nested is None:
-        read = "top" if inspection.engine == "vllm" else "nested"
+        read = "nested" if inspection.reads.nested_layers else "top"
         other = "at the top level, one higher" if top is None else "in eagle_config, one lower"
         inspection.add(
             "layers-one-convention",
@@ -179,7 +208,7 @@ def check_layers(inspection: Inspection, top: Any, nested: Any, states: int) -> 
     if any(b <= a for a, b in pairwise(given)):
         inspection.add(
             "layers-not-ascending",
-            f"{given}: engines concatenate states in ascending order whatever stands here",
+            f"{given}: engines concatenate states in ascending order whatever is given here",
         )
     theirs = inspection.target_config
     count = theirs.get("num_hidden_layers") if theirs is not None else None
@@ -192,7 +221,7 @@ def check_layers(inspection: Inspection, top: Any, nested: Any, states: int) -> 
         inspection.add("layers-count", f"{len(given)} states are named, fc reads {states}")
 
 
-def _states(inspection: Inspection, width: int) -> int:
+def _states(inspection: Inspection[Reads], width: int) -> int:
     """How many states fc reads, by its file; and whether vLLM sizes it so."""
     config, entry = inspection.config, inspection.head.tensors.get("fc.weight")
     inner = _inner(config).get(KEY)
@@ -209,7 +238,7 @@ def _states(inspection: Inspection, width: int) -> int:
             "states-count",
             f"fc reads {found} states, {inspection.engine} makes it for {said}: write "
             f"num_aux_hidden_states: {found}",
-            fatal=inspection.engine == "vllm",
+            fatal=inspection.reads.sizes_by_config,
         )
     return found
 
@@ -222,35 +251,36 @@ def _inner(config: dict[str, Any]) -> dict[str, Any]:
 # --- the rest -------------------------------------------------------------------------------------
 
 
-def _check_flags(inspection: Inspection) -> None:
+def _check_flags(inspection: Inspection[Reads]) -> None:
     config = inspection.config
     if "target_hidden_size" in config and config["target_hidden_size"] is None:
         inspection.add(
             "target-hidden-size-null", "target_hidden_size is null: vLLM fails at it; leave it out"
         )
-    if inspection.engine == "sglang":
-        for key in _NOT_SGLANG:
-            if config.get(key):
-                inspection.add(
-                    "flag-not-read", f"{key} is true, which SGLang does not read; serve with vLLM"
-                )
-        if "Qwen3" in str(config.get("architectures")) or any(
-            "q_norm" in name for name in inspection.head.tensors
-        ):
+    title = inspection.engine.title
+    for key in inspection.reads.passed_over:
+        if config.get(key):
             inspection.add(
-                "flag-not-read",
-                "queries and keys have norms, which SGLang's EAGLE-3 does not; serve with vLLM",
+                "flag-not-read", f"{key} is true, which {title} does not read; serve with vLLM"
             )
+    if not inspection.reads.query_norms and (
+        "Qwen3" in str(config.get("architectures"))
+        or any("q_norm" in name for name in inspection.head.tensors)
+    ):
+        inspection.add(
+            "flag-not-read",
+            f"queries and keys have norms, which {title}'s EAGLE-3 does not; serve with vLLM",
+        )
 
 
-def _check_head(inspection: Inspection, draft_size: int, vocab_size: int) -> None:
+def _check_head(inspection: Inspection[Reads], draft_size: int, vocab_size: int) -> None:
     if "lm_head.weight" in inspection.head.tensors:
         return
-    if inspection.engine == "sglang" and inspection.config.get("draft_vocab_size") is not None:
+    if inspection.reads.needs_draft_size and inspection.config.get("draft_vocab_size") is not None:
         inspection.add(
             "head-missing",
-            "lm_head.weight is not there while draft_vocab_size is given: SGLang's head stays "
-            "random",
+            "lm_head.weight is not there while draft_vocab_size is given: "
+            f"{inspection.engine.title}'s head stays random",
         )
     elif draft_size != vocab_size:
         inspection.add(
@@ -260,8 +290,8 @@ def _check_head(inspection: Inspection, draft_size: int, vocab_size: int) -> Non
         )
 
 
-def _check_parallel(inspection: Inspection, size: int, vocab_size: int) -> None:
-    """P-EAGLE: what stands for features that are not there yet."""
+def _check_parallel(inspection: Inspection[Reads], size: int, vocab_size: int) -> None:
+    """P-EAGLE: what takes the place of features that are not there yet."""
     entry, config = inspection.head.tensors.get("mask_hidden"), inspection.config
     said = next((key for key in MASKS if config.get(key) is not None), None)
     check_masks(inspection, vocab_size)
@@ -272,10 +302,11 @@ def _check_parallel(inspection: Inspection, size: int, vocab_size: int) -> None:
                 f"{said or 'parallel_drafting'} is given, but no mask_hidden: vLLM fails",
             )
         return
-    if inspection.engine == "sglang":
+    if not inspection.reads.parallel:
         inspection.add(
             "parallel-drafting",
-            "mask_hidden is there, and SGLang has no parallel drafting; serve with vLLM",
+            f"mask_hidden is there, and {inspection.engine.title} has no parallel drafting; serve "
+            "with vLLM",
         )
     if math.prod(entry.shape) != size:
         inspection.add("tensor-shape", f"mask_hidden is {list(entry.shape)}, needs {size} elements")
@@ -286,18 +317,18 @@ def _check_parallel(inspection: Inspection, size: int, vocab_size: int) -> None:
 
 
 def _shapes(
-    inspection: Inspection, sizes: Sizes, layers: int, reads: int, width: int
+    inspection: Inspection[Reads], sizes: Sizes, layers: int, reads: int, width: int
 ) -> tuple[Shapes, Shapes]:
     config, d = inspection.config, (sizes.width,)
     qwen = "Qwen3" in str(config.get("architectures"))
-    expected: Shapes = {"fc.weight": (sizes.width, reads)}
+    expected: Shapes = {"fc.weight": (sizes.width, reads), "norm.weight": d}
     optional: Shapes = {}
     for layer in range(layers):
         prefix = f"layers.{layer}."
         expected |= block_shapes(prefix, sizes, reads=2 * sizes.width if not layer else None)
         expected[f"{prefix}post_attention_layernorm.weight"] = d
         both = ("input_layernorm", "hidden_norm")
-        needed = both if not layer else (both[inspection.engine == "sglang"],)
+        needed = both if not layer else (inspection.reads.later_norm,)
         expected |= {f"{prefix}{name}.weight": d for name in needed}
         optional |= {f"{prefix}{name}.weight": d for name in both}
         if layer and any(
@@ -306,7 +337,7 @@ def _shapes(
             inspection.add(
                 "second-layer-norm",
                 f"layer {layer}: vLLM reads input_layernorm there, SGLang hidden_norm; write the "
-                f"same vector under both names",
+                "same vector under both names",
             )
         if qwen:
             expected |= {
@@ -327,3 +358,13 @@ def _as_named(shapes: Shapes, held: dict[str, Any]) -> Shapes:
         name.replace("layers.0.", "midlayer.", 1) if called else name: shape
         for name, shape in shapes.items()
     }
+
+
+LAYOUT = Layout(
+    name="eagle3",
+    what="EAGLE-3 heads",
+    turn=40,
+    readings=READINGS,
+    recognises=recognises,
+    check=check,
+)

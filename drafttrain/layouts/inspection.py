@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,27 +13,28 @@ from torch import Tensor
 from drafttrain.errors import InputError
 from drafttrain.layouts import rope
 from drafttrain.layouts.directory import FLOATS, INDEX, Directory, how_to_convert
+from drafttrain.layouts.engines import Engine, Reading
 from drafttrain.layouts.finding import Finding
 from drafttrain.packaging.checking import some
 
 Shapes = dict[str, tuple[int, ...]]
 
-ENGINES = ("vllm", "sglang", "eagle", "medusa", "hf")
-"""Those whose reading of a directory is known: medusa is FasterDecoding's code, TGI and
-TensorRT-LLM; hf is transformers."""
+R_co = TypeVar("R_co", bound=Reading, covariant=True)
 
 MADE_MAP = "hot_token_ids.pt"
-"""What a person makes of an export's list of ids for SGLang, which reads that list from a pickle
-alone."""
+"""What a person makes of an export's list of ids for SGLang, which reads that list only from a
+pickle."""
 _LARGEST_NUMBER = 1 << 31
 
 
 @dataclass
-class Inspection:
+class Inspection(Generic[R_co]):
     """One directory, looked at with the eyes of one engine."""
 
     head: Directory
-    engine: str
+    engine: Engine
+    reads: R_co
+    """How that engine reads this layout."""
     target: Directory | None = None
     """The target's, to compare with; None leaves that out."""
     findings: list[Finding] = field(default_factory=list)
@@ -61,18 +62,21 @@ class Inspection:
     def integer(
         self, config: Mapping[str, Any], key: str, default: int | None = None
     ) -> int | None:
-        """A positive whole number; a fault where it is none, or is not there and has no default."""
+        """A positive integer; a fault where it is none, or is not there and has no default."""
         value = config.get(key, default)
         if type(value) is int and 0 < value < _LARGEST_NUMBER:
             return value
         if key in config:
-            self.add("config-value", f"{key} is {str(value)[:40]}, needs a positive whole number")
+            self.add("config-value", f"{key} is {str(value)[:40]}, needs a positive integer")
         else:
             self.add(
                 "config-key-missing",
                 f"config.json lacks {key}: the engine takes its own default, or fails",
             )
         return None
+
+    def missing(self, key: str) -> None:
+        self.add("config-key-missing", f"{key} is not given, which {self.engine.title} needs")
 
     def common_values(self, config: Mapping[str, Any]) -> None:
         """Keys that every engine reads for itself or by transformers, where they are given."""
@@ -107,15 +111,12 @@ class Inspection:
         )
 
     # Tensors --------------------------------------------------------------------------------------
-    def compare(
-        self, expected: Shapes, optional: Shapes | None = None, *, skips_unknown: bool = False
-    ) -> None:
+    def compare(self, expected: Shapes, optional: Shapes | None = None) -> None:
         """Names, shapes and dtypes.
 
         Args:
             expected: without these the engine fails or, worse, drafts from random values.
             optional: what may be there.
-            skips_unknown: does this engine pass over what it does not know?
         """
         held, may = self.head.tensors, {**(optional or {}), **expected}
         if missing := sorted(expected.keys() - held.keys()):
@@ -124,11 +125,11 @@ class Inspection:
                 f"lacks {some(missing)}: an engine that does not notice drafts from random values",
             )
         if unknown := sorted(held.keys() - may.keys()):
-            what = "passes over it" if skips_unknown else "refuses the file"
+            what = "passes over it" if self.reads.skips_unknown else "refuses the file"
             self.add(
                 "tensor-unknown",
                 f"holds {some(unknown)}: {self.engine} {what}",
-                fatal=not skips_unknown,
+                fatal=not self.reads.skips_unknown,
             )
         odd = [
             f"{n} is {list(held[n].shape)}, needs {list(may[n])}"
@@ -169,7 +170,7 @@ class Inspection:
         Args:
             candidates: its names in the target's files, the first one there counts.
             what: for the fault's name and message: embedding, head.
-            needed: is its shipping what this engine wants?
+            needed: does this engine need it in the file?
         """
         if name not in self.head.tensors:
             return
@@ -184,8 +185,7 @@ class Inspection:
                 self.add(
                     f"{what}-shipped",
                     f"{name} is in the file and takes the place of the target's: give against=<the "
-                    f"target's directory> to "
-                    "compare them, or leave it out",
+                    "target's directory> to compare them, or leave it out",
                     fatal=False,
                 )
             return
@@ -197,39 +197,24 @@ class Inspection:
             self.add(
                 f"{what}-differs",
                 f"{name} is not the target's {theirs}: a stale one lowers acceptance without a "
-                f"word",
+                "word",
             )
 
     # What all heads share -------------------------------------------------------------------------
     def files(self) -> None:
-        """Pickles, and what the files do not hold."""
-        if self.head.pickled:
-            if not self.head.tensors:
-                self.add("pickled-weights", how_to_convert(self.head.pickled))
-            else:
-                self.add(
-                    "pickle-beside-safetensors",
-                    f"{some(self.head.pickled)} lies beside the safetensors: some engines read it "
-                    f"first, and it can run code "
-                    "when read; move it away",
-                    fatal=set(self.head.pickled) != {MADE_MAP},
-                )
-        elif not self.head.tensors:
-            self.add("weights-missing", "holds no safetensors file")
-        if lost := [name for name in self.head.indexed if name not in self.head.tensors]:
+        self.findings += file_faults(self.head)
+
+    @property
+    def prefixed(self) -> list[str]:
+        """Tensors whose names begin with model., where a head's do not."""
+        return sorted(name for name in self.head.tensors if name.startswith("model."))
+
+    def unprefixed(self) -> None:
+        if self.prefixed:
             self.add(
-                "shard-missing",
-                f"{INDEX} promises {some(lost)}, which no file here holds: get the directory again",
-            )
-        held, told = self.head.tensors, self.head.indexed
-        if wrong := [
-            f"{name} in {str(told[name])[:80]!r}"
-            for name in told
-            if name in held and told[name] != held[name].file.name
-        ]:
-            self.add(
-                "shard-missing",
-                f"{INDEX} looks for {some(wrong)}: needs the name of the file here that holds it",
+                "model-prefix",
+                f"{some(self.prefixed)}: engines put model. before these names themselves; take it "
+                "away",
             )
 
     def plain_weights(self, config: Mapping[str, Any]) -> None:
@@ -239,7 +224,7 @@ class Inspection:
                 self.add(
                     "quantised-config",
                     f"{key} was inherited from a quantised target: a head's weights are plain; "
-                    f"remove it",
+                    "remove it",
                 )
 
     def untied(self, config: Mapping[str, Any]) -> None:
@@ -248,7 +233,7 @@ class Inspection:
                 "tied-embeddings",
                 "tie_word_embeddings is true, copied from a target: SGLang then ties the head to "
                 "the embedding; write false",
-                fatal=self.engine == "sglang",
+                fatal=self.engine.ties_head,
             )
 
     def against_target(self, config: Mapping[str, Any], *, width: bool = True) -> None:
@@ -266,8 +251,8 @@ class Inspection:
             self.add(
                 "vocabulary-size",
                 f"vocab_size is {str(mine)[:40]}, the target's is {str(own)[:40]}: engines fail at "
-                f"the first id beyond it; write "
-                "the target's, and what is reduced under draft_vocab_size",
+                "the first id beyond it; write the target's, and what is reduced under "
+                "draft_vocab_size",
             )
         if width and config.get("hidden_size") != theirs.get("hidden_size"):
             mine, own = config.get("hidden_size"), theirs.get("hidden_size")
@@ -282,18 +267,54 @@ class Inspection:
             self.add(
                 "positions-short",
                 f"max_position_embeddings is {room}, the target's is {needed}: past it SGLang "
-                f"refuses and others draft nonsense; "
-                "write the target's",
-                fatal=self.engine != "vllm",  # which raises it by itself
+                "refuses and others draft nonsense; write the target's",
+                fatal=not self.engine.raises_context,
             )
 
     def activation(self, config: Mapping[str, Any]) -> None:
-        if self.engine in ("vllm", "sglang") and config.get("hidden_act", "silu") != "silu":
+        if self.engine.only_silu and config.get("hidden_act", "silu") != "silu":
             self.add(
                 "activation",
-                f"hidden_act is {str(config['hidden_act'])[:40]}: {self.engine} runs silu alone in "
-                f"such a block",
+                f"hidden_act is {str(config['hidden_act'])[:40]}: {self.engine} runs only silu in "
+                "such a block",
             )
+
+
+def file_faults(head: Directory) -> list[Finding]:
+    """Pickles, and what the files do not hold."""
+    found: list[Finding] = []
+
+    def add(name: str, said: str, *, fatal: bool = True) -> None:
+        found.append(Finding(name, said, fatal))
+
+    if head.pickled:
+        if not head.tensors:
+            add("pickled-weights", how_to_convert(head.pickled))
+        else:
+            add(
+                "pickle-beside-safetensors",
+                f"{some(head.pickled)} is next to the safetensors: some engines read it first, and "
+                "it can run code when read; move it away",
+                fatal=set(head.pickled) != {MADE_MAP},
+            )
+    elif not head.tensors:
+        add("weights-missing", "holds no safetensors file")
+    if lost := [name for name in head.indexed if name not in head.tensors]:
+        add(
+            "shard-missing",
+            f"{INDEX} promises {some(lost)}, which no file here holds: get the directory again",
+        )
+    held, indexed = head.tensors, head.indexed
+    if wrong := [
+        f"{name} in {str(indexed[name])[:80]!r}"
+        for name in indexed
+        if name in held and indexed[name] != held[name].file.name
+    ]:
+        add(
+            "shard-missing",
+            f"{INDEX} looks for {some(wrong)}: needs the name of the file here that holds it",
+        )
+    return found
 
 
 def _is_dtype(name: Any) -> bool:

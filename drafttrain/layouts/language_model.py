@@ -18,16 +18,21 @@ from torch import Tensor
 
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import first_line
-from drafttrain.layouts import rope
+from drafttrain.layouts import engines, rope
 from drafttrain.layouts.directory import FLOATS, Directory
+from drafttrain.layouts.engines import Reading
 from drafttrain.layouts.inspection import Inspection, Shapes
-from drafttrain.layouts.writing import Exported, Source, sglang_command, stored, vllm_command
+from drafttrain.layouts.layout import Layout
+from drafttrain.layouts.masks import check_masks
+from drafttrain.layouts.writing import Exported, Source, stored
 from drafttrain.packaging.checking import read_json
 from drafttrain.target.model import Target
 
-ENGINES = ("vllm", "sglang", "hf")
-MASKS = ("pard_token", "mask_token_id", "ptd_token_id", "dspark_noise_token_id")
-"""Where parallel draft models tell their mask id."""
+READINGS = {
+    engines.VLLM: Reading(method="draft_model"),
+    engines.SGLANG: Reading(method="STANDALONE", settings={"speculative-eagle-topk": 1}),
+    engines.HF: Reading(method="assistant_model", skips_unknown=True),
+}
 _LEFT_OUT = ("_name_or_path", "transformers_version", "auto_map", "dtype", "torch_dtype")
 _LARGEST_TOKENIZER = 64 << 20
 _MOST_LAYERS = 1024
@@ -37,10 +42,10 @@ _QUANTISED = ("scale", "qweight", "qzeros", "absmax", "weight_packed")
 # --- writing --------------------------------------------------------------------------------------
 
 
-def write(source: Source) -> Exported:
-    drafter, target, engine = source.drafter, source.target, source.engine
+def write(source: Source[Reading]) -> Exported:
+    drafter, target = source.drafter, source.target
     assert isinstance(drafter, Ssm)
-    source.kept_ids(holds=False, why="a draft model speaks the target's whole vocabulary")
+    source.kept_ids(holds=False, why="a draft model proposes from the target's full vocabulary")
     network, tensors = drafter.standalone()
     config = {
         k: v
@@ -57,20 +62,14 @@ def write(source: Source) -> Exported:
     if source.draft_ids is not None and source.vocabulary == "auto":
         notes.append(
             f"the package drafts from {len(source.draft_ids)} tokens, this model from all: it may "
-            f"propose others too"
+            "propose others too"
         )
     if target.tokenizer is None:
         notes.append("the target has no tokenizer, so none was written")
-    commands = {
-        "vllm": vllm_command("draft_model", source.tokens),
-        "sglang": sglang_command("STANDALONE", source.tokens) + " --speculative-eagle-topk 1",
-        "hf": "model.generate(**inputs, "
-        'assistant_model=AutoModelForCausalLM.from_pretrained("{out}"), max_new_tokens=128)',
-    }
     return Exported(
         config={**config, "dtype": word, "torch_dtype": word},
         tensors=stored(tensors, source.dtype),
-        command=commands[engine],
+        command=source.command(),
         tokenizer=True,
         notes=tuple(notes),
     )
@@ -87,11 +86,7 @@ def recognises(head: Directory) -> bool:
     return said or any(name.endswith("embed_tokens.weight") for name in head.tensors)
 
 
-def default_engine(head: Directory) -> str:
-    return "vllm"
-
-
-def check(inspection: Inspection) -> None:
+def check(inspection: Inspection[Reading]) -> None:
     config, held = inspection.config, inspection.head.tensors
     inspection.files()
     inspection.common_values(config)
@@ -111,7 +106,7 @@ def check(inspection: Inspection) -> None:
         return
     expected, optional = _shapes(inspection)
     if expected:
-        inspection.compare(expected, optional, skips_unknown=inspection.engine == "hf")
+        inspection.compare(expected, optional)
     inspection.weights(
         name
         for name, entry in held.items()
@@ -119,30 +114,11 @@ def check(inspection: Inspection) -> None:
     )
 
 
-def check_masks(inspection: Inspection, vocab_size: int | None) -> None:
-    """Mask ids of a draft that guesses in parallel, wherever they stand, lie within the
-    vocabulary."""
-    inner = inspection.config.get("dflash_config")
-    places = {
-        **{key: inspection.config.get(key) for key in MASKS},
-        "dflash_config.mask_token_id": _of(inner, "mask_token_id"),
-    }
-    for key, value in places.items():
-        if value is None or vocab_size is None:
-            continue
-        if type(value) is not int or not 0 <= value < vocab_size:
-            inspection.add(
-                "mask-token-out-of-range",
-                f"{key} is {str(value)[:40]}, the vocabulary ends at {vocab_size - 1}: engines die "
-                f"at the first request",
-            )
-
-
 def _of(found: Any, key: str) -> Any:
     return found.get(key) if isinstance(found, Mapping) else None
 
 
-def _check_quantisation(inspection: Inspection) -> None:
+def _check_quantisation(inspection: Inspection[Reading]) -> None:
     """A config may promise quantised weights only where the files hold some."""
     entries = inspection.head.tensors
     plain = all(entry.dtype in FLOATS for entry in entries.values()) and not any(
@@ -152,7 +128,7 @@ def _check_quantisation(inspection: Inspection) -> None:
         inspection.plain_weights(inspection.config)
 
 
-def _check_vocabulary(inspection: Inspection, vocab_size: int | None) -> None:
+def _check_vocabulary(inspection: Inspection[Reading], vocab_size: int | None) -> None:
     theirs = inspection.target_config
     if theirs is None or vocab_size is None:
         return
@@ -161,8 +137,8 @@ def _check_vocabulary(inspection: Inspection, vocab_size: int | None) -> None:
         inspection.add(
             "vocabulary-size",
             f"vocab_size is {vocab_size}, the target's is {str(own)[:40]}: padded otherwise, or "
-            f"another vocabulary; pad the "
-            "embedding and the head, or use vLLM's use_heterogeneous_vocab",
+            "another vocabulary; pad the embedding and the head, or use vLLM's "
+            "use_heterogeneous_vocab",
         )
     assert inspection.target is not None
     mine, wanted = _tokens(inspection.head), _tokens(inspection.target)
@@ -192,7 +168,7 @@ def _tokens(directory: Directory) -> dict[str, int] | None:
     return {**{str(token): number for token, number in vocabulary.items()}, **more}
 
 
-def _shapes(inspection: Inspection) -> tuple[Shapes, Shapes]:
+def _shapes(inspection: Inspection[Reading]) -> tuple[Shapes, Shapes]:
     """What transformers builds from this config, without memory or code of its own; nothing where
     it cannot."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -221,7 +197,7 @@ def _shapes(inspection: Inspection) -> tuple[Shapes, Shapes]:
     except Exception as error:
         inspection.add(
             "config-value",
-            f"no causal LM of transformers can be built from config.json: "
+            "no causal LM of transformers can be built from config.json: "
             f"{first_line(error)[:200]}",
         )
         return {}, {}
@@ -244,7 +220,7 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Ssm:
     """The drafter of a directory of transformers.
 
     Args:
-        known: settings of the drafter that a directory of drafttrain's tells, such as what it
+        known: settings of the drafter that an export of drafttrain's has, such as what it
             borrows of the target.
     Raises: InputError.
     """
@@ -265,3 +241,17 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Ssm:
 def _is_tied(drafter: Ssm, name: str) -> bool:
     tensors = drafter.state_dict(keep_vars=True)
     return any(other is tensors[name] for key, other in tensors.items() if key != name)
+
+
+LAYOUT = Layout(
+    name="language_model",
+    what="draft models",
+    turn=90,
+    readings=READINGS,
+    recognises=recognises,
+    check=check,
+    drafters=(Ssm,),
+    write=write,
+    read=read,
+    shape=lambda drafter, head: {"layers": None, "path": head.path},
+)

@@ -1,4 +1,4 @@
-"""MTP heads, which lie inside the target's own checkpoint: the config promises them, the files must
+"""MTP heads, which are inside the target's own checkpoint: the config promises them, the files must
 hold them.
 
 vLLM and SGLang choose the code by the target's architecture; a dense Llama or Qwen2 target has
@@ -11,13 +11,20 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from drafttrain.layouts import engines
 from drafttrain.layouts.directory import Directory
+from drafttrain.layouts.engines import Reading
 from drafttrain.layouts.inspection import Inspection
+from drafttrain.layouts.layout import Layout
 from drafttrain.packaging.checking import some
 
-ENGINES = ("vllm", "sglang", "hf")
+READINGS = {
+    engines.VLLM: Reading(method="mtp"),
+    engines.SGLANG: Reading(method="NEXTN"),
+    engines.HF: Reading(),
+}
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-_BEHIND = (
+_AFTER = (
     "model.layers.{n}.enorm.weight",
     "model.layers.{n}.hnorm.weight",
     "model.layers.{n}.eh_proj.weight",
@@ -37,8 +44,8 @@ _ERNIE = tuple(
     f"model.{name}.{{i}}.weight" for name in ("mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj")
 )
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "DeepseekV3ForCausalLM": _BEHIND,
-    "Glm4MoeForCausalLM": _BEHIND,
+    "DeepseekV3ForCausalLM": _AFTER,
+    "Glm4MoeForCausalLM": _AFTER,
     "Qwen3NextForCausalLM": _QWEN,
     "Qwen3_5ForCausalLM": _QWEN,
     "Qwen3_5MoeForCausalLM": _QWEN,
@@ -47,7 +54,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "MiMoForCausalLM": _MIMO,
     "Ernie4_5_MoeForCausalLM": _ERNIE,
 }
-"""Tensors of a head by the target's architecture; {i} counts heads, {n} counts on behind the
+"""Tensors of a head by the target's architecture; {i} counts heads, {n} counts on after the
 target's layers."""
 _ANY = re.compile(r"(^|\.)(mtp|mtp_layers|mtp_block|mtp_emb_norm|enorm|hnorm|eh_proj)(\.|$)")
 _MOST_HEADS = 64
@@ -62,11 +69,7 @@ def recognises(head: Directory) -> bool:
     )
 
 
-def default_engine(head: Directory) -> str:
-    return "vllm"
-
-
-def check(inspection: Inspection) -> None:
+def check(inspection: Inspection[Reading]) -> None:
     config = _text(inspection.config)
     inspection.files()
     inspection.common_values(config)
@@ -100,10 +103,15 @@ def check(inspection: Inspection) -> None:
         inspection.add(
             "mtp-missing",
             f"{key} promises {count}, but {some(missing)} are not there: only the trunk was saved; "
-            f"engines fail or guess at random",
+            "engines fail or guess at random",
         )
 
 
 def _text(config: dict[str, Any]) -> dict[str, Any]:
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
+
+
+LAYOUT = Layout(
+    name="mtp", what="MTP heads", turn=60, readings=READINGS, recognises=recognises, check=check
+)

@@ -14,9 +14,9 @@ import torch
 
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
-from drafttrain.layouts import vocabulary
+from drafttrain.layouts import engines, vocabulary
 from drafttrain.layouts.directory import Directory
-from drafttrain.layouts.inspection import ENGINES
+from drafttrain.layouts.engines import Engine
 from drafttrain.layouts.writing import Source, as_json
 from drafttrain.packaging.checking import check_keys, read_json
 from drafttrain.packaging.manifest import EXPORTED, STORED, check_target, class_of
@@ -41,7 +41,7 @@ _LARGEST = 16 << 20
 
 @dataclass(frozen=True)
 class Origin:
-    engine: str
+    engine: Engine
     drafter: dict[str, Any]
     """The class and its settings, as in a package."""
     draft_ids: list[int] | None
@@ -65,7 +65,7 @@ class Origin:
         return {**settings, "draft_ids": self.draft_ids}
 
 
-def written(source: Source, config: dict[str, Any], keeps_ids: bool) -> str:
+def written(source: Source[Any], config: dict[str, Any], keeps_ids: bool) -> str:
     """The text of `drafttrain.json`.
 
     Args:
@@ -76,7 +76,7 @@ def written(source: Source, config: dict[str, Any], keeps_ids: bool) -> str:
         {
             "format": FORMAT,
             "made_with": f"drafttrain {version()}",
-            "engine": source.engine,
+            "engine": source.engine.name,
             "drafter": {
                 name: value for name, value in config["drafter"].items() if name not in STORED
             },
@@ -89,9 +89,9 @@ def written(source: Source, config: dict[str, Any], keeps_ids: bool) -> str:
 
 
 def read_origin(head: Directory) -> Origin | None:
-    """What a directory tells of its package; None where it tells nothing.
+    """What a directory says of its package; None where it says nothing.
 
-    Raises: InputError if it tells something that cannot be.
+    Raises: InputError if it says something that cannot be.
     """
     path = head.path / FILE
     if not path.is_file():
@@ -100,9 +100,11 @@ def read_origin(head: Directory) -> Origin | None:
     check_keys(found, _KEYS, str(path))
     if found["format"] != FORMAT or isinstance(found["format"], bool):
         raise InputError(f"{path}: format {str(found['format'])[:40]}, this version reads {FORMAT}")
-    if found["engine"] not in ENGINES:
+    engine = engines.named(found["engine"])
+    if engine is None:
         raise InputError(
-            f"{path}: engine is {str(found['engine'])[:40]}, one of {', '.join(ENGINES)} is known"
+            f"{path}: engine is {str(found['engine'])[:40]}, one of "
+            f"{', '.join(engines.names(engines.KNOWN))} is known"
         )
     for name in ("drafter", "target", "shape"):
         if not isinstance(found[name], dict):
@@ -116,14 +118,14 @@ def read_origin(head: Directory) -> Origin | None:
         )
     ids, vocab_size = found["draft_ids"], found["shape"].get("vocab_size")
     if ids is not None:
-        whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in ids)
-        if not whole or type(vocab_size) is not int:
+        fits = isinstance(ids, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in ids)
+        if not fits or type(vocab_size) is not int:
             raise InputError(f"{path}: draft_ids needs a list of ids")
         try:
             vocabulary.check_ids(torch.tensor(ids, dtype=torch.int64), vocab_size)
         except ValueError as error:
             raise InputError(f"{path}: {error}") from error
-    return Origin(found["engine"], found["drafter"], ids, length, found["target"], found["shape"])
+    return Origin(engine, found["drafter"], ids, length, found["target"], found["shape"])
 
 
 def refuse_other_target(origin: Origin, target: Target, head: Directory) -> None:

@@ -1,34 +1,36 @@
-"""Which engine loads which drafter, and in which layout. A pair that is not here is served by no
-engine."""
+"""Which engine loads which drafter, and in which layout. A pair that no layout declares is served
+by no engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import ModuleType
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from drafttrain.drafter.base import Drafter
-from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.hydra_heads import HydraHeads
-from drafttrain.drafter.medusa import Medusa
 from drafttrain.drafter.ngram import NGram
-from drafttrain.drafter.ssm import Ssm
 from drafttrain.drafter.suffix import Suffix
 from drafttrain.errors import InputError
-from drafttrain.layouts import eagle1, language_model, medusa, speculators
+from drafttrain.layouts import engines, speculators
 from drafttrain.layouts.checking import layout_of
 from drafttrain.layouts.directory import Directory
-from drafttrain.layouts.writing import Exported, Source
-from drafttrain.target.model import Target
+from drafttrain.layouts.engines import Engine, Reading
+from drafttrain.layouts.layout import Layout, Read, Write, known
 
-Writer = Callable[[Source], Exported]
-Reader = Callable[[Directory, Target, dict[str, Any]], Drafter]
 
-LAYOUTS: dict[type[Drafter], ModuleType] = {Eagle1: eagle1, Medusa: medusa, Ssm: language_model}
-"""Of each drafter that an engine loads; ENGINES of a layout are those that do."""
+@dataclass(frozen=True)
+class Pair:
+    """An engine, and a layout of a drafter that it loads."""
 
-TARGETS = ("vllm", "sglang", "eagle", "medusa", "speculators", "hf")
-"""What `to` may be."""
+    engine: Engine
+    layout: Layout[Any]
+    write: Write[Any]
+
+    @property
+    def readings(self) -> Mapping[Engine, Reading]:
+        return self.layout.engines()
+
 
 _IN_TRANSFORMERS = (
     "its package decodes in transformers as it is: model.generate(..., custom_generate=<package>)"
@@ -51,58 +53,71 @@ _UNSERVED: dict[type[Drafter], str] = {  # with the drafter's own settings in br
 }
 
 
-def writer_of(kind: type[Drafter], engine: str, settings: Mapping[str, Any]) -> Writer:
-    """What writes this drafter for that engine.
+def written() -> tuple[Layout[Any], ...]:
+    return tuple(layout for layout in known() if layout.write is not None)
+
+
+def holding(kind: type[Drafter]) -> list[Layout[Any]]:
+    """Layouts in which this drafter is written."""
+    return [layout for layout in written() if kind in layout.drafters]
+
+
+def engines_of(kind: type[Drafter]) -> tuple[Engine, ...]:
+    """Those that load this drafter."""
+    return tuple(dict.fromkeys(e for layout in holding(kind) for e in layout.engines(kind)))
+
+
+def targets() -> tuple[str, ...]:
+    """What `to` may be: the engines for which something is written."""
+    loading = {engine for layout in written() for engine in layout.engines()}
+    return tuple(engine.name for engine in engines.KNOWN if engine in loading)
+
+
+def pair_of(kind: type[Drafter], name: str, settings: Mapping[str, Any]) -> Pair:
+    """What writes this drafter for the engine of that name.
 
     Args:
         settings: the drafter's.
     Raises: InputError for a pair that no engine serves, naming what would.
     """
-    if engine not in TARGETS:
-        raise InputError(f"to={engine}: give one of {', '.join(TARGETS)}")
-    layout = LAYOUTS.get(kind)
-    if layout is None:
+    engine = engines.named(name)
+    if engine is None:
+        raise InputError(f"to={name}: give one of {', '.join(targets())}")
+    layouts = holding(kind)
+    if not layouts:
         why = _UNSERVED.get(kind, f"no engine's layout for it is known here; {_IN_TRANSFORMERS}")
-        for name, value in settings.items():
-            why = why.replace(f"{{{name}}}", str(value))
-        raise InputError(f"to={engine}: {kind.__name__} is not exported: {why}")
-    if engine not in layout.ENGINES:
-        what = (
-            "engines load EAGLE-3, P-EAGLE, DFlash and DSpark from speculators' layout, not this"
-            if engine == "speculators"
-            else f"{engine} loads no such drafter"
-        )
-        raise InputError(
-            f"to={engine}: {kind.__name__} is not exported there: {what}; give "
-            f"to={' or to='.join(layout.ENGINES)}"
-        )
-    write: Writer = layout.write
-    return write
+        for key, value in settings.items():
+            why = why.replace(f"{{{key}}}", str(value))
+        raise InputError(f"to={name}: {kind.__name__} is not exported: {why}")
+    for layout in layouts:
+        if engine in layout.engines(kind) and layout.write is not None:
+            return Pair(engine, layout, layout.write)
+    raise InputError(
+        f"to={name}: {kind.__name__} is not exported there: "
+        f"{engine.holds or f'{name} loads no such drafter'}; give "
+        f"to={' or to='.join(engines.names(engines_of(kind)))}"
+    )
 
 
-_FROM_SPECULATORS: dict[str, type[Drafter]] = {"eagle": Eagle1, "medusa": Medusa}
-
-
-def reader_of(head: Directory) -> tuple[type[Drafter], Reader]:
+def reader_of(head: Directory) -> tuple[type[Drafter], Read]:
     """The drafter that a foreign directory becomes, and what reads it.
 
     Raises: InputError for a head that is no drafter of drafttrain's.
     """
     layout = layout_of(head)
-    if layout is speculators:
-        told = str(head.config.get(speculators.TYPE))
-        if told not in _FROM_SPECULATORS:
+    readable = [other for other in known() if other.read is not None]
+    if layout is speculators.LAYOUT:
+        kind = str(head.config.get(speculators.TYPE))
+        taken = {name: other for other in readable for name in other.speculators}
+        if kind not in taken:
             raise InputError(
-                f"{head.path} is a speculators directory of type {told[:40]}: "
-                f"{', '.join(_FROM_SPECULATORS)} are taken over"
+                f"{head.path} is a speculators directory of type {kind[:40]}: "
+                f"{', '.join(sorted(taken))} are taken over"
             )
-        layout = LAYOUTS[_FROM_SPECULATORS[told]]
-    for kind, known in LAYOUTS.items():
-        if known is layout:
-            read: Reader = known.read
-            return kind, read
-    name = layout.__name__.rpartition(".")[2]
-    raise InputError(
-        f"{head.path} has the layout {name}: EAGLE-1 heads, Medusa heads and draft models are "
-        f"taken over"
-    )
+        layout = taken[kind]
+    if layout.read is None:
+        *most, last = sorted(other.what for other in readable)
+        raise InputError(
+            f"{head.path} has the layout {layout.name}: {', '.join(most)} and {last} are taken over"
+        )
+    return layout.drafter(head), layout.read

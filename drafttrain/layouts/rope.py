@@ -1,4 +1,4 @@
-"""RoPE's settings in both spellings. transformers 5 writes `rope_parameters` alone; older readers
+"""RoPE's settings in both spellings. transformers 5 writes only `rope_parameters`; older readers
 know `rope_theta` and `rope_scaling` at the top level, and fall back to a base of 10000 without a
 word."""
 
@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from drafttrain.errors import InputError
+from drafttrain.layouts.engines import Engine
 from drafttrain.layouts.finding import Finding
 
-OLD_READERS = ("sglang", "eagle")
-"""Engines some versions of which read the old spelling alone."""
 FALLBACK = 10000.0
 
 
@@ -25,7 +24,7 @@ def both_spellings(config: Any) -> dict[str, Any]:
     if not isinstance(found, Mapping) or not isinstance(found.get("rope_theta"), int | float):
         raise InputError(
             f"{config.model_type} has no single RoPE for all of its layers, which no engine's head "
-            f"layout can hold"
+            "layout can hold"
         )
     new = {name: value for name, value in found.items() if value is not None}
     new["rope_type"] = kind = new.get("rope_type", new.pop("type", "default"))
@@ -49,7 +48,7 @@ def effective(config: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
 
 
 def faults(
-    config: Mapping[str, Any], target: Mapping[str, Any] | None, engine: str
+    config: Mapping[str, Any], target: Mapping[str, Any] | None, engine: Engine
 ) -> Iterator[Finding]:
     """The two spellings agree, what this engine reads is there, and it is the target's."""
     new = config.get("rope_parameters")
@@ -59,7 +58,7 @@ def faults(
         yield Finding(
             "rope-theta-missing",
             f"neither rope_parameters nor rope_theta: engines take {FALLBACK:g} without a word; "
-            f"write both",
+            "write both",
             fatal=target is not None and effective(target)[0] != FALLBACK,
         )
     elif not has_old and effective(config)[0] != FALLBACK:
@@ -67,7 +66,7 @@ def faults(
             "rope-old-spelling-missing",
             f"rope_theta is not at the top level: older readers take {FALLBACK:g} instead of "
             f"{effective(config)[0]:g}",
-            fatal=engine in OLD_READERS,
+            fatal=engine.old_rope,
         )
     if isinstance(new, Mapping):
         if has_new and has_old and new["rope_theta"] != config["rope_theta"]:
@@ -81,8 +80,8 @@ def faults(
             yield Finding(
                 "rope-scaling-lost",
                 f"rope_parameters scales ({mine['rope_type']}), rope_scaling says nothing: older "
-                f"readers do not scale",
-                fatal=engine in OLD_READERS,
+                "readers do not scale",
+                fatal=engine.old_rope,
             )
         elif old and mine != old:
             yield Finding(
@@ -93,8 +92,7 @@ def faults(
         yield Finding(
             "rope-differs-from-target",
             f"a base of {theta:g} ({scaling.get('rope_type', 'no scaling')}), the target's is "
-            f"{own:g} "
-            f"({theirs.get('rope_type', 'no scaling')}): right only if it was trained so",
+            f"{own:g} ({theirs.get('rope_type', 'no scaling')}): right only if it was trained so",
         )
 
 

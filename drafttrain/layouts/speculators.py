@@ -11,11 +11,15 @@ from __future__ import annotations
 from pathlib import PureWindowsPath
 from typing import Any
 
-from drafttrain.layouts import dflash, eagle3
+from drafttrain.layouts import dflash, eagle3, engines
 from drafttrain.layouts.directory import Directory
+from drafttrain.layouts.engines import Reading
+from drafttrain.layouts.finding import Finding
 from drafttrain.layouts.inspection import Inspection
+from drafttrain.layouts.layout import Layout, known
 
-ENGINES = ("vllm",)
+READINGS = {engines.VLLM: Reading()}
+"""vLLM makes an EAGLE-3 or DFlash head of it and loads that."""
 SERVED = ("eagle3", "peagle", "dflash", "dspark")
 """Types that vLLM's adapter knows."""
 TYPE = "speculators_model_type"
@@ -32,11 +36,7 @@ def recognises(head: Directory) -> bool:
     return TYPE in head.config or "speculators_config" in head.config
 
 
-def default_engine(head: Directory) -> str:
-    return "vllm"
-
-
-def check(inspection: Inspection) -> None:
+def check(inspection: Inspection[Reading]) -> None:
     config = inspection.config
     kind = config.get(TYPE)
     _check_keys(inspection)
@@ -49,30 +49,28 @@ def check(inspection: Inspection) -> None:
         )
         return
     if kind not in SERVED:
+        adopted = any(kind in layout.speculators for layout in known())
         inspection.add(
             "speculators-type",
             f"{TYPE} is {str(kind)[:40]}, vLLM's adapter knows {', '.join(SERVED)}"
-            + (
-                "; import it with drafttrain.adopt and export it to=vllm" if kind == "eagle" else ""
-            ),
+            + ("; import it with drafttrain.adopt and export it to=vllm" if adopted else ""),
         )
         return
     inner = config.get("transformer_layer_config")
     if not isinstance(inner, dict):
         return
-    plain = Inspection(Directory(inspection.head.path, _plain(config, inner), inspection.head.tensors, inspection.head.pickled),
-                       inspection.engine, inspection.target)  # fmt: skip
+    head = inspection.head
+    plain = Directory(head.path, _plain(config, inner), head.tensors, head.pickled)
     if kind in ("eagle3", "peagle"):
         if "norm_before_residual" not in config:
             inspection.add(
                 "norm-order-unsaid",
-                "norm_before_residual is not given: vLLM takes true, the library false; write what "
-                "it was trained with",
+                "norm_before_residual is not given: vLLM takes true, the library false; write "
+                "what it was trained with",
             )
         if kind == "peagle":
-            plain.head.config["parallel_drafting"] = True
-        eagle3.check(plain, whole_file=True)
-        _forget_nested(plain)
+            plain.config["parallel_drafting"] = True
+        inspection.findings += _as_eagle3(inspection, plain)
     else:
         if kind == "dflash" and config.get("sliding_window_non_causal") is not True:
             inspection.add(
@@ -80,16 +78,30 @@ def check(inspection: Inspection) -> None:
                 "sliding_window_non_causal is not true: vLLM makes all layers causal, those of "
                 "full attention too; write true",
             )
-        dflash.check(plain, spark=kind == "dspark")
-    inspection.findings += plain.findings
+        inspection.findings += _as_dflash(inspection, plain, kind == "dspark")
 
 
-def _check_keys(inspection: Inspection) -> None:
+def _as_eagle3(inspection: Inspection[Reading], plain: Directory) -> list[Finding]:
+    reads = eagle3.LAYOUT.engines().get(inspection.engine, eagle3.READINGS[engines.VLLM])
+    inner = Inspection(plain, inspection.engine, reads, inspection.target)
+    eagle3.check(inner, complete=True)
+    # SGLang's numbering has no place in this layout.
+    return [finding for finding in inner.findings if finding.name != "layers-one-convention"]
+
+
+def _as_dflash(inspection: Inspection[Reading], plain: Directory, spark: bool) -> list[Finding]:
+    reads = dflash.LAYOUT.engines().get(inspection.engine, dflash.READINGS[engines.VLLM])
+    inner = Inspection(plain, inspection.engine, reads, inspection.target)
+    dflash.check(inner, spark=spark)
+    return inner.findings
+
+
+def _check_keys(inspection: Inspection[Reading]) -> None:
     """What the adapter needs, and what makes it find another target."""
     config = inspection.config
-    told = config.get("speculators_config")
-    told = told if isinstance(told, dict) else {}
-    methods, verifier = told.get("proposal_methods"), told.get("verifier")
+    block = config.get("speculators_config")
+    block = block if isinstance(block, dict) else {}
+    methods, verifier = block.get("proposal_methods"), block.get("verifier")
     first = (
         methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
     )
@@ -113,7 +125,7 @@ def _check_keys(inspection: Inspection) -> None:
         inspection.add(
             "verifier-path",
             f"verifier.name_or_path is {str(name)[:80]}, a path of some machine: write the "
-            f"target's name",
+            "target's name",
             fatal=False,
         )
     if "model_type" in config:
@@ -145,13 +157,13 @@ def _plain(config: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
             found["num_aux_hidden_states"] = config["num_aux_hidden_states"]
         return found
     ids = config.get("aux_hidden_state_layer_ids")
-    whole = isinstance(ids, list) and all(type(i) is int for i in ids)
+    fits = isinstance(ids, list) and all(type(i) is int for i in ids)
     found["architectures"] = ["Qwen3DSparkModel" if kind == "dspark" else "DFlashDraftModel"]
     found |= {
         "model_type": "qwen3",
-        "target_layer_ids": [i - 1 for i in ids] if whole and ids else ids,
+        "target_layer_ids": [i - 1 for i in ids] if fits and ids else ids,
     }
-    # Whether sliding layers are causal is told by sliding_window_non_causal.
+    # Whether sliding layers are causal is given by sliding_window_non_causal.
     found["dflash_config"] = {"mask_token_id": config.get("mask_token_id"), "causal": False}
     for key in (
         "block_size",
@@ -165,8 +177,11 @@ def _plain(config: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _forget_nested(plain: Inspection) -> None:
-    """SGLang's numbering has no place in this layout."""
-    plain.findings[:] = [
-        finding for finding in plain.findings if finding.name != "layers-one-convention"
-    ]
+LAYOUT = Layout(
+    name="speculators",
+    what="directories of the library speculators",
+    turn=10,
+    readings=READINGS,
+    recognises=recognises,
+    check=check,
+)

@@ -73,7 +73,11 @@ def read_ids(name: str, tensor: Tensor, vocab_size: int) -> Tensor:
 
 
 def check(
-    inspection: Inspection, vocab_size: int | None, draft_size: int | None, *, read: bool = True
+    inspection: Inspection[Any],
+    vocab_size: int | None,
+    draft_size: int | None,
+    *,
+    read: bool = True,
 ) -> None:
     """d2t, t2d and the head's rows against the two sizes.
 
@@ -100,14 +104,14 @@ def check(
     if not read:
         inspection.add(
             "draft-vocab-not-read",
-            f"{inspection.engine} drafts from the target's whole head: no reduced vocabulary",
+            f"{inspection.engine} drafts from the target's full head: no reduced vocabulary",
         )
         return
     if "d2t" not in held:
         inspection.add(
             "d2t-missing",
             f"drafts from {draft_size} of {vocab_size} tokens, but d2t is not there: drafts would "
-            f"be the first ids",
+            "be the first ids",
         )
         return
     entry = held["d2t"]
@@ -124,7 +128,7 @@ def check(
             inspection.add("t2d-disagrees", "t2d does not mark the tokens that d2t leads to")
 
 
-def _marks(inspection: Inspection, vocab_size: int) -> Tensor | None:
+def _marks(inspection: Inspection[Any], vocab_size: int) -> Tensor | None:
     entry = inspection.head.tensors.get("t2d")
     if entry is None:
         return None
@@ -135,7 +139,7 @@ def _marks(inspection: Inspection, vocab_size: int) -> Tensor | None:
 
 
 def _check_offsets(
-    inspection: Inspection, offsets: Tensor, marks: Tensor | None, vocab_size: int
+    inspection: Inspection[Any], offsets: Tensor, marks: Tensor | None, vocab_size: int
 ) -> None:
     ids = ids_of(offsets)
     inside = bool(((ids >= 0) & (ids < vocab_size)).all())
@@ -165,9 +169,9 @@ def _check_offsets(
 
 
 def draft_size_of(
-    config: Mapping[str, Any], inspection: Inspection, vocab_size: int | None
+    config: Mapping[str, Any], inspection: Inspection[Any], vocab_size: int | None
 ) -> int | None:
-    """`draft_vocab_size`, the whole vocabulary where it is not given."""
+    """`draft_vocab_size`, the full vocabulary where it is not given."""
     if config.get("draft_vocab_size") is None:
         return vocab_size
     return inspection.integer(config, "draft_vocab_size")

@@ -1,4 +1,4 @@
-"""Put an exported directory in its place: whole, or not at all, and only if its own checks find
+"""Put an exported directory in its place: complete, or not at all, and only if its own checks find
 nothing."""
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -20,7 +20,9 @@ from torch import Tensor
 
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
+from drafttrain.layouts import engines
 from drafttrain.layouts.directory import CONFIG, Directory, open_directory
+from drafttrain.layouts.engines import Engine, Reading
 from drafttrain.layouts.finding import Finding
 from drafttrain.layouts.inspection import refuse
 from drafttrain.packaging.checking import some
@@ -31,19 +33,36 @@ CARD = "README.md"
 VOCABULARIES = ("auto", "whole", "reduced")
 
 
+R_co = TypeVar("R_co", bound=Reading, covariant=True)
+
+
 @dataclass(frozen=True)
-class Source:
+class Source(Generic[R_co]):
     """What is exported, and how."""
 
     drafter: Drafter
     target: Target
-    engine: str
+    engine: Engine
+    reads: R_co
+    """How the engine reads the layout."""
+    readings: Mapping[Engine, R_co]
+    """Of all engines that load it."""
     dtype: torch.dtype
     vocabulary: str = "auto"
     """`reduced` keeps the package's draft vocabulary, `whole` drafts from every token, `auto` keeps
     it where the layout can."""
     tokens: int = 4
     """Drafted tokens a round, for the command that starts the engine."""
+
+    def command(self, tokens: int | None = None, **more: Any) -> str:
+        """The command that starts the engine; tokens: another number, more: further settings."""
+        settings = {**self.reads.settings, **more}
+        return self.engine.start(self.reads.method, tokens or self.tokens, settings)
+
+    def others(self, suits: Callable[[R_co], bool]) -> str:
+        """`to=` of the engines whose reading suits, for messages."""
+        found = (engine for engine, reads in self.readings.items() if suits(reads))
+        return " or ".join(f"to={engine}" for engine in found)
 
     @property
     def draft_ids(self) -> Tensor | None:
@@ -61,7 +80,7 @@ class Source:
         ids = self.draft_ids
         if self.vocabulary == "reduced" and ids is None:
             raise InputError(
-                "vocabulary=reduced: this package drafts from the whole vocabulary; set "
+                "vocabulary=reduced: this package drafts from the full vocabulary; set "
                 "vocabulary=auto"
             )
         if self.vocabulary == "reduced" and not holds:
@@ -76,36 +95,22 @@ class Exported:
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     command: str
-    """That starts the engine with it; {out} stands for the directory, {target} for the target."""
+    """It starts the engine with it; {out} is the place of the directory, {target} of the target."""
     file: str = MODEL
     texts: dict[str, str] = field(default_factory=dict)
     """Further files."""
+    shards: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """Further files of tensors, such as the target's own; their index is one of `texts`."""
     tokenizer: bool = False
     """Does the engine look for the target's tokenizer here?"""
     notes: tuple[str, ...] = ()
     """What a person should know."""
 
 
-def vllm_command(method: str, tokens: int, **more: Any) -> str:
-    settings = json.dumps(
-        {"method": method, "model": "{out}", "num_speculative_tokens": tokens, **more}
-    )
-    return f"vllm serve {{target}} --speculative-config '{settings}'"
-
-
-def sglang_command(algorithm: str, tokens: int) -> str:
-    return (
-        f"python -m sglang.launch_server --model-path {{target}} --speculative-algorithm "
-        f"{algorithm} "
-        f"--speculative-draft-model-path {{out}} --speculative-num-steps {tokens} "
-        f"--speculative-num-draft-tokens {tokens + 1}"
-    )
-
-
 def filled(command: str, out: str, target: str) -> str:
     """The command with both names in it, whatever signs they have: as a shell's word, in JSON in a
     shell's quotes, or in Python."""
-    shell = command.startswith(("vllm ", "python ", "text-generation-launcher "))
+    shell = engines.in_a_shell(command)
 
     def name(place: re.Match[str]) -> str:
         given = out if place[2] == "out" else target
@@ -125,8 +130,8 @@ def stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     kept = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach()
-        whole = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
-        kept[name] = whole.clone(memory_format=torch.contiguous_format)
+        copied = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+        kept[name] = copied.clone(memory_format=torch.contiguous_format)
     bad = [
         name
         for name, tensor in kept.items()
@@ -136,7 +141,7 @@ def stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         word = str(dtype).removeprefix("torch.")
         raise InputError(
             f"NaN or infinite weights in {some(bad)} as {word}: give dtype=float32, or train the "
-            f"drafter again"
+            "drafter again"
         )
     return kept
 
@@ -176,7 +181,7 @@ def check_out(out: str | os.PathLike[str]) -> Path:
 
 
 def _scratch(out: Path, above: Path) -> Path:
-    """A new empty folder in one that is made if need be, named after what will lie in it; raises
+    """A new empty folder in one that is made if need be, named after what will be in it; raises
     InputError."""
     try:
         above.mkdir(parents=True, exist_ok=True)
@@ -194,19 +199,20 @@ def put(
     tokenizer: Any | None,
     check: Callable[[Directory], list[Finding]],
 ) -> Path:
-    """Write a directory beside its place, check it there as if it were foreign, then put it in its
+    """Write a directory next to its place, check it there as if it were foreign, then put it in its
     place.
 
     Args:
         out: as `check_out` gives it.
-        texts: files beside those of the layout.
-        tokenizer: written where the layout wants one and the target has one.
+        texts: files next to those of the layout.
+        tokenizer: written where the layout needs one and the target has one.
         check: what it finds in the directory keeps it from being put there.
     Raises: InputError for what was found, OSError if the disk is full. `out` is then as it was.
     """
     scratch = _scratch(out, out.parent)
     try:
-        save_file(exported.tensors, scratch / exported.file, metadata={"format": "pt"})
+        for name, tensors in {exported.file: exported.tensors, **exported.shards}.items():
+            save_file(tensors, scratch / name, metadata={"format": "pt"})
         for name, text in {CONFIG: as_json(exported.config), **exported.texts, **texts}.items():
             (scratch / name).write_text(text, encoding="utf-8")
         if exported.tokenizer and tokenizer is not None:

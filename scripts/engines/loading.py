@@ -18,8 +18,8 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
 
 class Reads(TorchDispatchMode):
-    """While it lasts, counts the elements that are copied out of tensors which are held, whole or
-    in parts."""
+    """While it lasts, counts the elements that are copied out of tensors which are held, of all of
+    them or of parts."""
 
     def __init__(self) -> None:
         super().__init__()

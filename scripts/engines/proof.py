@@ -1,8 +1,8 @@
 """Serve exported packages with real engines, and compare text and accepted drafts with drafttrain's
 own loop, count for count.
 
-Usage: python scripts/engines/proof.py package ... [--venv DIR] [--prompts 8] [--new 48] [--tokens
-4]
+Usage:
+    python scripts/engines/proof.py package ... [--venv DIR] [--prompts 8] [--new 48] [--tokens 4]
 
 vLLM runs in an environment of its own (scripts/engines/setup.sh), decodes greedily in float32 and
 is given the settings that `export` prints. transformers runs here, with the draft model as
@@ -10,10 +10,11 @@ is given the settings that `export` prints. transformers runs here, with the dra
 which draft alike accept alike, in every round. What they count differs in three places, and
 drafttrain's side is counted as the engine does:
 
-* Which vocabulary is drafted from: in these engines the whole one, also where the package has a
-reduced one. * vLLM: the pass that reads the prompt is no round. A round at the end counts all that
-  it accepted, also what the limit then cuts off, and always drafts in full. Here the text is
-  decoded a round further, and the rounds that began below the limit are counted.
+* Which vocabulary is drafted from: in these engines the full one, also where the package has a
+  reduced one.
+* vLLM: the pass that reads the prompt is no round. A round at the end counts all that it accepted,
+  also what the limit then cuts off, and always drafts in full. Here the text is decoded a round
+  further, and the rounds that began below the limit are counted.
 * transformers: the first round drafts before the target has read the prompt. Here that is a prompt
   without its last token, which is then forced. Drafts that the limit leaves no room for are made by
   neither, and a round without drafts is not counted.
@@ -45,10 +46,11 @@ from drafttrain.data.datamodule import set_folder
 from drafttrain.decoding.loop import Output, decode
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
-from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
 from drafttrain.export import check_pair, export_package
 from drafttrain.layouts.directory import open_directory
+from drafttrain.layouts.engines import HF, VLLM
+from drafttrain.layouts.pairs import engines_of
 from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.reading import load_drafter
 from drafttrain.reporting.console import table
@@ -109,7 +111,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What an engine did with an export, beside drafttrain's own loop."""
+    """What an engine did with an export, next to drafttrain's own loop."""
 
     name: str
     engine: str
@@ -134,7 +136,8 @@ class Result:
         if self.theirs is not None and self.ours is not None:
             fields = ("rounds", "drafted", "accepted")
             counts = [
-                pair(self._told(self.theirs, name), self._told(self.ours, name)) for name in fields
+                pair(self._shown(self.theirs, name), self._shown(self.ours, name))
+                for name in fields
             ]
         return [
             self.name,
@@ -145,7 +148,7 @@ class Result:
         ]
 
     @staticmethod
-    def _told(counts: Counts, name: str) -> str:
+    def _shown(counts: Counts, name: str) -> str:
         value = getattr(counts, name)
         return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
@@ -153,14 +156,14 @@ class Result:
 # --- counting -------------------------------------------------------------------------------------
 
 
-def speaking_all(drafter: Drafter) -> Drafter:
-    """A drafter in float32 that drafts from the whole vocabulary, as engines do with its export."""
+def over_full_vocabulary(drafter: Drafter) -> Drafter:
+    """A drafter in float32 that drafts from the full vocabulary, as engines do with its export."""
     if getattr(drafter, "draft_ids", None) is not None:
-        whole = type(drafter)(drafter.target, **{**drafter.settings(), "draft_ids": None})
-        whole.load_state_dict(
+        full = type(drafter)(drafter.target, **{**drafter.settings(), "draft_ids": None})
+        full.load_state_dict(
             {name: tensor for name, tensor in drafter.state_dict().items() if name != "draft_ids"}
         )
-        drafter = whole
+        drafter = full
     return drafter.at(torch.float32)
 
 
@@ -190,7 +193,7 @@ def counted(outputs: Sequence[Output], limit: int, depth: int) -> Counts:
 
 
 class _Forced:
-    """Behind a text of this length, this token alone."""
+    """After a text of this length, only this token."""
 
     def __init__(self, length: int, token: int) -> None:
         self.length, self.token = length, token
@@ -228,20 +231,20 @@ def as_transformers(job: Job, drafter: Drafter, depth: int) -> Counts:
 # --- vLLM -----------------------------------------------------------------------------------------
 
 
-def venv(of: str = "vllm") -> Path:
-    """Where scripts/engines/setup.sh puts an environment unless told otherwise; of: vllm or
+def venv(of: str = VLLM.name) -> Path:
+    """Where scripts/engines/setup.sh puts an environment unless another place is given; of: vllm or
     speculators."""
     name = (HERE / f"{of}.txt").read_text(encoding="utf-8").split()[0].replace("==", "-")
     given = os.environ.get("DRAFTTRAIN_ENGINES")
     return (Path(given) if given else cache_dir() / "engines") / name
 
 
-def check_venv(folder: Path, of: str = "vllm") -> Path:
+def check_venv(folder: Path, of: str = VLLM.name) -> Path:
     """Raises: InputError for an environment that is not there, or was left half-made."""
     if not (folder / READY).is_file():
         raise InputError(
             f"no environment for {of} in {folder}: make it by scripts/engines/setup.sh {of}, or "
-            f"name it by --venv"
+            "name it by --venv"
         )
     return folder
 
@@ -311,8 +314,8 @@ def serve(
 
 
 def run(words: list[str], log: Path, seconds: float) -> None:
-    """Run an engine, or what writes for one; neither it nor a process that it started is left
-    behind."""
+    """Run an engine, or what writes for one; neither it nor a process that it started
+    remains."""
     settings = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -337,7 +340,7 @@ def run(words: list[str], log: Path, seconds: float) -> None:
             process.wait()
     if code != 0:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        # A worker's error stands far above those that follow from it.
+        # A worker's error is far above those that follow from it.
         said = [line for line in lines if "Error: " in line] + lines[-20:]
         what = (
             f"did not answer within {seconds:g} s"
@@ -358,9 +361,9 @@ def on_vllm(environment: Path, job: Job, package: Path, out: Path, tokens: int) 
     """
     drafter = load_drafter(package, job.target)
     depth = drafter.max_depth or tokens
-    exported = export_package(package, job.target, "vllm", out, tokens=depth)
+    exported = export_package(package, job.target, VLLM.name, out, tokens=depth)
     served = serve(environment, job, speculative_of(exported.command))
-    ours = as_vllm(job, speaking_all(drafter), depth)
+    ours = as_vllm(job, over_full_vocabulary(drafter), depth)
     return vllm_result(
         type(drafter).__name__, job, served, ours, set(open_directory(out, "exported").tensors)
     )
@@ -444,15 +447,17 @@ def on_transformers(job: Job, package: Path, out: Path, tokens: int) -> Result:
     """
     import transformers
 
-    export_package(package, job.target, "hf", out, tokens=tokens)
+    export_package(package, job.target, HF.name, out, tokens=tokens)
     assistant, report = transformers.AutoModelForCausalLM.from_pretrained(
         out, dtype=torch.float32, use_safetensors=True, output_loading_info=True
     )
     texts, theirs = assisted(job, assistant.eval(), tokens)
-    ours = as_transformers(job, speaking_all(load_drafter(package, job.target)), tokens)
+    drafter = load_drafter(package, job.target)
+    ours = as_transformers(job, over_full_vocabulary(drafter), tokens)
     unread = tuple(sorted({*report["unexpected_keys"], *report["missing_keys"]}))
     engine = f"transformers {transformers.__version__}"
-    return Result("Ssm", engine, len(job.prompts), job.same(texts), theirs, ours, unread)
+    name = type(drafter).__name__
+    return Result(name, engine, len(job.prompts), job.same(texts), theirs, ours, unread)
 
 
 # --- the embedded target --------------------------------------------------------------------------
@@ -465,7 +470,7 @@ def embedded() -> Target:
 def write_target(target: Target, folder: Path) -> Path:
     """A target as a directory of transformers, which engines read as a model.
 
-    Raises: InputError if something lies there.
+    Raises: InputError if something is there.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists: give a new or an empty folder")
@@ -487,9 +492,9 @@ def prove(
     environment: Path, packages: Sequence[Path], prompts: int, new: int, tokens: int, place: Path
 ) -> list[Result]:
     for package in packages:
-        check_pair(package, "vllm")
+        check_pair(package, VLLM.name)
     target = embedded()
-    for package in packages:  # What cannot be loaded is told before an engine is started.
+    for package in packages:  # What cannot be loaded is reported before an engine is started.
         load_drafter(package, target)
     print(f"decoding {prompts} prompts plainly", file=sys.stderr, flush=True)
     job = Job.of(target, write_target(target, place / "target"), prompts_of(prompts), new)
@@ -498,7 +503,7 @@ def prove(
     for number, package in enumerate(packages):
         print(f"{package}", file=sys.stderr, flush=True)
         results.append(on_vllm(environment, job, package, place / f"vllm-{number}", tokens))
-        if isinstance(load_drafter(package, target), Ssm):
+        if HF in engines_of(type(load_drafter(package, target))):
             results.append(on_transformers(job, package, place / f"hf-{number}", tokens))
     return results
 
@@ -540,7 +545,10 @@ def main() -> None:
         parser.error(str(error))
     except EngineError as error:
         parser.exit(1, f"{error}\n")
-    title = f"{options.prompts} prompts of {options.new} new tokens, greedy, float32; engine / drafttrain where they differ"
+    title = (
+        f"{options.prompts} prompts of {options.new} new tokens, greedy, float32; engine / "
+        "drafttrain where they differ"
+    )
     columns = (
         "",
         "engine",
@@ -554,8 +562,8 @@ def main() -> None:
     if not all(result.holds for result in results):
         parser.exit(1, "an engine does not draft as drafttrain's own loop does\n")
     print(
-        "every engine wrote the target's own text and accepted what drafttrain's own loop accepts, "
-        "count for count"
+        "every engine wrote the target's own text and accepted what drafttrain's own loop "
+        "accepts, count for count"
     )
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Serves exported packages with vLLM and transformers, and compares every accepted draft with drafttrain's own loop. Starts from
-# nothing but Python: sets up both environments and, unless packages are given, trains three small drafters (some minutes each).
+# Serves exported packages with vLLM and transformers, and compares every accepted draft with
+# drafttrain's own loop. Starts from nothing but Python: sets up both environments and, unless
+# packages are given, trains three small drafters (some minutes each).
 #   scripts/engines/prove.sh [package ...]
 set -eu
 packages=()
@@ -19,7 +20,8 @@ ENGINE="$(scripts/engines/setup.sh)"
 
 if [ "$#" = 0 ]; then
     runs="runs/engines-$(date +%Y%m%d-%H%M%S)"
-    unmeasured="eval.every=null eval.prompts=0 eval.sim_rows=0 final.prompts=0 final.speed_prompts=0"
+    unmeasured="eval.every=null eval.prompts=0 eval.sim_rows=0 final.prompts=0"
+    unmeasured="$unmeasured final.speed_prompts=0"
     small="data.limit_tokens=8000 trainer.max_epochs=3 $unmeasured"
     heads="data.set_aside=0 final.calibrated=[] final.calibrated_speed=[]"
     train() {

@@ -1,5 +1,5 @@
-"""Decode prompts with vLLM, greedily, and tell what it drafted and kept. Run by vLLM's own Python,
-without drafttrain.
+"""Decode prompts with vLLM, greedily, and report what it drafted and kept. Run by vLLM's own
+Python, without drafttrain.
 
 Usage: <vLLM's environment>/bin/python serve.py request.json answer.json
 
@@ -22,20 +22,20 @@ COUNTERS = "vllm:spec_decode_num_"
 
 
 def main(request: str, answer: str) -> None:
-    told = json.loads(Path(request).read_text(encoding="utf-8"))
+    asked = json.loads(Path(request).read_text(encoding="utf-8"))
     began = time.perf_counter()
     import vllm
 
     imported = time.perf_counter()
     more: dict[str, Any] = (
-        {} if told["speculative"] is None else {"speculative_config": told["speculative"]}
+        {} if asked["speculative"] is None else {"speculative_config": asked["speculative"]}
     )
     engine = vllm.LLM(
-        model=told["target"],
-        dtype=told["dtype"],
-        max_model_len=told["context"],
+        model=asked["target"],
+        dtype=asked["dtype"],
+        max_model_len=asked["context"],
         max_num_seqs=4,
-        max_num_batched_tokens=max(2048, told["context"]),
+        max_num_batched_tokens=max(2048, asked["context"]),
         enforce_eager=True,
         enable_prefix_caching=False,
         disable_log_stats=False,  # else nothing is counted
@@ -44,14 +44,14 @@ def main(request: str, answer: str) -> None:
     )
     loaded = time.perf_counter()
     policy = vllm.SamplingParams(
-        temperature=0.0, max_tokens=told["new"], ignore_eos=True, detokenize=False
+        temperature=0.0, max_tokens=asked["new"], ignore_eos=True, detokenize=False
     )
-    prompts: Any = [{"prompt_token_ids": ids} for ids in told["prompts"]]
+    prompts: Any = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
     outputs = engine.generate(prompts, policy, use_tqdm=False)
     done = time.perf_counter()
     tensors = None
-    if told["speculative"] is not None and "model" in told["speculative"]:
-        (tensors,) = engine.collective_rpc("tensors_read", args=(told["speculative"]["model"],))
+    if asked["speculative"] is not None and "model" in asked["speculative"]:
+        (tensors,) = engine.collective_rpc("tensors_read", args=(asked["speculative"]["model"],))
     found = {
         "texts": [list(output.outputs[0].token_ids) for output in outputs],
         "counters": counters(engine.get_metrics()),

@@ -40,8 +40,9 @@ def main(target: str, out: str) -> None:
     for kind in KINDS:
         family = LlamaConfig if kind in ("eagle3", "peagle") else Qwen3Config
         sizes = (
-            "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-            "rms_norm_eps", "max_position_embeddings", "rope_parameters",
+            "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings",
+            "rope_parameters",
         )  # fmt: skip
         block = family(
             num_hidden_layers=1, **{name: copy.deepcopy(getattr(verifier, name)) for name in sizes}

@@ -1,4 +1,4 @@
-"""How rounds are counted beside an engine's: by hand, against a replay of each round, and against
+"""How rounds are counted next to an engine's: by hand, against a replay of each round, and against
 transformers itself."""
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ def shaken(drafter: Drafter) -> Drafter:
 
 def test_a_last_round_counts_all_that_it_accepted_and_none_begins_at_the_limit() -> None:
     """Runs are (written, accepted of these); the first is the pass that reads the prompt."""
-    whole = Output(runs=[(1, 0), (3, 2), (1, 0), (4, 3), (2, 1)])
-    assert proof.counted([whole], 5, 3) == Counts(2, 6, (1, 1, 0))
-    assert proof.counted([whole], 6, 3) == Counts(3, 9, (2, 2, 1)), "a token was still missing"
-    assert proof.counted([whole], 9, 3) == Counts(3, 9, (2, 2, 1)), (
+    output = Output(runs=[(1, 0), (3, 2), (1, 0), (4, 3), (2, 1)])
+    assert proof.counted([output], 5, 3) == Counts(2, 6, (1, 1, 0))
+    assert proof.counted([output], 6, 3) == Counts(3, 9, (2, 2, 1)), "a token was still missing"
+    assert proof.counted([output], 9, 3) == Counts(3, 9, (2, 2, 1)), (
         "the third round wrote the ninth token"
     )
-    assert proof.counted([whole], 10, 3) == Counts(4, 12, (3, 2, 1))
-    assert proof.counted([whole], 1, 3) == Counts(0, 0, (0, 0, 0)), (
+    assert proof.counted([output], 10, 3) == Counts(4, 12, (3, 2, 1))
+    assert proof.counted([output], 1, 3) == Counts(0, 0, (0, 0, 0)), (
         "the prompt's own pass is no round"
     )
-    assert proof.counted([whole, whole], 5, 3) == Counts(4, 12, (2, 2, 0))
+    assert proof.counted([output, output], 5, 3) == Counts(4, 12, (2, 2, 0))
 
 
 def replayed(target: Target, drafter: Drafter, job: Job, depth: int) -> Counts:
-    """Every round begun anew, from the text so far as a prompt of its own."""
+    """Every round from the start, from the text so far as a prompt of its own."""
     plan, rounds, accepted = Plan(Tree.chain(depth)), 0, [0] * depth
     for prompt, text in zip(job.prompts, job.texts, strict=True):
         written = 1
@@ -119,7 +119,7 @@ def test_transformers_assistants_that_differ_are_noticed(job: Job, tmp_path: Pat
     with torch.no_grad():
         assistant.model.norm.weight *= torch.linspace(-1, 1, 64)
     texts, theirs = proof.assisted(job, assistant, DEPTH)
-    ours = proof.as_transformers(job, proof.speaking_all(drafter), DEPTH)
+    ours = proof.as_transformers(job, proof.over_full_vocabulary(drafter), DEPTH)
     assert job.same(texts) == len(PROMPTS) and theirs.accepted != ours.accepted
 
 
@@ -127,15 +127,15 @@ IDS = list(range(1, 201, 2))
 
 
 @pytest.mark.parametrize("kind", [Eagle1, Medusa, Ssm])
-def test_engines_draft_from_the_whole_vocabulary(kind: type[Drafter], job: Job) -> None:
+def test_engines_draft_from_the_full_vocabulary(kind: type[Drafter], job: Job) -> None:
     more: dict[str, Any] = {"layers": [0]} if kind is Ssm else {}
     drafter = shaken(kind(job.target, draft_ids=IDS, **more))
-    found = proof.speaking_all(drafter)
+    found = proof.over_full_vocabulary(drafter)
     assert (drafter.choices, found.choices) == (100, 320)
     kept = {name: tensor for name, tensor in drafter.state_dict().items() if name != "draft_ids"}
     theirs = found.state_dict()
     assert kept.keys() == theirs.keys() and all(
         torch.equal(theirs[name], kept[name]) for name in kept
     )
-    whole = shaken(kind(job.target, **more))
-    assert proof.speaking_all(whole).choices == 320
+    output = shaken(kind(job.target, **more))
+    assert proof.over_full_vocabulary(output).choices == 320

@@ -28,7 +28,7 @@ PLENTY = 40
 
 
 def test_vllm_decodes_plainly_as_drafttrain_does(vllm: Path, job: Job) -> None:
-    """What the other tests stand on."""
+    """What the other tests rest on."""
     served = proof.serve(vllm, job, None)
     assert served.texts == job.texts and served.counts is None
 
@@ -52,7 +52,7 @@ def test_vllm_drafts_as_the_package_does(
 def test_a_head_that_reads_the_halves_of_its_input_in_the_wrong_order_is_noticed(
     vllm: Path, job: Job, packages: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The text is the target's own all the same, and only the counts tell."""
+    """The text is the target's own all the same, and only the counts show it."""
     exported = export_package(
         packages["Eagle1"], job.target, "vllm", out := tmp_path / "head", tokens=TOKENS
     )
@@ -65,7 +65,7 @@ def test_a_head_that_reads_the_halves_of_its_input_in_the_wrong_order_is_noticed
     swap(out)
     served = proof.serve(vllm, job, proof.speculative_of(exported.command))
     ours = proof.as_vllm(
-        job, proof.speaking_all(load_drafter(packages["Eagle1"], job.target)), TOKENS
+        job, proof.over_full_vocabulary(load_drafter(packages["Eagle1"], job.target)), TOKENS
     )
     found = proof.vllm_result("Eagle1", job, served, ours, set(open_directory(out, "head").tensors))
     assert found.same == found.prompts and found.unread == () and not found.holds

@@ -1,8 +1,9 @@
-"""What stands around an engine: its environment, its process, and which tensors it read. Stand-ins
+"""What surrounds an engine: its environment, its process, and which tensors it read. Stand-ins
 take vLLM's place."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from drafttrain.errors import InputError
 from drafttrain.target import load
 from scripts.engines import loading, proof
 from scripts.engines.proof import Counts, EngineError, Job
+from tests.messages import said
 from tests.packaging.made import packed
 
 # --- tensors --------------------------------------------------------------------------------------
@@ -41,7 +43,8 @@ def test_tensors_that_reach_a_model_and_those_that_do_not() -> None:
     """As vLLM's loaders do it: rows of a fused weight, parts, another dtype, a tensor taken as it
     is, one passed over."""
     file = {
-        "q": torch.ones(4, 4), "k": torch.ones(2, 4), "norm": torch.ones(4), "half": torch.ones(2, 4),
+        "q": torch.ones(4, 4), "k": torch.ones(2, 4), "norm": torch.ones(4),
+        "half": torch.ones(2, 4),
         "map": torch.arange(3), "part": torch.ones(6, 4), "stranger": torch.ones(2),
     }  # fmt: skip
 
@@ -62,7 +65,8 @@ def test_tensors_that_reach_a_model_and_those_that_do_not() -> None:
                 elif name == "half":
                     model.low.weight.data.copy_(tensor.to(torch.bfloat16))
                 elif name == "map":
-                    model.kept = nn.Parameter(tensor, requires_grad=False)  # type: ignore[assignment]
+                    kept: Any = nn.Parameter(tensor, requires_grad=False)
+                    model.kept = kept
                 elif name == "part":
                     model.fused.weight.data[:2].copy_(tensor[:2])
             return model
@@ -86,7 +90,8 @@ __version__ = "0"
 class LLM:
     def __init__(self, **settings):
         self.settings = settings
-        assert settings["dtype"] == "float32" and not settings["disable_log_stats"] and settings["enforce_eager"]
+        assert settings["dtype"] == "float32" and settings["enforce_eager"]
+        assert not settings["disable_log_stats"]
         head = settings.get("speculative_config", {}).get("model", "")
         if head == "broken":
             sys.exit("no such head")
@@ -95,7 +100,8 @@ class LLM:
             time.sleep(60)
 
     def generate(self, prompts, policy, use_tqdm):
-        made = [[p["prompt_token_ids"][0] + i for i in range(policy["max_tokens"])] for p in prompts]
+        first, new = [p["prompt_token_ids"][0] for p in prompts], policy["max_tokens"]
+        made = [[ids + i for i in range(new)] for ids in first]
         return [Namespace(outputs=[Namespace(token_ids=tuple(ids))]) for ids in made]
 
     def collective_rpc(self, method, args):
@@ -103,8 +109,9 @@ class LLM:
 
     def get_metrics(self):
         counts = {"drafts": 5, "draft_tokens": 10, "accepted_tokens": 4}
-        named = [Namespace(name=f"vllm:spec_decode_num_{name}", value=value) for name, value in counts.items()]
-        return [*named, Namespace(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=[3, 1]),
+        own = "vllm:spec_decode_num_"
+        named = [Namespace(name=own + name, value=value) for name, value in counts.items()]
+        return [*named, Namespace(name=own + "accepted_tokens_per_pos", values=[3, 1]),
                 Namespace(name="vllm:num_requests_running", value=0.0)]
 
 class Namespace:
@@ -158,30 +165,27 @@ def test_an_engines_answer(environment: Path, job: Job) -> None:
 
 
 def test_engines_that_fail_or_hang_are_ended(environment: Path, job: Job, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"(?s)failed with exit code 1.*no such head"):
+    with pytest.raises(EngineError, match=said("layouts.engine-failed")):
         proof.serve(environment, job, speculative("broken"))
     began = time.monotonic()
-    with pytest.raises(EngineError, match="did not answer within 1 s"):
+    with pytest.raises(EngineError, match=said("layouts.engine-silent")):
         proof.serve(environment, job, speculative("slow"), seconds=1)
     assert time.monotonic() - began < 20
-    with pytest.raises(InputError, match=r"no environment for vllm in .*setup\.sh"):
+    with pytest.raises(InputError, match=said("layouts.no-environment")):
         proof.serve(tmp_path, job, None)
 
 
 def test_the_printed_command_is_what_is_served() -> None:
-    command = """vllm serve some/target --speculative-config '{"method": "eagle", "model": "a b", "num_speculative_tokens": 4}'"""
-    assert proof.speculative_of(command) == {
-        "method": "eagle",
-        "model": "a b",
-        "num_speculative_tokens": 4,
-    }
+    settings = {"method": "eagle", "model": "a b", "num_speculative_tokens": 4}
+    command = f"vllm serve some/target --speculative-config '{json.dumps(settings)}'"
+    assert proof.speculative_of(command) == settings
 
 
 def test_a_target_as_a_directory(tmp_path: Path, target: Any) -> None:
     folder = proof.write_target(target, tmp_path / "target")
     again = load.hf(str(folder), dtype="float32", device="cpu", attention="sdpa")
     assert again.fingerprint == target.fingerprint
-    with pytest.raises(InputError, match="exists: give a new or an empty folder"):
+    with pytest.raises(InputError, match=said("layouts.place-taken")):
         proof.write_target(target, folder)
 
 
@@ -192,12 +196,12 @@ def test_packages_that_cannot_be_served_are_refused_before_an_engine_is_started(
     packed(tmp_path / "other", Eagle1(load.tiny(seed=1)), load.tiny(seed=1))
     monkeypatch.setattr(proof, "serve", lambda *_, **__: pytest.fail("an engine was started"))
     monkeypatch.setattr(proof, "embedded", lambda: target)
-    for package, said in (
-        ("nowhere", "does not exist"),
-        ("ngram", "NGram is not exported"),
-        ("other", "belongs to another target"),
+    for package, message in (
+        ("nowhere", said("layouts.no-folder")),
+        ("ngram", said("layouts.no-engine")),
+        ("other", said("layouts.another-target")),
     ):
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             proof.prove(tmp_path, [tmp_path / package], 1, 1, 1, tmp_path)
 
 
@@ -238,7 +242,7 @@ class Setup:
         return done, self.log.read_text().splitlines()
 
 
-def test_an_environment_is_made_once_and_a_half_made_one_anew(
+def test_an_environment_is_made_once_and_a_half_made_one_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup = Setup(tmp_path)
@@ -247,7 +251,7 @@ def test_an_environment_is_made_once_and_a_half_made_one_anew(
     setup.fail.touch()
     done, _ = setup.run()
     assert done.returncode != 0 and (folder / "bin/python").exists() and done.stdout == ""
-    with pytest.raises(InputError, match="no environment for vllm"):
+    with pytest.raises(InputError, match=said("layouts.no-environment")):
         proof.check_venv(folder)
     setup.fail.unlink()
     done, calls = setup.run()
@@ -286,11 +290,11 @@ def test_speculators_has_an_environment_of_its_own(
     assert any("import speculators" in call for call in calls) and not any(
         "vllm" in call for call in calls
     )
-    with pytest.raises(InputError, match="no environment for vllm"):
+    with pytest.raises(InputError, match=said("layouts.no-environment")):
         proof.check_venv(proof.venv())
 
 
-def test_an_environment_may_lie_in_any_folder(tmp_path: Path) -> None:
+def test_an_environment_may_be_in_any_folder(tmp_path: Path) -> None:
     setup = Setup(tmp_path)
     done, calls = setup.run(tmp_path / "a b" / "it's")
     assert done.returncode == 0 and done.stdout == f"{tmp_path}/a b/it's\n", done.stderr
@@ -306,7 +310,7 @@ def test_packages_to_prove_are_looked_for_before_anything_is_installed(tmp_path:
     assert done.returncode == 2 and done.stderr.startswith("run/package is no folder of a package")
 
 
-def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_environment_is_left_as_it_is(tmp_path: Path) -> None:
     setup = Setup(tmp_path)
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis/chapter.tex").write_text("mine")

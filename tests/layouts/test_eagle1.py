@@ -20,7 +20,7 @@ from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError
 from drafttrain.export import export_package
 from drafttrain.flow import Needs
-from drafttrain.layouts import eagle1, origin
+from drafttrain.layouts import eagle1, engines, origin
 from drafttrain.layouts.directory import INDEX
 from drafttrain.target import load
 from drafttrain.target.model import Target
@@ -39,9 +39,11 @@ from tests.layouts.made import (
     stirred,
     tensors,
 )
+from tests.messages import said
 from tests.packaging.made import packed
 
 IDS = list(range(1, 201, 2))
+ENGINES = engines.names(eagle1.LAYOUT.engines())
 WIDTH = 64
 KINDS: dict[str, Any] = {
     "llama": (LlamaConfig, LlamaDecoderLayer, LlamaRotaryEmbedding),
@@ -74,7 +76,7 @@ def tiny() -> Target:
 
 
 @pytest.mark.field("F41")
-@pytest.mark.parametrize("engine", eagle1.ENGINES)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "settings", [{}, {"draft_ids": IDS, "noise": 0.2}], ids=["whole", "reduced"]
 )
@@ -101,18 +103,18 @@ def test_there_and_back(
     )
 
 
-@pytest.mark.parametrize("engine", eagle1.ENGINES)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
 def test_other_families(engine: str, family: str, tmp_path: Path) -> None:
     target = load.tiny(family=family)
     drafter = made(target)
     out = exported(tmp_path, target, drafter, engine)
     assert names(out) == {} and same(drafter, read_back(out, target))
-    told = json.loads((out / "config.json").read_text())
-    assert "sliding_window" not in told
+    saved = json.loads((out / "config.json").read_text())
+    assert "sliding_window" not in saved
     if family == "qwen2":
-        assert told.get("qkv_bias", False) == (engine != "sglang")
-        assert told["architectures"] == (
+        assert saved.get("qkv_bias", False) == (engine != "sglang")
+        assert saved["architectures"] == (
             ["Qwen2ForCausalLMEagle"] if engine == "sglang" else ["LlamaForCausalLM"]
         )
 
@@ -121,7 +123,8 @@ def test_other_families(engine: str, family: str, tmp_path: Path) -> None:
     ("engine", "family", "scaling"),
     [
         ("vllm", "llama", None),
-        ("sglang", "llama", {"rope_type": "llama3", "rope_theta": 5e5, "factor": 4.0, "low_freq_factor": 1.0,
+        ("sglang", "llama",
+            {"rope_type": "llama3", "rope_theta": 5e5, "factor": 4.0, "low_freq_factor": 1.0,
                              "high_freq_factor": 4.0, "original_max_position_embeddings": 64}),
         ("sglang", "qwen2", {"rope_type": "default", "rope_theta": 1e6}),
         ("eagle", "llama", {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}),
@@ -132,18 +135,19 @@ def test_the_file_computes_what_the_drafter_does(
     engine: str, family: str, scaling: dict[str, Any] | None, spelling: str, tmp_path: Path
 ) -> None:
     """As an engine does it: the block by config.json, [embedding; feature] into fc, no norm before
-    attention, none behind."""
+    attention, none after it."""
     more = {} if scaling is None else {"rope_parameters": scaling}
     target = load.tiny(family=family, **more)
     drafter = made(target)
     out = exported(tmp_path, target, drafter, engine)
-    told, held = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    saved = json.loads((out / "config.json").read_text())
+    held = load_file(out / "model.safetensors")
     for key in {"both": (), "old": ("rope_parameters",), "new": ("rope_theta", "rope_scaling")}[
         spelling
     ]:
-        told.pop(key)
-    make_config, make_layer, make_rope = KINDS[told["model_type"]]
-    read = make_config(**{key: value for key, value in told.items() if key != "model_type"})
+        saved.pop(key)
+    make_config, make_layer, make_rope = KINDS[saved["model_type"]]
+    read = make_config(**{key: value for key, value in saved.items() if key != "model_type"})
     read._attn_implementation = "eager"
     layer, rope = make_layer(read, 0).eval(), make_rope(read)
     layer.input_layernorm = torch.nn.Identity()
@@ -188,15 +192,19 @@ def test_names_and_config(tiny: Target, tmp_path: Path) -> None:
         *mlp,
         "layers.0.post_attention_layernorm.weight",
     }
-    told = json.loads((out / "config.json").read_text())
+    saved = json.loads((out / "config.json").read_text())
     expected = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 320,
-        "max_position_embeddings": 512, "tie_word_embeddings": False, "bias": False, "rope_theta": 10000.0,
-        "rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "dtype": "float32",
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "vocab_size": 320,
+        "max_position_embeddings": 512, "tie_word_embeddings": False, "bias": False,
+        "rope_theta": 10000.0,
+        "rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "dtype": "float32",
     }  # fmt: skip
-    assert {key: told[key] for key in expected} == expected
-    assert "quantization_config" not in told and "_name_or_path" not in told
+    assert {key: saved[key] for key in expected} == expected
+    assert "quantization_config" not in saved and "_name_or_path" not in saved
     assert exported(tmp_path / "eagle", tiny, drafter, "eagle")
     shipped = load_file(tmp_path / "eagle/out/model.safetensors")["embed_tokens.weight"]
     assert torch.equal(shipped, tiny.embedding.weight)
@@ -205,7 +213,7 @@ def test_names_and_config(tiny: Target, tmp_path: Path) -> None:
 def test_biases_of_fc(tiny: Target, tmp_path: Path) -> None:
     with_bias = made(tiny, bias=True)
     packed(tmp_path / "package", with_bias, tiny)
-    with pytest.raises(InputError, match=r"bias in fc, which vLLM drops.*to=sglang"):
+    with pytest.raises(InputError, match=r"bias in fc.*to=sglang"):
         export_package(tmp_path / "package", tiny, "vllm", tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
     for engine in ("sglang", "eagle"):
@@ -229,25 +237,21 @@ def test_biases_of_fc(tiny: Target, tmp_path: Path) -> None:
 def test_blocks_that_no_engine_runs(family: str, tmp_path: Path) -> None:
     target = load.tiny(family=family)
     packed(tmp_path / "package", made(target), target)
-    with pytest.raises(InputError, match=r"no engine's EAGLE-1 runs.*custom_generate"):
+    with pytest.raises(InputError, match=said("layouts.block-not-run")):
         export_package(tmp_path / "package", target, "vllm", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
     ("engine", "settings", "message"),
     [
-        (
-            "eagle",
-            {"attention_bias": True},
-            r"biases in its blocks that eagle does not read; to=vllm",
-        ),
-        ("sglang", {"mlp_bias": True}, r"biases in its blocks that sglang does not read"),
-        ("vllm", {"hidden_act": "gelu"}, "vllm runs silu alone"),
-        ("eagle", {"head_dim": 8}, r"attention heads do not make up its width.*to=vllm"),
+        ("eagle", {"attention_bias": True}, r"^to=eagle: .* biases .*to=vllm"),
+        ("sglang", {"mlp_bias": True}, r"^to=sglang: .* biases .*to=vllm"),
+        ("vllm", {"hidden_act": "gelu"}, r"^to=vllm: .* gelu, .* silu"),
+        ("eagle", {"head_dim": 8}, r"^to=eagle: .* heads .* width.*to=vllm"),
         (
             "eagle",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
-            "no RoPE of type dynamic",
+            "RoPE of type dynamic",
         ),
     ],
 )
@@ -262,8 +266,8 @@ def test_what_one_engine_does_not_run(
 
 
 def test_reduced_vocabularies(tiny: Target, tmp_path: Path) -> None:
-    """SGLang takes a list of ids; in the others EAGLE-1 speaks the target's whole head, which is
-    said."""
+    """SGLang takes a list of ids; in the others EAGLE-1 proposes from the target's full head,
+    which the notes say."""
     packed(tmp_path / "package", made(tiny, draft_ids=IDS), tiny)
     found = export_package(tmp_path / "package", tiny, "sglang", tmp_path / "sglang")
     assert json.loads((tmp_path / "sglang" / eagle1.TOKEN_MAP).read_text()) == IDS
@@ -281,7 +285,7 @@ def test_reduced_vocabularies(tiny: Target, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"vocabulary=reduced: EAGLE-1 in vllm.*to=sglang"):
         export_package(tmp_path / "package", tiny, "vllm", tmp_path / "no", vocabulary="reduced")
     packed(tmp_path / "package", made(tiny), tiny)
-    with pytest.raises(InputError, match="drafts from the whole vocabulary"):
+    with pytest.raises(InputError, match="vocabulary=reduced"):
         export_package(tmp_path / "package", tiny, "sglang", tmp_path / "no", vocabulary="reduced")
 
 
@@ -289,8 +293,8 @@ def test_dtypes(tiny: Target, tmp_path: Path) -> None:
     drafter = made(tiny)
     half = exported(tmp_path / "a", tiny, drafter, "vllm", dtype="bfloat16")
     assert {t.dtype for t in load_file(half / "model.safetensors").values()} == {torch.bfloat16}
-    told = json.loads((half / "config.json").read_text())
-    assert told["dtype"] == told["torch_dtype"] == "bfloat16"
+    saved = json.loads((half / "config.json").read_text())
+    assert saved["dtype"] == saved["torch_dtype"] == "bfloat16"
     assert torch.equal(read_back(half, tiny).fc.weight, drafter.fc.weight.bfloat16().float())
     other = exported(tmp_path / "b", tiny, drafter, "eagle", dtype="bfloat16")
     assert names(other) == {} and read_back(other, tiny) is not None, (
@@ -303,9 +307,7 @@ def test_dtypes(tiny: Target, tmp_path: Path) -> None:
     with torch.no_grad():
         drafter.fc.weight[0, 0] = 1e6
     packed(tmp_path / "large", drafter, tiny)
-    with pytest.raises(
-        InputError, match=r"infinite weights in fc\.weight as float16.*dtype=float32"
-    ):
+    with pytest.raises(InputError, match=r"fc\.weight as float16.*dtype=float32"):
         export_package(tmp_path / "large", tiny, "vllm", tmp_path / "no", dtype="float16")
     assert not (tmp_path / "no").exists()
 
@@ -345,7 +347,7 @@ def index_of(path: Path, file: Any) -> None:
 QKV = {
     f"layers.0.self_attn.{name}_proj.bias": torch.zeros(64 if name == "q" else 32) for name in "qkv"
 }
-NEW_ALONE = both(config(rope_theta=DROP), config(rope_parameters__rope_theta=5e5))
+ONLY_NEW = both(config(rope_theta=DROP), config(rope_parameters__rope_theta=5e5))
 FAULTS: dict[str, tuple[str, Edit, str, bool]] = {
     "norm": ("vllm", put("layers.0.input_layernorm.weight", 64), "norm-before-attention", True),
     "head in vLLM": ("vllm", put("lm_head.weight", 320, 64), "head-shipped", True),
@@ -356,24 +358,39 @@ FAULTS: dict[str, tuple[str, Edit, str, bool]] = {
     "bias random": ("sglang", drop("fc.bias"), "fc-bias-missing", True),
     "bias undeclared": ("eagle", config(bias=DROP), "fc-bias-undeclared", True),
     "bias read as attention's": ("vllm", config(bias=True), "bias-read-as-attention", True),
-    "attention biases": ("vllm", tensors(lambda t: t.update(QKV)), "attention-bias-undeclared", True),
-    "SGLang's name": ("vllm", config(architectures=["LlamaForCausalLMEagle"]), "architecture", True),
+    "attention biases": (
+        "vllm", tensors(lambda t: t.update(QKV)), "attention-bias-undeclared", True,
+    ),
+    "SGLang's name": (
+        "vllm", config(architectures=["LlamaForCausalLMEagle"]), "architecture", True,
+    ),
     "vLLM's name": ("sglang", config(architectures=["LlamaForCausalLM"]), "architecture", True),
     "no name": ("vllm", config(architectures=[]), "architecture", True),
     "tied": ("sglang", config(tie_word_embeddings=True), "tied-embeddings", True),
     "tied in vLLM": ("vllm", config(tie_word_embeddings=True), "tied-embeddings", False),
-    "quantised": ("vllm", config(quantization_config={"quant_method": "fp8"}), "quantised-config", True),
+    "quantised": (
+        "vllm", config(quantization_config={"quant_method": "fp8"}), "quantised-config", True,
+    ),
     "all of the target's layers": ("vllm", config(num_hidden_layers=3), "layer-count", True),
     "missing": ("vllm", drop("layers.0.mlp.down_proj.weight"), "tensor-missing", True),
     "missing embedding": ("eagle", drop("embed_tokens.weight"), "tensor-missing", True),
     "unknown in vLLM": ("vllm", put("verifier_norm.weight", 64), "tensor-unknown", True),
     "unknown in SGLang": ("sglang", put("verifier_norm.weight", 64), "tensor-unknown", False),
     "shape": ("vllm", put("fc.weight", 64, 64), "tensor-shape", True),
-    "dtype": ("vllm", tensors(lambda t: t.update({"fc.weight": torch.zeros(64, 128, dtype=torch.int8)})), "tensor-dtype", True),
+    "dtype": (
+        "vllm", tensors(lambda t: t.update({"fc.weight": torch.zeros(64, 128, dtype=torch.int8)})),
+        "tensor-dtype", True,
+    ),
     "NaN": ("vllm", put("fc.weight", 64, 128, value=float("nan")), "not-finite", True),
-    "prefix": ("vllm", tensors(lambda t: t.update({"model.fc.weight": t.pop("fc.weight")})), "model-prefix", True),
+    "prefix": (
+        "vllm", tensors(lambda t: t.update({"model.fc.weight": t.pop("fc.weight")})),
+        "model-prefix", True,
+    ),
     "embedding": ("vllm", put("embed_tokens.weight", 320, 64), "embedding-shipped", False),
-    "a map": ("vllm", tensors(lambda t: t.update(d2t=torch.zeros(8, dtype=torch.int64))), "draft-vocab-not-read", True),
+    "a map": (
+        "vllm", tensors(lambda t: t.update(d2t=torch.zeros(8, dtype=torch.int64))),
+        "draft-vocab-not-read", True,
+    ),
     "a draft vocabulary": ("sglang", config(draft_vocab_size=8), "draft-vocab-not-read", True),
     "activation": ("vllm", config(hidden_act="gelu"), "activation", True),
     "a size that is none": ("vllm", config(hidden_size="64"), "config-value", True),
@@ -384,17 +401,34 @@ FAULTS: dict[str, tuple[str, Edit, str, bool]] = {
     "a scaling that is a text": ("sglang", config(rope_scaling="linear"), "config-value", True),
     "RoPE that is a list": ("eagle", config(rope_parameters=[1e4]), "config-value", True),
     "positions beyond all": ("vllm", config(max_position_embeddings=1e308), "config-value", True),
-    "old spelling": ("vllm", NEW_ALONE, "rope-old-spelling-missing", False),
-    "old spelling in EAGLE": ("eagle", NEW_ALONE, "rope-old-spelling-missing", True),
+    "old spelling": ("vllm", ONLY_NEW, "rope-old-spelling-missing", False),
+    "old spelling in EAGLE": ("eagle", ONLY_NEW, "rope-old-spelling-missing", True),
     "no RoPE": ("vllm", config(rope_theta=DROP, rope_parameters=DROP), "rope-theta-missing", False),
     "two bases": ("vllm", config(rope_theta=5e5), "rope-spellings-disagree", True),
-    "scaling lost": ("eagle", config(rope_parameters__rope_type="linear", rope_parameters__factor=2.0), "rope-scaling-lost", True),
-    "two scalings": ("vllm", config(rope_scaling={"type": "linear", "factor": 2.0}), "rope-spellings-disagree", True),
-    "a pickle": ("eagle", lambda p: (p / "pytorch_model.bin").write_bytes(b"\x80"), "pickle-beside-safetensors", True),
-    "pickles alone": ("eagle", lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"), "pickled-weights", True),
-    "a shard lost": ("vllm", lambda p: (p / INDEX).write_text('{"weight_map": {"lost": "a"}}'), "shard-missing", True),
+    "scaling lost": (
+        "eagle", config(rope_parameters__rope_type="linear", rope_parameters__factor=2.0),
+        "rope-scaling-lost", True,
+    ),
+    "two scalings": (
+        "vllm", config(rope_scaling={"type": "linear", "factor": 2.0}), "rope-spellings-disagree",
+        True,
+    ),
+    "a pickle": (
+        "eagle", lambda p: (p / "pytorch_model.bin").write_bytes(b"\x80"),
+        "pickle-beside-safetensors", True,
+    ),
+    "only pickles": (
+        "eagle", lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"),
+        "pickled-weights", True,
+    ),
+    "a shard lost": (
+        "vllm", lambda p: (p / INDEX).write_text('{"weight_map": {"lost": "a"}}'), "shard-missing",
+        True,
+    ),
     "another shard": ("vllm", lambda p: index_of(p, "b.safetensors"), "shard-missing", True),
-    "a shard elsewhere": ("vllm", lambda p: index_of(p, "../head/model.safetensors"), "shard-missing", True),
+    "a shard elsewhere": (
+        "vllm", lambda p: index_of(p, "../head/model.safetensors"), "shard-missing", True,
+    ),
     "a shard that is a number": ("vllm", lambda p: index_of(p, 1), "shard-missing", True),
     "a map of negative ids": ("sglang", lambda p: map_of(p, [-1, 2]), "token-map-ids", True),
     "a map beyond the vocabulary": ("sglang", lambda p: map_of(p, [1, 320]), "token-map-ids", True),
@@ -403,10 +437,16 @@ FAULTS: dict[str, tuple[str, Edit, str, bool]] = {
     "a map of halves": ("sglang", lambda p: map_of(p, [0.5, 1]), "token-map-ids", True),
     "a map of truths": ("sglang", lambda p: map_of(p, [False, True]), "token-map-ids", True),
     "a map that is no list": ("sglang", lambda p: map_of(p, {"1": 2}), "token-map-ids", True),
-    "a map longer than the vocabulary": ("sglang", lambda p: map_of(p, list(range(321))), "token-map-ids", True),
+    "a map longer than the vocabulary": (
+        "sglang", lambda p: map_of(p, list(range(321))), "token-map-ids", True,
+    ),
     "a map of nothing": ("sglang", lambda p: map_of(p, []), "token-map-ids", True),
-    "a map that is no JSON": ("sglang", lambda p: (p / eagle1.TOKEN_MAP).write_text("[1,"), "token-map-ids", True),
-    "a map that is a pipe": ("sglang", lambda p: os.mkfifo(p / eagle1.TOKEN_MAP), "token-map-ids", True),
+    "a map that is no JSON": (
+        "sglang", lambda p: (p / eagle1.TOKEN_MAP).write_text("[1,"), "token-map-ids", True,
+    ),
+    "a map that is a pipe": (
+        "sglang", lambda p: os.mkfifo(p / eagle1.TOKEN_MAP), "token-map-ids", True,
+    ),
     "nothing": ("vllm", lambda p: (p / "model.safetensors").unlink(), "weights-missing", True),
 }  # fmt: skip
 
@@ -416,7 +456,7 @@ def good(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One export for each engine, and the target's directory."""
     folder = tmp_path_factory.mktemp("good")
     packed(folder / "package", made(tiny), tiny)
-    for engine in eagle1.ENGINES:
+    for engine in ENGINES:
         export_package(folder / "package", tiny, engine, folder / engine)
         (folder / engine / origin.FILE).unlink()
     tiny.model.save_pretrained(folder / "target")
@@ -450,7 +490,7 @@ def test_faults_by_name(fault: str, good: Path, tmp_path: Path) -> None:
         (put("embed_tokens.weight", 320, 64), "embedding-differs", "vllm", True),
     ],
 )
-def test_faults_beside_the_target(
+def test_faults_next_to_the_target(
     edit: Edit, name: str, engine: str, fatal: bool, good: Path, tmp_path: Path
 ) -> None:
     path = Path(shutil.copytree(good / engine, tmp_path / "head"))
@@ -464,7 +504,7 @@ def test_the_engine_is_found(good: Path, tmp_path: Path, tiny: Target) -> None:
     assert "architecture" in names(good / "sglang", "vllm") and names(good / "sglang") == {}
     out = exported(tmp_path, tiny, made(tiny), "eagle")
     assert names(out) == {}
-    with pytest.raises(InputError, match="is loaded by vllm and sglang and eagle, not by medusa"):
+    with pytest.raises(InputError, match=r"^to=medusa: .* vllm and sglang and eagle"):
         names(out, "medusa")
 
 
@@ -473,7 +513,7 @@ def test_the_engine_is_found(good: Path, tmp_path: Path, tiny: Target) -> None:
 
 def as_speculators(path: Path) -> None:
     """What speculators 0.1 wrote of such a head."""
-    told = json.loads((path / "config.json").read_text())
+    saved = json.loads((path / "config.json").read_text())
     renamed = {"fc.": "fusion_fc.", "layers.0.": "transformer."}
 
     def rename(held: dict[str, torch.Tensor]) -> None:
@@ -485,8 +525,10 @@ def as_speculators(path: Path) -> None:
     tensors(rename)(path)
     verifier = {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]}
     outer = {
-        "architectures": ["EagleSpeculator"], "speculators_model_type": "eagle", "layernorms": False, "fusion_bias": False,
-        "transformer_layer_config": told, "speculators_config": {"algorithm": "eagle", "verifier": verifier},
+        "architectures": ["EagleSpeculator"], "speculators_model_type": "eagle",
+        "layernorms": False, "fusion_bias": False,
+        "transformer_layer_config": saved,
+        "speculators_config": {"algorithm": "eagle", "verifier": verifier},
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(outer))
 
@@ -498,30 +540,27 @@ def test_a_speculators_directory(good: Path, tmp_path: Path, tiny: Target) -> No
     assert same(plain, read_back(path, tiny))
     assert "speculators-type" in names(path)
     config(layernorms=True)(path)
-    with pytest.raises(InputError, match="norms of its own"):
+    with pytest.raises(InputError, match="layernorms: true"):
         read_back(path, tiny)
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (
-            config(rope_theta=DROP, rope_parameters__rope_theta=5e5),
-            "base of 500000, the target with 10000",
-        ),
-        (config(hidden_size=32), "hidden_size is 32, the target's is 64"),
+        (config(rope_theta=DROP, rope_parameters__rope_theta=5e5), "500000, .* 10000"),
+        (config(hidden_size=32), "hidden_size is 32, .* 64"),
         (config(rms_norm_eps=0.1), r"rms_norm_eps is 0\.1"),
-        (put("fc.weight", 64, 64), r"fc\.weight is F32 \[64, 64\], needs \[64, 128\]"),
-        (put("fc.weight", 64, 128, value=float("inf")), "NaN or infinite"),
-        (drop("layers.0.mlp.up_proj.weight"), r"lacks layers\.0\.mlp\.up_proj\.weight"),
-        (put("layers.0.input_layernorm.weight", 64), r"holds layers\.0\.input_layernorm\.weight"),
-        (put("layers.1.mlp.up_proj.weight", 128, 64), r"holds layers\.1\.mlp"),
-        (put("embed_tokens.weight", 320, 64), r"embed_tokens\.weight is not the target's own"),
-        (put("lm_head.weight", 320, 64), r"lm_head\.weight is not the target's own"),
-        (put("hidden_layernorm.weight", 64), "holds hidden_layernorm"),
+        (put("fc.weight", 64, 64), r"fc\.weight is F32 \[64, 64\], .*\[64, 128\]"),
+        (put("fc.weight", 64, 128, value=float("inf")), said("layouts.not-finite")),
+        (drop("layers.0.mlp.up_proj.weight"), r"layers\.0\.mlp\.up_proj\.weight"),
+        (put("layers.0.input_layernorm.weight", 64), r"layers\.0\.input_layernorm\.weight"),
+        (put("layers.1.mlp.up_proj.weight", 128, 64), r"layers\.1\.mlp"),
+        (put("embed_tokens.weight", 320, 64), r"embed_tokens\.weight"),
+        (put("lm_head.weight", 320, 64), r"lm_head\.weight"),
+        (put("hidden_layernorm.weight", 64), "hidden_layernorm"),
         (
             tensors(lambda t: t.update({"fc.weight": torch.zeros(64, 128, dtype=torch.int8)})),
-            r"fc\.weight is I8 \[64, 128\], needs \[64, 128\] of F32",
+            r"fc\.weight is I8 \[64, 128\], .*F32",
         ),
     ],
 )
@@ -537,8 +576,8 @@ def test_heads_that_cannot_be_taken_over(
 def test_a_released_head_with_its_embedding_in_float16(
     good: Path, tmp_path: Path, tiny: Target
 ) -> None:
-    """As EAGLE's authors publish them: everything in float16, the embedding with it, `rope_theta`
-    alone."""
+    """As EAGLE's authors publish them: everything in float16, the embedding with it, only
+    `rope_theta`."""
     path = Path(shutil.copytree(good / "eagle", tmp_path / "head"))
     tensors(lambda t: t.update({name: tensor.half() for name, tensor in t.items()}))(path)
     config(rope_parameters=DROP, rope_scaling=DROP)(path)
@@ -548,9 +587,9 @@ def test_a_released_head_with_its_embedding_in_float16(
     )
 
 
-def test_an_export_is_of_its_target_alone(tiny: Target, tmp_path: Path) -> None:
+def test_an_export_is_only_of_its_target(tiny: Target, tmp_path: Path) -> None:
     out = exported(tmp_path, tiny, made(tiny), "vllm")
-    with pytest.raises(InputError, match="belongs to another target"):
+    with pytest.raises(InputError, match=said("layouts.another-target")):
         read_back(out, load.tiny(seed=1))
 
 

@@ -103,20 +103,20 @@ def test_both_spellings_of_rope_and_nothing_of_this_machine(tmp_path: Path) -> N
     target = load.tiny(rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0})
     packed(tmp_path / "package", made(target), target, dtype="bfloat16")
     export_package(tmp_path / "package", target, "hf", tmp_path / "out")
-    told = json.loads((tmp_path / "out/config.json").read_text())
+    saved = json.loads((tmp_path / "out/config.json").read_text())
     assert (
-        told["rope_theta"] == 5e5
-        and told["rope_scaling"]["type"] == told["rope_parameters"]["rope_type"] == "linear"
+        saved["rope_theta"] == 5e5
+        and saved["rope_scaling"]["type"] == saved["rope_parameters"]["rope_type"] == "linear"
     )
     for key in ("_name_or_path", "transformers_version", "auto_map", "quantization_config"):
-        assert key not in told
-    assert told["dtype"] == "bfloat16"
+        assert key not in saved
+    assert saved["dtype"] == "bfloat16"
     assert {t.dtype for t in load_file(tmp_path / "out/model.safetensors").values()} == {
         torch.bfloat16
     }
     read = AutoConfig.from_pretrained(tmp_path / "out")
     assert read.rope_parameters["rope_theta"] == 5e5 and read.rope_parameters["factor"] == 2.0
-    with pytest.raises(InputError, match="speaks the target's whole vocabulary"):
+    with pytest.raises(InputError, match="vocabulary=reduced"):
         packed(tmp_path / "package", made(target, "cut"), target)
         export_package(tmp_path / "package", target, "hf", tmp_path / "no", vocabulary="reduced")
 
@@ -132,11 +132,11 @@ def good(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def other_tokenizer(path: Path) -> None:
-    told = json.loads((path / "tokenizer.json").read_text())
-    vocabulary = told["model"]["vocab"]
+    saved = json.loads((path / "tokenizer.json").read_text())
+    vocabulary = saved["model"]["vocab"]
     first, second = list(vocabulary)[5:7]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (path / "tokenizer.json").write_text(json.dumps(told))
+    (path / "tokenizer.json").write_text(json.dumps(saved))
 
 
 FAULTS: dict[str, tuple[Edit, str, bool]] = {

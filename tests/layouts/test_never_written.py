@@ -20,10 +20,11 @@ from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
 from drafttrain.export import export_package
 from drafttrain.layouts import medusa
-from drafttrain.layouts.pairs import LAYOUTS
+from drafttrain.layouts.pairs import written
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from tests.layouts.made import DROP, config, directory, names, stirred
+from tests.messages import said
 from tests.packaging.made import packed
 
 MAKERS: dict[type[Drafter], Callable[[Target], Drafter]] = {
@@ -32,15 +33,18 @@ MAKERS: dict[type[Drafter], Callable[[Target], Drafter]] = {
     Ssm: lambda target: Ssm(target, layers=[0, 2]),
 }
 PAIRS = [
-    (kind, engine)
-    for kind, layout in LAYOUTS.items()
+    (kind, engine.name)
+    for layout in written()
+    for kind in layout.drafters
     if kind in MAKERS
-    for engine in layout.ENGINES
+    for engine in layout.engines(kind)
 ]
 METHODS = {
     (Eagle1, "vllm"): '"method": "eagle"', (Eagle1, "sglang"): "--speculative-algorithm EAGLE ",
-    (Eagle1, "eagle"): "use_eagle3=False", (Medusa, "vllm"): '"method": "medusa"', (Medusa, "medusa"): "text-generation-launcher",
-    (Ssm, "vllm"): '"method": "draft_model"', (Ssm, "sglang"): "STANDALONE", (Ssm, "hf"): "assistant_model=",
+    (Eagle1, "eagle"): "use_eagle3=False", (Medusa, "vllm"): '"method": "medusa"',
+    (Medusa, "medusa"): "text-generation-launcher",
+    (Ssm, "vllm"): '"method": "draft_model"', (Ssm, "sglang"): "STANDALONE",
+    (Ssm, "hf"): "assistant_model=",
 }  # fmt: skip
 
 
@@ -62,7 +66,7 @@ def test_what_no_export_has(
     found = export_package(
         tmp_path / "package", tempting, engine, out := tmp_path / "out", tokens=2
     )
-    told = json.loads((out / "config.json").read_text())
+    saved = json.loads((out / "config.json").read_text())
     (file,) = out.glob("*.safetensors")
     held = load_file(file)
     assert (
@@ -71,28 +75,29 @@ def test_what_no_export_has(
         and shlex.split(found.command)
     )
     assert (
-        not {"quantization_config", "compression_config", "auto_map", "_name_or_path"} & told.keys()
+        not {"quantization_config", "compression_config", "auto_map", "_name_or_path"}
+        & saved.keys()
     )
     # No map of a draft vocabulary in a place where it is another's, and no pickle.
-    assert not {"d2t", "t2d"} & held.keys() and "draft_vocab_size" not in told
+    assert not {"d2t", "t2d"} & held.keys() and "draft_vocab_size" not in saved
     assert not [path for path in out.rglob("*") if path.suffix in (".bin", ".pt", ".pth", ".pkl")]
-    # A draft model may tie its own two; a head that did would speak with its embedding.
-    assert told.get("tie_word_embeddings", False) == (kind is Ssm)
+    # A draft model may tie its own two; a head that did would propose with its embedding.
+    assert saved.get("tie_word_embeddings", False) == (kind is Ssm)
     if kind is not Medusa:
         assert (
-            told["rope_theta"] == told["rope_parameters"]["rope_theta"] == 5e5
-            and told["rope_scaling"] is None
+            saved["rope_theta"] == saved["rope_parameters"]["rope_theta"] == 5e5
+            and saved["rope_scaling"] is None
         )
-        assert told["max_position_embeddings"] == 4096
+        assert saved["max_position_embeddings"] == 4096
     if kind is Eagle1:
         assert "embed_tokens.weight" not in held or engine == "eagle"
         assert (
             not {"lm_head.weight", "norm.weight", "layers.0.input_layernorm.weight"} & held.keys()
         )
-        assert told["bias"] is False and ("fc.bias" in held) == (engine == "sglang")
+        assert saved["bias"] is False and ("fc.bias" in held) == (engine == "sglang")
     if kind is Medusa:
-        assert told["medusa_fc_bias"] is True and told["hidden_size"] == 64
-        assert not [key for key in told if "num" in key and key.startswith("num_attention")]
+        assert saved["medusa_fc_bias"] is True and saved["hidden_size"] == 64
+        assert not [key for key in saved if "num" in key and key.startswith("num_attention")]
 
 
 @pytest.mark.parametrize("kind", [Eagle1, Medusa])
@@ -111,9 +116,7 @@ def test_an_embedding_that_is_padded_otherwise_than_the_head(engine: str, tmp_pa
     model.set_input_embeddings(nn.Embedding(384, 64))
     target = Target(model, None, "padded")
     packed(tmp_path / "package", stirred(Eagle1(target)), target)
-    with pytest.raises(
-        InputError, match="embeds 384 tokens and speaks 320: engines know one vocabulary size"
-    ):
+    with pytest.raises(InputError, match=said("layouts.two-vocabularies")):
         export_package(tmp_path / "package", target, engine, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

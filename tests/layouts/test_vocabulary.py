@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from drafttrain.errors import InputError
-from drafttrain.layouts import vocabulary
+from drafttrain.layouts import engines, vocabulary
 from drafttrain.layouts.directory import open_directory
+from drafttrain.layouts.engines import Reading
 from drafttrain.layouts.inspection import Inspection
 from tests.layouts.made import directory
+from tests.messages import said
 
 
 def test_offsets_and_marks() -> None:
@@ -26,7 +28,7 @@ def test_offsets_and_marks() -> None:
 
 @pytest.mark.parametrize("ids", [[3, 1], [1, 1], [-1, 2], [1, 8], [], [[1, 2]]])
 def test_ids_that_are_none(ids: list[int]) -> None:
-    with pytest.raises(ValueError, match="ascend within"):
+    with pytest.raises(ValueError, match=said("layouts.ids-ascend")):
         vocabulary.maps_of(torch.tensor(ids, dtype=torch.int64), 8)
 
 
@@ -80,13 +82,13 @@ def test_invariants(
     held: dict[str, torch.Tensor], size: int, name: str | None, tmp_path: Path
 ) -> None:
     head = open_directory(directory(tmp_path / "head", {}, {"x": torch.ones(1), **held}), "head")
-    inspection = Inspection(head, "vllm")
+    inspection = Inspection(head, engines.VLLM, Reading())
     vocabulary.check(inspection, 8, size)
     assert [finding.name for finding in inspection.findings] == ([] if name is None else [name])
 
 
 def test_engines_without_a_draft_vocabulary(tmp_path: Path) -> None:
     head = open_directory(directory(tmp_path / "head", {}, {"x": torch.ones(1), **GOOD}), "head")
-    inspection = Inspection(head, "sglang")
+    inspection = Inspection(head, engines.SGLANG, Reading())
     vocabulary.check(inspection, 8, 4, read=False)
     assert [finding.name for finding in inspection.findings] == ["draft-vocab-not-read"]

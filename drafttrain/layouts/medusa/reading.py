@@ -1,0 +1,115 @@
+"""The drafter of Medusa heads from elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.drafter.medusa import Medusa
+from drafttrain.errors import InputError
+from drafttrain.layouts import vocabulary
+from drafttrain.layouts.directory import Directory
+from drafttrain.layouts.inspection import alike
+from drafttrain.layouts.medusa.facts import BLOCK, PLAIN, bare
+from drafttrain.packaging.checking import some
+from drafttrain.target.model import Target
+
+
+def read(head: Directory, target: Target, known: dict[str, Any]) -> Medusa:
+    """The drafter of foreign heads, in either engine's names. Heads whose projections are the
+    target's rows borrow them.
+
+    Args:
+        known: settings of the drafter that an export of drafttrain's has; ids of a reduced
+            vocabulary in them are those of heads that borrow, where the layout has no place for
+            them.
+    Raises: InputError.
+    """
+    names = {bare(name): name for name in head.tensors}
+    found = [match for name in names if (match := BLOCK.fullmatch(name) or PLAIN.fullmatch(name))]
+    if not found:
+        raise InputError(
+            f"{head.path} holds no Medusa blocks: blocks.0.layers.0.weight or 0.0.linear.weight"
+        )
+    plain = found[0].re is PLAIN
+    count, blocks = (1 + max(int(match[place]) for match in found) for place in (1, 2))
+    width = target.width
+    ids, order = _ids(head, target)
+    rows = target.vocab_size if ids is None else len(ids)
+    named, state = {"token_map", *vocabulary.MAPS}, {}
+    for j in range(count):
+        for i in range(blocks):
+            block = f"{j}.{i}.linear" if plain else f"blocks.{j}.layers.{i}"
+            named |= {f"{block}.weight", f"{block}.bias"}
+            state[f"heads.{j}.{i}.linear.weight"] = head.weight(
+                names.get(f"{block}.weight", f"{block}.weight"), (width, width)
+            )
+            bias = names.get(f"{block}.bias")
+            state[f"heads.{j}.{i}.linear.bias"] = (
+                torch.zeros(width) if bias is None else head.weight(bias, (width,))
+            )
+    projecting, there = _heads(head, names, count, blocks, plain)
+    odd = sorted(names.keys() - named - there)
+    if odd:
+        raise InputError(
+            f"{head.path} holds {some(odd)}, which no Medusa head of {count} heads with {blocks} "
+            "blocks has"
+        )
+    projections = [head.weight(name, (rows, width))[order] for name in projecting]
+    borrowed = all(alike(head.read(name)[order], _rows(target, ids)) for name in projecting)
+    own = known.get("own_head", not borrowed)
+    if own and not projecting:
+        raise InputError(f"{head.path} holds no projections, but its drafter has some of its own")
+    if not own and not borrowed:
+        raise InputError(
+            f"{head.path} holds projections that are not the target's, but its drafter borrows the "
+            "target's"
+        )
+    kept = known.get("draft_ids") if ids is None and not own else ids
+    drafter = Medusa(
+        target, **{**known, "heads": count, "blocks": blocks, "own_head": own, "draft_ids": kept}
+    )
+    if own:
+        every = projections * (count if len(projections) == 1 else 1)
+        state |= {f"projections.{j}": weight for j, weight in enumerate(every)}
+    drafter.load_state_dict(state, strict=False)  # draft_ids, where there are any, are set already.
+    return drafter.eval()
+
+
+def _ids(head: Directory, target: Target) -> tuple[Tensor | None, Tensor]:
+    """(w) ids of a token map, or of speculators' d2t, ascending, and (w) the order in which a
+    head's rows are taken for them."""
+    if "token_map" in head.tensors:
+        ids = vocabulary.read_ids(
+            f"{head.path}: token_map", head.read("token_map"), target.vocab_size
+        )
+    elif "d2t" in head.tensors and len(head.tensors["d2t"].shape) == 1:
+        offsets = head.read("d2t")
+        ids = vocabulary.read_ids(
+            f"{head.path}: d2t", vocabulary.ids_of(offsets), target.vocab_size
+        )
+    else:
+        return None, torch.arange(target.vocab_size)
+    return ids.sort().values, ids.argsort()
+
+
+def _heads(
+    head: Directory, names: dict[str, str], count: int, blocks: int, plain: bool
+) -> tuple[list[str], set[str]]:
+    """Names in the file of each head's projection, none where all borrow the target's; and these
+    names without a prefix."""
+    every = [f"{j}.{blocks}.weight" if plain else f"lm_heads.{j}.weight" for j in range(count)]
+    there = [name for name in (*every, "lm_head.weight") if name in names]
+    if "lm_head.weight" in there or (head.config.get("original_lm_head") and there):
+        shared = "lm_head.weight" if "lm_head.weight" in there else there[0]
+        return [names[shared]], set(there)
+    if there and len(there) < count:
+        raise InputError(f"{head.path} has projections for {len(there)} of {count} heads")
+    return [names[name] for name in there], set(there)
+
+
+def _rows(target: Target, ids: Tensor | None) -> Tensor:
+    weight: Tensor = target.output.weight
+    return weight if ids is None else weight[ids.to(weight.device)]
