@@ -289,7 +289,10 @@ def _hear_no_signal() -> None:
 
 
 def _ends(lost: str) -> str:
-    return f"{lost}; this process ends too. What the last checkpoint holds is kept: go on with the same command and resume=last"
+    return (
+        f"{lost}; this process ends too. What the last checkpoint holds is kept: go on with the "
+        f"same command and resume=last"
+    )
 
 
 def _is_broken(error: BaseException) -> bool:

@@ -63,7 +63,10 @@ def disk_full(error: BaseException) -> str:
             return f"{what}{_where(one, named)}: {remedy}"
     for one in _behind(error):
         if any(words in str(one) for words in _TORCH):
-            return f"a file could not be written whole{_where(one)}; the disk may be full, or a limit of file sizes met: {_FREE}"
+            return (
+                f"a file could not be written completely{_where(one)}; the disk may be full, or a "
+                f"limit of file sizes met: {_FREE}"
+            )
     return ""
 
 

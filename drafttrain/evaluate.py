@@ -68,7 +68,7 @@ def main(cfg: DictConfig) -> None:
     warn_of_length(config, prompts, cfg.max_new_tokens)
     growths = trees_of(cfg, speculator, drafter)
     check_rules(cfg, growths, drafter)
-    with new_folder(cfg) as folder:
+    with new_folder(cfg.run_dir) as folder:
         rows = measure(speculator, prompts, growths, cfg)
         result = {
             "settings": settings_of(cfg, source, prompts, speculator),

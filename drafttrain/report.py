@@ -169,7 +169,7 @@ def plain_trees(cfg: DictConfig) -> list[Any]:
 def opened(cfg: DictConfig) -> Iterator[Path]:
     """The run's folder. One that holds nothing in the end is removed: the corrected command must
     find its folder free."""
-    folder = run_dir(cfg, resume=False)
+    folder = run_dir(cfg.run_dir, resume=False)
     try:
         yield folder
     finally:

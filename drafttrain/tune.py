@@ -68,7 +68,7 @@ def main(cfg: DictConfig) -> None:
     )
     prompts = source.ids(target, cfg.calibration_prompts + cfg.race_prompts, say)
     more = [fit(Plan(tree_of(value)), drafter, f"trees: {value}").tree for value in cfg.trees]
-    with new_folder(cfg) as folder:
+    with new_folder(cfg.run_dir) as folder:
         calibration = calibrate(speculator, prompts[: cfg.calibration_prompts], policy, cfg)
         guesses = predict(speculator, calibration, prompts, policy, cfg)
         show_guesses(guesses)

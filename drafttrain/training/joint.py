@@ -30,7 +30,7 @@ from drafttrain.nn import losses
 from drafttrain.target.adapter import ALL, LARGEST_RANK, Trained, need_peft
 from drafttrain.target.model import Target
 from drafttrain.training.course import Course
-from drafttrain.training.module import DraftModule, Source
+from drafttrain.training.module import DraftModule, Source, loss_of
 from drafttrain.training.optim import AdamW
 
 RAMPS = ("constant", "sine")
@@ -176,7 +176,8 @@ class JointModule(DraftModule):
         ):  # both passes in the target's own precision
             hidden, kl, count = self._distilled(batch)
         ready = time.perf_counter()
-        heads = self.drafter.loss(batch, Features(last_hidden=hidden), generator=self._generator())
+        features = Features(last_hidden=hidden)
+        heads = loss_of(self.drafter, batch, features, self._generator())
         one = count.new_ones(())
         parts = {
             **heads.parts,

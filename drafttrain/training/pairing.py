@@ -53,7 +53,10 @@ def draft_vocabulary(
     """
     counts = data.label_counts(target.vocab_size)
     ids = most_frequent(counts, size, always_proposable(target, data))
-    said = f"draft vocabulary: {len(ids)} of {target.vocab_size} ids, {coverage(counts, ids):.1%} of training labels"
+    said = (
+        f"draft vocabulary: {len(ids)} of {target.vocab_size} ids, {coverage(counts, ids):.1%} of "
+        f"training labels"
+    )
     if held_out is not None:
         said += (
             f", {coverage(held_out.label_counts(target.vocab_size), ids):.1%} of held-out labels"

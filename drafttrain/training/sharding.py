@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from drafttrain.drafter.base import Drafter
 from drafttrain.flow import Batch, Features, Loss
+from drafttrain.training.module import loss_of
 
 
 class _Judge(nn.Module):
@@ -42,7 +43,7 @@ class _Judge(nn.Module):
     def forward(
         self, batch: Batch, features: Features, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]:
-        found = self.drafter.loss(batch, features, generator=generator)
+        found = loss_of(self.drafter, batch, features, generator)
         return found.total, found.count, found.parts
 
 

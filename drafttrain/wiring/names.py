@@ -67,7 +67,10 @@ def unknown_key(given: str, key: str, config: DictConfig, choices: dict[str, Any
     while section and section not in keys:
         section = section.rpartition(".")[0]
     if section and not OmegaConf.is_dict(OmegaConf.select(config, section, throw_on_missing=False)):
-        return f"{given}: there is no setting {key}. {section} is a single value: did you mean {section}=...?"
+        return (
+            f"{given}: there is no setting {key}. {section} is a single value: did you mean "
+            f"{section}=...?"
+        )
     if section:
         inside = [k.rpartition(".")[2] for k in keys if k.rpartition(".")[0] == section]
     else:
