@@ -50,7 +50,7 @@ def seed_everything(seed: int) -> None:
     import torch
 
     if not 0 <= seed < 2**32:
-        raise InputError(f"seed={seed}: needs a whole number from 0 to {2**32 - 1}")
+        raise InputError(f"seed={seed}: needs an integer from 0 to {2**32 - 1}")
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

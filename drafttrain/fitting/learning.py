@@ -49,7 +49,7 @@ def learn(
 
     Args:
         source: features that several fits read; None makes this fit's own.
-        home: the folder of the whole run, where this fit is a part of one.
+        home: the folder of the complete run, where this fit is a part of one.
     """
     training = prepare(
         job,

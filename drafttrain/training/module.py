@@ -2,7 +2,7 @@
 divide last, update.
 
 Losses come as sums. Gradients of sums are added up over a window of accumulated micro-batches and
-over all processes; then they are divided once, by the supervised tokens of the whole window. So
+over all processes; then they are divided once, by the supervised tokens of the complete window. So
 neither accumulation nor processes nor padding nor the distribution of supervised tokens over them
 changes an update, and a window without supervised tokens makes none.
 """

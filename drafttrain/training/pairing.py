@@ -24,8 +24,7 @@ def check_set(
     if longest > target.context:
         raise InputError(
             f"data.path={path} has rows of up to {longest} tokens, the target's context holds "
-            f"{target.context}: set "
-            f"data.max_length={target.context}"
+            f"{target.context}: set data.max_length={target.context}"
         )
 
 
@@ -37,8 +36,8 @@ def check_device(target: Target, accelerator: str) -> None:
     ):
         raise InputError(
             f"trainer.accelerator={accelerator}, and the target is on {target.device}: the drafter "
-            f"trains where the target is, so "
-            "give target.device or trainer.accelerator alone"
+            f"trains where the target is, so give only one of target.device and "
+            f"trainer.accelerator"
         )
 
 

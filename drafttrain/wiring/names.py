@@ -52,12 +52,12 @@ def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> list[str]:
 
     found = []
     for candidate in sorted(set(candidates)):
-        tail, whole = (
+        tail, full = (
             alike(name.rpartition(".")[2], candidate.rpartition(".")[2]),
             alike(name, candidate),
         )
-        if tail >= 0.7 or whole >= 0.85:
-            found.append((-tail - whole, candidate))
+        if tail >= 0.7 or full >= 0.85:
+            found.append((-tail - full, candidate))
     return [candidate for _, candidate in sorted(found)[:limit]]
 
 
