@@ -20,6 +20,7 @@ import time
 
 from omegaconf import DictConfig
 
+from drafttrain.fitting.agreement import check_agreement
 from drafttrain.fitting.boosting import boost
 from drafttrain.fitting.given import (
     check_batches,
@@ -34,7 +35,7 @@ from drafttrain.fitting.opening import open_run
 from drafttrain.fitting.result import evaluate, pack, publish
 from drafttrain.fitting.saying import say
 from drafttrain.fitting.searching import search
-from drafttrain.fitting.settings import check_agreement, read_settings
+from drafttrain.fitting.settings import read_settings
 from drafttrain.packaging.manifest import PACKAGE
 from drafttrain.packaging.writing import check_export, check_place
 from drafttrain.processes import peak_memory, rank
@@ -49,7 +50,7 @@ from drafttrain.wiring.doors import door
 def main(cfg: DictConfig) -> None:
     began, laps = time.monotonic(), Laps()
     parts = read_settings(cfg)
-    check_agreement(parts.config)
+    check_agreement(parts.config.values)
     data, held_out = read_data(parts)
     check_batches(parts, data)
     calibration = read_calibration(parts)

@@ -16,13 +16,11 @@ def test_whole_numbers() -> None:
         integer("k", value, 2)
     integer("k", None, null="no limit")
     for value in (1, 1.0, 2.5, True, "2", None, [], math.nan, math.inf):
-        with pytest.raises(InputError, match=r"^k=.*: needs a whole number of at least 2$"):
+        with pytest.raises(InputError, match=r"^k=.*: needs an integer of at least 2$"):
             integer("k", value, 2)
-    with pytest.raises(InputError, match=r"needs a whole number from 2 to 2147483647"):
+    with pytest.raises(InputError, match=r"needs an integer from 2 to 2147483647"):
         integer("k", 10**30, 2)
-    with pytest.raises(
-        InputError, match=r"k=9: needs a whole number from 0 to 8, or null for none"
-    ):
+    with pytest.raises(InputError, match=r"k=9: needs an integer from 0 to 8, or null for none"):
         integer("k", 9, 0, 8, null="none")
 
 

@@ -29,10 +29,10 @@ companions.POLL_SECONDS, companions.GRACE_SECONDS, companions.FAREWELL_SECONDS, 
 
 def work(what):
     if what in ("quick rate", "slow rate"):
-        from omegaconf import OmegaConf
-        from drafttrain.fitting.settings import check_agreement
+        from drafttrain.fitting.agreement import check_agreement
         rate, device = (0.1, "cuda:0") if what == "quick rate" else (0.2, "cuda:1")
-        check_agreement(OmegaConf.create({"optim": {"lr": rate}, "target": {"device": device}, "seed": 0}))
+        values = {"optim": {"lr": rate}, "target": {"device": device}, "seed": 0}
+        check_agreement(values)
     companions.at("loads the target")
     if what == "slow":
         time.sleep(0.8)

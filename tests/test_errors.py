@@ -55,11 +55,14 @@ def refused(number: int, *file: str) -> OSError:
         ),
         (
             RuntimeError(TORN),
-            "a file could not be written whole .*; the disk may be full, or a limit of file sizes "
+            "a file could not be written completely .*; the disk may be full, or a limit of file sizes "
             "met",
         ),
-        (RuntimeError(FAILED), "a file could not be written whole"),
-        (RuntimeError("basic_ios::clear: iostream error"), "a file could not be written whole"),
+        (RuntimeError(FAILED), "a file could not be written completely"),
+        (
+            RuntimeError("basic_ios::clear: iostream error"),
+            "a file could not be written completely",
+        ),
     ],
 )
 def test_what_keeps_a_file_from_being_whole(error: Exception, said: str) -> None:

@@ -582,29 +582,34 @@ def test_seed_sets_every_source() -> None:
         runs.seed_everything(-1)
 
 
+def folder_of(cfg: DictConfig) -> Path:
+    """The run's folder, as a door that can resume chooses it."""
+    return runs.run_dir(cfg.run_dir, resume=bool(cfg.resume))
+
+
 @pytest.mark.field("F21")
 def test_run_dir_is_named_and_used_folders_are_refused(conf: Path, tmp_path: Path) -> None:
-    folder = open_door(runs.run_dir, "experiment=quickstart")
+    folder = open_door(folder_of, "experiment=quickstart")
     assert (
         folder.parent == tmp_path / "runs"
         and folder.name.startswith("fit-quickstart-")
         and folder.is_dir()
     )
-    assert open_door(runs.run_dir, "experiment=quickstart") != folder
+    assert open_door(folder_of, "experiment=quickstart") != folder
 
     used = tmp_path / "used"
     used.mkdir()
-    assert open_door(lambda cfg: runs.run_dir(cfg), "run_dir=used") == used
+    assert open_door(folder_of, "run_dir=used") == used
     (used / "config.yaml").touch()
     (used / "checkpoints").mkdir()
 
     def refused(*words: str) -> str:
         with pytest.raises(InputError) as caught:
-            runs.run_dir(compose("fit", words))
+            folder_of(compose("fit", words))
         return str(caught.value)
 
     assert "already holds checkpoints/, config.yaml" in refused("run_dir=used")
-    assert runs.run_dir(compose("fit", ["run_dir=used", "resume=last"])) == used
+    assert folder_of(compose("fit", ["run_dir=used", "resume=last"])) == used
     assert "nothing to resume" in refused("run_dir=new", "resume=last")
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").touch()
@@ -619,17 +624,16 @@ def test_run_dir_is_named_and_used_folders_are_refused(conf: Path, tmp_path: Pat
     assert "cannot be made" in refused("run_dir=dangling")
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there")
-    assert runs.run_dir(compose("fit", ["run_dir=link"])) == tmp_path / "link"
-    assert runs.run_dir(compose("fit", ["run_dir='my runs/ü'"])).is_dir()
+    assert folder_of(compose("fit", ["run_dir=link"])) == tmp_path / "link"
+    assert folder_of(compose("fit", ["run_dir='my runs/ü'"])).is_dir()
 
 
 def test_a_folder_in_which_nothing_came_about_goes(conf: Path, tmp_path: Path) -> None:
-    config = compose("fit", ["run_dir=mine"])
-    with pytest.raises(ZeroDivisionError), runs.new_folder(config) as folder:
+    with pytest.raises(ZeroDivisionError), runs.new_folder("mine") as folder:
         assert folder.is_dir()
         _ = 1 / 0
     assert not (tmp_path / "mine").exists()
-    with runs.new_folder(config) as folder:
+    with runs.new_folder("mine") as folder:
         (folder / "result").touch()
     assert (tmp_path / "mine" / "result").exists()
 
@@ -653,7 +657,7 @@ def test_a_word_of_somebody_else_is_not_heard(
 def test_resume_without_a_folder_takes_the_newest(conf: Path, tmp_path: Path) -> None:
     words = ["experiment=quickstart", "resume=last"]
     with pytest.raises(SystemExit):
-        open_door(runs.run_dir, *words)
+        open_door(folder_of, *words)
     for name in (
         "fit-quickstart-20250101-000000",
         "fit-quickstart-20250102-000000-2",
@@ -664,7 +668,7 @@ def test_resume_without_a_folder_takes_the_newest(conf: Path, tmp_path: Path) ->
     (tmp_path / "runs" / "fit-quickstart-20260101-000000").mkdir()  # empty
     (tmp_path / "runs" / "fit-quickstart-large-20260101-000000").mkdir()
     (tmp_path / "runs" / "fit-quickstart-large-20260101-000000" / "config.yaml").touch()
-    assert open_door(runs.run_dir, *words).name == "fit-quickstart-20250102-000000-10"
+    assert open_door(folder_of, *words).name == "fit-quickstart-20250102-000000-10"
 
 
 RANKS = """
@@ -674,7 +678,7 @@ from drafttrain.wiring.doors import door
 
 @door("fit")
 def main(cfg):
-    print(runs.run_dir(cfg), flush=True)
+    print(runs.run_dir(cfg.run_dir, resume=False), flush=True)
     time.sleep(float(cfg.seed))
 
 main()
@@ -751,7 +755,7 @@ from drafttrain.wiring.doors import door
 
 @door("fit")
 def main(cfg):
-    print(runs.run_dir(cfg), flush=True)
+    print(runs.run_dir(cfg.run_dir, resume=False), flush=True)
     if "LOCAL_RANK" not in os.environ:
         env = {**os.environ, "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
         subprocess.run([sys.executable, *sys.argv], env=env, check=True, timeout=60)

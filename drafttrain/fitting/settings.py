@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import typing
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
-from drafttrain import companions
 from drafttrain.checks import integer, path_of, switch
 from drafttrain.checks import shown as text_of
 from drafttrain.drafter.base import Drafter
@@ -19,7 +17,6 @@ from drafttrain.packaging.beginning import check_beginning
 from drafttrain.packaging.gathering import check_packages
 from drafttrain.packaging.manifest import class_of
 from drafttrain.processes import world_size
-from drafttrain.runs import differences
 from drafttrain.target.features import FeatureSource
 from drafttrain.target.stored import StoredFeatures
 from drafttrain.training.course import TrainerConfig
@@ -206,32 +203,3 @@ def refuse_with_joint(parts: Parts) -> None:
 def reads_store(features: Recipe[FeatureSource]) -> bool:
     """Are features read from a store?"""
     return features.kind is StoredFeatures
-
-
-def check_agreement(config: Config) -> None:
-    """Raise InputError unless every process on this machine was given the same settings.
-
-    Otherwise each would train something else, or they would wait for each other without end.
-    """
-    if world_size() < 2:
-        return
-    given = companions.settings_of_all(_comparable(config.values))
-    for other, theirs in given.items():
-        found = differences(given[min(given)], theirs)
-        if found:
-            listed = "; ".join(
-                f"{key} is {text_of(mine)} and {text_of(its)}"
-                for key, (mine, its) in list(found.items())[:8]
-            )
-            who = f"ranks {min(given)} and {other}"
-            raise InputError(
-                f"{who} were started with different settings ({listed}): give all the same ones"
-            )
-
-
-def _comparable(config: Values) -> Values:
-    """As it comes back from a file. Which device a process has may be its own."""
-    kept: Values = json.loads(json.dumps(config, default=str))
-    if isinstance(kept.get("target"), dict):
-        kept["target"].pop("device", None)
-    return kept

@@ -100,15 +100,11 @@ class Boost:
 
     def check_kind(self, kind: type[Drafter]) -> None:
         """Raise InputError if drafters of this class cannot be fitted so."""
-        if not kind.writes:
-            raise InputError(
-                f"boost: {kind.__name__} is no language model that could match a text by itself: "
-                f"give drafter=ssm, or boost=null"
-            )
+        _refuse_silent(kind.writes, kind.__name__)
 
     def check(self, drafter: Drafter) -> None:
         """Raise InputError if such drafters cannot be fitted so."""
-        self.check_kind(type(drafter))
+        _refuse_silent(drafter.writes, type(drafter).__name__)
         if self.removal != "token":
             return
         if not drafter.needs.last_hidden:
@@ -121,3 +117,12 @@ class Boost:
                 "boost.removal=token weighs the set's tokens, with drafter.on_policy others are "
                 "learned: set it to 0, or removal=hard or soft"
             )
+
+
+def _refuse_silent(writes: bool, name: str) -> None:
+    """Raise InputError for a drafter that writes no text by itself."""
+    if not writes:
+        raise InputError(
+            f"boost: {name} is no language model that could match a text by itself: give "
+            f"drafter=ssm, or boost=null"
+        )

@@ -185,7 +185,7 @@ def test_a_run_broken_off_goes_on_between_and_within_fits_to_the_same_weights(
     assert said.count("training is already done") == 2, (
         "the member and the model of the first fold are not fitted anew"
     )
-    assert re.search("goes on behind update [12],", said) and "references matched" in said
+    assert re.search("goes on after update [12],", said) and "references matched" in said
     assert (run / "package" / TENSORS).read_bytes() == (calm / "package" / TENSORS).read_bytes()
     assert (
         training_of(read_config(run / "package"))[1]
@@ -207,7 +207,7 @@ def test_a_run_broken_off_goes_on_between_and_within_fits_to_the_same_weights(
             "boost: Eagle1 is no language model",
         ),
         ("resume", "x.ckpt", "give resume=last"),
-        ("export_assistant", True, "none of which stands for all"),
+        ("export_assistant", True, "none of them replaces all"),
         ("data.set_aside", 0, "boost.nodes needs rows that are not trained on"),
         ("boost.match", 90, "boost.match=90 is above boost.reference=16"),
         (

@@ -427,7 +427,7 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
         ),
         (
             ["drafter=ngram", "draft_vocab=0", "drafter.max_ngram=0"],
-            "max_ngram=0: needs a whole number",
+            "max_ngram=0: needs an integer",
         ),
         (["drafter=ngram", "draft_vocab=0", "tree=dynamic"], "is a Dynamic, NGram can fill: Tree"),
         (
@@ -486,7 +486,7 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
             "there is no setting drafter.head. Did you mean drafter.heads",
         ),
         (["drafter=medusa", "drafter.heads=2"], "4 deep, this drafter fills 2"),
-        (["data.limit_rows=x"], "limit_rows=x: needs a whole number"),
+        (["data.limit_rows=x"], "limit_rows=x: needs an integer"),
         (["data.temperatures=[a]"], "temperatures=['a']: needs a list of numbers"),
         (["data.labels=questions"], "labels=questions: give one of answers, all"),
         (["drafter.noise=nan"], "noise=nan: needs a finite number of at least 0"),
@@ -510,7 +510,7 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
             ["drafter=medusa", "drafter.heads=4", "final.calibrated=[2000]", "data.set_aside=4"],
             "2000 nodes are asked for",
         ),
-        (["target.vocab_size=x"], "target.vocab_size=x: needs a whole number"),
+        (["target.vocab_size=x"], "target.vocab_size=x: needs an integer"),
         (["target.width=30"], "needs a multiple of 8"),
         (["resume=5"], "resume=5: needs a path"),
     ],
@@ -576,7 +576,7 @@ def test_a_folder_of_somebody_is_not_taken_for_a_run(
     loose = mine / "last.ckpt"
     torch.save({"format": 1}, loose)
     said = refusal(capsys, ["experiment=smoke", f"data.path={folder}", f"resume={loose}"])
-    assert "lies in no run's folder: give run_dir=<folder of the run> too" in said
+    assert "is in no run's folder: give run_dir=<folder of the run> too" in said
     said = refusal(capsys, words(folder, mine, f"resume={loose}"))
     assert "is no run's folder, it has neither checkpoints nor config.yaml" in said
     loose.unlink()
@@ -774,7 +774,7 @@ def test_killed_and_stopped_runs_go_on_to_the_same_weights(
     assert not (run / "package").exists()
 
     fit.main([*words(folder, run, *more), "resume=last"])
-    assert f"goes on behind update {killed_at}," in capsys.readouterr().out
+    assert f"goes on after update {killed_at}," in capsys.readouterr().out
     fit.main(words(folder, calm, *more))
     assert same(weights(run), weights(calm))
     ours, theirs = read_metrics(run / "metrics.csv"), read_metrics(calm / "metrics.csv")

@@ -143,7 +143,7 @@ def test_two_stages(
     fit.main(words(folder, one, *HEADS, *QUICK, "trainer.max_steps=4"))
     begin = [*JOINT, f"init_from={one / 'package'}"]
     fit.main(words(folder, two, *begin, "trainer.max_steps=1", "optim.lr=1e-30", "optim.warmup=0"))
-    assert "begins with the weights of" in capsys.readouterr().out
+    assert "starts with the weights of" in capsys.readouterr().out
     assert same(load_file(one / "package" / TENSORS), load_file(two / "package" / TENSORS))
     for more, told in (
         (["draft_vocab=32"], "proposes from 64 tokens, draft_vocab=32: set draft_vocab=64"),

@@ -244,7 +244,7 @@ def test_a_disk_that_fills_up_leaves_a_checkpoint_to_go_on_from(
     }
     assert left == {"last.ckpt": 4, "update-00000004.ckpt": 4}
     fit.main([*words(folder, run, *UNMEASURED, "checkpoint.keep=1"), "resume=last"])
-    assert "goes on behind update 4," in capsys.readouterr().out
+    assert "goes on after update 4," in capsys.readouterr().out
     fit.main(words(folder, calm, *UNMEASURED))
     ours, theirs = (read_checkpoint(path / "checkpoints" / "last.ckpt") for path in (run, calm))
     assert same(ours["weights"], theirs["weights"]) and ours["progress"]["updates"] == 12

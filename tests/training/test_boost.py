@@ -21,17 +21,10 @@ from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features
 from drafttrain.target.model import Target
-from drafttrain.training.boost import (
-    Boost,
-    Collective,
-    Fit,
-    Left,
-    Reference,
-    Tuning,
-    line,
-    matched,
-    references,
-)
+from drafttrain.training.boost import Boost
+from drafttrain.training.left import Left
+from drafttrain.training.references import Reference, matched, references
+from drafttrain.training.tuning import Collective, Fit, Tuning, line
 from drafttrain.tree.topology import Tree
 
 BOOST: dict[str, Any] = {
@@ -458,7 +451,7 @@ def test_lines_by_hand() -> None:
         ({"least_left": 1.5}, "boost.least_left=1.5: needs a number of at least 0, at most 1"),
         ({"least_gain": "x"}, "boost.least_gain=x"),
         ({"nodes": 0}, "boost.nodes=0"),
-        ({"share_new_tokens": 4}, "boost.share_new_tokens=4: needs a whole number of at least 10"),
+        ({"share_new_tokens": 4}, "boost.share_new_tokens=4: needs an integer of at least 10"),
     ],
 )
 def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:

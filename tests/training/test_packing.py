@@ -198,7 +198,7 @@ def test_what_cannot_be_joined_is_refused(target: Target, data: ConversationData
         SelfSpec.check_packing(SelfSpec.__new__(SelfSpec))
     for settings, said in (
         ({"pack": 1}, "trainer.pack=1"),
-        ({"pack": 99999999}, "trainer.pack=99999999: needs a whole number from 2 to 131072"),
+        ({"pack": 99999999}, "trainer.pack=99999999: needs an integer from 2 to 131072"),
         ({"pack": 64, "batch_tokens": None, "batch_rows": 4}, "give trainer.batch_tokens"),
         ({"pack": 64, "batch_rows": 4}, "set trainer.batch_rows=null"),
     ):

@@ -199,7 +199,7 @@ def test_tokens_per_cost() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"trials": 0}, r"search\.trials=0: needs a whole number of at least 1"),
+        ({"trials": 0}, r"search\.trials=0: needs an integer of at least 1"),
         ({"prompts": 1.5}, r"search\.prompts=1\.5"),
         ({"max_new_tokens": 1}, r"search\.max_new_tokens=1"),
         ({"batch": True}, r"search\.batch=True"),
