@@ -113,6 +113,18 @@ def test_one_command_makes_an_ensemble(target: Target, calm: Path) -> None:
         3,
     ]
 
+    # Each member's configuration is the run's, with a seed of its own.
+    written = [
+        run / "config.yaml",
+        *(run / "members" / f"member-{k}" / "config.yaml" for k in (1, 2)),
+    ]
+    kept = [path.read_text() for path in written]
+    assert kept[0] == kept[1] and kept[2] == kept[0].replace("seed: 0", "seed: 1", 1) != kept[0]
+    for number in (1, 2):
+        state = read_checkpoint(written[number].parent / "checkpoints" / "last.ckpt")
+        assert state["settings"] == OmegaConf.to_container(OmegaConf.create(kept[number]))
+        assert state["facts"]["seed"] == number - 1
+
     speculator = load_package(run / "package", target)
     assert isinstance(speculator.drafter, Ensemble) and isinstance(speculator.plan.tree, Forest)
     last = [

@@ -15,9 +15,10 @@ from drafttrain.data.datamodule import ConversationData, collate
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Loss
+from drafttrain.target.features import OnlineFeatures
 from drafttrain.target.model import Target
 from drafttrain.training.course import Course, TrainerConfig
-from drafttrain.training.module import DraftModule
+from drafttrain.training.module import DraftModule, loss_of
 from drafttrain.training.optim import AdamW
 from tests.training.parts import (
     OPTIM,
@@ -264,3 +265,32 @@ def test_checkpointed_weights_are_the_drafter_s_alone(
     assert sum(p.numel() for p in module.parameters()) == sum(
         p.numel() for p in module.drafter.parameters()
     )
+
+
+def test_every_parameter_takes_part_and_no_bit_changes(
+    target: Target, data: ConversationData
+) -> None:
+    """What a batch says nothing about has a gradient of 0 and not none; everything else is as the
+    drafter's own loss gives it."""
+    batch = data.batch([0, 1])
+    features = OnlineFeatures(target, Eagle1.needs, data=data, spill_dir=None).features(batch)
+
+    def gradients_of(through: bool, spare: bool) -> tuple[Tensor, dict[str, Tensor | None]]:
+        drafter = drafter_of(target).train()
+        if spare:
+            drafter.spare = torch.nn.Linear(3, 2)
+        noise = torch.Generator().manual_seed(1)
+        if through:
+            loss = loss_of(drafter, batch, features, noise)
+        else:
+            loss = drafter.loss(batch, features, generator=noise)
+        loss.total.backward()
+        return loss.total.detach(), {name: p.grad for name, p in drafter.named_parameters()}
+
+    value, own = gradients_of(through=False, spare=False)
+    for spare in (False, True):
+        again, found = gradients_of(through=True, spare=spare)
+        assert again.equal(value)
+        for name, grad in found.items():
+            assert grad is not None, name
+            assert grad.equal(own[name]) if name in own else not grad.any(), name  # type: ignore[arg-type]
