@@ -29,6 +29,7 @@ from drafttrain.wiring.building import build
 from drafttrain.wiring.composing import compose
 from drafttrain.wiring.conf import CONF_DIR_VARIABLE
 from drafttrain.wiring.doors import TRACEBACK_VARIABLE, door
+from tests.messages import said
 
 ROOT = Path(__file__).resolve().parent.parent
 DOORS = sorted(
@@ -250,7 +251,7 @@ def test_own_configurations(conf: Path, tmp_path: Path) -> None:
     assert compose("fit", ["experiment=own"], config_dir=tmp_path / "mine").seed == 5
     with pytest.raises(InputError, match="eagle1, misspelt, own, quickstart"):
         compose("fit", ["experiment=ow"], config_dir=tmp_path / "mine")
-    with pytest.raises(InputError, match="not a directory"):
+    with pytest.raises(InputError, match=said("wiring.no_folder")):
         compose("fit", [], config_dir=tmp_path / "absent")
 
 
@@ -330,20 +331,18 @@ def test_build_hands_objects_over_and_converts() -> None:
 
 def test_build_refuses_unknown_and_missing_keys() -> None:
     name = f"{Settings.__module__}.Settings"
-    with pytest.raises(
-        InputError, match=r"no setting rat\. Did you mean node\.rate\? It takes: rate, names"
-    ):
+    with pytest.raises(InputError, match=r"node\.rat: .*node\.rate\?.*: rate, names"):
         build({"_target_": name, "rat": 1, "names": []})
-    with pytest.raises(InputError, match="also needs names"):
+    with pytest.raises(InputError, match=said("wiring.lacking") + " names"):
         build({"_target_": name, "rate": 1})
-    with pytest.raises(InputError, match="cannot be imported"):
+    with pytest.raises(InputError, match=said("wiring.no_import")):
         build({"_target_": "drafttrain.nowhere.Nothing"})
 
 
 def test_build_lets_errors_out() -> None:
     settings = {"_target_": f"{Settings.__module__}.Settings", "rate": -1, "names": []}
     for node in (settings, {"_target_": f"{Thing.__module__}.Thing", "settings": settings}):
-        with pytest.raises(InputError, match="rate=-1: needs a number above 0"):
+        with pytest.raises(InputError, match=r"^rate=-1"):
             build(node)
 
 
@@ -372,7 +371,7 @@ def test_door_runs_and_reports(conf: Path, capsys: pytest.CaptureFixture[str]) -
     def refused(cfg: DictConfig) -> None:
         raise InputError("the store is empty")
 
-    for main, code, said in (
+    for main, code, fault in (
         (out_of_space, 2, "disk is full while writing runs/x/weights"),
         (behind_another, 2, "disk is full while writing runs/x/weights"),
         (interrupted, 130, "interrupted"),
@@ -381,7 +380,7 @@ def test_door_runs_and_reports(conf: Path, capsys: pytest.CaptureFixture[str]) -
         with pytest.raises(SystemExit) as left:
             open_door(main)
         told = capsys.readouterr().err
-        assert left.value.code == code and said in told and "Traceback" not in told
+        assert left.value.code == code and fault in told and "Traceback" not in told
 
     with pytest.raises(ZeroDivisionError):
         open_door(lambda cfg: 1 / 0)
@@ -650,7 +649,7 @@ def test_a_word_of_somebody_else_is_not_heard(
     assert processes.await_word("a folder") == "/evil"
     monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
     processes._meeting_file(2).write_text(json.dumps(word))
-    with pytest.raises(InputError, match="did rank 0 stop"):
+    with pytest.raises(InputError, match=said("wiring.silent_rank")):
         processes.await_word("a folder")
 
 
@@ -752,6 +751,7 @@ def test_processes_that_rank_0_starts_itself_agree(conf: Path) -> None:
 import os, subprocess, sys
 from drafttrain import processes, runs
 from drafttrain.wiring.doors import door
+from tests.messages import said
 
 @door("fit")
 def main(cfg):

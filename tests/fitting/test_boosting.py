@@ -31,6 +31,7 @@ from drafttrain.tree.forest import Forest
 from drafttrain.tree.topology import Tree
 from drafttrain.wiring.composing import compose
 from drafttrain.wiring.conf import conf_dir
+from tests.messages import said
 from tests.training.parts import write_tiny_set
 
 
@@ -213,20 +214,12 @@ def test_a_run_broken_off_goes_on_between_and_within_fits_to_the_same_weights(
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        (
-            "drafter._target_",
-            "drafttrain.drafter.eagle1.Eagle1",
-            "boost: Eagle1 is no language model",
-        ),
-        ("resume", "x.ckpt", "give resume=last"),
-        ("export_assistant", True, "none of them replaces all"),
-        ("data.set_aside", 0, "boost.nodes needs rows that are not trained on"),
-        ("boost.match", 90, "boost.match=90 is above boost.reference=16"),
-        (
-            "boost.members",
-            300,
-            "the tree, grown by each of boost.members=300: 1200 nodes are asked for, at most 1024",
-        ),
+        ("drafter._target_", "drafttrain.drafter.eagle1.Eagle1", "boost: Eagle1"),
+        ("resume", "x.ckpt", "resume=x.ckpt"),
+        ("export_assistant", True, "export_assistant"),
+        ("data.set_aside", 0, "boost.nodes"),
+        ("boost.match", 90, "boost.match=90"),
+        ("boost.members", 300, "boost.members=300"),
         (
             "joint",
             {**OmegaConf.load(conf_dir() / "joint" / "lora.yaml"), "rank": 0},
@@ -248,7 +241,7 @@ def config() -> Any:
 
 def test_several_processes_are_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "world_size", lambda: 2)
-    with pytest.raises(InputError, match="start it without accelerate launch"):
+    with pytest.raises(InputError, match=said("fitting.several_processes")):
         settings.read_settings(config)
 
 
@@ -259,7 +252,7 @@ def test_a_refusal_leaves_the_folder_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(boosting, "learn", lambda *_, **__: pytest.fail("something was fitted"))
-    for more, said in (
+    for more, fault in (
         (["boost.removal=token", "drafter.on_policy=0.5"], "others are learned"),
         (
             ["boost.share_new_tokens=600"],
@@ -268,7 +261,7 @@ def test_a_refusal_leaves_the_folder_free(
     ):
         with pytest.raises(SystemExit) as stopped:
             fit.main(words(folder, tmp_path / "run", *more))
-        assert stopped.value.code == 2 and said in capsys.readouterr().err
+        assert stopped.value.code == 2 and fault in capsys.readouterr().err
         assert not (tmp_path / "run").exists()
 
 

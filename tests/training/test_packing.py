@@ -32,6 +32,7 @@ from drafttrain.training.course import Stream, TrainerConfig
 from drafttrain.training.module import DraftModule
 from drafttrain.training.optim import AdamW
 from drafttrain.training.prepare import joined
+from tests.messages import said
 from tests.target.stores import make_store
 from tests.training.parts import OPTIM, TRAINER, write_tiny_set
 from tests.training.parts import fit as run
@@ -187,24 +188,26 @@ def test_features_that_are_not_finite_name_the_joined_row(
         return Features(hidden)
 
     monkeypatch.setattr(target, "features", poisoned)
-    with pytest.raises(InputError, match=rf"of rows {data.indices[1]} are not finite"):
+    with pytest.raises(
+        InputError, match=said("training.rows_not_finite").format(rows=data.indices[1])
+    ):
         OnlineFeatures(target, Needs(last_hidden=True), data=rows).features(batch)
 
 
 def test_what_cannot_be_joined_is_refused(target: Target, data: ConversationData) -> None:
-    with pytest.raises(InputError, match="on_policy writes answers row by row"):
+    with pytest.raises(InputError, match=r"trainer\.pack.*on_policy"):
         Ssm(target, layers=[0], on_policy=0.5).check_packing()
-    with pytest.raises(InputError, match="SelfSpec does not learn from joined rows"):
+    with pytest.raises(InputError, match=said("training.not_joined")):
         SelfSpec.check_packing(SelfSpec.__new__(SelfSpec))
-    for settings, said in (
+    for settings, fault in (
         ({"pack": 1}, "trainer.pack=1"),
-        ({"pack": 99999999}, "trainer.pack=99999999: needs an integer from 2 to 131072"),
+        ({"pack": 99999999}, "trainer.pack=99999999"),
         ({"pack": 64, "batch_tokens": None, "batch_rows": 4}, "give trainer.batch_tokens"),
         ({"pack": 64, "batch_rows": 4}, "set trainer.batch_rows=null"),
     ):
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=fault):
             TrainerConfig(**{**TRAINER, **settings})
-    with pytest.raises(InputError, match=r"trainer.pack=10 is less than the longest row"):
+    with pytest.raises(InputError, match=r"trainer\.pack=10"):
         TrainerConfig(**{**TRAINER, "pack": 10}).sampler(data, seed=0, rank=0, world=1)
 
 

@@ -15,26 +15,24 @@ from drafttrain.nn.packed import PackedLinear
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.training.pairing import check_device, check_set, draft_vocabulary, lay_out
+from tests.messages import said
 
 
 def test_a_set_must_be_the_targets_own_and_fit(target: Target, folder: Path) -> None:
     data, held_out = ConversationData(folder), ConversationData(folder, split="held_out")
     check_set(target, data, held_out, "here")
     check_set(target, data, None, "here")
-    with pytest.raises(InputError, match=r"data\.path=here belongs to another target"):
+    with pytest.raises(InputError, match=said("training.other_target")):
         check_set(load.tiny(seed=1), data, None, "here")
     held_out.lengths = [*held_out.lengths, target.context + 1]
-    with pytest.raises(
-        InputError,
-        match=f"rows of up to {target.context + 1} tokens.*set data.max_length={target.context}",
-    ):
+    with pytest.raises(InputError, match=rf"data\.max_length={target.context}"):
         check_set(target, data, held_out, "here")
 
 
 def test_training_is_where_the_target_is(target: Target) -> None:
     for accelerator in ("auto", "cpu"):
         check_device(target, accelerator)
-    with pytest.raises(InputError, match=r"trainer\.accelerator=gpu, and the target is on cpu"):
+    with pytest.raises(InputError, match=r"trainer\.accelerator=gpu"):
         check_device(target, "gpu")
 
 
