@@ -19,16 +19,17 @@ import torch
 Mutation = Callable[[random.Random, bytes], bytes]
 
 WORDS = (
-    "", "a", "0", "F32", "I64", "\0", "../../x", "/etc/passwd", "é\ud800", "x" * 300, "{}", "os.system",
-    "drafttrain.drafter.eagle1.Eagle1",
+    "", "a", "0", "F32", "I64", "\0", "../../x", "/etc/passwd", "é\ud800", "x" * 300, "{}",
+    "os.system", "drafttrain.drafter.eagle1.Eagle1",
 )  # fmt: skip
 NUMBERS = (
-    0, 1, -1, 2, 3, 7, 255, 2**16, 2**31 - 1, 2**31, 2**32, 2**40, 2**63 - 1, 2**63, 2**64, 10**30, -(10**18),
-    0.5, -0.5, 1e308, 1e-320,
+    0, 1, -1, 2, 3, 7, 255, 2**16, 2**31 - 1, 2**31, 2**32, 2**40, 2**63 - 1, 2**63, 2**64, 10**30,
+    -(10**18), 0.5, -0.5, 1e308, 1e-320,
 )  # fmt: skip
 SIGNS = (
-    b"[", b"{", b"]", b"}", b": ", b", ", b"- ", b"\n", b"  ", b'"', b"'", b"&a ", b"*a", b"!!", b"1e9", b"null", b"0x", b"F",
-    b"!!bool ", b"!!timestamp ", b"!!int ", b"!!float '' ", b"!!set ", b"!!binary ", b"? ", b"<<: ",
+    b"[", b"{", b"]", b"}", b": ", b", ", b"- ", b"\n", b"  ", b'"', b"'", b"&a ", b"*a", b"!!",
+    b"1e9", b"null", b"0x", b"F", b"!!bool ", b"!!timestamp ", b"!!int ", b"!!float '' ", b"!!set ",
+    b"!!binary ", b"? ", b"<<: ",
 )  # fmt: skip
 DTYPES = (
     "BOOL",
@@ -258,13 +259,15 @@ def archive_of(chance: random.Random, whole: bytes) -> bytes:
 
 
 PIECES = (
-    "{{", "}}", "{%", "%}", "{%- ", " -%}", " for m in messages ", " for i in range(99) ", " endfor ", " if ", " endif ",
-    " else ", " elif ", "messages", "messages[0]", "m", ".content", ".role", "['content']", " | trim ", " | tojson ",
-    " | length ", " == ", " ~ ", " + ", " * ", " ** ", " % ", "'user'", "'x'", "1", "99", " set x = ", " set ns.x = ",
-    "namespace(x='')", "ns.x", "loop.last", "loop.index0", "raise_exception('no')", "add_generation_prompt", "bos_token",
-    "eos_token", "''.__class__.__mro__", ".split('>')[-1]", "<|im_start|>", "<|im_end|>", "\n", " macro f(a) ",
-    " endmacro ", "f(x)", "cycler", "lipsum(5)", "self", "caller()", "include 'x'", " generation ", " endgeneration ",
-    "strftime_now('%Y')", " break ", " not ", " in ", " is defined ", "(", ")", "[", "]", ":",
+    "{{", "}}", "{%", "%}", "{%- ", " -%}", " for m in messages ", " for i in range(99) ",
+    " endfor ", " if ", " endif ", " else ", " elif ", "messages", "messages[0]", "m", ".content",
+    ".role", "['content']", " | trim ", " | tojson ", " | length ", " == ", " ~ ", " + ", " * ",
+    " ** ", " % ", "'user'", "'x'", "1", "99", " set x = ", " set ns.x = ", "namespace(x='')",
+    "ns.x", "loop.last", "loop.index0", "raise_exception('no')", "add_generation_prompt",
+    "bos_token", "eos_token", "''.__class__.__mro__", ".split('>')[-1]", "<|im_start|>",
+    "<|im_end|>", "\n", " macro f(a) ", " endmacro ", "f(x)", "cycler", "lipsum(5)", "self",
+    "caller()", "include 'x'", " generation ", " endgeneration ", "strftime_now('%Y')", " break ",
+    " not ", " in ", " is defined ", "(", ")", "[", "]", ":",
 )  # fmt: skip
 
 

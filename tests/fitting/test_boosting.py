@@ -91,7 +91,8 @@ def calm(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_command_makes_an_ensemble(target: Target, calm: Path) -> None:
     run = calm
     assert {path.name for path in run.iterdir()} == {
-        "config.yaml", "metrics.csv", "checkpoints", "members", "acceptance.png", "package", "run.json", "report.html",
+        "config.yaml", "metrics.csv", "checkpoints", "members", "acceptance.png", "package",
+        "run.json", "report.html",
     }  # fmt: skip
     assert {path.name for path in (run / "members").iterdir()} == {"member-1", "member-2"}
     assert {path.name for path in (run / "members" / "member-1").iterdir()} == {

@@ -1,4 +1,4 @@
-"""The configuration ends at the door: typed parts are made of it, and files keep what was settled."""
+"""The configuration ends at the door: typed parts are made of it, files keep what was settled."""
 
 from __future__ import annotations
 

@@ -38,10 +38,13 @@ from drafttrain.reporting.progress import ConsoleProgress
 
 
 class Noting(ConsoleProgress):
-    '''Writes down the rows of every micro-batch before it is learned from; a kill leaves whole lines.'''
+    '''Writes down the rows of every micro-batch before it is learned from.
+
+    A kill leaves complete lines.
+    '''
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        # What fills up an epoch's last update stands for a row, and has nothing to learn.
+        # What fills up an epoch's last update replaces a row, and has nothing to learn.
         rows = batch.row_ids.tolist() if batch.loss_mask.any() else []
         line = json.dumps([pl_module.position, rows]) + chr(10)
         os.write(notes, line.encode())
