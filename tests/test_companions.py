@@ -78,7 +78,7 @@ with _ended_by_term():
 
 @pytest.fixture(autouse=True)
 def heard() -> Iterator[None]:
-    """Without a door, nobody hears a signal again once an end is told."""
+    """Without a door, nobody hears a signal again once an end is announced."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -137,46 +137,46 @@ def test_a_killed_process_is_named_and_a_collective_s_error_is_explained(
     killed, working = start(1, port, "works"), start(0, port, what)
     assert killed.stdout is not None and killed.stdout.readline() == "met\n"
     killed.send_signal(signal.SIGKILL)
-    (code, told), _ = ended(working, killed)
-    assert code == 1 and "Traceback" not in told
+    (code, printed), _ = ended(working, killed)
+    assert code == 1 and "Traceback" not in printed
     assert (
-        f"fit: rank 1 (process {killed.pid}) is gone: it was killed" in told
-        and "at this: trains" in told
+        f"fit: rank 1 (process {killed.pid}) is gone: it was killed" in printed
+        and "at this: trains" in printed
     )
 
 
 @pytest.mark.processes
 def test_processes_compare_their_settings(port: int) -> None:
-    """A rate that one has alone is refused by both; a device of its own is nobody else's
+    """A rate that only one has is refused by both; a device of its own is nobody else's
     business."""
-    for code, told in ended(start(0, port, "quick rate"), start(1, port, "slow rate")):
+    for code, printed in ended(start(0, port, "quick rate"), start(1, port, "slow rate")):
         assert (
             code == 2
             and "ranks 0 and 1 were started with different settings (optim.lr is 0.1 and 0.2): "
             "give all"
-            in told
+            in printed
         )
-        assert "device" not in told
-    for code, told in ended(start(0, port + 1, "quick rate"), start(1, port + 1, "quick rate")):
-        assert code == 0, told
+        assert "device" not in printed
+    for code, printed in ended(start(0, port + 1, "quick rate"), start(1, port + 1, "quick rate")):
+        assert code == 0, printed
 
 
 @pytest.mark.processes
 def test_a_slow_process_is_waited_for_and_named(port: int) -> None:
-    (code, told), (other, _) = ended(start(0, port, "quick"), start(1, port, "slow"))
-    assert code == other == 0, told
-    assert "waits before the first update for rank 1 (loads the target)" in told
+    (code, printed), (other, _) = ended(start(0, port, "quick"), start(1, port, "slow"))
+    assert code == other == 0, printed
+    assert "waits before the first update for rank 1 (loads the target)" in printed
 
 
 @pytest.mark.processes
 def test_one_that_has_done_its_part_is_not_missed(port: int) -> None:
     working, done = start(0, port, "collective"), start(1, port, "quick")
-    (own, told), (code, _) = ended(working, done)
+    (own, printed), (code, _) = ended(working, done)
     assert (
         code == 0
         and own == 1
-        and "Connection closed by peer" in told
-        and "this process ends too" not in told
+        and "Connection closed by peer" in printed
+        and "this process ends too" not in printed
     )
 
 
@@ -205,7 +205,7 @@ def test_one_that_never_comes_is_not_waited_for_without_end(
     assert companions.current is None
 
 
-def test_a_signal_while_another_end_is_told_ends_with_its_own_code(
+def test_a_signal_while_another_end_is_announced_ends_with_its_own_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     @door("fit")
@@ -224,7 +224,7 @@ def test_a_signal_while_another_end_is_told_ends_with_its_own_code(
 def test_a_door_leaves_signals_as_they_were(before: Any) -> None:
     @door("fit")
     def main(cfg: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # As when a lost process is told of.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # As when a lost process is announced.
         raise InputError("refused")
 
     signal.signal(signal.SIGTERM, before)
@@ -237,7 +237,7 @@ def test_the_door_says_which_one_and_leaves_with_1(capsys: pytest.CaptureFixture
     @door("fit", together=True)
     def main(cfg: Any) -> None:
         companions.at("trains")
-        companions.meet("the first update")  # Alone there is nobody to wait for.
+        companions.meet("the first update")  # One by itself has nobody to wait for.
         raise LostCompanion("rank 1 (process 7) is gone")
 
     with pytest.raises(SystemExit) as left:

@@ -29,7 +29,7 @@ VALUES = (-1, 10**400, 0.5, math.nan, True, "", "x", ["x"], {"x": 1}, None)
 SKIPPED = ("experiment", "logger", "target/smollm2", "target/hf", "features/store")
 """Recipes, which are no nodes; loggers, which open files; and what is read from disk."""
 INCOMPLETE = ("drafter/ensemble",)
-"""What is refused as it stands: it needs packages."""
+"""What is refused as it is: it needs packages."""
 NEEDED: dict[str, dict[str, Any]] = {
     "drafter/early_exit": {"exit_layer": 0},
     "drafter/selfspec": {"skip_attention": [0], "skip_mlp": []},
@@ -39,7 +39,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "target/tiny": {"width": 16, "layers": 1, "vocab_size": 32},
     "fit.final": {"acceptance": {"a": None}, "speed": {"b": None}},
 }
-"""Settings without a default, or whose default suits the embedded target alone; and two tables of
+"""Settings without a default, or whose default only suits the embedded target; and two tables of
 many trees, which have their own files."""
 
 

@@ -39,7 +39,7 @@ DOORS = sorted(
 
 @dataclass(frozen=True)
 class Marker:
-    """Stands for an object that is handed over as it is."""
+    """An object that is passed as it is."""
 
     name: str
 
@@ -61,7 +61,7 @@ class Thing:
 
 @pytest.fixture
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small tree of configurations, and a working directory beside it."""
+    """A small tree of configurations, and a working directory next to it."""
     files = {
         "fit.yaml": """
             defaults:
@@ -158,15 +158,15 @@ def test_overrides_and_experiments(conf: Path) -> None:
 def test_values_are_set_as_hydra_sets_them(
     conf: Path, overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def told() -> tuple[Any, str]:
+    def printed() -> tuple[Any, str]:
         try:
             return compose("fit", overrides, text=()), ""
         except InputError as error:
             return None, str(error)
 
-    ours = told()
+    ours = printed()
     monkeypatch.setattr(composing, "_with_values", lambda *_: None)
-    assert told() == ours
+    assert printed() == ours
 
 
 def test_a_changed_file_is_read_again_and_nobody_shares_a_configuration(conf: Path) -> None:
@@ -359,7 +359,7 @@ def test_door_runs_and_reports(conf: Path, capsys: pytest.CaptureFixture[str]) -
     def out_of_space(cfg: DictConfig) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "runs/x/weights")
 
-    def behind_another(cfg: DictConfig) -> None:
+    def after_another(cfg: DictConfig) -> None:
         try:
             out_of_space(cfg)
         except OSError as error:
@@ -373,14 +373,14 @@ def test_door_runs_and_reports(conf: Path, capsys: pytest.CaptureFixture[str]) -
 
     for main, code, fault in (
         (out_of_space, 2, "disk is full while writing runs/x/weights"),
-        (behind_another, 2, "disk is full while writing runs/x/weights"),
+        (after_another, 2, "disk is full while writing runs/x/weights"),
         (interrupted, 130, "interrupted"),
         (refused, 2, "drafttrain.fit: the store is empty"),
     ):
         with pytest.raises(SystemExit) as left:
             open_door(main)
-        told = capsys.readouterr().err
-        assert left.value.code == code and fault in told and "Traceback" not in told
+        printed = capsys.readouterr().err
+        assert left.value.code == code and fault in printed and "Traceback" not in printed
 
     with pytest.raises(ZeroDivisionError):
         open_door(lambda cfg: 1 / 0)
@@ -389,7 +389,7 @@ def test_door_runs_and_reports(conf: Path, capsys: pytest.CaptureFixture[str]) -
 def test_what_the_system_refuses_is_one_line(
     conf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def told(main: Callable[[DictConfig], Any]) -> str:
+    def printed(main: Callable[[DictConfig], Any]) -> str:
         with pytest.raises(SystemExit) as left:
             open_door(main)
         said = capsys.readouterr().err
@@ -402,16 +402,18 @@ def test_what_the_system_refuses_is_one_line(
 
         return main
 
-    assert "x/y cannot be used: Permission denied" in told(
+    assert "x/y cannot be used: Permission denied" in printed(
         failing(PermissionError(errno.EACCES, "Permission denied", "x/y"))
     )
-    assert "File name too long" in told(lambda cfg: (tmp_path / ("a" * 300)).is_file())
-    assert f"{tmp_path}/gone is gone" in told(lambda cfg: (tmp_path / "gone" / "x").read_text())
-    assert "larger than this system allows" in told(failing(OSError(errno.EFBIG, "File too large")))
-    assert "memory is full" in told(failing(MemoryError()))
+    assert "File name too long" in printed(lambda cfg: (tmp_path / ("a" * 300)).is_file())
+    assert f"{tmp_path}/gone is gone" in printed(lambda cfg: (tmp_path / "gone" / "x").read_text())
+    assert "larger than this system allows" in printed(
+        failing(OSError(errno.EFBIG, "File too large"))
+    )
+    assert "memory is full" in printed(failing(MemoryError()))
     full = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
-    assert "memory is full" in told(failing(RuntimeError(full)))
-    assert "drafttrain.fit: a  b [2Jc" in told(failing(InputError("a\n\n b\x1b[2Jc\n")))
+    assert "memory is full" in printed(failing(RuntimeError(full)))
+    assert "drafttrain.fit: a  b [2Jc" in printed(failing(InputError("a\n\n b\x1b[2Jc\n")))
     with pytest.raises(FileNotFoundError):
         open_door(failing(FileNotFoundError(errno.ENOENT, "No such file", "x")))
 
@@ -535,13 +537,13 @@ def test_a_door_that_lacks_something_says_what(
     words, said = LACKING[name]
     with pytest.raises(SystemExit) as left:
         importlib.import_module(f"drafttrain.{name}").main(words)
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert (
         left.value.code == 2
-        and told.startswith(f"drafttrain.{name}: needs ")
-        and told.count("\n") == 1
-        and said in told
-    ), told
+        and printed.startswith(f"drafttrain.{name}: needs ")
+        and printed.count("\n") == 1
+        and said in printed
+    ), printed
     assert not list(tmp_path.iterdir())
 
 
@@ -549,10 +551,10 @@ def test_a_door_that_lacks_something_says_what(
 
 
 def test_provenance_is_json_and_complete(conf: Path) -> None:
-    told = open_door(lambda cfg: runs.provenance(), "seed=3", "prompt=a b")
-    assert json.loads(json.dumps(told)) == told
-    assert told["config"]["seed"] == 3 and told["versions"]["torch"]
-    assert told["command"] == "python -m drafttrain.fit seed=3 'prompt=a b'"
+    printed = open_door(lambda cfg: runs.provenance(), "seed=3", "prompt=a b")
+    assert json.loads(json.dumps(printed)) == printed
+    assert printed["config"]["seed"] == 3 and printed["versions"]["torch"]
+    assert printed["command"] == "python -m drafttrain.fit seed=3 'prompt=a b'"
     assert runs.differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2}) == {"a.b": (1, 3)}
     endless = open_door(lambda cfg: runs.provenance(), "optim.lr=inf", "optim.betas=[0.9,nan]")[
         "config"
@@ -712,8 +714,8 @@ def test_processes_started_across_a_second_agree(conf: Path, first: int) -> None
     two = start(1 - first, port, "seed=3")
     folders = []
     for process in (one, two):
-        said, told = process.communicate(timeout=60)
-        assert process.returncode == 0, told
+        said, printed = process.communicate(timeout=60)
+        assert process.returncode == 0, printed
         folders.append(said.strip())
     assert folders[0] == folders[1] and len(list(Path("runs").iterdir())) == 1
 
@@ -735,11 +737,11 @@ def test_word_of_a_killed_run_is_ignored_and_a_refusal_reaches_all(
     assert waiting.poll() is None
     refusing = start(0, port, "run_dir=used")
     for process in (refusing, waiting):
-        _, told = process.communicate(timeout=60)
+        _, printed = process.communicate(timeout=60)
         assert (
             process.returncode == 2
-            and "already holds config.yaml" in told
-            and "Traceback" not in told
+            and "already holds config.yaml" in printed
+            and "Traceback" not in printed
         )
 
 

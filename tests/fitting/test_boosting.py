@@ -82,7 +82,7 @@ def words(folder: Path, run: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def calm(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was left alone."""
+    """A run that nothing disturbed."""
     run = tmp_path_factory.mktemp("calm") / "run"
     fit.main(words(folder, run))
     return run
@@ -156,7 +156,7 @@ def test_one_command_makes_an_ensemble(target: Target, calm: Path) -> None:
 
 
 class Signal(ConsoleProgress):
-    """Sends this process a signal behind the second update of the third fit."""
+    """Sends this process a signal after the second update of the third fit."""
 
     fits = 0
 
@@ -197,7 +197,7 @@ def test_a_run_broken_off_goes_on_between_and_within_fits_to_the_same_weights(
     fit.main([*words(folder, run), "resume=last"])
     said = capsys.readouterr().out
     assert said.count("training is already done") == 2, (
-        "the member and the model of the first fold are not fitted anew"
+        "the member and the model of the first fold are not fitted again"
     )
     assert re.search("goes on after update [12],", said) and "references matched" in said
     assert (run / "package" / TENSORS).read_bytes() == (calm / "package" / TENSORS).read_bytes()

@@ -271,7 +271,7 @@ def test_a_dynamic_tree_is_measured_while_training_and_packaged(
     assert [output.ids for output in drafted] == [output.ids for output in plain] and tally.drafted
 
 
-def test_the_page_of_a_run_is_made_from_its_folder_alone(
+def test_the_page_of_a_run_is_only_made_from_its_folder(
     target: Target, folder: Path, tmp_path: Path
 ) -> None:
     """Samples are what the packaged plan decodes, a measured tree has the hits of its nodes, and
@@ -751,7 +751,7 @@ def test_killed_and_stopped_runs_go_on_to_the_same_weights(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """SIGTERM, then SIGKILL to the resumed run, then the rest: bit for bit the weights of a run
-    that was left alone."""
+    that nothing disturbed."""
     run, calm = tmp_path / "run", tmp_path / "calm"
     more = ["trainer.batch_tokens=256", "trainer.max_steps=80", "checkpoint.every=5", *UNMEASURED]
     last = run / "checkpoints" / "last.ckpt"
@@ -790,7 +790,7 @@ def test_killed_and_stopped_runs_go_on_to_the_same_weights(
 @pytest.mark.field("F23", "F33", "F45")
 @pytest.mark.processes
 def test_two_processes_give_the_weights_of_one(folder: Path, tmp_path: Path) -> None:
-    """An epoch is one update here: three batches alone, and four over two processes, one of which
+    """An epoch is one update here: three batches on one, and four over two processes, one of which
     has no label."""
     one, two = tmp_path / "one", tmp_path / "two"
     more = [

@@ -1,5 +1,5 @@
-"""A run that was killed, or that the disk stopped, ends like one that was left alone: bit for bit,
-row for row."""
+"""A run that was killed, or that the disk stopped, ends like one that nothing disturbed: bit for
+bit, row for row."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_a_run_that_is_being_made_is_not_made_twice(
         pass
 
 
-def test_a_run_without_its_last_checkpoint_is_not_begun_anew(
+def test_a_run_without_its_last_checkpoint_is_not_started_again(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"

@@ -182,7 +182,7 @@ def test_fewer_prompts_than_the_batch(target: Target, data: ConversationData) ->
     assert decode.tau is not None and decode.tau >= 1
 
 
-def test_tallies_travel_whole() -> None:
+def test_tallies_travel_completely() -> None:
     tally = Tally(5, 20, 7, 12, offered=[5, 3], kept=[3, 1], seconds={"draft": 0.5, "host": 0.25})
     back = _unpacked(_packed(tally, 4) + _packed(Tally(), 4))
     assert (back.rounds, back.drafted, back.accepted, back.emitted) == (5, 20, 7, 12)

@@ -282,11 +282,11 @@ def test_accumulation_does_not_change_the_gradient(data: ConversationData) -> No
     rows = [(*data.row(i), data.indices[i]) for i in (0, 1, 2)]
     ids, mask, number = rows[0]
     empty = collate([(ids, torch.zeros_like(mask), number)])
-    whole = gradients([collate(rows)])
+    complete = gradients([collate(rows)])
     for split in ([collate([row]) for row in rows], [collate(rows[:1]), empty, collate(rows[1:])]):
         for name, value in gradients(split).items():
             torch.testing.assert_close(
-                value, whole[name], rtol=1e-4, atol=1e-4 * float(whole[name].abs().max())
+                value, complete[name], rtol=1e-4, atol=1e-4 * float(complete[name].abs().max())
             )
 
 
@@ -295,8 +295,8 @@ def test_stopped_in_mid_epoch_and_resumed(data: ConversationData, tmp_path: Path
     that was not stopped."""
     trainer: dict[str, Any] = {"accumulate": 2, "max_steps": 7, "batch_tokens": 320}
     settings: dict[str, Any] = {"dropout": 0.3, "ramp": "sine"}
-    whole, stream = run_of(data, trainer, **settings)
-    fit(whole, stream, keeper(tmp_path / "whole"))
+    complete, stream = run_of(data, trainer, **settings)
+    fit(complete, stream, keeper(tmp_path / "complete"))
     first, stream = run_of(data, trainer, **settings)
     fit(first, stream, Watch(stop_at=3), keeper(tmp_path / "parts"))
     assert first.stopped == "signal" and 3 <= first.updates < 7
@@ -305,9 +305,10 @@ def test_stopped_in_mid_epoch_and_resumed(data: ConversationData, tmp_path: Path
     second.continue_from(read_checkpoint(tmp_path / "parts" / "last.ckpt"))
     stream.position = second.position
     fit(second, stream, keeper(tmp_path / "parts"))
-    assert same(everything(second), everything(whole))
+    assert same(everything(second), everything(complete))
     mine, theirs = (
-        read_checkpoint(tmp_path / name / "last.ckpt")["optimiser"] for name in ("parts", "whole")
+        read_checkpoint(tmp_path / name / "last.ckpt")["optimiser"]
+        for name in ("parts", "complete")
     )
     assert [group["lr"] for group in mine["param_groups"]] == [
         group["lr"] for group in theirs["param_groups"]
@@ -316,7 +317,7 @@ def test_stopped_in_mid_epoch_and_resumed(data: ConversationData, tmp_path: Path
         assert all(torch.equal(mine["state"][number][name], value) for name, value in state.items())
     calm, stream = run_of(data, trainer, **settings | {"dropout": 0.0})
     fit(calm, stream)
-    assert not same(everything(calm), everything(whole)), "dropout is on while learning"
+    assert not same(everything(calm), everything(complete)), "dropout is on while learning"
 
 
 def test_rank_0_and_no_weight_leave_everything_as_it_was(data: ConversationData) -> None:

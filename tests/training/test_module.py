@@ -1,4 +1,4 @@
-"""An update depends on supervised tokens alone: not on how they are split, padded or spread, and
+"""An update only depends on supervised tokens: not on how they are split, padded or spread, and
 never on none at all."""
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def test_accumulation_and_padding_do_not_change_the_gradient(
 ) -> None:
     rows = [(*data.row(i), data.indices[i]) for i in (0, 1, 2, 3)]
     short = [(ids[:12], mask[:12], row) for ids, mask, row in rows[:1]] + rows[1:]
-    whole = gradients(target, [collate(short)])
-    close(gradients(target, [collate([row]) for row in short]), whole)
-    close(gradients(target, [collate(short[:1]), collate(short[1:])]), whole)
-    close(gradients(target, [collate(short, pad_to_multiple=64)]), whole)
+    complete = gradients(target, [collate(short)])
+    close(gradients(target, [collate([row]) for row in short]), complete)
+    close(gradients(target, [collate(short[:1]), collate(short[1:])]), complete)
+    close(gradients(target, [collate(short, pad_to_multiple=64)]), complete)
 
 
 @pytest.mark.field("F31")
@@ -104,11 +104,11 @@ def test_a_window_without_labels_makes_no_update(target: Target, data: Conversat
     assert all(math.isfinite(value) for _, row in logger.rows for value in row.values())
     assert sum(logger.values("train/batches_without_labels").values()) == 2
     before = weights_of(module)
-    alone = DraftModule(
+    empty = DraftModule(
         drafter, Direct(target, drafter), AdamW(**OPTIM), Course(batches=2, epochs=1)
     )
-    fit(alone, Fixed([none, none], alone.course))
-    assert same(before, weights_of(alone)) and alone.updates == 0
+    fit(empty, Fixed([none, none], empty.course))
+    assert same(before, weights_of(empty)) and empty.updates == 0
 
 
 @pytest.mark.field("F47")
@@ -172,9 +172,10 @@ def test_rate_settings_that_need_a_length_are_refused() -> None:
 
 
 def test_batches_are_of_the_update_and_split_over_accumulation(data: ConversationData) -> None:
-    whole, parts = TrainerConfig(**TRAINER), TrainerConfig(**TRAINER | {"accumulate": 2})
+    complete, parts = TrainerConfig(**TRAINER), TrainerConfig(**TRAINER | {"accumulate": 2})
     updates = [
-        c.course(c.sampler(data, seed=0, rank=0, world=1)).updates_per_epoch for c in (whole, parts)
+        c.course(c.sampler(data, seed=0, rank=0, world=1)).updates_per_epoch
+        for c in (complete, parts)
     ]
     assert abs(updates[0] - updates[1]) <= 1
     with pytest.raises(InputError, match=said("training.longest_row")):
@@ -257,7 +258,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(target: Target, data: Conversat
     assert all(torch.isfinite(value).all() for value in weights_of(module).values())
 
 
-def test_checkpointed_weights_are_the_drafter_s_alone(
+def test_checkpointed_weights_are_only_the_drafter_s(
     target: Target, data: ConversationData
 ) -> None:
     module, _ = module_for(data, target)

@@ -1,5 +1,5 @@
-"""Joined rows teach what they teach alone: loss, gradients, weights after updates, and features of
-every source."""
+"""Joined rows teach what they teach one by one: loss, gradients, weights after updates, and features
+of every source."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SIZE = 80
 
 
 def made(kind: str, target: Target) -> Drafter:
-    """Weights that begin as zero are moved, so that everything has a gradient."""
+    """Weights that start as zero are moved, so that everything has a gradient."""
     torch.manual_seed(0)
     drafter: Drafter = KINDS[kind](target)
     with torch.no_grad():
@@ -75,7 +75,7 @@ def judged(drafter: Drafter, batch: Batch) -> tuple[Loss, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradients_are_those_of_the_rows_alone(
+def test_loss_and_gradients_are_those_of_single_rows(
     kind: str, family: str, data: ConversationData
 ) -> None:
     target = load.tiny(family=family, layers=2, width=32, vocab_size=256)

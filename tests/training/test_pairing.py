@@ -38,19 +38,19 @@ def test_training_is_where_the_target_is(target: Target) -> None:
 
 @pytest.mark.field("F14", "F17")
 def test_the_draft_vocabulary_is_that_of_all_labels(target: Target, folder: Path) -> None:
-    whole, part = ConversationData(folder), ConversationData(folder, limit_rows=2)
-    ids, told = draft_vocabulary(target, whole, None, 20)
+    complete, part = ConversationData(folder), ConversationData(folder, limit_rows=2)
+    ids, words = draft_vocabulary(target, complete, None, 20)
     assert torch.equal(draft_vocabulary(target, part, None, 20)[0], ids)
-    counts = whole.label_counts(target.vocab_size)
+    counts = complete.label_counts(target.vocab_size)
     assert len(ids) == 20 and set(target.stop_ids) <= set(ids.tolist())
     assert (
         f"20 of {target.vocab_size} ids, {float(counts[ids].sum() / counts.sum()):.1%} of training "
-        f"labels" in told
+        f"labels" in words
     )
     held_out = ConversationData(folder, split="held_out")
     assert (
-        "held-out" not in told
-        and "of held-out labels" in draft_vocabulary(target, whole, held_out, 20)[1]
+        "held-out" not in words
+        and "of held-out labels" in draft_vocabulary(target, complete, held_out, 20)[1]
     )
 
 

@@ -32,7 +32,7 @@ def left_by_two(folder: Path, target: Target, much: str) -> Path:
 
 @pytest.fixture(scope="module")
 def few(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes left behind."""
+    """What two processes left."""
     return left_by_two(tmp_path_factory.mktemp("few"), target, "few")
 
 
@@ -42,7 +42,7 @@ def every(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return left_by_two(tmp_path_factory.mktemp("every"), target, "all")
 
 
-def alone(
+def single(
     kind: str, target: Target, data: ConversationData, steps: int = pair.STEPS
 ) -> DraftModule:
     """One process, whose windows hold the micro-batches of both."""
@@ -69,7 +69,7 @@ def close(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e
 
 
 def check_weights(kind: str, strategy: str, folder: Path, target: Target) -> None:
-    module = alone(kind, target, ConversationData(folder / "set"))
+    module = single(kind, target, ConversationData(folder / "set"))
     state = read_checkpoint(folder / f"{kind}-{strategy}" / "last.ckpt")
     close(state["weights"], {name: value.detach() for name, value in module.state_dict().items()})
     assert state["progress"]["updates"] == pair.STEPS == module.updates
@@ -102,7 +102,7 @@ def check_forms(kind: str, folder: Path) -> None:
 def check_going_on(first: str, second: str, folder: Path) -> None:
     calm, partial_pass, ended = (
         read_checkpoint(folder / name / "last.ckpt")
-        for name in ("eagle1-ddp", f"begun-{first}", f"ended-{second}")
+        for name in ("eagle1-ddp", f"started-{first}", f"ended-{second}")
     )
     assert 3 <= partial_pass["progress"]["updates"] < ended["progress"]["updates"] == pair.STEPS
     close(ended["weights"], calm["weights"])
@@ -163,8 +163,8 @@ def test_mixed_precision_keeps_float32_weights(target: Target, every: Path) -> N
         read_checkpoint(every / "mixed" / "last.ckpt")["weights"],
         ConversationData(every / "set"),
     )
-    partial_pass = alone("eagle1", target, data, 1).state_dict()
-    for name, value in alone("eagle1", target, data).state_dict().items():
+    partial_pass = single("eagle1", target, data, 1).state_dict()
+    for name, value in single("eagle1", target, data).state_dict().items():
         if value.is_floating_point():
             assert weights[name].dtype == torch.float32
             # Products in bfloat16 are off by some thousandths; the weights went far further than

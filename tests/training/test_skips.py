@@ -148,7 +148,7 @@ def test_harm_is_the_divergence_of_the_target_without_a_part(family: str) -> Non
     found = harm(target, texts)
     assert found.keys() == {(part, layer) for part in ("attention", "mlp") for layer in range(3)}
     with torch.no_grad():
-        whole = [target.model(input_ids=text).logits[0].log_softmax(-1) for text in texts]
+        complete = [target.model(input_ids=text).logits[0].log_softmax(-1) for text in texts]
         silent = {
             "attention": ("self_attn.o_proj", "attention.dense"),
             "mlp": ("mlp.down_proj", "mlp.dense_4h_to_h"),
@@ -160,7 +160,7 @@ def test_harm_is_the_divergence_of_the_target_without_a_part(family: str) -> Non
                     for parameter in module.parameters():
                         parameter.zero_()
             expected = 0.0
-            for text, log_p in zip(texts, whole, strict=True):
+            for text, log_p in zip(texts, complete, strict=True):
                 log_q = lacking.model(input_ids=text).logits[0].log_softmax(-1)
                 expected += float((log_p.exp() * (log_p - log_q)).sum())
             assert value == pytest.approx(expected, rel=1e-3) and value > 0
