@@ -15,6 +15,7 @@ from drafttrain.fitting.parts import Parts
 from drafttrain.fitting.saying import say
 from drafttrain.fitting.settings import reads_store
 from drafttrain.packaging.beginning import read_beginning, take_weights
+from drafttrain.packaging.manifest import STORED
 from drafttrain.processes import rank, world_size
 from drafttrain.reporting.console import clock, track
 from drafttrain.runs import seed_everything
@@ -135,6 +136,9 @@ def make_drafter(
     elif parts.draft_vocab:
         objects["draft_ids"], words = draft_vocabulary(target, data, held_out, parts.draft_vocab)
         say(words)
+    # What a run makes is in no configuration, and None where it was not made.
+    made = [name for name in STORED if parts.drafter.takes(name)]
+    objects |= {n: None for n in made if n not in objects and parts.drafter.get(n) is None}
     seed_everything(parts.seed)
     drafter = parts.drafter(**objects)
     if given is not None:

@@ -275,8 +275,8 @@ def test_processes_that_share_the_weights_only_write_together(
 
 @pytest.mark.field("F21")
 def test_other_micro_batches_are_another_run() -> None:
-    """Batches and noise are drawn for their number in an update: with another the same updates would
-    not follow."""
+    """Batches and noise are drawn for their number in an update: with another the same updates
+    would not follow."""
     facts = {"target": {"weights": "a"}, "accumulate x processes": 1, "seed": 0}
     settings = {"seed": 0, "trainer": {"log_every": 2}}
     noted: list[str] = []

@@ -1,5 +1,5 @@
-"""Joined rows teach what they teach one by one: loss, gradients, weights after updates, and features
-of every source."""
+"""Joined rows teach what they teach one by one: loss, gradients, weights after updates, and
+features of every source."""
 
 from __future__ import annotations
 
