@@ -250,8 +250,7 @@ def refuse_full_disk(folder: Path, module: nn.Module) -> None:
     if rank() == 0 and free < needed:
         raise InputError(
             f"{folder} has {free / 1e6:.0f} MB free, checkpoints and package need "
-            f"{needed / 1e6:.0f} MB: "
-            "free some space, or give run_dir=<folder on another disk>"
+            f"{needed / 1e6:.0f} MB: free some space, or give run_dir=<folder on another disk>"
         )
 
 

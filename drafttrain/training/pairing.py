@@ -1,5 +1,5 @@
-"""What puts a target and a drafter together for a run: set and device must fit, and a draft
-vocabulary is chosen; at the end a target that was trained too is laid out for decoding."""
+"""Target, set and drafter put together for a run: set and device must fit, and a draft vocabulary
+is chosen. At the end a target that was trained too is laid out for decoding."""
 
 from __future__ import annotations
 

@@ -178,14 +178,13 @@ def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str
             key, _, value = word.partition("=")
             raise InputError(
                 f"cannot read {word!r}: {first_line(error)}. A value with spaces, brackets, "
-                f"commas, quotes or colons needs "
-                f"quotes that reach this program: '{key}=\"{value}\"'"
+                f"commas, quotes or colons needs quotes that reach this program: "
+                f"'{key}=\"{value}\"'"
             ) from error
         if override.is_sweep_override():
             raise InputError(
                 f"{word!r} names several values; one command makes one run. A list is written with "
-                f"brackets, "
-                f"'{override.key_or_group}=[...]'; for a sweep, loop in the shell"
+                f"brackets, '{override.key_or_group}=[...]'; for a sweep, loop in the shell"
             )
         if override.key_or_group.split(".")[0] == "hydra":
             raise InputError(
