@@ -20,21 +20,14 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.decoding.plan import Plan
 from drafttrain.errors import InputError, disk_full
 from drafttrain.target.model import Target
-from drafttrain.training.checkpoint import (
-    CheckpointConfig,
-    Keeper,
-    check_complete,
-    read_checkpoint,
-    write_checkpoint,
-)
+from drafttrain.training.checkpoint import check_complete, read_checkpoint, write_checkpoint
 from drafttrain.training.decode_callback import DecodeCallback, EvalConfig
 from drafttrain.training.module import DraftModule
 from drafttrain.training.resume import facts_of, refuse_other_run
 from drafttrain.tree.topology import Tree
 from tests.helpers import file_limit
 from tests.messages import said
-from tests.training.parts import Watch, fit, module_for, same, weights_of
-from tests.training.test_decode_callback import EVAL
+from tests.training.parts import EVAL, Watch, fit, keeper, module_for, same, weights_of
 
 
 class Scripted(DecodeCallback):
@@ -54,13 +47,6 @@ class Scripted(DecodeCallback):
 
 
 MEASURED = {"measured_at": 1, "evaluations": 1, "tau": 1.5, "seconds": 0.5}
-
-
-def keeper(folder: Path, decode: DecodeCallback | None = None, **settings: Any) -> Keeper:
-    patience = settings.pop("patience", None)
-    return Keeper(
-        folder, CheckpointConfig(**{"every": None, "keep": 0} | settings), decode, patience=patience
-    )
 
 
 def names(folder: Path) -> list[str]:

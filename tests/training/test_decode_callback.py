@@ -26,18 +26,7 @@ from drafttrain.training.decode_callback import (
 )
 from drafttrain.training.module import DraftModule
 from drafttrain.tree.topology import Tree
-from tests.training.parts import Memory, fit, module_for, same, weights_of
-
-EVAL: dict[str, Any] = {
-    "every": 2,
-    "prompts": 3,
-    "max_new_tokens": 8,
-    "batch": 2,
-    "sim_rows": 3,
-    "speed_prompts": 1,
-    "speed_every": None,
-    "patience": None,
-}
+from tests.training.parts import EVAL, Memory, fit, module_for, same, weights_of
 
 
 def callback(

@@ -26,8 +26,7 @@ from drafttrain.training.joint import Joint, JointModule, self_distillation
 from drafttrain.training.optim import AdamW
 from tests.messages import said
 from tests.target.test_adapter import stirred
-from tests.training.parts import OPTIM, TRAINER, Fixed, Watch, drafter_of, fit, same, tiny
-from tests.training.test_checkpoint import keeper
+from tests.training.parts import OPTIM, TRAINER, Fixed, Watch, drafter_of, fit, keeper, same, tiny
 
 JOINT: dict[str, Any] = {
     "rank": 4,
