@@ -121,7 +121,8 @@ def test_one_command_makes_an_ensemble(target: Target, calm: Path) -> None:
         *(run / "members" / f"member-{k}" / "config.yaml" for k in (1, 2)),
     ]
     kept = [path.read_text() for path in written]
-    assert kept[0] == kept[1] and kept[2] == kept[0].replace("seed: 0", "seed: 1", 1) != kept[0]
+    assert kept[0] == kept[1] and kept[0].count("\nseed: 0\n") == 1
+    assert kept[2] == kept[0].replace("\nseed: 0\n", "\nseed: 1\n")
     for number in (1, 2):
         state = read_checkpoint(written[number].parent / "checkpoints" / "last.ckpt")
         assert state["settings"] == OmegaConf.to_container(OmegaConf.create(kept[number]))
