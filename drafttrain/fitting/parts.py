@@ -44,14 +44,14 @@ class Parts:
     export_assistant: bool
 
     @classmethod
-    def of(cls, config: Config, settings: Settings, kind: type[Drafter]) -> Parts:
+    def of(cls, config: Config, settings: Settings, kind: type[Drafter], learns: bool) -> Parts:
         """The parts of a configuration whose settings are checked."""
         values = config.values
         return cls(
             config=config,
             settings=settings,
             kind=kind,
-            learns=kind.learns,
+            learns=learns,
             target=Recipe(config, "target"),
             data=Recipe(config, "data"),
             features=Recipe(config, "features"),
@@ -71,4 +71,4 @@ class Parts:
         Args:
             changes: values by dotted key.
         """
-        return Parts.of(self.config.settled(changes), self.settings, self.kind)
+        return Parts.of(self.config.settled(changes), self.settings, self.kind, self.learns)

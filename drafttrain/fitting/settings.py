@@ -49,10 +49,15 @@ def read_settings(cfg: DictConfig) -> Parts:
     values = config.values
     check_values(values)
     kind = kind_of(Recipe(config, "drafter"))
-    check_kind(kind, values)
+    learns = kind.learns  # Only here is the class asked: there is no drafter yet.
+    check_vocabulary(kind, values)
+    if not learns:
+        refuse_learning(values, kind.__name__)
+    if "packages" in values["drafter"]:
+        check_packages(values["drafter"]["packages"])
     check_joint(values)
     settings = build_settings(config)
-    parts = Parts.of(config, settings, kind)
+    parts = Parts.of(config, settings, kind, learns)
     if settings.boost is not None:
         settings.boost.check_kind(kind)
         refuse_with_boost(parts)
@@ -99,17 +104,13 @@ def kind_of(drafter: Recipe[Drafter]) -> type[Drafter]:
     return kind
 
 
-def check_kind(kind: type[Drafter], values: Values) -> None:
-    """Raise InputError for settings that drafters of a class cannot serve."""
+def check_vocabulary(kind: type[Drafter], values: Values) -> None:
+    """Raise InputError for a draft vocabulary that drafters of a class cannot have."""
     if values["draft_vocab"] and "draft_ids" not in parameters_of(kind):
         raise InputError(
             f"draft_vocab={values['draft_vocab']}: {kind.__name__} has no draft vocabulary, set it "
             f"to 0"
         )
-    if not kind.learns:
-        refuse_learning(values, kind.__name__)
-    if "packages" in values["drafter"]:
-        check_packages(values["drafter"]["packages"])
 
 
 def check_joint(values: Values) -> None:
