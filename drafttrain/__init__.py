@@ -14,7 +14,7 @@ __all__ = ["__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """Looked up at first use, so that `import drafttrain` alone loads neither torch nor
+    """Looked up at first use, so that `import drafttrain` by itself loads neither torch nor
     transformers."""
     if name == "load":
         from drafttrain.packaging.reading import load

@@ -13,11 +13,11 @@ MOST = (1 << 31) - 1
 
 
 def integer(name: str, value: object, least: int = 0, most: int = MOST, *, null: str = "") -> None:
-    """Raise InputError unless a setting is a whole number within bounds.
+    """Raise InputError unless a setting is an integer within bounds.
 
     Args:
         name: as it is written on the command line.
-        null: what null stands for, where it may be given.
+        null: what null means, where it may be given.
     """
     if (value is None and null) or (type(value) is int and least <= value <= most):
         return
@@ -27,7 +27,7 @@ def integer(name: str, value: object, least: int = 0, most: int = MOST, *, null:
         else f"from {least} to {most}"
     )
     raise InputError(
-        f"{name}={shown(value)}: needs a whole number {bounds}"
+        f"{name}={shown(value)}: needs an integer {bounds}"
         + (f", or null for {null}" if null else "")
     )
 
@@ -59,8 +59,7 @@ def switch(name: str, value: object) -> None:
 
 
 def path_of(name: str, given: object) -> Path:
-    """A path as a person writes it, with ~ for the home folder. Whether anything lies there is for
-    others to say.
+    """A path as a person writes it, with ~ for the home folder. Whether it exists is not checked.
 
     Raises: InputError for what can be no path here.
     """

@@ -4,7 +4,7 @@ says which it was, and why.
 Every process leaves a mark in the machine's temporary folder: who it is, what it is at, where it
 waits, how it ended. A thread looks at the others' marks. So a process that was killed is named by
 its rank; one that failed is quoted; one that takes long is waited for as long as it runs, and named
-meanwhile. None of this needs torch.distributed, whose collectives tell after a timeout.
+meanwhile. None of this needs torch.distributed, whose collectives only fail after a timeout.
 
 Marks reach as far as the machine. On several machines each watches its own processes, and what a
 launcher or a collective finds out ends the others.
@@ -76,7 +76,7 @@ class Companions:
         mark_file(rank()).unlink(missing_ok=True)
         self._write()
 
-    # What this process tells ----------------------------------------------------------------------
+    # What this process says -----------------------------------------------------------------------
     def at(self, what: str) -> None:
         """Say what this process does from now on, such as "loads the target"."""
         self._own["at"] = what
@@ -117,8 +117,7 @@ class Companions:
                     return f"rank {other} failed: {note['failed']}"
                 return (
                     f"rank {other} (process {note['pid']}) is gone: it was killed, by a signal or "
-                    f"for want of memory, when it "
-                    f"was at this: {note.get('at')}"
+                    f"for lack of memory, when it was at this: {note.get('at')}"
                 )
         return ""
 
@@ -161,7 +160,7 @@ class Companions:
             time.sleep(0.05)
 
     def settings_of_all(self, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """Of every process on this machine, this one's among them, once all have said theirs.
+        """Of every process on this machine, this one's included, once all have said theirs.
 
         Args:
             own: plain values.
@@ -196,11 +195,11 @@ class Companions:
             lost = self.lost()
         if self._done.wait(FAREWELL_SECONDS):
             return
-        self.tell(lost)
+        self.announce(lost)
         if not self._done.wait(GRACE_SECONDS):
             os._exit(1)
 
-    def tell(self, lost: str) -> None:
+    def announce(self, lost: str) -> None:
         """Say once why this process ends."""
         if self._said.acquire(blocking=False):
             self._print(_ends(lost))
@@ -271,7 +270,7 @@ def together(door: str) -> Iterator[None]:
     except BaseException as error:
         lost = mine.why(1.0)  # A launcher that finds one process dead sends the others a signal.
         if lost:
-            mine.tell(lost)
+            mine.announce(lost)
         mine.failed(lost or f"ended by {type(error).__name__.strip('_')}")
         raise
     else:
@@ -289,7 +288,10 @@ def _hear_no_signal() -> None:
 
 
 def _ends(lost: str) -> str:
-    return f"{lost}; this process ends too. What the last checkpoint holds is kept: go on with the same command and resume=last"
+    return (
+        f"{lost}; this process ends too. What the last checkpoint holds is kept: go on with the "
+        f"same command and resume=last"
+    )
 
 
 def _is_broken(error: BaseException) -> bool:

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 
 class InputError(Exception):
-    """Wrong input, settings or files. Doors print the message alone and leave with exit code 2."""
+    """Wrong input, settings or files. Doors print only the message and leave with exit code 2."""
 
 
 class LostCompanion(Exception):
-    """Another process of the run is gone or has failed. Doors print the message alone and leave
-    with exit code 1."""
+    """Another process of the run is gone or has failed. Doors print only the message and leave with
+    exit code 1."""
 
 
 _REFUSED = {
@@ -31,8 +31,8 @@ _REFUSED = {
 
 
 def refused_by_system(error: BaseException) -> str:
-    """A message if the error, or one behind it, says that disk or memory are full or a file may not
-    be used; else nothing."""
+    """A message if the error, or what led to it, says that disk or memory are full or a file may
+    not be used; else nothing."""
     return disk_full(error) or _file_refused(error) or _memory_full(error)
 
 
@@ -46,24 +46,30 @@ _UNWRITTEN = {
     errno.EDQUOT: ("the disk quota is used up", _FREE),
     errno.EROFS: ("the disk takes no writes any more", "write elsewhere (run_dir=, cache folders)"),
 }
-"""What keeps a file that is open from being written whole, and what to do about it."""
+"""What keeps an open file from being written completely, and what to do about it."""
 _TORCH = ("PytorchStreamWriter failed", "unexpected pos ", "iostream error")
 """What torch says when its writer of archives could not write; it does not say why."""
 
 
 def disk_full(error: BaseException) -> str:
-    """A message if the error, or one behind it, says that a file could not be written whole: the
-    disk is full or takes no writes, a quota is used up, a file is too large; else nothing."""
-    for one in _behind(error):
+    """A message if the error, or what led to it, says that a file could not be written completely;
+    else nothing.
+
+    The disk is full or takes no writes, a quota is used up, or the file is too large.
+    """
+    for one in _chain(error):
         number, named = (one.errno, one.filename) if isinstance(one, OSError) else (None, None)
-        if number is None:  # Libraries in other languages hand on the system's words alone.
+        if number is None:  # Libraries in other languages pass only the system's words.
             number = next((known for known in _UNWRITTEN if os.strerror(known) in str(one)), None)
         if number in _UNWRITTEN and not (number == errno.EROFS and named):
             what, remedy = _UNWRITTEN[number]
             return f"{what}{_where(one, named)}: {remedy}"
-    for one in _behind(error):
+    for one in _chain(error):
         if any(words in str(one) for words in _TORCH):
-            return f"a file could not be written whole{_where(one)}; the disk may be full, or a limit of file sizes met: {_FREE}"
+            return (
+                f"a file could not be written completely{_where(one)}; the disk may be full, or a "
+                f"limit of file sizes met: {_FREE}"
+            )
     return ""
 
 
@@ -89,16 +95,15 @@ def _file_refused(error: BaseException) -> str:
             return f"{one.filename} cannot be used: {one.strerror}"
         if isinstance(one, FileNotFoundError) and isinstance(one.filename, str):
             folder = os.path.dirname(one.filename) or "."
-            if not os.path.exists(
-                folder
-            ):  # A wrong name in a folder that is there would be a fault of this program.
+            # A wrong name in a folder that is there would be a fault of this program.
+            if not os.path.exists(folder):
                 return f"{one.filename} cannot be used: {folder} is gone"
         one = one.__cause__
     return ""
 
 
 def _memory_full(error: BaseException) -> str:
-    for one in _behind(error):
+    for one in _chain(error):
         # By name, since torch is not imported for it.
         if (
             isinstance(one, MemoryError)
@@ -107,13 +112,12 @@ def _memory_full(error: BaseException) -> str:
         ):
             return (
                 f"memory is full ({first_line(one)[:160]}): fewer or shorter rows at a time "
-                f"(trainer.batch_tokens, batch, slots), "
-                "a smaller model, or more memory"
+                f"(trainer.batch_tokens, batch, slots), a smaller model, or more memory"
             )
     return ""
 
 
-def _behind(error: BaseException) -> Iterator[BaseException]:
+def _chain(error: BaseException) -> Iterator[BaseException]:
     """The error, then what led to it."""
     seen: BaseException | None = error
     while seen is not None:

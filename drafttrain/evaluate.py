@@ -61,7 +61,7 @@ def main(cfg: DictConfig) -> None:
     warn_of_length(config, prompts, asked.max_new_tokens)
     growths = filled_trees(asked.trees, speculator, drafter, package)
     asked.check_rules(growths, drafter)
-    with new_folder(cfg) as folder:
+    with new_folder(cfg.run_dir) as folder:
         rows = measure(speculator, prompts, growths, asked)
         few = prompts[: asked.parity_prompts]
         result = {

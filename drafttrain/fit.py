@@ -20,10 +20,7 @@ import time
 
 from omegaconf import DictConfig
 
-from drafttrain.data.conversations import write_json
-from drafttrain.data.datamodule import ConversationData
-from drafttrain.drafter.base import Drafter
-from drafttrain.drafter.selfspec import SelfSpec
+from drafttrain.fitting.agreement import check_agreement
 from drafttrain.fitting.boosting import boost
 from drafttrain.fitting.given import (
     check_batches,
@@ -33,103 +30,66 @@ from drafttrain.fitting.given import (
     read_calibration,
     read_data,
 )
-from drafttrain.fitting.learning import learn, logged
+from drafttrain.fitting.learning import learn, logged, untrained
+from drafttrain.fitting.opening import open_run
 from drafttrain.fitting.result import evaluate, pack, publish
 from drafttrain.fitting.saying import say
-from drafttrain.fitting.settings import check_agreement, read_settings
+from drafttrain.fitting.searching import search
+from drafttrain.fitting.settings import read_settings
 from drafttrain.packaging.manifest import PACKAGE
 from drafttrain.packaging.writing import check_export, check_place
 from drafttrain.processes import peak_memory, rank
-from drafttrain.reporting.console import clock, track
-from drafttrain.reporting.loggers import log_config
+from drafttrain.reporting.console import clock
 from drafttrain.reporting.records import Laps
-from drafttrain.runs import plain
-from drafttrain.training.prepare import Ready, Settings, prepare_untrained, usable_prompts
-from drafttrain.training.run import Run, open_run
-from drafttrain.training.skips import Found
+from drafttrain.training.job import Job
+from drafttrain.training.prepare import Ready
 from drafttrain.wiring.doors import door
-
-SEARCHED = "search.json"
-"""Every choice that a search tried, in a run's folder."""
 
 
 @door("fit", together=True)
 def main(cfg: DictConfig) -> None:
     began, laps = time.monotonic(), Laps()
-    settings = read_settings(cfg)
-    check_agreement(cfg)
-    data, held_out = read_data(cfg)
-    check_batches(cfg, settings, data)
-    calibration = read_calibration(cfg, settings)
-    check_store(cfg, data)
-    with open_run(cfg, say) as run, logged(cfg, run):
+    parts = read_settings(cfg)
+    check_agreement(parts.config.values)
+    data, held_out = read_data(parts)
+    check_batches(parts, data)
+    calibration = read_calibration(parts)
+    parts = check_store(parts, data)
+    with open_run(parts) as (run, parts), logged(parts, run):
         check_place(run.folder / PACKAGE)
-        target = load_target(cfg, data, held_out)
-        drafter = make_drafter(cfg, target, data, held_out)
-        check_export(drafter, cfg.export_assistant)
+        target = load_target(parts, data, held_out)
+        drafter = make_drafter(parts, target, data, held_out)
+        check_export(drafter, parts.export_assistant)
         laps.mark("loading")
-        searched = search(cfg, settings, run, drafter, data)
-        drafter = drafter if searched is None else searched.drafter
+        job = Job(
+            config=parts.config.values,
+            settings=parts.settings,
+            run=run,
+            target=target,
+            drafter=drafter,
+            data=data,
+            held_out=held_out,
+            calibration=calibration,
+        )
+        job, searched = search(job)
         laps.mark("loading" if searched is None else "searching")
-        if settings.boost is not None:
-            ready: Ready = boost(cfg, settings, run, target, drafter, data, held_out, calibration)
+        if job.settings.boost is not None:
+            ready: Ready = boost(parts, job)
         elif drafter.learns:
-            ready = learn(
-                cfg, settings, run, target, drafter, data, held_out, calibration=calibration
-            )
+            ready = learn(parts, job)
         else:
-            ready = prepare_untrained(
-                plain(cfg), settings, run, target, drafter, data, calibration=calibration, say=say
-            )
-            log_config(run.loggers, ready.config)
+            ready = untrained(job)
         laps.mark("training" if drafter.learns else "loading")
         if rank() == 0:
             worth = evaluate(ready, held_out)
             laps.mark("measuring")
-            if searched is not None and settings.search is not None:
-                worth.settings["search"] = searched.row(settings.search)
-            package = pack(cfg, ready, worth)
+            if searched is not None:
+                worth.settings["search"] = searched.row()
+            package = pack(parts, ready, worth)
             laps.mark("packaging")
             say(f"the package is in {package}")
             publish(run, worth, laps)
             say(f"took {clock(time.monotonic() - began)} in all, {peak_memory()} of memory at most")
-
-
-def search(
-    cfg: DictConfig, settings: Settings, run: Run, drafter: Drafter, data: ConversationData
-) -> Found | None:
-    """The drafter that leaves out what was found best, where a search was asked for; every trial
-    goes into a file of the run.
-
-    On the first process alone, which measures and packages.
-    """
-    if settings.search is None or rank() != 0:
-        return None
-    assert isinstance(drafter, SelfSpec)
-    began = time.monotonic()
-    settings.final.check(drafter)
-    usable_prompts(
-        drafter.target, data, settings, lambda _: None
-    )  # What it refuses, it refuses before the search.
-    found = settings.search.run(
-        drafter,
-        settings.tree,
-        data,
-        seed=cfg.seed,
-        watch=lambda items, what: track(items, description=what),
-    )
-    write_json(
-        run.folder / SEARCHED,
-        {"objective": settings.search.objective, "trials": [trial.row() for trial in found.trials]},
-    )
-    best, tau = found.best, "none" if found.best.tau is None else f"{found.best.tau:.2f}"
-    say(
-        f"searched {len(found.trials)} choices in {clock(time.monotonic() - began)}; best by "
-        f"{settings.search.objective}: "
-        f"skip_attention={list(best.choice[0])} skip_mlp={list(best.choice[1])}, {best.value:.3f} "
-        f"(tau {tau})"
-    )
-    return found
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ _calls = 0
 
 
 def rank() -> int:
-    """This process's place among all; 0 when alone. Read from the environment, so it is right
-    before torch.distributed is."""
+    """This process's place among all; 0 where there is one. Read from the environment, so it is
+    right before torch.distributed is."""
     for name in ("RANK", "LOCAL_RANK"):
         value = os.environ.get(name, "")
         if value.isdigit():
@@ -46,7 +46,7 @@ def world_size() -> int:
 
 
 def local_ranks() -> range:
-    """The processes on this machine, this one among them."""
+    """The processes on this machine, this one included."""
     first = rank() - _number("LOCAL_RANK", rank())
     return range(first, first + _number("LOCAL_WORLD_SIZE", world_size()))
 
@@ -76,8 +76,8 @@ def on_another_machine() -> bool:
 
 
 def give_word(word: str, *, refuse: bool = False) -> None:
-    """Rank 0: tell the other processes a word, or that there is none and why. The n-th call answers
-    their n-th wait."""
+    """Rank 0: give the other processes a word, or the reason why there is none. The n-th call
+    answers their n-th wait."""
     global _calls
     _calls += 1
     if not refuse:
@@ -101,25 +101,24 @@ def await_word(what: str) -> str:
     global _calls
     _calls += 1
     parent, _, inherited = os.environ.get(_VARIABLE, "").partition(":")
-    if (
-        parent == str(os.getppid()) and "RANK" not in os.environ
-    ):  # torchrun sets RANK, Lightning's launcher does not
+    # torchrun sets RANK, Lightning's launcher does not.
+    if parent == str(os.getppid()) and "RANK" not in os.environ:
         return inherited
     path = _meeting_file(_calls)
-    began, told = time.monotonic(), False
+    began, reminded = time.monotonic(), False
     while time.monotonic() - began < WAIT_SECONDS or is_alive(read_note(mark_file(0))):
         message = read_note(path)
         if message is not None and is_alive(message):
             if message["refused"]:
                 raise InputError(message["word"])
             return str(message["word"])
-        if not told and time.monotonic() - began > 10:
+        if not reminded and time.monotonic() - began > 10:
             print(
                 f"rank {rank()} waits for rank 0 to choose {what} ({path})",
                 file=sys.stderr,
                 flush=True,
             )
-            told = True
+            reminded = True
         time.sleep(0.05)
     raise InputError(
         f"rank {rank()} waited {WAIT_SECONDS:.0f} s for rank 0 to choose {what} ({path}): did rank "
@@ -138,7 +137,7 @@ def is_alive(note: dict[str, Any] | None) -> bool:
 
 
 def write_note(path: Path, note: dict[str, Any]) -> None:
-    """Replace a file whole."""
+    """Replace a file at once."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     with os.fdopen(handle, "w") as file:
         json.dump(note, file)

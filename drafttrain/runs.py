@@ -11,7 +11,7 @@ import random
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -50,15 +50,19 @@ def seed_everything(seed: int) -> None:
     import torch
 
     if not 0 <= seed < 2**32:
-        raise InputError(f"seed={seed}: needs a whole number from 0 to {2**32 - 1}")
+        raise InputError(f"seed={seed}: needs an integer from 0 to {2**32 - 1}")
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
-def provenance(config: DictConfig | None = None) -> dict[str, Any]:
-    """Where a result comes from: versions, commit, command line, the whole configuration, the date.
-    Plain JSON types."""
+def provenance(config: DictConfig | Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Where a result comes from: versions, commit, command line, configuration, date.
+
+    Args:
+        config: plain values, or as it was composed; None is that of the open door.
+    Returns: plain JSON types.
+    """
     versions = {}
     for package in ("drafttrain", "torch", "transformers", "lightning"):
         try:
@@ -72,13 +76,13 @@ def provenance(config: DictConfig | None = None) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), **versions},
         "commit": _commit(),
-        "config": _as_json(plain(config)),
+        "config": _as_json(plain(config) if isinstance(config, DictConfig) else config),
     }
 
 
 def _as_json(value: Any) -> Any:
     """Plain values with what JSON has no number for, such as features.budget_gb=inf, as text."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _as_json(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_as_json(inner) for inner in value]
@@ -138,27 +142,24 @@ def _commit() -> str | None:
     return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
 
 
-def run_dir(config: DictConfig, *, resume: bool | None = None) -> Path:
+def run_dir(given: object, *, resume: bool) -> Path:
     """One folder for the run, the same on every process; made by rank 0.
 
-    `run_dir=<folder>` is taken as given, otherwise the folder is `runs/<door>-<experiment>-<time>`.
+    A folder that is given is taken as it is, otherwise it is `runs/<door>-<experiment>-<time>`.
     A folder that holds something is refused unless a resume is asked; then the newest folder of the
-    same door and experiment stands in for a missing `run_dir`.
+    same door and experiment replaces one that is not given.
 
     Args:
-        config: read for `run_dir` and, when `resume` is None, for `resume`.
-        resume: continue what lies in the folder.
+        given: the setting `run_dir`.
+        resume: continue the run in the folder.
     Raises: InputError: folder in use, or nothing to resume; on the other processes also when rank 0
     refused or stays silent.
     """
-    given = config.get("run_dir")
-    if resume is None:
-        resume = bool(config.get("resume"))
     if rank() != 0:
         if on_another_machine():
             if not given:
                 raise InputError(
-                    "processes on several machines cannot agree on a folder alone: give "
+                    "processes on several machines cannot agree on a folder by themselves: give "
                     "run_dir=<shared folder>"
                 )
             return path_of("run_dir", given).absolute()
@@ -205,10 +206,9 @@ def check_run_dir(given: object, *, resume: bool) -> Path | None:
 
 
 @contextlib.contextmanager
-def new_folder(config: DictConfig) -> Iterator[Path]:
-    """As `run_dir` for a run that is not resumed; the folder goes again if nothing is in it in the
-    end."""
-    folder = run_dir(config, resume=False)
+def new_folder(given: object) -> Iterator[Path]:
+    """As `run_dir` for a run that is not resumed; an empty folder is removed at the end."""
+    folder = run_dir(given, resume=False)
     try:
         yield folder
     finally:

@@ -71,7 +71,7 @@ def main(cfg: DictConfig) -> None:
     speculator = Speculator(target, drafter, plan, dtype=cfg.dtype)
     prompts = source.ids(target, asked.calibration_prompts + asked.race_prompts, say)
     more = [fit(Plan(tree), drafter, f"trees: {name}").tree for name, tree in asked.trees.items()]
-    with new_folder(cfg) as folder:
+    with new_folder(cfg.run_dir) as folder:
         calibration = calibrate(speculator, prompts[: asked.calibration_prompts], asked)
         guesses = predict(speculator, calibration, prompts, asked)
         show_guesses(guesses)

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Every check of the repository: ruff, mypy, pytest. Starts from nothing but Python; further words
-# go to pytest:
+# Every check of the repository: ruff (rules and format), mypy, pytest. It needs only Python; further
+# words go to pytest:
 #   scripts/test.sh                       everything but what takes minutes
 #   scripts/test.sh -m slow               what takes minutes
 #   scripts/test.sh tests/nn
-# All three run even if one fails; the exit code is that of the first that failed.
+# All run even if one fails; the exit code is that of the first that failed.
 set -u
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 cd "$ROOT" || exit 1
@@ -19,6 +19,7 @@ check() {
 }
 
 check -m ruff check .
+check -m ruff format --check .
 check -m mypy
 # Two workers of one thread each: small models keep a core busy better than they share two.
 # Files come in the order of tests/conftest.py, the longest first.

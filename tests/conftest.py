@@ -33,7 +33,7 @@ def target() -> Any:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, so that no worker is left alone with one: those that start
+    """The longest files first, so that no worker ends with one by itself: those that start
     processes, then those of most tests."""
     tests = Counter(item.path for item in items)
     starting = {item.path for item in items if item.get_closest_marker("processes")}

@@ -31,7 +31,7 @@ class Forked:
     Args:
         function: found again by its module and name, as the files have it.
         said: the file into which the process writes what it says.
-        environment: variables beside those of this process.
+        environment: variables in addition to those of this process.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Forked:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
             forkserver.ensure_running()
-        # What processes of one run tell each other goes through the temporary folder; nothing of it
-        # stays behind.
+        # What processes of one run say to each other goes through the temporary folder; nothing of
+        # it remains.
         variables = {**os.environ, "TMPDIR": str(said.parent), **environment}
         settings = (said, variables, torch.get_num_threads())
         self._process = _context.Process(target=_run, args=(function, arguments, *settings))

@@ -27,7 +27,7 @@ BARE = (
     "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
-"""Its own text needs single bytes alone, none of the tokenizer's pairs."""
+"""Its own text needs only single bytes, none of the tokenizer's pairs."""
 ALTERNATING = (
     "{% for message in messages if message.role != 'system' %}"
     "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -88,7 +88,7 @@ def tiny_chat_target(
 
 @contextlib.contextmanager
 def file_limit(size: int) -> Iterator[None]:
-    """No file of this process grows beyond so many bytes."""
+    """No file of this process grows beyond `size` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -19,16 +19,17 @@ import torch
 Mutation = Callable[[random.Random, bytes], bytes]
 
 WORDS = (
-    "", "a", "0", "F32", "I64", "\0", "../../x", "/etc/passwd", "é\ud800", "x" * 300, "{}", "os.system",
-    "drafttrain.drafter.eagle1.Eagle1",
+    "", "a", "0", "F32", "I64", "\0", "../../x", "/etc/passwd", "é\ud800", "x" * 300, "{}",
+    "os.system", "drafttrain.drafter.eagle1.Eagle1",
 )  # fmt: skip
 NUMBERS = (
-    0, 1, -1, 2, 3, 7, 255, 2**16, 2**31 - 1, 2**31, 2**32, 2**40, 2**63 - 1, 2**63, 2**64, 10**30, -(10**18),
-    0.5, -0.5, 1e308, 1e-320,
+    0, 1, -1, 2, 3, 7, 255, 2**16, 2**31 - 1, 2**31, 2**32, 2**40, 2**63 - 1, 2**63, 2**64, 10**30,
+    -(10**18), 0.5, -0.5, 1e308, 1e-320,
 )  # fmt: skip
 SIGNS = (
-    b"[", b"{", b"]", b"}", b": ", b", ", b"- ", b"\n", b"  ", b'"', b"'", b"&a ", b"*a", b"!!", b"1e9", b"null", b"0x", b"F",
-    b"!!bool ", b"!!timestamp ", b"!!int ", b"!!float '' ", b"!!set ", b"!!binary ", b"? ", b"<<: ",
+    b"[", b"{", b"]", b"}", b": ", b", ", b"- ", b"\n", b"  ", b'"', b"'", b"&a ", b"*a", b"!!",
+    b"1e9", b"null", b"0x", b"F", b"!!bool ", b"!!timestamp ", b"!!int ", b"!!float '' ", b"!!set ",
+    b"!!binary ", b"? ", b"<<: ",
 )  # fmt: skip
 DTYPES = (
     "BOOL",
@@ -66,13 +67,13 @@ def value(chance: random.Random, depth: int = 2) -> Any:
     return {chance.choice(WORDS): value(chance, depth - 1) for _ in range(chance.randrange(4))}
 
 
-def changed(chance: random.Random, whole: Any, times: int = 3) -> Any:
+def changed(chance: random.Random, intact: Any, times: int = 3) -> Any:
     """A copy with a few of its inner values replaced, taken away, doubled or moved."""
-    whole = copy.deepcopy(whole)
+    intact = copy.deepcopy(intact)
     for _ in range(chance.randint(1, times)):
-        parent, key = _place(chance, whole)
+        parent, key = _place(chance, intact)
         if parent is None:
-            whole = value(chance)
+            intact = value(chance)
             continue
         kind = chance.randrange(6)
         if kind == 0:
@@ -82,7 +83,7 @@ def changed(chance: random.Random, whole: Any, times: int = 3) -> Any:
         elif kind == 1:
             parent[chance.choice(WORDS)] = parent.pop(key)
         elif kind == 2:
-            other, place = _place(chance, whole)
+            other, place = _place(chance, intact)
             if other is not None and other is not parent:
                 parent[key] = copy.deepcopy(other[place])
         elif kind == 3 and isinstance(parent[key], int) and not isinstance(parent[key], bool):
@@ -95,12 +96,12 @@ def changed(chance: random.Random, whole: Any, times: int = 3) -> Any:
             parent[key] = text[:at] + chance.choice(WORDS) + text[at + chance.randrange(3) :]
         else:
             parent[key] = value(chance)
-    return whole
+    return intact
 
 
-def _place(chance: random.Random, whole: Any) -> tuple[Any, Any]:
-    """A container and the key of one of its values; (None, None) stands for the whole."""
-    parent, key, node = None, None, whole
+def _place(chance: random.Random, intact: Any) -> tuple[Any, Any]:
+    """A container and the key of one of its values; (None, None) is all of it."""
+    parent, key, node = None, None, intact
     while isinstance(node, dict | list) and node and (parent is None or chance.random() < 0.8):
         if parent is None and chance.random() < 0.03:
             break
@@ -113,12 +114,12 @@ def _place(chance: random.Random, whole: Any) -> tuple[Any, Any]:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def bytes_of(chance: random.Random, whole: bytes) -> bytes:
+def bytes_of(chance: random.Random, intact: bytes) -> bytes:
     """Something else altogether, or the same with a few bytes changed, cut out, put in or
     doubled."""
     if chance.random() < 0.1:
         return chance.randbytes(chance.randrange(200))
-    content = bytearray(whole)
+    content = bytearray(intact)
     for _ in range(chance.randint(1, 6)):
         at, size = chance.randrange(len(content) + 1), chance.choice((1, 1, 2, 8, 50, 1000))
         kind = chance.randrange(5)
@@ -135,9 +136,9 @@ def bytes_of(chance: random.Random, whole: bytes) -> bytes:
     return bytes(content)
 
 
-def text_of(chance: random.Random, whole: bytes) -> bytes:
+def text_of(chance: random.Random, intact: bytes) -> bytes:
     """As bytes, with signs that mean something in JSON, YAML and templates."""
-    content = bytes_of(chance, whole) if chance.random() < 0.3 else whole
+    content = bytes_of(chance, intact) if chance.random() < 0.3 else intact
     for _ in range(chance.randint(1, 4)):
         at = chance.randrange(len(content) + 1)
         signs = chance.choice(SIGNS) * chance.choice((1, 1, 1, 20, 3000))
@@ -145,19 +146,19 @@ def text_of(chance: random.Random, whole: bytes) -> bytes:
     return content
 
 
-def json_of(chance: random.Random, whole: bytes) -> bytes:
+def json_of(chance: random.Random, intact: bytes) -> bytes:
     if chance.random() < 0.2:
-        return text_of(chance, whole)
+        return text_of(chance, intact)
     try:
-        found = json.loads(whole)
+        found = json.loads(intact)
     except (ValueError, RecursionError):
-        return bytes_of(chance, whole)
+        return bytes_of(chance, intact)
     return json.dumps(changed(chance, found)).encode()
 
 
-def lines_of(chance: random.Random, whole: bytes) -> bytes:
+def lines_of(chance: random.Random, intact: bytes) -> bytes:
     """JSON Lines."""
-    lines = whole.splitlines()
+    lines = intact.splitlines()
     for _ in range(chance.randint(1, 3)):
         at = chance.randrange(len(lines))
         lines[at] = (json_of if chance.random() < 0.8 else bytes_of)(chance, lines[at])
@@ -167,20 +168,20 @@ def lines_of(chance: random.Random, whole: bytes) -> bytes:
 def packed_of(inner: Mutation) -> Mutation:
     """In an envelope of gzip, which is damaged now and then."""
 
-    def mutation(chance: random.Random, whole: bytes) -> bytes:
+    def mutation(chance: random.Random, intact: bytes) -> bytes:
         if chance.random() < 0.3:
-            return bytes_of(chance, whole)
-        return gzip.compress(inner(chance, gzip.decompress(whole)), 1)
+            return bytes_of(chance, intact)
+        return gzip.compress(inner(chance, gzip.decompress(intact)), 1)
 
     return mutation
 
 
-def tensors_of(chance: random.Random, whole: bytes) -> bytes:
-    """safetensors: the header with its lengths, kinds and places, and what stands behind it."""
+def tensors_of(chance: random.Random, intact: bytes) -> bytes:
+    """safetensors: the header with its lengths, kinds and places, and what follows it."""
     if chance.random() < 0.15:
-        return bytes_of(chance, whole)
-    size = int.from_bytes(whole[:8], "little")
-    header, body = json.loads(whole[8 : 8 + size]), whole[8 + size :]
+        return bytes_of(chance, intact)
+    size = int.from_bytes(intact[:8], "little")
+    header, body = json.loads(intact[8 : 8 + size]), intact[8 + size :]
     for _ in range(chance.randint(1, 3)):
         name = chance.choice([name for name in header if name != "__metadata__"] or [""])
         said = header.get(name)
@@ -219,17 +220,17 @@ def tensors_of(chance: random.Random, whole: bytes) -> bytes:
     return length.to_bytes(8, "little") + text + body
 
 
-def archive_of(chance: random.Random, whole: bytes) -> bytes:
+def archive_of(chance: random.Random, intact: bytes) -> bytes:
     """What torch.save wrote: its values, its pickle's steps, its parts and its bytes."""
     kind = chance.randrange(4)
     if kind == 0:
-        return bytes_of(chance, whole)
+        return bytes_of(chance, intact)
     file = io.BytesIO()
     if kind == 1:
-        state = torch.load(io.BytesIO(whole), weights_only=True)
+        state = torch.load(io.BytesIO(intact), weights_only=True)
         torch.save(changed(chance, state), file)
         return file.getvalue()
-    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
+    with zipfile.ZipFile(io.BytesIO(intact)) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
     name = (
         next(name for name in parts if name.endswith("data.pkl"))
@@ -258,21 +259,23 @@ def archive_of(chance: random.Random, whole: bytes) -> bytes:
 
 
 PIECES = (
-    "{{", "}}", "{%", "%}", "{%- ", " -%}", " for m in messages ", " for i in range(99) ", " endfor ", " if ", " endif ",
-    " else ", " elif ", "messages", "messages[0]", "m", ".content", ".role", "['content']", " | trim ", " | tojson ",
-    " | length ", " == ", " ~ ", " + ", " * ", " ** ", " % ", "'user'", "'x'", "1", "99", " set x = ", " set ns.x = ",
-    "namespace(x='')", "ns.x", "loop.last", "loop.index0", "raise_exception('no')", "add_generation_prompt", "bos_token",
-    "eos_token", "''.__class__.__mro__", ".split('>')[-1]", "<|im_start|>", "<|im_end|>", "\n", " macro f(a) ",
-    " endmacro ", "f(x)", "cycler", "lipsum(5)", "self", "caller()", "include 'x'", " generation ", " endgeneration ",
-    "strftime_now('%Y')", " break ", " not ", " in ", " is defined ", "(", ")", "[", "]", ":",
+    "{{", "}}", "{%", "%}", "{%- ", " -%}", " for m in messages ", " for i in range(99) ",
+    " endfor ", " if ", " endif ", " else ", " elif ", "messages", "messages[0]", "m", ".content",
+    ".role", "['content']", " | trim ", " | tojson ", " | length ", " == ", " ~ ", " + ", " * ",
+    " ** ", " % ", "'user'", "'x'", "1", "99", " set x = ", " set ns.x = ", "namespace(x='')",
+    "ns.x", "loop.last", "loop.index0", "raise_exception('no')", "add_generation_prompt",
+    "bos_token", "eos_token", "''.__class__.__mro__", ".split('>')[-1]", "<|im_start|>",
+    "<|im_end|>", "\n", " macro f(a) ", " endmacro ", "f(x)", "cycler", "lipsum(5)", "self",
+    "caller()", "include 'x'", " generation ", " endgeneration ", "strftime_now('%Y')", " break ",
+    " not ", " in ", " is defined ", "(", ")", "[", "]", ":",
 )  # fmt: skip
 
 
-def template_of(chance: random.Random, whole: bytes) -> bytes:
-    """A chat template, put together anew or changed here and there."""
+def template_of(chance: random.Random, intact: bytes) -> bytes:
+    """A chat template, put together again or changed here and there."""
     if chance.random() < 0.3:
         return "".join(chance.choices(PIECES, k=chance.randrange(1, 30))).encode()
-    text = whole.decode()
+    text = intact.decode()
     for _ in range(chance.randint(1, 4)):
         at = chance.randrange(len(text) + 1)
         text = (

@@ -9,19 +9,20 @@ import pytest
 
 from drafttrain.checks import integer, number, path_of, switch
 from drafttrain.errors import InputError
+from tests.messages import said
 
 
-def test_whole_numbers() -> None:
+def test_integers() -> None:
     for value in (2, 7, (1 << 31) - 1):
         integer("k", value, 2)
     integer("k", None, null="no limit")
     for value in (1, 1.0, 2.5, True, "2", None, [], math.nan, math.inf):
-        with pytest.raises(InputError, match=r"^k=.*: needs a whole number of at least 2$"):
+        with pytest.raises(InputError, match=rf"^k=.*: {said('wiring.integer')} of at least 2$"):
             integer("k", value, 2)
-    with pytest.raises(InputError, match=r"needs a whole number from 2 to 2147483647"):
+    with pytest.raises(InputError, match=f"{said('wiring.integer')} from 2 to 2147483647"):
         integer("k", 10**30, 2)
     with pytest.raises(
-        InputError, match=r"k=9: needs a whole number from 0 to 8, or null for none"
+        InputError, match=f"^k=9: {said('wiring.integer')} from 0 to 8, or null for none"
     ):
         integer("k", 9, 0, 8, null="none")
 
@@ -31,16 +32,16 @@ def test_numbers() -> None:
         number("lr", value)
     number("lr", None, null="none")
     for value in (-1, -0.1, math.nan, math.inf, 10**400, True, "1", None, [1]):
-        with pytest.raises(InputError, match="needs a finite number of at least 0"):
+        with pytest.raises(InputError, match=f"{said('wiring.number')} of at least 0"):
             number("lr", value)
-    with pytest.raises(InputError, match="lr=0: needs a finite number above 0"):
+    with pytest.raises(InputError, match=f"^lr=0: {said('wiring.number')} above 0"):
         number("lr", 0, above=0)
 
 
 def test_switches() -> None:
     switch("a", True)
     for value in ("no", "false", 0, 1, None):
-        with pytest.raises(InputError, match="needs true or false"):
+        with pytest.raises(InputError, match=said("wiring.switch")):
             switch("a", value)
 
 
@@ -51,17 +52,15 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     assert path_of("out", str(tmp_path / "file" / "below"))
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for given, said in (
-        (2024, "out=2024: needs a path; one that looks like a number needs quotes"),
-        ("", "needs a path"),
-        (None, "needs a path"),
-        ("~nobody-of-that-name/x", "can be no path"),
-        ("a\0b", "can be no path"),
-        ("a\udcff", "is not UTF-8"),
+    for given, fault in (
+        (2024, said("wiring.quotes")),
+        ("", said("wiring.path")),
+        (None, said("wiring.path")),
+        ("~nobody-of-that-name/x", said("wiring.no_path")),
+        ("a\0b", said("wiring.no_path")),
+        ("a\udcff", said("wiring.not_utf8")),
         ("x" * 5000, "File name too long"),
         (tmp_path / "loop", "symbolic links"),
     ):
-        with pytest.raises(
-            InputError, match=f"^out=.*{said[4:] if said.startswith('out=') else said}"
-        ):
+        with pytest.raises(InputError, match=f"^out=.*{fault}"):
             path_of("out", given)

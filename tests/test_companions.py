@@ -17,6 +17,7 @@ import pytest
 from drafttrain import companions
 from drafttrain.errors import InputError, LostCompanion
 from drafttrain.wiring.doors import door
+from tests.messages import said
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
@@ -25,14 +26,16 @@ from drafttrain import companions
 from drafttrain.errors import InputError, LostCompanion
 from drafttrain.wiring.doors import _ended_by_term
 
-companions.POLL_SECONDS, companions.GRACE_SECONDS, companions.FAREWELL_SECONDS, companions.REMIND_SECONDS = 0.1, 0.4, 0.4, 0.2
+companions.POLL_SECONDS, companions.GRACE_SECONDS = 0.1, 0.4
+companions.FAREWELL_SECONDS, companions.REMIND_SECONDS = 0.4, 0.2
+CLOSED = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:8"
 
 def work(what):
     if what in ("quick rate", "slow rate"):
-        from omegaconf import OmegaConf
-        from drafttrain.fitting.settings import check_agreement
+        from drafttrain.fitting.agreement import check_agreement
         rate, device = (0.1, "cuda:0") if what == "quick rate" else (0.2, "cuda:1")
-        check_agreement(OmegaConf.create({"optim": {"lr": rate}, "target": {"device": device}, "seed": 0}))
+        values = {"optim": {"lr": rate}, "target": {"device": device}, "seed": 0}
+        check_agreement(values)
     companions.at("loads the target")
     if what == "slow":
         time.sleep(0.8)
@@ -45,13 +48,17 @@ def work(what):
         raise KeyError("loss")
     if what == "collective":
         time.sleep(0.4)
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:8")
+        raise RuntimeError(CLOSED)
     if what == "both":
-        # A launcher that found one process dead sends the others a signal, just when a collective has failed.
+        # A launcher that found one process dead sends the others a signal, just when a collective
+        # has failed.
         why = companions.Companions.why
-        companions.Companions.why = lambda self, seconds: (os.kill(os.getpid(), signal.SIGTERM), why(self, seconds))[1]
+        def signalled(self, seconds):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return why(self, seconds)
+        companions.Companions.why = signalled
         time.sleep(0.4)
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:8")
+        raise RuntimeError(CLOSED)
     if what == "signal":
         os.kill(os.getpid(), signal.SIGTERM)
     if what in ("works", "signal"):
@@ -71,7 +78,7 @@ with _ended_by_term():
 
 @pytest.fixture(autouse=True)
 def heard() -> Iterator[None]:
-    """Without a door, nobody hears a signal again once an end is told."""
+    """Without a door, nobody hears a signal again once an end is announced."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -130,46 +137,46 @@ def test_a_killed_process_is_named_and_a_collective_s_error_is_explained(
     killed, working = start(1, port, "works"), start(0, port, what)
     assert killed.stdout is not None and killed.stdout.readline() == "met\n"
     killed.send_signal(signal.SIGKILL)
-    (code, told), _ = ended(working, killed)
-    assert code == 1 and "Traceback" not in told
+    (code, printed), _ = ended(working, killed)
+    assert code == 1 and "Traceback" not in printed
     assert (
-        f"fit: rank 1 (process {killed.pid}) is gone: it was killed" in told
-        and "at this: trains" in told
+        f"fit: rank 1 (process {killed.pid}) is gone: it was killed" in printed
+        and "at this: trains" in printed
     )
 
 
 @pytest.mark.processes
 def test_processes_compare_their_settings(port: int) -> None:
-    """A rate that one has alone is refused by both; a device of its own is nobody else's
+    """A rate that only one has is refused by both; a device of its own is nobody else's
     business."""
-    for code, told in ended(start(0, port, "quick rate"), start(1, port, "slow rate")):
+    for code, printed in ended(start(0, port, "quick rate"), start(1, port, "slow rate")):
         assert (
             code == 2
             and "ranks 0 and 1 were started with different settings (optim.lr is 0.1 and 0.2): "
             "give all"
-            in told
+            in printed
         )
-        assert "device" not in told
-    for code, told in ended(start(0, port + 1, "quick rate"), start(1, port + 1, "quick rate")):
-        assert code == 0, told
+        assert "device" not in printed
+    for code, printed in ended(start(0, port + 1, "quick rate"), start(1, port + 1, "quick rate")):
+        assert code == 0, printed
 
 
 @pytest.mark.processes
 def test_a_slow_process_is_waited_for_and_named(port: int) -> None:
-    (code, told), (other, _) = ended(start(0, port, "quick"), start(1, port, "slow"))
-    assert code == other == 0, told
-    assert "waits before the first update for rank 1 (loads the target)" in told
+    (code, printed), (other, _) = ended(start(0, port, "quick"), start(1, port, "slow"))
+    assert code == other == 0, printed
+    assert "waits before the first update for rank 1 (loads the target)" in printed
 
 
 @pytest.mark.processes
 def test_one_that_has_done_its_part_is_not_missed(port: int) -> None:
     working, done = start(0, port, "collective"), start(1, port, "quick")
-    (own, told), (code, _) = ended(working, done)
+    (own, printed), (code, _) = ended(working, done)
     assert (
         code == 0
         and own == 1
-        and "Connection closed by peer" in told
-        and "this process ends too" not in told
+        and "Connection closed by peer" in printed
+        and "this process ends too" not in printed
     )
 
 
@@ -192,16 +199,13 @@ def test_one_that_never_comes_is_not_waited_for_without_end(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(companions, "WAIT_SECONDS", 0.2)
-    with pytest.raises(
-        LostCompanion,
-        match=r"rank 1 was waited for 0 s before the first update, and never came; this process",
-    ):
+    with pytest.raises(LostCompanion, match=said("wiring.never_came")):
         with companions.together("fit"):
             companions.meet("the first update")
     assert companions.current is None
 
 
-def test_a_signal_while_another_end_is_told_ends_with_its_own_code(
+def test_a_signal_while_another_end_is_announced_ends_with_its_own_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     @door("fit")
@@ -220,7 +224,7 @@ def test_a_signal_while_another_end_is_told_ends_with_its_own_code(
 def test_a_door_leaves_signals_as_they_were(before: Any) -> None:
     @door("fit")
     def main(cfg: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # As when a lost process is told of.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # As when a lost process is announced.
         raise InputError("refused")
 
     signal.signal(signal.SIGTERM, before)
@@ -233,7 +237,7 @@ def test_the_door_says_which_one_and_leaves_with_1(capsys: pytest.CaptureFixture
     @door("fit", together=True)
     def main(cfg: Any) -> None:
         companions.at("trains")
-        companions.meet("the first update")  # Alone there is nobody to wait for.
+        companions.meet("the first update")  # One by itself has nobody to wait for.
         raise LostCompanion("rank 1 (process 7) is gone")
 
     with pytest.raises(SystemExit) as left:

@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 
 from drafttrain.errors import disk_full, first_line, refused_by_system, writing
+from tests.messages import said
 
 TORN = "[enforce fail at inline_container.cc:664] . unexpected pos 192 vs 86"
-FAILED = "[enforce fail at inline_container.cc:862] . PytorchStreamWriter failed writing file data/0: file write failed"
+FAILED = (
+    "[enforce fail at inline_container.cc:862] . PytorchStreamWriter failed writing file data/0: "
+    "file write failed"
+)
 
 
 def refused(number: int, *file: str) -> OSError:
@@ -20,7 +24,7 @@ def refused(number: int, *file: str) -> OSError:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "words"),
     [
         (
             refused(errno.EFBIG),
@@ -38,7 +42,7 @@ def refused(number: int, *file: str) -> OSError:
         ),
         (refused(errno.EROFS), "the disk takes no writes any more .*: write elsewhere"),
         (refused(errno.EROFS, "x/y"), "x/y cannot be used: Read-only file system"),
-        # As safetensors and torch tell it.
+        # As safetensors and torch say it.
         (
             RuntimeError("Error while serializing: I/O error: File too large (os error 27)"),
             "a file grew larger",
@@ -55,15 +59,14 @@ def refused(number: int, *file: str) -> OSError:
         ),
         (
             RuntimeError(TORN),
-            "a file could not be written whole .*; the disk may be full, or a limit of file sizes "
-            "met",
+            said("wiring.uncompleted") + " .*; the disk may be full, or a limit of file sizes met",
         ),
-        (RuntimeError(FAILED), "a file could not be written whole"),
-        (RuntimeError("basic_ios::clear: iostream error"), "a file could not be written whole"),
+        (RuntimeError(FAILED), said("wiring.uncompleted")),
+        (RuntimeError("basic_ios::clear: iostream error"), said("wiring.uncompleted")),
     ],
 )
-def test_what_keeps_a_file_from_being_whole(error: Exception, said: str) -> None:
-    assert re.match(said, refused_by_system(error)), refused_by_system(error)
+def test_what_keeps_a_file_from_being_complete(error: Exception, words: str) -> None:
+    assert re.match(words, refused_by_system(error)), refused_by_system(error)
     assert refused_by_system(ValueError("unexpected position 3")) == ""
 
 
@@ -71,13 +74,13 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     """Where the folder is there, a name that is not there is a fault of the program, which a
     traceback shows."""
     gone = tmp_path / "gone"
-    for place, said in (
+    for place, words in (
         (gone / "x", f"{gone}/x cannot be used: {gone} is gone"),
         (tmp_path / "x", ""),
     ):
         with pytest.raises(FileNotFoundError) as caught:
             place.read_bytes()
-        assert refused_by_system(caught.value) == said
+        assert refused_by_system(caught.value) == words
 
 
 def test_what_a_first_line_announces_belongs_to_it() -> None:

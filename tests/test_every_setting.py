@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from drafttrain import adopt, evaluate, export, generate, report, synthesize, tune
@@ -18,18 +19,20 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError
 from drafttrain.fitting import settings
 from drafttrain.flow import Needs
+from drafttrain.packaging.manifest import STORED
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.wiring.building import build
 from drafttrain.wiring.composing import compose
 from drafttrain.wiring.conf import conf_dir
+from drafttrain.wiring.parameters import parameters_of
 from tests.training.parts import write_tiny_set
 
 VALUES = (-1, 10**400, 0.5, math.nan, True, "", "x", ["x"], {"x": 1}, None)
 SKIPPED = ("experiment", "logger", "target/smollm2", "target/hf", "features/store")
 """Recipes, which are no nodes; loggers, which open files; and what is read from disk."""
 INCOMPLETE = ("drafter/ensemble",)
-"""What is refused as it stands: it needs packages."""
+"""What is refused as it is: it needs packages."""
 NEEDED: dict[str, dict[str, Any]] = {
     "drafter/early_exit": {"exit_layer": 0},
     "drafter/selfspec": {"skip_attention": [0], "skip_mlp": []},
@@ -39,7 +42,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "target/tiny": {"width": 16, "layers": 1, "vocab_size": 32},
     "fit.final": {"acceptance": {"a": None}, "speed": {"b": None}},
 }
-"""Settings without a default, or whose default suits the embedded target alone; and two tables of
+"""Settings without a default, or whose default only suits the embedded target; and two tables of
 many trees, which have their own files."""
 
 
@@ -108,7 +111,9 @@ def test_what_is_built(name: str, target: Target, folder: Path) -> None:
             node["path"] = str(path)
     objects: dict[str, Any] = {}
     if name.startswith("drafter/"):
-        objects = {"target": target}
+        taken = parameters_of(get_object(node["_target_"]))
+        # What a run makes is in no configuration.
+        objects = {"target": target, **{name: None for name in STORED if name in taken}}
     elif name.startswith("features/"):
         objects = {
             "target": target,

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from omegaconf import DictConfig
-
-from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
 from drafttrain.fitting.given import make_drafter
 from drafttrain.fitting.learning import learn, logged
+from drafttrain.fitting.parts import Parts
 from drafttrain.fitting.saying import say
 from drafttrain.reporting.console import table, track
 from drafttrain.reporting.loggers import log_config
-from drafttrain.runs import plain
-from drafttrain.target.model import Target
-from drafttrain.training.boost import Collective, Fit, Tuning, references
+from drafttrain.target.features import FeatureSource
 from drafttrain.training.boosted import (
     Boosted,
     Borrowed,
@@ -27,131 +25,155 @@ from drafttrain.training.boosted import (
     together,
 )
 from drafttrain.training.checkpoint import LAST, check_complete, read_checkpoint, write_checkpoint
-from drafttrain.training.prepare import Settings, Training
+from drafttrain.training.job import Job
+from drafttrain.training.prepare import Training
+from drafttrain.training.references import references
 from drafttrain.training.resume import refuse_other_run
 from drafttrain.training.run import Run
-from drafttrain.wiring.building import build
+from drafttrain.training.tuning import Fit, Tuning
+
+COLUMNS = {
+    "member": "member",
+    "rows": "rows",
+    "coverage": "coverage",
+    "union": "union",
+    "gain": "gain",
+    "overlap": "overlap with 1, ...",
+    "matched": "matched",
+    "best_single": "best single",
+    "best_of_all": "best of all",
+    "left": "left",
+}
+"""What is shown of each member, and as what."""
 
 
-def boost(
-    cfg: DictConfig,
-    settings: Settings,
-    run: Run,
-    target: Target,
-    drafter: Drafter,
-    data: ConversationData,
-    held_out: ConversationData | None,
-    calibration: ConversationData | None,
-) -> Boosted:
+def boost(parts: Parts, job: Job) -> Boosted:
     """Fit several drafters one after the other, each on what the earlier ones do not match, and put
     them together.
 
-    Args:
-        drafter: what every fit begins with, unless told otherwise.
+    Every fit starts with the job's drafter, unless `boost.begin` says otherwise.
     """
-    chosen, config = settings.boost, plain(cfg)
+    chosen = job.settings.boost
     assert chosen is not None
-    chosen.check(drafter)
-    drafter.check(settings.tree)
-    settings.final.check(drafter)
-    if chosen.nodes is not None and calibration is not None:
-        prompts_to_share_on(target, calibration, chosen)
-    groups = settings.trainer.sampler(data, seed=cfg.seed, rank=0, world=1).batches(0)
-    source = build(
-        cfg.features,
-        target=target,
-        needs=drafter.needs,
-        data=data,
-        groups=groups,
-        spill_dir=run.scratch,
-        shared=False,
-    )
+    check(job)
+    source = source_of(parts, job)
     say(source.describe())
-    facts = procedure_facts(config, target, data)
-    if run.resumed is not None:
-        refuse_other_run(run.resumed, facts, config, say)
-    write_checkpoint(run.checkpoints / LAST, {"facts": facts, "settings": config})
-    log_config(run.loggers, config)
-    told: dict[str, Training] = {}
-
-    def one_fit(job: Fit) -> Drafter:
-        own = copy.deepcopy(cfg)
-        own.seed = job.seed
-        part = Run(run.folder / "members" / job.name)
-        part.folder.mkdir(parents=True, exist_ok=True)
-        if run.resumed is not None and (part.checkpoints / LAST).exists():
-            part.resumed = read_checkpoint(part.checkpoints / LAST)
-            check_complete(part.resumed, part.checkpoints / LAST)
-        fresh = make_drafter(own, target, data, held_out)
-        if job.begin is not None:
-            fresh.load_state_dict(job.begin.state_dict())
-        with logged(own, part) if job.member else contextlib.nullcontext():
-            training = learn(
-                own,
-                settings if job.member else settings.unmeasured,
-                part,
-                target,
-                fresh,
-                job.data,
-                held_out if job.member else None,
-                source=Borrowed(source),
-                home=run.folder,
-            )
-        told[job.name] = training
-        return training.drafter.eval()
-
+    register(job)
+    fits = Fits(parts, job, Borrowed(source, job.target, job.drafter.needs))
     say(
-        f"references: the target's greedy answers to {len(data)} prompts, at most "
+        f"references: the target's greedy answers to {len(job.data)} prompts, at most "
         f"{chosen.reference} tokens of each"
     )
-    wanted = references(target, data, chosen.reference)
+    wanted = references(job.target, job.data, chosen.reference)
     found = Tuning(
         config=chosen,
-        data=data,
+        data=job.data,
         wanted=wanted,
-        reported=wanted if held_out is None else references(target, held_out, chosen.reference),
-        fit=one_fit,
-        facts=lambda job: told.pop(job.name).facts(),
+        reported=wanted
+        if job.held_out is None
+        else references(job.target, job.held_out, chosen.reference),
+        fit=fits.make,
+        facts=fits.dropped,
         source=source,
-        seed=cfg.seed,
-        folder=run.folder / "members",
-        note=functools.partial(note_member, run),
+        seed=job.seed,
+        folder=job.run.folder / "members",
+        note=functools.partial(note_member, job.run),
         say=say,
     ).run()
     source.close()
-    show_members(found)
+    show_members(found.rows)
     return together(
-        settings,
-        config,
-        run,
-        target,
-        data,
+        job,
         found,
-        list(told.values()),
-        calibration=calibration,
+        list(fits.trainings.values()),
         watch=lambda items, what: track(items, description=what),
         say=say,
     )
 
 
-def show_members(found: Collective) -> None:
-    names = (
-        "member",
-        "rows",
-        "coverage",
-        "union",
-        "gain",
-        "overlap",
-        "matched",
-        "best_single",
-        "best_of_all",
-        "left",
+def check(job: Job) -> None:
+    """Raise InputError for what cannot be fitted or measured so, before anything is fitted."""
+    settings = job.settings
+    assert settings.boost is not None
+    settings.boost.check(job.drafter)
+    job.drafter.check(settings.tree)
+    settings.final.check(job.drafter)
+    if settings.boost.nodes is not None and job.calibration is not None:
+        prompts_to_share_on(job.target, job.calibration, settings.boost)
+
+
+def source_of(parts: Parts, job: Job) -> FeatureSource:
+    """The target's features of all rows, which every fit reads."""
+    groups = job.settings.trainer.sampler(job.data, seed=job.seed, rank=0, world=1).batches(0)
+    return parts.features(
+        target=job.target,
+        needs=job.drafter.needs,
+        data=job.data,
+        groups=groups,
+        spill_dir=job.run.scratch,
+        shared=False,
     )
-    columns = [
-        {"overlap": "overlap with 1, ..."}.get(name, name.replace("_", " ")) for name in names
-    ]
+
+
+def register(job: Job) -> None:
+    """Write which run this is; refuse to go on with another one."""
+    facts = procedure_facts(job.config, job.target, job.data)
+    if job.run.resumed is not None:
+        refuse_other_run(job.run.resumed, facts, job.config, say)
+    write_checkpoint(job.run.checkpoints / LAST, {"facts": facts, "settings": job.config})
+    log_config(job.run.loggers, job.config)
+
+
+@dataclass
+class Fits:
+    """Makes the fits that the procedure asks for, each in a folder of its own."""
+
+    parts: Parts
+    job: Job
+    """Of the complete run."""
+    source: Borrowed
+    trainings: dict[str, Training] = field(default_factory=dict)
+    """By the fit's name; one that only marked rows is dropped once its facts were read."""
+
+    def make(self, fit: Fit) -> Drafter:
+        """Train a drafter, or take the one that an earlier part of the run trained."""
+        own, run = self.parts.settled({"seed": fit.seed}), self.run_of(fit)
+        job = replace(
+            self.job,
+            config=own.config.values,
+            settings=self.job.settings if fit.member else self.job.settings.unmeasured,
+            run=run,
+            drafter=make_drafter(own, self.job.target, self.job.data, self.job.held_out),
+            data=fit.data,
+            held_out=self.job.held_out if fit.member else None,
+            calibration=None,
+        )
+        if fit.begin is not None:
+            job.drafter.load_state_dict(fit.begin.state_dict())
+        with logged(own, run) if fit.member else contextlib.nullcontext():
+            training = learn(own, job, source=self.source, home=self.job.run.folder)
+        self.trainings[fit.name] = training
+        return training.drafter.eval()
+
+    def run_of(self, fit: Fit) -> Run:
+        """The fit's folder, and its checkpoint where the complete run is resumed."""
+        run = Run(self.job.run.folder / "members" / fit.name)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        last = run.checkpoints / LAST
+        if self.job.run.resumed is not None and last.exists():
+            run.resumed = read_checkpoint(last)
+            check_complete(run.resumed, last)
+        return run
+
+    def dropped(self, fit: Fit) -> dict[str, Any]:
+        """Facts of a fit that only marked rows."""
+        return self.trainings.pop(fit.name).facts()
+
+
+def show_members(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table of what each model matches."""
     table(
         "references matched, model by model",
-        columns,
-        [[row.get(name) for name in names] for row in found.rows],
+        list(COLUMNS.values()),
+        [[row.get(name) for name in COLUMNS] for row in rows],
     )

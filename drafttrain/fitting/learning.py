@@ -8,94 +8,78 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from drafttrain import companions
 from drafttrain.data.datamodule import ConversationData
-from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError, first_line
 from drafttrain.fitting.given import make_adapter
+from drafttrain.fitting.parts import Parts
 from drafttrain.fitting.saying import say
 from drafttrain.processes import rank
 from drafttrain.reporting.console import clock
 from drafttrain.reporting.figures import head_accuracies
 from drafttrain.reporting.loggers import close, log_config, log_picture
 from drafttrain.reporting.progress import ConsoleProgress
-from drafttrain.runs import plain
-from drafttrain.target.model import Target
 from drafttrain.training.boosted import Borrowed
 from drafttrain.training.checkpoint import BEST, LAST, check_complete, read_checkpoint
 from drafttrain.training.course import Course
+from drafttrain.training.job import Job, Settings
 from drafttrain.training.pairing import lay_out
-from drafttrain.training.prepare import Settings, Training, prepare
+from drafttrain.training.prepare import Ready, Training, prepare, prepare_untrained
 from drafttrain.training.run import Run
 from drafttrain.training.trainer import quiet_lightning, trainer_of
-from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import STOPPED_BY_SIGNAL
 
 
 @contextlib.contextmanager
-def logged(cfg: DictConfig, run: Run) -> Iterator[None]:
+def logged(parts: Parts, run: Run) -> Iterator[None]:
     """The run's loggers while it lasts; its configuration is kept once they could be made."""
-    run.loggers = build(cfg.logger, run_dir=run.folder)
+    run.loggers = parts.loggers(run_dir=run.folder)
     try:
-        run.keep_config(cfg)
+        run.keep_config(parts.config.yaml)
         yield
     finally:
         close(run.loggers)
 
 
 def learn(
-    cfg: DictConfig,
-    settings: Settings,
-    run: Run,
-    target: Target,
-    drafter: Drafter,
-    data: ConversationData,
-    held_out: ConversationData | None,
-    *,
-    calibration: ConversationData | None = None,
-    source: Borrowed | None = None,
-    home: Path | None = None,
+    parts: Parts, job: Job, *, source: Borrowed | None = None, home: Path | None = None
 ) -> Training:
     """Train, and take the best checkpoint's weights. Ends the program if a signal ended the
     training.
 
     Args:
         source: features that several fits read; None makes this fit's own.
-        home: the folder of the whole run, where this fit is a part of one.
+        home: the folder of the complete run, where this fit is a part of one.
     """
-    adapter = make_adapter(cfg, settings, target, drafter)
     training = prepare(
-        plain(cfg),
-        settings,
-        run,
-        target,
-        drafter,
-        data,
-        held_out,
-        calibration=calibration,
-        adapter=adapter,
-        make_source=functools.partial(build, cfg.features)
-        if source is None
-        else lambda **_given: source,
-        show=functools.partial(draw_heads, run),
+        job,
+        adapter=make_adapter(job),
+        make_source=parts.features if source is None else lambda **_given: source,
+        show=functools.partial(draw_heads, job.run),
         say=say,
     )
-    say(outline(training.module.course, settings, data))
+    say(outline(training.module.course, job.settings, job.data))
     train(training)
     if training.module.stop_requested or training.module.stopped == "signal":
         say(
             f"stopped by a signal after update {training.updates}: continue with resume=last "
-            f"run_dir={home or run.folder}"
+            f"run_dir={home or job.run.folder}"
         )
         raise SystemExit(STOPPED_BY_SIGNAL)  # It is not done, and can be resumed.
     if rank() == 0:
-        use_best(cfg, training)
+        use_best(training, pack=parts.target.get("pack"))
     return training
 
 
+def untrained(job: Job) -> Ready:
+    """A drafter that learns nothing, as it is."""
+    ready = prepare_untrained(job, say)
+    log_config(job.run.loggers, job.config)
+    return ready
+
+
 def outline(course: Course, settings: Settings, data: ConversationData) -> str:
+    """How long the run is, in words."""
     updates = course.updates
     words = [f"{course.updates_per_epoch} updates an epoch of {data.supervised} supervised tokens"]
     words.append("until the clock ends the run" if updates is None else f"{updates} updates in all")
@@ -111,6 +95,7 @@ def outline(course: Course, settings: Settings, data: ConversationData) -> str:
 
 
 def train(training: Training) -> None:
+    """Train until the run's end, unless it is there already."""
     module, settings = training.module, training.settings
     budget, patience = module.course.seconds, settings.eval.patience
     over = (budget is not None and module.seconds >= budget) or (
@@ -151,9 +136,14 @@ def train(training: Training) -> None:
     )
 
 
-def use_best(cfg: DictConfig, training: Training) -> None:
-    """Take the best checkpoint's weights; the last's where nothing could be measured. A target that
-    was trained too is put together as its package will be."""
+def use_best(training: Training, *, pack: str | bool | None) -> None:
+    """Take the best checkpoint's weights; the last's where nothing could be measured.
+
+    A target that was trained too is put together as its package will be.
+
+    Args:
+        pack: how the target's weights are laid out; None where its kind has no such setting.
+    """
     best = training.run.checkpoints / BEST
     path = (
         best
@@ -172,7 +162,7 @@ def use_best(cfg: DictConfig, training: Training) -> None:
     training.drafter.to(training.target.device)
     tau = "" if training.keeper.best is None else f", val/tau {training.keeper.best:.3f}"
     say(f"uses {path.name} of update {state['progress']['updates']}{tau}")
-    training.settle(functools.partial(lay_out, pack=cfg.target.get("pack")))
+    training.settle(functools.partial(lay_out, pack=pack))
     training.speculator.refresh(training.drafter)
 
 

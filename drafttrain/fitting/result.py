@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from drafttrain import runs
 from drafttrain.data.datamodule import ConversationData
+from drafttrain.fitting.parts import Parts
 from drafttrain.fitting.saying import say
 from drafttrain.packaging.collection import read_entries
 from drafttrain.packaging.manifest import PACKAGE
@@ -28,6 +27,18 @@ from drafttrain.training.calibrate import calibrated, head_accuracy
 from drafttrain.training.final import Worth, measure
 from drafttrain.training.prepare import Ready, kept_in_memory
 from drafttrain.training.run import Run
+
+COLUMNS = (
+    "tree",
+    "nodes",
+    "tau",
+    "interval",
+    "accept@1..",
+    "speed-up",
+    "interval",
+    "same text",
+    "guarantee",
+)
 
 
 def evaluate(ready: Ready, held_out: ConversationData | None) -> Worth:
@@ -50,31 +61,12 @@ def evaluate(ready: Ready, held_out: ConversationData | None) -> Worth:
     )
     if calibrate is not None:
         worth.settings["head_accuracy"] = accuracies
-    if ready.target.original is not None and held_out is not None:
-        rows = [
-            held_out.batch([i]) for i in range(min(len(held_out), ready.settings.final.change_rows))
-        ]
-        worth = dataclasses.replace(
-            worth, change=change.change(ready.target.original, ready.target, rows)
-        )
-        if worth.change is not None:
-            say(change.words(worth.change))
+    worth = dataclasses.replace(worth, change=changed(ready, held_out))
     worth.settings.update(ready.report())
     if not worth.rows:
         say("no held-out prompt to decode: acceptance and speed are not available")
         return worth
-    columns = (
-        "tree",
-        "nodes",
-        "tau",
-        "interval",
-        "accept@1..",
-        "speed-up",
-        "interval",
-        "same text",
-        "guarantee",
-    )
-    table("held-out prompts, greedy", columns, [shown(row) for row in worth.rows])
+    table("held-out prompts, greedy", COLUMNS, [shown(row) for row in worth.rows])
     for line in memories(worth.rows):
         say(line)
     say(f"measured in {clock(time.monotonic() - began)}")
@@ -86,7 +78,20 @@ def evaluate(ready: Ready, held_out: ConversationData | None) -> Worth:
     return worth
 
 
+def changed(ready: Ready, held_out: ConversationData | None) -> dict[str, Any] | None:
+    """What joint training did to the target on held-out rows; None where it stayed as it was."""
+    if ready.target.original is None or held_out is None:
+        return None
+    count = min(len(held_out), ready.settings.final.change_rows)
+    rows = [held_out.batch([place]) for place in range(count)]
+    found = change.change(ready.target.original, ready.target, rows)
+    if found is not None:
+        say(change.words(found))
+    return found
+
+
 def shown(row: dict[str, Any]) -> list[Any]:
+    """A measured row as the table's columns."""
     same = (
         None if row.get("same_as_plain") is None else f"{row['same_as_plain']} of {row['prompts']}"
     )
@@ -104,21 +109,22 @@ def shown(row: dict[str, Any]) -> list[Any]:
     ]
 
 
-def pack(cfg: DictConfig, ready: Ready, worth: Worth) -> Path:
+def pack(parts: Parts, ready: Ready, worth: Worth) -> Path:
+    """Write the package, with how it was made. Returns its folder."""
     return save_package(
         ready.run.folder / PACKAGE,
         drafter=ready.drafter,
         target=ready.target,
         plan=worth.plan,
         metrics=worth.metrics,
-        provenance=provenance(cfg) | {"training": ready.facts()},
+        provenance=provenance(parts.config.values) | {"training": ready.facts()},
         trained_length=ready.trained_length,
-        export_assistant=cfg.export_assistant,
+        export_assistant=parts.export_assistant,
     )
 
 
 def publish(run: Run, worth: Worth, laps: Laps) -> None:
-    """Note what no other file holds, and write the page about the run, from its folder alone."""
+    """Note what no other file holds, and write the page about the run, only from its folder."""
     write_noted(
         run.folder, samples=worth.samples, seconds=laps.seconds, command=runs.current.command
     )

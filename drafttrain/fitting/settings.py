@@ -1,32 +1,31 @@
-"""What a fit refuses by looking at its configuration alone, before long work starts."""
+"""What a fit refuses by looking only at its configuration, before long work starts."""
 
 from __future__ import annotations
 
-import inspect
-import json
 import typing
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from drafttrain import companions
-from drafttrain.checks import integer, switch
+from drafttrain.checks import integer, path_of, switch
 from drafttrain.checks import shown as text_of
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
+from drafttrain.fitting.parts import Parts
 from drafttrain.packaging.beginning import check_beginning
 from drafttrain.packaging.gathering import check_packages
 from drafttrain.packaging.manifest import class_of
 from drafttrain.processes import world_size
-from drafttrain.runs import differences, plain
+from drafttrain.target.features import FeatureSource
 from drafttrain.target.stored import StoredFeatures
 from drafttrain.training.course import TrainerConfig
-from drafttrain.training.prepare import Settings
+from drafttrain.training.job import Settings
 from drafttrain.training.trainer import check_trainer
 from drafttrain.tree.forest import Forest
 from drafttrain.tree.topology import check_size
-from drafttrain.wiring.building import build, named_by
+from drafttrain.wiring.config import Config, Recipe
+from drafttrain.wiring.parameters import parameters_of
 
 ONLY_LEARNING = {
     "resume": ("null", "there is no run to continue"),
@@ -37,122 +36,116 @@ ONLY_LEARNING = {
 }
 """Settings that must be off for a drafter that learns nothing, and why."""
 LARGEST_SEED = (1 << 32) - 1
+Values = dict[str, Any]
+"""A configuration as plain values."""
 
 
-def check_agreement(cfg: DictConfig) -> None:
-    """Raise InputError unless every process on this machine was given the same settings: each would
-    train something else, and what they put together would be none of it, or they would wait for
-    each other without end."""
-    if world_size() < 2:
-        return
-    given = companions.settings_of_all(_comparable(plain(cfg)))
-    for other, theirs in given.items():
-        found = differences(given[min(given)], theirs)
-        if found:
-            listed = "; ".join(
-                f"{key} is {text_of(mine)} and {text_of(its)}"
-                for key, (mine, its) in list(found.items())[:8]
-            )
-            who = f"ranks {min(given)} and {other}"
-            raise InputError(
-                f"{who} were started with different settings ({listed}): give all the same ones"
-            )
+def read_settings(cfg: DictConfig) -> Parts:
+    """The parts of a fit, once everything was refused that its configuration shows to be wrong.
+
+    Raises: InputError.
+    """
+    config = Config.of(cfg)
+    values = config.values
+    check_values(values)
+    kind = kind_of(Recipe(config, "drafter"))
+    learns = kind.learns  # Only here is the class asked: there is no drafter yet.
+    check_vocabulary(kind, values)
+    if not learns:
+        refuse_learning(values, kind.__name__)
+    if "packages" in values["drafter"]:
+        check_packages(values["drafter"]["packages"])
+    check_joint(values)
+    settings = build_settings(config)
+    parts = Parts.of(config, settings, kind, learns)
+    if settings.boost is not None:
+        settings.boost.check_kind(kind)
+        refuse_with_boost(parts)
+        check_together(settings, settings.boost.members)
+    if settings.search is not None:
+        settings.search.check(kind)
+    if not settings.tree.size:
+        raise InputError("the tree is empty: give tree=chain tree.k=4, or tree=static")
+    refuse_with_joint(parts)
+    if parts.init_from is not None:
+        check_beginning(parts.init_from)
+    return parts
 
 
-def _comparable(config: dict[str, Any]) -> dict[str, Any]:
-    """As it comes back from a file. Which device a process has may be its own."""
-    kept: dict[str, Any] = json.loads(json.dumps(config, default=str))
-    if isinstance(kept.get("target"), dict):
-        kept["target"].pop("device", None)
-    return kept
+def check_values(values: Values) -> None:
+    """Raise InputError for single settings that cannot be used."""
+    integer("seed", values["seed"], 0, LARGEST_SEED)
+    integer("draft_vocab", values["draft_vocab"])
+    switch("export_assistant", values["export_assistant"])
+    if values["run_dir"] not in (None, ""):
+        path_of("run_dir", values["run_dir"])
+    if values["resume"] is not None:
+        path_of("resume", values["resume"])
 
 
-def read_settings(cfg: DictConfig) -> Settings:
-    """Everything that can be refused by looking at the configuration alone."""
-    integer("seed", cfg.seed, 0, LARGEST_SEED)
-    integer("draft_vocab", cfg.draft_vocab)
-    switch("export_assistant", cfg.export_assistant)
-    kind = kind_of(cfg)
-    if cfg.draft_vocab and "draft_ids" not in inspect.signature(kind).parameters:
+def kind_of(drafter: Recipe[Drafter]) -> type[Drafter]:
+    """The drafter's class, named by itself or as what a function makes.
+
+    Raises: InputError for another thing, and for a class that a package could not name.
+    """
+    named = text_of(drafter.get("_target_"))
+    kind = drafter.kind
+    if not isinstance(kind, type):
+        kind = typing.get_type_hints(kind).get("return")
+    if not (isinstance(kind, type) and issubclass(kind, Drafter)):
         raise InputError(
-            f"draft_vocab={cfg.draft_vocab}: {kind.__name__} has no draft vocabulary, set it to 0"
+            f"drafter._target_={named} is no drafter: give drafter=<choice>, see --help"
         )
-    if not kind.learns:
-        refuse_learning(cfg, kind.__name__)
-    if "packages" in cfg.drafter:
-        check_packages(plain(cfg)["drafter"]["packages"])
-    train_target = trains_target(cfg)
-    trainer: TrainerConfig = build(cfg.trainer)
+    class_of(
+        f"{kind.__module__}.{kind.__qualname__}",
+        f"drafter._target_={named} could be trained and not packaged, put its file into "
+        f"drafttrain/drafter",
+    )
+    return kind
+
+
+def check_vocabulary(kind: type[Drafter], values: Values) -> None:
+    """Raise InputError for a draft vocabulary that drafters of a class cannot have."""
+    if values["draft_vocab"] and "draft_ids" not in parameters_of(kind):
+        raise InputError(
+            f"draft_vocab={values['draft_vocab']}: {kind.__name__} has no draft vocabulary, set it "
+            f"to 0"
+        )
+
+
+def check_joint(values: Values) -> None:
+    """Raise InputError for joint=<no section of that kind>."""
+    joint = values["joint"]
+    if joint is not None and not (isinstance(joint, dict) and "rank" in joint):
+        raise InputError(f"joint={text_of(joint)}: give joint=lora, or null for a frozen target")
+
+
+def build_settings(config: Config) -> Settings:
+    """The sections that check themselves."""
+    trainer: TrainerConfig = Recipe[TrainerConfig](config, "trainer")()
     if trainer.batch_tokens is None and trainer.batch_rows is None:
         raise InputError("give trainer.batch_tokens or trainer.batch_rows")
     if trainer.accelerator not in ("auto", "cpu", "gpu", "mps"):
         raise InputError(f"trainer.accelerator={trainer.accelerator}: give auto, cpu, gpu or mps")
     if trainer.accelerator == "gpu" and not torch.accelerator.is_available():
         raise InputError("trainer.accelerator=gpu: no accelerator was found here, give cpu or auto")
-    check_trainer(trainer, joint=cfg.joint is not None, boost=cfg.boost is not None)
-    settings = Settings(
-        trainer,
-        build(cfg.optim),
-        build(cfg.eval),
-        build(cfg.checkpoint),
-        build(cfg.final),
-        build(cfg.tree),
-        build(cfg.joint),
-        build(cfg.boost),
-        build(cfg.search),
-    )
-    if settings.boost is not None:
-        settings.boost.check_kind(kind)
-        refuse_with_boost(cfg)
-        check_together(settings, settings.boost.members)
-    if settings.search is not None:
-        settings.search.check(kind)
-    if not settings.tree.size:
-        raise InputError("the tree is empty: give tree=chain tree.k=4, or tree=static")
-    if train_target and cfg.target.get("pack", False) not in ("auto", False):
-        raise InputError(
-            f"target.pack={cfg.target.pack}: packed weights cannot be trained jointly, set "
-            f"target.pack=auto or false"
-        )
-    if cfg.joint is not None and reads_store(cfg):
-        raise InputError(
-            "features=store: a target that is trained too (joint) changes, and its features with "
-            "it; set features=online"
-        )
-    if cfg.init_from is not None:
-        check_beginning(str(cfg.init_from))
-    return settings
+    values = config.values
+    check_trainer(trainer, joint=values["joint"] is not None, boost=values["boost"] is not None)
+    names = ("optim", "eval", "checkpoint", "final", "tree", "joint", "boost", "search")
+    return Settings(trainer, **{name: Recipe[Any](config, name)() for name in names})
 
 
-def kind_of(cfg: DictConfig) -> type[Drafter]:
-    """The drafter's class, named by itself or as what a function makes. Raises InputError for
-    another thing, and for a class that a package could not name."""
-    kind = named_by(cfg.drafter)
-    if not isinstance(kind, type):
-        kind = typing.get_type_hints(kind).get("return")
-    if not (isinstance(kind, type) and issubclass(kind, Drafter)):
-        raise InputError(
-            f"drafter._target_={text_of(cfg.drafter._target_)} is no drafter: give "
-            f"drafter=<choice>, see --help"
-        )
-    told = f"drafter._target_={text_of(cfg.drafter._target_)} could be trained and not packaged"
-    class_of(
-        f"{kind.__module__}.{kind.__qualname__}", f"{told}, put its file into drafttrain/drafter"
-    )
-    return kind
-
-
-def refuse_learning(cfg: DictConfig, name: str) -> None:
+def refuse_learning(values: Values, name: str) -> None:
     """Raise InputError if settings of training are given to a drafter that learns nothing."""
     for key, (off, why) in ONLY_LEARNING.items():
-        if cfg[key] not in (None, False):
-            given = f"{key}={cfg[key]}" if isinstance(cfg[key], str) else key
+        if values[key] not in (None, False):
+            given = f"{key}={values[key]}" if isinstance(values[key], str) else key
             raise InputError(f"{given}: {name} learns nothing, so {why}; set {key}={off}")
 
 
 def check_together(settings: Settings, members: int) -> None:
-    """Raise InputError if trees that each of so many models grows are together more than one pass
-    can check."""
+    """Raise InputError if the trees that all members grow are together more than one pass can
+    check."""
     tables = {"acceptance": settings.final.acceptance, "speed": settings.final.speed}
     named = {
         f"final.{table}.{name}": tree
@@ -164,9 +157,10 @@ def check_together(settings: Settings, members: int) -> None:
             check_size(members * tree.size, f"{where}, grown by each of boost.members={members}")
 
 
-def refuse_with_boost(cfg: DictConfig) -> None:
+def refuse_with_boost(parts: Parts) -> None:
     """Raise InputError for settings that several fits one after the other cannot serve."""
-    if cfg.joint is not None:
+    boost = parts.settings.boost
+    if parts.settings.joint is not None:
         raise InputError(
             "boost fits several drafters to one frozen target, joint=lora would change it: set "
             "joint=null"
@@ -176,29 +170,37 @@ def refuse_with_boost(cfg: DictConfig) -> None:
             "boost fits one model after the other in one process: start it without accelerate "
             "launch"
         )
-    if cfg.resume not in (None, "last"):
+    if parts.resume not in (None, "last"):
         raise InputError(
-            f"resume={cfg.resume}: a run of boost has many checkpoints and knows where it was, "
+            f"resume={parts.resume}: a run of boost has many checkpoints and knows where it was, "
             f"give resume=last"
         )
-    if cfg.export_assistant:
+    if parts.export_assistant:
         raise InputError(
-            "export_assistant: what boost makes is several models, none of which stands for all; "
-            "set it to false"
+            "export_assistant: boost makes several models, and none of them replaces all; set it "
+            "to false"
         )
-    if cfg.boost.nodes is not None and not cfg.data.set_aside:
+    if boost is not None and boost.nodes is not None and not parts.data.get("set_aside"):
         raise InputError(
             "boost.nodes needs rows that are not trained on: set data.set_aside, to 16 for instance"
         )
 
 
-def trains_target(cfg: DictConfig) -> bool:
-    if cfg.joint is not None and not (OmegaConf.is_dict(cfg.joint) and "rank" in cfg.joint):
+def refuse_with_joint(parts: Parts) -> None:
+    """Raise InputError for settings that a target which is trained too cannot serve."""
+    pack = parts.target.get("pack")
+    if parts.settings.trains_target and pack not in (None, "auto", False):
         raise InputError(
-            f"joint={text_of(cfg.joint)}: give joint=lora, or null for a frozen target"
+            f"target.pack={pack}: packed weights cannot be trained jointly, set target.pack=auto "
+            f"or false"
         )
-    return cfg.joint is not None and bool(cfg.joint.rank)
+    if parts.settings.joint is not None and reads_store(parts.features):
+        raise InputError(
+            "features=store: a target that is trained too (joint) changes, and its features with "
+            "it; set features=online"
+        )
 
 
-def reads_store(cfg: DictConfig) -> bool:
-    return named_by(cfg.features) is StoredFeatures
+def reads_store(features: Recipe[FeatureSource]) -> bool:
+    """Are features read from a store?"""
+    return features.kind is StoredFeatures

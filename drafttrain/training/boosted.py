@@ -1,5 +1,5 @@
-"""What boost-tuning hands over: the members as one drafter, what was told of each, and how they
-share a budget of drafts."""
+"""What boost-tuning makes: the members as one drafter, what was found of each, and how they share a
+budget of drafts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.ensemble import Ensemble
 from drafttrain.errors import InputError
-from drafttrain.flow import Batch, Features
-from drafttrain.target.features import LiveFeatures, OnlineFeatures
+from drafttrain.flow import Batch, Features, Needs
+from drafttrain.target.features import FeatureSource, LiveFeatures
 from drafttrain.target.model import Target
-from drafttrain.training.boost import Boost, Collective, references
-from drafttrain.training.prepare import Ready, Settings, Training, usable_prompts
+from drafttrain.training.boost import Boost
+from drafttrain.training.job import Job
+from drafttrain.training.prepare import Ready, Training, usable_prompts
+from drafttrain.training.references import references
 from drafttrain.training.run import Run
+from drafttrain.training.tuning import Collective
 from drafttrain.tree.choice import SHARING
 from drafttrain.tree.share import for_one, shared
 from drafttrain.tree.topology import Growth, Tree
@@ -29,15 +32,15 @@ from drafttrain.tree.topology import Growth, Tree
 class Borrowed(LiveFeatures):
     """Features that several fits read one after the other, and that none of them closes."""
 
-    def __init__(self, source: OnlineFeatures) -> None:
-        super().__init__(source.target, source.needs)
+    def __init__(self, source: FeatureSource, target: Target, needs: Needs) -> None:
+        super().__init__(target, needs)
         self.source = source
 
     def features(self, batch: Batch) -> Features:
         return self.source.features(batch)
 
     def describe(self) -> str:
-        return "features: those of the whole run"
+        return "features: those of the complete run"
 
 
 @dataclass(kw_only=True)
@@ -70,10 +73,12 @@ class Boosted(Ready):
 def procedure_facts(
     config: dict[str, Any], target: Target, data: ConversationData
 ) -> dict[str, Any]:
-    """What decides which rows each model is fitted on. A run is only resumed where all of it is the
-    same; each fit has facts of its own beside these."""
+    """What decides which rows each model is fitted on.
+
+    A run is only resumed where all of it is the same. Each fit has facts of its own too.
+    """
     names = ("drafter", "draft_vocab", "init_from", "optim", "seed")
-    ends = ("share_new_tokens", "nodes")  # of what is measured at the end alone
+    ends = ("share_new_tokens", "nodes")  # of what is only measured at the end
     return {
         "target": target.fingerprint,
         "data": data.set.digest,
@@ -102,49 +107,35 @@ def note_member(run: Run, number: int, row: Mapping[str, Any]) -> None:
 
 
 def together(
-    settings: Settings,
-    config: dict[str, Any],
-    run: Run,
-    target: Target,
-    data: ConversationData,
+    job: Job,
     found: Collective,
     trainings: Sequence[Training],
     *,
-    calibration: ConversationData | None,
     watch: Watch,
     say: Callable[[str], None],
 ) -> Boosted:
-    """The members as one drafter, and the trees that it is measured with.
-
-    Args:
-        calibration: rows set aside, where drafts are to be shared by what each member adds.
-    """
-    ensemble, final = Ensemble(target, members=found.members), settings.final
-    speculator = Speculator(target, ensemble, Plan(settings.tree))
-    if settings.boost is not None and settings.boost.nodes is not None and calibration is not None:
-        shares = share_nodes(
-            speculator, calibration, settings.boost, seed=config["seed"], watch=watch
-        )
-        say(
-            "drafts are shared: "
-            + (
-                "; ".join(f"{name}: {tree.title}" for name, tree in shares.items())
-                or "nothing was kept"
-            )
-        )
+    """The members as one drafter, and the trees that it is measured with."""
+    settings = job.settings
+    ensemble, final = Ensemble(job.target, members=found.members), settings.final
+    speculator = Speculator(job.target, ensemble, Plan(settings.tree))
+    boost, rows = settings.boost, job.calibration
+    if boost is not None and boost.nodes is not None and rows is not None:
+        shares = share_nodes(speculator, rows, boost, seed=job.seed, watch=watch)
+        kept = "; ".join(f"{name}: {tree.title}" for name, tree in shares.items())
+        say(f"drafts are shared: {kept or 'nothing was kept'}")
         final = dataclasses.replace(
             final, acceptance={**final.acceptance, **shares}, speed={**final.speed, **shares}
         )
         for tree in [*shares.values()][:1]:
             speculator.plan = Plan(tree).made_by(ensemble)
     return Boosted(
-        config=config,
+        config=job.config,
         settings=dataclasses.replace(settings, final=final),
-        run=run,
-        target=target,
+        run=job.run,
+        target=job.target,
         drafter=ensemble,
         speculator=speculator,
-        prompts=usable_prompts(target, data, settings, say),
+        prompts=usable_prompts(job.target, job.data, settings, say),
         found=found,
         trainings=trainings,
     )
@@ -177,9 +168,8 @@ def share_nodes(
     seed: int,
     watch: Watch = unwatched,
 ) -> dict[str, Growth]:
-    """Trees by name: the members' own of `config.nodes` drafts together, the first; and for each
-    member one of as many drafts that it grows alone, since more drafts keep more whoever makes
-    them.
+    """Trees by name. The first shares `config.nodes` drafts among the members; then each member has
+    one of as many drafts that it grows by itself, since more drafts keep more whoever makes them.
 
     Args:
         rows: whose prompts are decoded; no member was fitted on them.

@@ -1,5 +1,5 @@
-"""How often each head's j-th choice is right, on rows set aside, and the tree of the likeliest
-paths made from it."""
+"""How often each head's j-th choice is right, on rows set aside, and the tree of the most
+likely paths made from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANKS = 10
 
 
 def check_calibrated(nodes: int, drafter: Drafter, where: str) -> None:
-    """Raise InputError if a drafter's heads cannot fill a tree of so many nodes. Worth calling
+    """Raise InputError if a drafter's heads cannot fill a tree of that many nodes. Worth calling
     before long work."""
     check_size(nodes, where)
     ranks, room = min(RANKS, drafter.choices), 0
@@ -53,6 +53,6 @@ def head_accuracy(
 
 
 def calibrated(accuracies: Sequence[Sequence[float]], nodes: int) -> Tree:
-    """The tree of so many drafts whose paths are the likeliest. Ranks of a head are taken by
-    falling accuracy: few counts may leave a later one ahead by chance."""
+    """The tree of that many drafts with the most likely paths. Ranks of a head are taken by falling
+    accuracy: few counts may leave a later one ahead by chance."""
     return sparse([sorted(row, reverse=True) for row in accuracies], nodes)

@@ -2,8 +2,8 @@
 Tensors and plain values only.
 
 `last.ckpt` is the newest state and, once a run has ended, its true last step; `best.ckpt` is the
-one with the highest decoded val/tau. Files are replaced whole, so a kill or a full disk leaves the
-old ones. They are read with `weights_only`, which runs no code of the file's.
+one with the highest decoded val/tau. Files are replaced at once, so a kill or a full disk leaves
+the old ones. They are read with `weights_only`, which runs no code of the file's.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "facts": ("target",),
     "settings": (),
 }
-"""What a checkpoint holds beside its format."""
+"""What a checkpoint holds in addition to its format."""
 FORMAT = 2
 _MOST_VALUES, _DEEPEST = 1 << 17, 64
-"""Of what a checkpoint holds beside its tensors' numbers."""
+"""Of what a checkpoint holds in addition to its tensors' numbers."""
 _MOST_BATCHES = 1 << 40
 """Of a run, which no number in a checkpoint exceeds."""
 LAST, BEST = "last.ckpt", "best.ckpt"
@@ -57,8 +57,8 @@ class CheckpointConfig:
     every: int | None
     """Updates between them; None writes one at each evaluation, and at the end."""
     keep: int
-    """Numbered ones to keep beside last and best, the newest; a link costs no room while it is the
-    newest."""
+    """Numbered ones to keep in addition to last and best, the newest; a link costs no room while it
+    is the newest."""
 
     def __post_init__(self) -> None:
         integer("checkpoint.every", self.every, 1, null="one at each evaluation")
@@ -66,7 +66,7 @@ class CheckpointConfig:
 
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
-    """Raises: OSError if it cannot be written whole; what lay there is then still whole."""
+    """Raises: OSError if it cannot be written; the earlier file is then still complete."""
 
     def write(scratch: Path) -> None:
         with scratch.open("wb") as file:
@@ -112,9 +112,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise InputError(f"there is no checkpoint {path}") from error
     except PermissionError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
-    except (
-        Exception
-    ) as error:  # What lies there may be anything, and is read by a library's own rules.
+    except Exception as error:  # The file may be anything, and is read by a library's own rules.
         raise InputError(
             f"{path} cannot be read as a checkpoint: it is damaged or not one of this program's"
         ) from error
@@ -252,8 +250,7 @@ def refuse_full_disk(folder: Path, module: nn.Module) -> None:
     if rank() == 0 and free < needed:
         raise InputError(
             f"{folder} has {free / 1e6:.0f} MB free, checkpoints and package need "
-            f"{needed / 1e6:.0f} MB: "
-            "free some space, or give run_dir=<folder on another disk>"
+            f"{needed / 1e6:.0f} MB: free some space, or give run_dir=<folder on another disk>"
         )
 
 
@@ -271,7 +268,7 @@ class Keeper(Callback):
         folder: of the checkpoints.
         decode: measures; None keeps only the last.
         facts: what a resumed run must agree with; plain values, kept in every checkpoint.
-        settings: the run's whole configuration, likewise.
+        settings: the run's complete configuration, likewise.
     """
 
     def __init__(
@@ -385,18 +382,18 @@ class Keeper(Callback):
         writes.
         """
         decode = self.decode
-        behind = (
+        pending = (
             decode is not None
             and decode.measured_at == module.updates
             and self._looked_at != module.updates
         )
         settled = module.closed and not (
-            self._busy or module.updating or module.stopped or module.finished or behind
+            self._busy or module.updating or module.stopped or module.finished or pending
         )
-        whole = rank() == 0 and isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
-        if settled and whole and self._written != self._state_of(module):
-            # What cannot be written now is told behind the update, where the whole run can end on
-            # it.
+        complete = rank() == 0 and isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
+        if settled and complete and self._written != self._state_of(module):
+            # What cannot be written now is reported after the update, where the complete run can
+            # end on it.
             with self._undivided(), contextlib.suppress(OSError, RuntimeError):
                 self._write(trainer, module, LAST, together=False)
 
@@ -443,7 +440,7 @@ class Keeper(Callback):
             path.unlink()
 
     def _link(self, there: str, name: str) -> None:
-        """A second name for a file, which later replacements of the first one leave alone."""
+        """A second name for a file, which later replacements of the first one do not change."""
         if rank() != 0:
             return
         scratch = self.folder / f".{name}-link"

@@ -15,7 +15,7 @@ from drafttrain.flow import Batch
 PRECISIONS = ("32-true", "bf16-mixed")
 DDP, FSDP = "ddp", "fsdp"
 _LONGEST = 1 << 17
-"""Tokens of joined rows: what each may attend to is a table of so many times so many."""
+"""Tokens of joined rows: what each may attend to is a table of that many times that many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class TrainerConfig:
     """Rows of an update, likewise. At least one of the two limits is needed."""
     pack: int | None
     """Tokens of a sequence that rows are joined into, each kept apart from the others in it; None
-    joins none. A micro-batch then has whole sequences, as many as its share of batch_tokens holds,
+    joins none. A micro-batch then has full sequences, as many as its share of batch_tokens holds,
     at least one."""
     accumulate: int
     """Micro-batches of an update on each process: raise it where memory ends."""
@@ -78,8 +78,7 @@ class TrainerConfig:
         if self.pack is not None and (self.batch_tokens is None or self.batch_rows is not None):
             raise InputError(
                 f"trainer.pack={self.pack}: updates of joined rows are counted in tokens, give "
-                f"trainer.batch_tokens and set "
-                "trainer.batch_rows=null"
+                f"trainer.batch_tokens and set trainer.batch_rows=null"
             )
         number("trainer.max_minutes", self.max_minutes, above=0, null="no limit")
 
@@ -96,8 +95,7 @@ class TrainerConfig:
         if self.batch_tokens is not None and self.batch_tokens < longest:
             raise InputError(
                 f"trainer.batch_tokens={self.batch_tokens} is less than the longest row, which has "
-                f"{longest} tokens: raise it, or "
-                "lower data.max_length"
+                f"{longest} tokens: raise it, or lower data.max_length"
             )
         common: dict[str, int] = {
             "seed": seed,
@@ -127,8 +125,8 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class Course:
-    """Where a run stands after so many micro-batches. Windows of accumulation do not cross epochs:
-    an epoch's last is shorter."""
+    """The place of a run after a number of micro-batches. Windows of accumulation do not cross
+    epochs: an epoch's last is shorter."""
 
     batches: int
     """Micro-batches of one process in one epoch."""
@@ -143,7 +141,7 @@ class Course:
 
     @property
     def updates(self) -> int | None:
-        """Updates of the whole run; None if only the clock ends it."""
+        """Updates of the complete run; None if only the clock ends it."""
         limits = [self.steps] if self.steps is not None else []
         if self.epochs is not None:
             limits.append(self.epochs * self.updates_per_epoch)
@@ -151,7 +149,7 @@ class Course:
 
     @property
     def length(self) -> int | None:
-        """Micro-batches of the whole run; None if only the clock ends it."""
+        """Micro-batches of the complete run; None if only the clock ends it."""
         updates = self.updates
         if updates is None:
             return None

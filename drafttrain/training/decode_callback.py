@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from drafttrain.checks import integer
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
@@ -37,39 +38,29 @@ class EvalConfig:
     """How often and how much is decoded while training."""
 
     every: int | None
-    """Updates between evaluations; None evaluates at the end alone."""
+    """Updates between evaluations; None evaluates only at the end."""
     prompts: int
     """Held-out prompts to decode, shared out over the processes; 0 measures nothing."""
     max_new_tokens: int
     batch: int
-    """Prompts decoded side by side."""
+    """Prompts decoded at once."""
     sim_rows: int
     """Held-out rows for the teacher-forced estimates."""
     speed_prompts: int
-    """Prompts decoded alone, plainly and with drafts in turn, for `val/speedup`; 0 leaves it
+    """Prompts decoded one by one, plainly and with drafts in turn, for `val/speedup`; 0 leaves it
     out."""
     speed_every: int | None
-    """Measure speed at every n-th evaluation and at the end; None is at the end alone."""
+    """Measure speed at every n-th evaluation and at the end; None is only at the end."""
     patience: int | None
     """Evaluations without a better val/tau after which the run ends; None never ends it."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("prompts", 0),
-            ("max_new_tokens", 1),
-            ("batch", 1),
-            ("sim_rows", 0),
-            ("speed_prompts", 0),
-        ):
-            value = getattr(self, name)
-            if not (type(value) is int and value >= least):
-                raise InputError(f"eval.{name}={value}: needs a whole number of at least {least}")
-        for name in ("every", "speed_every", "patience"):
-            value = getattr(self, name)
-            if value is not None and not (type(value) is int and value >= 1):
-                raise InputError(
-                    f"eval.{name}={value}: needs a whole number of at least 1, or null"
-                )
+        least = {"prompts": 0, "max_new_tokens": 1, "batch": 1, "sim_rows": 0, "speed_prompts": 0}
+        for name, low in least.items():
+            integer(f"eval.{name}", getattr(self, name), low)
+        never = {"every": "only at the end", "speed_every": "only at the end", "patience": "never"}
+        for name, null in never.items():
+            integer(f"eval.{name}", getattr(self, name), 1, null=null)
 
 
 def _show_nothing(metrics: Mapping[str, float | None], updates: int) -> None:
@@ -80,10 +71,10 @@ class DecodeCallback(Callback):
     """Measures every `config.every` updates and at the end.
 
     Logs for the first plan `val/tau`, `val/accepted_per_round`, `val/accept@k` and its count
-    `val/accept@k_count` (rounds in which position k was drafted behind accepted ones),
+    `val/accept@k_count` (rounds in which position k was drafted after accepted ones),
     `val/rounds`, `val/seconds_<stage>`, and where measured `val/speedup`; for every further plan
-    the same under `val/<name>/`. Beside them, from teacher-forced passes: `sim/loss`, `sim/tau`,
-    and `sim/<part>` for every part of the drafter's loss, `sim/accuracy` among them. What could not
+    the same under `val/<name>/`. From teacher-forced passes it logs `sim/loss`, `sim/tau`, and
+    `sim/<part>` for every part of the drafter's loss, `sim/accuracy` included. What could not
     be measured is left out: never NaN, never 0.
 
     `sim/tau`: 1 + the mean number of consecutive right guesses, up to the depth of the first plan's
@@ -112,13 +103,8 @@ class DecodeCallback(Callback):
     ) -> None:
         if not plans:
             raise InputError("eval needs a tree to decode with")
-        self.speculator, self.plans, self.config, self.seed, self.show = (
-            speculator,
-            dict(plans),
-            config,
-            seed,
-            show,
-        )
+        self.speculator, self.plans, self.config = speculator, dict(plans), config
+        self.seed, self.show = seed, show
         self.prompts = [list(prompt) for prompt in prompts[: config.prompts]]
         rows = (
             min(config.sim_rows, len(held_out))

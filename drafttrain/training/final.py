@@ -37,8 +37,8 @@ class FinalConfig:
     speed_new_tokens: int
     speed: Mapping[str, Growth | None]
     calibrated: Sequence[int] = ()
-    """Nodes of further trees for acceptance: the likeliest paths, by the accuracy of the drafter's
-    heads on rows set aside."""
+    """Nodes of further trees for acceptance: the most likely paths, by the accuracy of the
+    drafter's heads on rows set aside."""
     calibrated_speed: Sequence[int] = ()
     """The same, for speed."""
     change_rows: int = 32
@@ -66,7 +66,6 @@ class FinalConfig:
                         f"final.{name}.{label}={tree}: needs a tree that drafts something, or null "
                         f"to leave it out"
                     )
-
         for name in ("calibrated", "calibrated_speed"):
             sizes = getattr(self, name)
             if not isinstance(sizes, list | tuple) or not all(
@@ -85,9 +84,8 @@ class FinalConfig:
         if self.calibrates and not drafter.has_heads:
             raise InputError(
                 f"final.calibrated: {type(drafter).__name__} has no heads whose accuracy could "
-                f"make a tree; set final.calibrated "
-                "and final.calibrated_speed to [], python -m drafttrain.tune makes trees for any "
-                "drafter"
+                f"make a tree; set final.calibrated and final.calibrated_speed to []. "
+                f"python -m drafttrain.tune makes trees for any drafter"
             )
         for name in ("calibrated", "calibrated_speed"):
             for size in getattr(self, name):
@@ -100,7 +98,7 @@ class FinalConfig:
 
 @dataclass(frozen=True)
 class Worth:
-    """Measured rows and what they led to."""
+    """Measured rows, and the plan that they led to."""
 
     plan: Plan
     """The fastest measured; where no speed was measured, the one with the highest tau; else the one
@@ -120,6 +118,15 @@ class Worth:
         return found if self.change is None else {**found, "target_change": self.change}
 
 
+@dataclass(frozen=True)
+class Best:
+    """The best of the trees measured so far."""
+
+    value: float
+    plan: Plan
+    found: Measurement
+
+
 def measure(
     speculator: Speculator,
     prompts: Sequence[Sequence[int]],
@@ -133,28 +140,68 @@ def measure(
     of them.
 
     Args:
-        calibrate: makes the calibrated tree of so many nodes, where some are wanted.
+        calibrate: makes the calibrated tree of a number of nodes, where some are asked for.
 
     With no prompts nothing is measured, and nothing is made up.
     """
+    accepting, racing = trees_of(speculator, config, calibrate)
+    rows, best = acceptances(speculator, accepting, prompts, config, seed, watch)
+    raced, fastest = speeds(speculator, racing, prompts, config, seed, watch)
+    settings = {
+        "prompts": len(prompts[: config.prompts]),
+        "max_new_tokens": config.max_new_tokens,
+        "batch": config.batch,
+        "speed_prompts": len(prompts[: config.speed_prompts]),
+        "speed_new_tokens": config.speed_new_tokens,
+        "split": "held_out",
+        "seed": seed,
+        **conditions(speculator.target, prompts[: max(config.prompts, config.speed_prompts)]),
+        "drafter_dtype": dtype_name(speculator.drafter.dtype),
+    }
+    best = fastest or best
+    if best is None:
+        return Worth(speculator.plan, rows + raced, settings)
+    samples = samples_of(speculator.target, prompts, best.found, config.samples)
+    return Worth(best.plan, rows + raced, settings, samples=samples)
+
+
+def trees_of(
+    speculator: Speculator, config: FinalConfig, calibrate: Callable[[int], Growth] | None
+) -> tuple[dict[str, Growth], dict[str, Growth]]:
+    """Trees by name: those to measure acceptance with, and those to measure speed with."""
     shaped = speculator.drafter.shaped
-    trees, fast = (
+    accepting, racing = (
         {name: tree and shaped(tree) for name, tree in table.items()}
         for table in (config.acceptance, config.speed)
     )
     if calibrate is not None:
-        trees |= {f"calibrated_{size}": calibrate(size) for size in config.calibrated}
-        fast |= {f"calibrated_{size}": calibrate(size) for size in config.calibrated_speed}
-    rows: list[dict[str, Any]] = []
-    best: tuple[float, Plan, Measurement] | None = None
+        accepting |= {f"calibrated_{size}": calibrate(size) for size in config.calibrated}
+        racing |= {f"calibrated_{size}": calibrate(size) for size in config.calibrated_speed}
     own = speculator.plan.tree
-    more = {} if own in (*trees.values(), *fast.values()) else {own.title.replace(" ", "_"): own}
-    accepting = list(prompts[: config.prompts])
-    for name, tree in {**trees, **more}.items():
-        if tree is None or not accepting:
-            continue
+    if own not in (*accepting.values(), *racing.values()):
+        more = {own.title.replace(" ", "_"): own}
+        accepting, racing = {**accepting, **more}, {**racing, **more}
+    return (
+        {name: tree for name, tree in accepting.items() if tree is not None},
+        {name: tree for name, tree in racing.items() if tree is not None},
+    )
+
+
+def acceptances(
+    speculator: Speculator,
+    trees: Mapping[str, Growth],
+    prompts: Sequence[Sequence[int]],
+    config: FinalConfig,
+    seed: int,
+    watch: Watch,
+) -> tuple[list[dict[str, Any]], Best | None]:
+    """Rows of acceptance, and the tree of the highest tau."""
+    rows: list[dict[str, Any]] = []
+    best: Best | None = None
+    chosen = list(prompts[: config.prompts])
+    for name, tree in trees.items() if chosen else ():
         found = speculator.measure_acceptance(
-            accepting,
+            chosen,
             Plan(tree),
             max_new_tokens=config.max_new_tokens,
             batch=config.batch,
@@ -169,38 +216,31 @@ def measure(
             "speedup_interval": None,
         }
         rows.append(row)
-        if row["tau"] is not None and (best is None or row["tau"] > best[0]):
-            best = (row["tau"], found.plan, found)
-    named = [(name, Plan(tree)) for name, tree in {**fast, **more}.items() if tree is not None]
-    racing = list(prompts[: config.speed_prompts])
-    if named and racing:
-        raced = speculator.measure_speed(
-            racing,
-            [plan for _, plan in named],
-            max_new_tokens=config.speed_new_tokens,
-            seed=seed,
-            watch=watch,
-        )
-        fastest: tuple[float, Plan, Measurement] | None = None
-        for (name, plan), found in zip(named, raced, strict=True):
-            rows.append({"label": f"{name} alone", "measured": "speed", **found.row()})
-            if found.speedup is not None and (fastest is None or found.speedup > fastest[0]):
-                fastest = (found.speedup, plan, found)
-        best = fastest or best
-    settings = {
-        "prompts": len(accepting),
-        "max_new_tokens": config.max_new_tokens,
-        "batch": config.batch,
-        "speed_prompts": len(racing),
-        "speed_new_tokens": config.speed_new_tokens,
-        "split": "held_out",
-        "seed": seed,
-        **conditions(speculator.target, prompts[: max(config.prompts, config.speed_prompts)]),
-        "drafter_dtype": dtype_name(speculator.drafter.dtype),
-    }
-    if best is None:
-        return Worth(speculator.plan, rows, settings)
-    _, plan, chosen = best
-    return Worth(
-        plan, rows, settings, samples=samples_of(speculator.target, prompts, chosen, config.samples)
+        if row["tau"] is not None and (best is None or row["tau"] > best.value):
+            best = Best(row["tau"], found.plan, found)
+    return rows, best
+
+
+def speeds(
+    speculator: Speculator,
+    trees: Mapping[str, Growth],
+    prompts: Sequence[Sequence[int]],
+    config: FinalConfig,
+    seed: int,
+    watch: Watch,
+) -> tuple[list[dict[str, Any]], Best | None]:
+    """Rows of speed, and the fastest tree; None where no speed was measured."""
+    rows: list[dict[str, Any]] = []
+    fastest: Best | None = None
+    plans = {name: Plan(tree) for name, tree in trees.items()}
+    chosen = list(prompts[: config.speed_prompts])
+    if not plans or not chosen:
+        return rows, fastest
+    raced = speculator.measure_speed(
+        chosen, list(plans.values()), max_new_tokens=config.speed_new_tokens, seed=seed, watch=watch
     )
+    for (name, plan), found in zip(plans.items(), raced, strict=True):
+        rows.append({"label": f"{name} alone", "measured": "speed", **found.row()})
+        if found.speedup is not None and (fastest is None or found.speedup > fastest.value):
+            fastest = Best(found.speedup, plan, found)
+    return rows, fastest

@@ -1,13 +1,13 @@
 """Medusa-2 (Cai et al. 2024, arXiv:2401.10774, sections 2.2.2 and 2.3.2): heads and target are
 trained together.
 
-The target learns through an adapter alone. Its loss is self-distillation: KL(p_original ||
+The target learns only through an adapter. Its loss is self-distillation: KL(p_original ||
 p_current) over the supervised tokens; the original is the same weights with the adapter off, so
 there is no second model. To that comes lambda_0 times the loss of the heads, whose gradient reaches
 the target through the hidden states that they read. Both sums are divided by the supervised tokens.
 
-The target changes with every update, so its features cannot be kept: both passes are made anew for
-every batch.
+The target changes with every update, so its features cannot be kept: both passes are made again
+for every batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from drafttrain.nn import losses
 from drafttrain.target.adapter import ALL, LARGEST_RANK, Trained, need_peft
 from drafttrain.target.model import Target
 from drafttrain.training.course import Course
-from drafttrain.training.module import DraftModule, Source
+from drafttrain.training.module import DraftModule, Source, loss_of
 from drafttrain.training.optim import AdamW
 
 RAMPS = ("constant", "sine")
@@ -38,7 +38,7 @@ RAMPS = ("constant", "sine")
 
 @dataclass(frozen=True, kw_only=True)
 class Joint:
-    """How the target is trained beside the heads. `optim.lr` is the target's rate."""
+    """How the target is trained together with the heads. `optim.lr` is the target's rate."""
 
     rank: int
     """Of the adapter; 0 is none: the target stays frozen, and only the heads learn."""
@@ -82,7 +82,7 @@ class Joint:
             need_peft()
 
     def weight(self, update: int, updates: int | None) -> float:
-        """Of the heads' loss in the update with this number, from 0, of so many."""
+        """Of the heads' loss in update `update`, from 0, of `updates`."""
         if self.ramp == "constant":
             return self.lambda_0
         assert updates is not None
@@ -93,17 +93,17 @@ class Joint:
         if not drafter.has_heads:
             raise InputError(
                 f"joint training teaches the target through heads on its last hidden state; "
-                f"{type(drafter).__name__} has "
-                "none: give drafter=medusa or drafter=hydra_heads, or joint=null"
+                f"{type(drafter).__name__} has none: give drafter=medusa or drafter=hydra_heads, "
+                f"or joint=null"
             )
 
     def check_length(self, updates: int | None) -> None:
         """Raise InputError if the ramp needs the number of updates and there is none."""
         if self.ramp == "sine" and updates is None:
             raise InputError(
-                "joint.ramp=sine counts updates, and trainer.max_minutes alone does not say how "
-                "many there will be: give "
-                "trainer.max_epochs or trainer.max_steps too, or joint.ramp=constant"
+                "joint.ramp=sine counts updates, and trainer.max_minutes does not say how many "
+                "there will be: give trainer.max_epochs or trainer.max_steps too, or "
+                "joint.ramp=constant"
             )
 
     def adapter(self, target: Target, *, seed: int) -> Trained | None:
@@ -171,12 +171,12 @@ class JointModule(DraftModule):
 
     def judge(self, batch: Batch) -> tuple[Loss, float]:
         weight = self.joint.weight(self.updates, self.course.updates)
-        with torch.autocast(
-            self.target.device.type, enabled=False
-        ):  # both passes in the target's own precision
+        # Both passes are in the target's own precision.
+        with torch.autocast(self.target.device.type, enabled=False):
             hidden, kl, count = self._distilled(batch)
         ready = time.perf_counter()
-        heads = self.drafter.loss(batch, Features(last_hidden=hidden), generator=self._generator())
+        features = Features(last_hidden=hidden)
+        heads = loss_of(self.drafter, batch, features, self._generator())
         one = count.new_ones(())
         parts = {
             **heads.parts,

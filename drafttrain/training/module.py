@@ -2,7 +2,7 @@
 divide last, update.
 
 Losses come as sums. Gradients of sums are added up over a window of accumulated micro-batches and
-over all processes; then they are divided once, by the supervised tokens of the whole window. So
+over all processes; then they are divided once, by the supervised tokens of the complete window. So
 neither accumulation nor processes nor padding nor the distribution of supervised tokens over them
 changes an update, and a window without supervised tokens makes none.
 """
@@ -14,7 +14,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -27,14 +27,19 @@ from drafttrain.processes import rank, world_size
 from drafttrain.training.course import Course
 from drafttrain.training.optim import AdamW
 
-if TYPE_CHECKING:
-    from drafttrain.training.sharding import Sharding
-
 
 class Source(Protocol):
     """Where features come from."""
 
     def features(self, batch: Batch) -> Features: ...
+
+
+class Sharing(Protocol):
+    """A drafter of which every process has a share, see `drafttrain.training.sharding`."""
+
+    def loss(self, batch: Batch, features: Features, generator: torch.Generator | None) -> Loss: ...
+
+    def gathered(self) -> Drafter: ...
 
 
 class DraftModule(LightningModule):
@@ -45,8 +50,8 @@ class DraftModule(LightningModule):
         source: supplies the features that the drafter needs.
         optim: the optimiser's settings.
         course: how micro-batches become updates, and when the run ends.
-        seed: of the training noise. Noise depends on (seed, number of the micro-batch, process)
-            alone.
+        seed: of the training noise. Noise depends only on seed, number of the micro-batch and
+            process.
         log_every: updates of a logged window.
     """
 
@@ -62,32 +67,16 @@ class DraftModule(LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        odd = sorted(
-            {
-                str(p.dtype)
-                for p in drafter.parameters()
-                if p.requires_grad and p.dtype != torch.float32
-            }
-        )
-        if odd:
-            raise InputError(
-                f"trainable weights are {', '.join(odd)}: train in float32, where small updates "
-                f"are not rounded away"
-            )
+        refuse_low_precision(drafter)
         self.drafter = drafter
-        self.source, self.optim, self.course, self.seed, self.log_every = (
-            source,
-            optim,
-            course,
-            seed,
-            log_every,
-        )
+        self.source, self.optim, self.course = source, optim, course
+        self.seed, self.log_every = seed, log_every
         self.rate = optim.resolve(course.updates)
-        # Where the run stands; all of it travels in checkpoints.
+        # The place in the run; all of it is in checkpoints.
         self.position = 0
         """Micro-batches that this process has read."""
         self.closed = 0
-        """Those of them that lie in closed windows: what weights and optimiser stand behind."""
+        """Those of them in closed windows: weights and optimiser are what they led to."""
         self.updating = False
         """Is a window just being closed, so that weights and counts do not belong together?"""
         self.updates = 0
@@ -99,14 +88,13 @@ class DraftModule(LightningModule):
         self.seconds_before = 0.0
         """Seconds of training in earlier parts of the run."""
         self.stop_requested = False
-        """Set by a signal; every process then stops behind the same update."""
+        """Set by a signal; every process then stops after the same update."""
         self.stopped: str | None = None
         """Why the run ended early: "signal", "time" or "patience"."""
         self.just_updated = False
         """Did the last micro-batch close a window with an update?"""
-        self.sharding: Sharding | None = None
-        """How processes share the drafter among them, while they train it; None: each has all of
-        it."""
+        self.sharding: Sharing | None = None
+        """How processes share the drafter while they train it; None: each has all of it."""
         self._optimiser_state: dict[str, Any] | None = None
         self._began: float | None = None
         self._window = Sums()
@@ -140,7 +128,7 @@ class DraftModule(LightningModule):
         ready = time.perf_counter()
         if self.sharding is not None:
             return self.sharding.loss(batch, features, self._generator()), ready
-        return self.drafter.loss(batch, features, generator=self._generator()), ready
+        return loss_of(self.drafter, batch, features, self._generator()), ready
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
@@ -167,7 +155,7 @@ class DraftModule(LightningModule):
         return block() if block is not None else contextlib.nullcontext()
 
     def _close_window(self) -> None:
-        """Every process comes here behind the same micro-batch, whatever it had to learn from."""
+        """Every process comes here after the same micro-batch, whatever it had to learn from."""
         total, count = self._window.values["loss"]
         late = self.course.seconds is not None and self.seconds >= self.course.seconds
         words = torch.stack(
@@ -185,8 +173,8 @@ class DraftModule(LightningModule):
         if not math.isfinite(loss):
             raise InputError(
                 f"the loss of update {self.updates} is {loss} (rows of this process: "
-                f"{self._window.rows}): lower optim.lr, clip "
-                "with optim.clip_norm, or look at these rows; the last checkpoint is from before"
+                f"{self._window.rows}): lower optim.lr, clip with optim.clip_norm, or look at "
+                f"these rows; the last checkpoint is from before"
             )
         if tokens > 0:
             # Gradients are a mean over processes of sums over tokens.
@@ -203,9 +191,8 @@ class DraftModule(LightningModule):
             self.empty_windows += 1
         optimiser.zero_grad()
         self._window = Sums()
-        stop = (
-            signals and not self.finished
-        )  # What has reached its end is measured there, and has nothing to go on with.
+        # What has reached its end is measured there, and has nothing to go on with.
+        stop = signals and not self.finished
         if stop or clocks:
             self.stopped = "signal" if stop else "time"
             self.trainer.should_stop = True
@@ -262,8 +249,8 @@ class DraftModule(LightningModule):
         )
 
     def _take_optimiser_state(self, state: dict[str, Any]) -> None:
-        """Moments and counts; how they are used, such as the decay, is what this run's settings
-        say.
+        """Take over moments and counts; how they are used, the decay for instance, is this run's
+        own setting.
 
         Raises: InputError if it is not of these weights.
         """
@@ -289,8 +276,7 @@ class DraftModule(LightningModule):
             if odd:
                 raise InputError(
                     f"the checkpoint's optimiser does not fit (moments of {tuple(odd[0].shape)} "
-                    f"for weights of "
-                    f"{tuple(weight.shape)}): give another checkpoint"
+                    f"for weights of {tuple(weight.shape)}): give another checkpoint"
                 )
 
     def on_train_start(self) -> None:
@@ -316,9 +302,11 @@ class DraftModule(LightningModule):
 
     # Checkpoints ----------------------------------------------------------------------------------
     def progress(self) -> dict[str, Any]:
-        """Where the run stands behind its last closed window; an open one is begun again, nothing
-        of it is in the weights. Its position is that of all processes together, so that a run may
-        go on in another number of them."""
+        """The place in the run after its last closed window.
+
+        An open window is started again, since nothing of it is in the weights. The position is that
+        of all processes together, so that a run may go on in another number of them.
+        """
         return {
             "position": self.closed * world_size(),
             "updates": self.updates,
@@ -337,6 +325,33 @@ class DraftModule(LightningModule):
         self.empty_windows, self.supervised = progress["empty_windows"], progress["supervised"]
         self.seconds_before = progress["seconds"]
         self._optimiser_state = state["optimiser"]
+
+
+def refuse_low_precision(drafter: Drafter) -> None:
+    """Raise InputError unless what is trained is float32."""
+    trained = [p.dtype for p in drafter.parameters() if p.requires_grad]
+    odd = sorted({str(dtype) for dtype in trained if dtype != torch.float32})
+    if odd:
+        raise InputError(
+            f"trainable weights are {', '.join(odd)}: train in float32, where small updates are "
+            f"not rounded away"
+        )
+
+
+def loss_of(
+    drafter: Drafter, batch: Batch, features: Features, generator: torch.Generator | None
+) -> Loss:
+    """A drafter's loss in which every trained parameter takes part.
+
+    Where a batch teaches a parameter nothing, its gradient is 0 and not missing, so that no process
+    waits for a gradient that another one has. Loss and other gradients stay the same, bit for bit.
+    """
+    loss = drafter.loss(batch, features, generator=generator)
+    trained = [p.sum() for p in drafter.parameters() if p.requires_grad]
+    if not trained:
+        return loss
+    nothing = torch.stack(trained).sum().to(loss.total) * 0.0
+    return Loss(loss.total + nothing, loss.count, loss.parts)
 
 
 class Sums:

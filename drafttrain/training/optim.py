@@ -1,5 +1,5 @@
-"""The optimiser and its rate. The rate is a function of the number of updates alone, so a resumed
-run goes on where it was."""
+"""The optimiser and its rate. The rate only depends on the number of updates, so a resumed run goes
+on where it was."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class AdamW:
         number("optim.warmup", self.warmup)
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise InputError(
-                f"optim.warmup={self.warmup}: needs a whole number of updates, or a share of the "
+                f"optim.warmup={self.warmup}: needs an integer, in updates, or a share of the "
                 f"run below 1"
             )
         integer("optim.horizon", self.horizon, 1, null="the run's last update")
@@ -65,7 +65,7 @@ class AdamW:
             number(f"optim.{name}", getattr(self, name), above=0, null="no clipping")
 
     def resolve(self, updates: int | None) -> Rate:
-        """The schedule of a run of so many updates; None is a run that only a clock ends.
+        """The schedule of a run of that many updates; None is a run that only a clock ends.
 
         Raises: InputError if the schedule or its warm-up needs the number of updates and there is
         none.
@@ -74,10 +74,9 @@ class AdamW:
         if end is None and (self.schedule != "constant" or 0 < self.warmup < 1):
             raise InputError(
                 f"optim.schedule={self.schedule}, warmup={self.warmup} count updates, and "
-                f"trainer.max_minutes alone does not say "
-                "how many there will be: give trainer.max_epochs, trainer.max_steps or "
-                "optim.horizon too, or a constant schedule "
-                "with warmup in updates"
+                f"trainer.max_minutes does not say how many there will be: give "
+                f"trainer.max_epochs, trainer.max_steps or optim.horizon too, or a constant "
+                f"schedule with warmup in updates"
             )
         warmup = round(self.warmup * (end or 0)) if self.warmup < 1 else int(self.warmup)
         if self.schedule == "constant":

@@ -1,5 +1,5 @@
-"""What puts a target and a drafter together for a run: set and device must fit, and a draft
-vocabulary is chosen; at the end a target that was trained too is laid out for decoding."""
+"""Target, set and drafter put together for a run: set and device must fit, and a draft vocabulary
+is chosen. At the end a target that was trained too is laid out for decoding."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def check_set(
     if longest > target.context:
         raise InputError(
             f"data.path={path} has rows of up to {longest} tokens, the target's context holds "
-            f"{target.context}: set "
-            f"data.max_length={target.context}"
+            f"{target.context}: set data.max_length={target.context}"
         )
 
 
@@ -37,8 +36,8 @@ def check_device(target: Target, accelerator: str) -> None:
     ):
         raise InputError(
             f"trainer.accelerator={accelerator}, and the target is on {target.device}: the drafter "
-            f"trains where the target is, so "
-            "give target.device or trainer.accelerator alone"
+            f"trains where the target is, so give only one of target.device and "
+            f"trainer.accelerator"
         )
 
 
@@ -53,7 +52,10 @@ def draft_vocabulary(
     """
     counts = data.label_counts(target.vocab_size)
     ids = most_frequent(counts, size, always_proposable(target, data))
-    said = f"draft vocabulary: {len(ids)} of {target.vocab_size} ids, {coverage(counts, ids):.1%} of training labels"
+    said = (
+        f"draft vocabulary: {len(ids)} of {target.vocab_size} ids, {coverage(counts, ids):.1%} of "
+        f"training labels"
+    )
     if held_out is not None:
         said += (
             f", {coverage(held_out.label_counts(target.vocab_size), ids):.1%} of held-out labels"

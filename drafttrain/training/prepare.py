@@ -1,14 +1,14 @@
 """Put the parts of a run together: batches, features, module, evaluation, checkpoints; and take
 over what is resumed.
 
-A drafter that learns nothing needs the first step alone: what is measured, and on which prompts.
+A drafter that learns nothing needs only the first step: what is measured, and on which prompts.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,44 +24,17 @@ from drafttrain.processes import rank, world_size
 from drafttrain.target.adapter import Trained, tuned
 from drafttrain.target.features import FeatureSource, LiveFeatures, OnlineFeatures
 from drafttrain.target.model import Target
-from drafttrain.training.boost import Boost
-from drafttrain.training.checkpoint import CheckpointConfig, Keeper, refuse_full_disk
-from drafttrain.training.course import Stream, TrainerConfig
-from drafttrain.training.decode_callback import DecodeCallback, EvalConfig
-from drafttrain.training.final import FinalConfig
-from drafttrain.training.joint import Joint, JointModule
+from drafttrain.training.checkpoint import Keeper, refuse_full_disk
+from drafttrain.training.course import Course, Stream
+from drafttrain.training.decode_callback import DecodeCallback
+from drafttrain.training.job import Job, Settings
+from drafttrain.training.joint import JointModule
 from drafttrain.training.module import DraftModule
-from drafttrain.training.optim import AdamW
 from drafttrain.training.resume import facts_of, refuse_other_run
 from drafttrain.training.run import Run
-from drafttrain.training.skips import SkipSearch
-from drafttrain.tree.topology import Growth
 
-
-@dataclass(frozen=True)
-class Settings:
-    """The parts of the configuration that check themselves."""
-
-    trainer: TrainerConfig
-    optim: AdamW
-    eval: EvalConfig
-    checkpoint: CheckpointConfig
-    final: FinalConfig
-    tree: Growth
-    joint: Joint | None = None
-    """How the target is trained too; None leaves it frozen."""
-    boost: Boost | None = None
-    """How several drafters are fitted one after the other; None fits one."""
-    search: SkipSearch | None = None
-    """How what a drafter leaves out of the target is searched; None takes it as given."""
-
-    @property
-    def unmeasured(self) -> Settings:
-        """The same fit, of which nothing is decoded before it is done."""
-        quiet = replace(
-            self.eval, every=None, prompts=0, sim_rows=0, speed_prompts=0, patience=None
-        )
-        return replace(self, eval=quiet)
+Say = Callable[[str], None]
+Show = Callable[[Mapping[str, float | None], int], None]
 
 
 @dataclass(kw_only=True)
@@ -152,148 +125,63 @@ class Training(Ready):
         self.speculator = Speculator(self.target, self.drafter, self.speculator.plan)
 
 
-def prepare_untrained(
-    config: dict[str, Any],
-    settings: Settings,
-    run: Run,
-    target: Target,
-    drafter: Drafter,
-    data: ConversationData,
-    *,
-    calibration: ConversationData | None = None,
-    say: Callable[[str], None],
-) -> Ready:
-    """The drafter as it is, with prompts to measure it on. Arguments as in `prepare`."""
-    drafter.check(settings.tree)
-    settings.final.check(drafter)
+def prepare_untrained(job: Job, say: Say) -> Ready:
+    """The drafter as it is, with prompts to measure it on."""
+    job.drafter.check(job.settings.tree)
+    job.settings.final.check(job.drafter)
     return Ready(
-        config=config,
-        settings=settings,
-        run=run,
-        target=target,
-        drafter=drafter,
-        speculator=Speculator(target, drafter, Plan(settings.tree)),
-        prompts=usable_prompts(target, data, settings, say),
-        calibration=calibration,
+        config=job.config,
+        settings=job.settings,
+        run=job.run,
+        target=job.target,
+        drafter=job.drafter,
+        speculator=Speculator(job.target, job.drafter, Plan(job.settings.tree)),
+        prompts=usable_prompts(job.target, job.data, job.settings, say),
+        calibration=job.calibration,
     )
 
 
 def prepare(
-    config: dict[str, Any],
-    settings: Settings,
-    run: Run,
-    target: Target,
-    drafter: Drafter,
-    data: ConversationData,
-    held_out: ConversationData | None,
+    job: Job,
     *,
-    calibration: ConversationData | None = None,
     adapter: Trained | None = None,
     make_source: Callable[..., FeatureSource],
-    show: Callable[[Mapping[str, float | None], int], None],
-    say: Callable[[str], None],
+    show: Show,
+    say: Say,
 ) -> Training:
     """Put the parts together, and take over what is resumed.
 
     Args:
-        config: the run's whole configuration.
-        calibration: rows set aside, where trees are to be calibrated.
         adapter: what is trained of the target.
-        show: draws what an evaluation found.
         make_source: builds the source of features from what only the run knows.
+        show: draws what an evaluation found.
     """
-    ready = prepare_untrained(
-        config, settings, run, target, drafter, data, calibration=calibration, say=say
-    )
-    world, seed = world_size(), config["seed"]
-    sampler = settings.trainer.sampler(data, seed=seed, rank=rank(), world=world)
-    course = settings.trainer.course(sampler)
-    parts = settings.trainer.accumulate * world
-    least = settings.trainer.pack or max(data.lengths)
-    if settings.trainer.batch_tokens is not None and settings.trainer.batch_tokens // parts < least:
-        what = "a sequence" if settings.trainer.pack else "the longest row"
-        say(
-            f"{parts} micro-batches share trainer.batch_tokens={settings.trainer.batch_tokens}, "
-            f"each less than {what} of {least} "
-            "tokens: updates are larger than that"
-        )
-    if isinstance(sampler, PackedSampler):
-        data = joined(data, sampler, target, drafter, say)
-    first = [
-        settings.trainer.sampler(data, seed=seed, rank=r, world=world).batches(0)
-        for r in range(world)
-    ]
-    groups = [group for batches in first for group in batches if group[0] >= 0]
-    shared = world > 1 and int(os.environ.get("LOCAL_WORLD_SIZE", world)) == world
-    joint = settings.joint
-    module: DraftModule
-    source: FeatureSource
-    sim: FeatureSource | None
-    common: dict[str, Any] = {"seed": seed, "log_every": settings.trainer.log_every}
-    if joint is not None:
-        source = sim = LiveFeatures(target, drafter.needs)
-        module = JointModule(
-            drafter,
-            source,
-            settings.optim,
-            course,
-            target=target,
-            adapter=adapter,
-            joint=joint,
-            **common,
-        )
-    else:
-        source = make_source(
-            target=target,
-            needs=drafter.needs,
-            data=data,
-            groups=groups,
-            spill_dir=run.scratch if shared or world == 1 else run.scratch / str(rank()),
-            shared=shared,
-        )
-        sim = (
-            None
-            if held_out is None
-            else kept_in_memory(target, drafter, held_out, config["features"])
-        )
-        module = DraftModule(drafter, source, settings.optim, course, **common)
+    settings, run = job.settings, job.run
+    ready = prepare_untrained(job, say)
+    stream = stream_of(job, say)
+    source, sim = sources_of(job, stream, make_source)
+    module = module_of(job, stream.course, source, adapter)
     say(source.describe())
     decode = DecodeCallback(
         ready.speculator,
         ready.prompts,
         {"tree": ready.speculator.plan},
         settings.eval,
-        held_out=held_out,
+        held_out=job.held_out,
         source=sim,
-        seed=seed,
+        seed=job.seed,
         show=show,
     )
-    facts = facts_of(config, target, data, module, world, source.facts())
     keeper = Keeper(
         run.checkpoints,
         settings.checkpoint,
         decode,
         patience=settings.eval.patience,
-        facts=facts,
-        settings=config,
+        facts=facts_of(job.config, job.target, stream.data, module, world_size(), source.facts()),
+        settings=job.config,
     )
-    stream = Stream(data, sampler, course)
     refuse_full_disk(run.folder, module)
-    if run.resumed is not None:
-        refuse_other_run(run.resumed, facts, config, say)
-        try:
-            module.continue_from(run.resumed)
-        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-            raise InputError(
-                f"the checkpoint's weights do not fit ({first_line(error)}): give another "
-                f"checkpoint"
-            ) from error
-        keeper.load_state_dict(run.resumed["keeper"])
-        if run.resumed["decode"] is not None:
-            decode.load_state_dict(run.resumed["decode"])
-        stream.position = module.position
-        say(f"goes on behind update {module.updates}, {course.epoch(module.position):.2f} epochs")
-    return Training(
+    training = Training(
         **vars(ready),
         module=module,
         stream=stream,
@@ -302,14 +190,95 @@ def prepare(
         keeper=keeper,
         adapter=adapter,
     )
+    if run.resumed is not None:
+        take_over(training, run.resumed, say)
+    return training
+
+
+def stream_of(job: Job, say: Say) -> Stream:
+    """The run's micro-batches on this process, rows joined where that is asked for."""
+    trainer, data = job.settings.trainer, job.data
+    sampler = trainer.sampler(data, seed=job.seed, rank=rank(), world=world_size())
+    parts = trainer.accumulate * world_size()
+    least = trainer.pack or max(data.lengths)
+    if trainer.batch_tokens is not None and trainer.batch_tokens // parts < least:
+        what = "a sequence" if trainer.pack else "the longest row"
+        say(
+            f"{parts} micro-batches share trainer.batch_tokens={trainer.batch_tokens}, each less "
+            f"than {what} of {least} tokens: updates are larger than that"
+        )
+    if isinstance(sampler, PackedSampler):
+        data = joined(data, sampler, job.target, job.drafter, say)
+    return Stream(data, sampler, trainer.course(sampler))
+
+
+def sources_of(
+    job: Job, stream: Stream, make_source: Callable[..., FeatureSource]
+) -> tuple[FeatureSource, FeatureSource | None]:
+    """Features of the rows that are trained on, and of the held-out ones where there are any."""
+    if job.settings.joint is not None:
+        live = LiveFeatures(job.target, job.drafter.needs)
+        return live, live
+    world = world_size()
+    trainer, data = job.settings.trainer, stream.data
+    first = [
+        trainer.sampler(data, seed=job.seed, rank=r, world=world).batches(0) for r in range(world)
+    ]
+    shared = world > 1 and int(os.environ.get("LOCAL_WORLD_SIZE", world)) == world
+    scratch = job.run.scratch
+    source = make_source(
+        target=job.target,
+        needs=job.drafter.needs,
+        data=data,
+        groups=[group for batches in first for group in batches if group[0] >= 0],
+        spill_dir=scratch if shared or world == 1 else scratch / str(rank()),
+        shared=shared,
+    )
+    if job.held_out is None:
+        return source, None
+    return source, kept_in_memory(job.target, job.drafter, job.held_out, job.config["features"])
+
+
+def module_of(
+    job: Job, course: Course, source: FeatureSource, adapter: Trained | None
+) -> DraftModule:
+    """What is trained: the drafter, or the drafter and an adapter of the target."""
+    settings = job.settings
+    common: dict[str, Any] = {"seed": job.seed, "log_every": settings.trainer.log_every}
+    if settings.joint is None:
+        return DraftModule(job.drafter, source, settings.optim, course, **common)
+    return JointModule(
+        job.drafter,
+        source,
+        settings.optim,
+        course,
+        target=job.target,
+        adapter=adapter,
+        joint=settings.joint,
+        **common,
+    )
+
+
+def take_over(training: Training, state: dict[str, Any], say: Say) -> None:
+    """Go on where a checkpoint was. Raises InputError if it is another run's."""
+    module = training.module
+    refuse_other_run(state, training.keeper.facts, training.config, say)
+    try:
+        module.continue_from(state)
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"the checkpoint's weights do not fit ({first_line(error)}): give another checkpoint"
+        ) from error
+    training.keeper.load_state_dict(state["keeper"])
+    if state["decode"] is not None:
+        training.decode.load_state_dict(state["decode"])
+    training.stream.position = module.position
+    epochs = module.course.epoch(module.position)
+    say(f"goes on after update {module.updates}, {epochs:.2f} epochs")
 
 
 def joined(
-    data: ConversationData,
-    sampler: PackedSampler,
-    target: Target,
-    drafter: Drafter,
-    say: Callable[[str], None],
+    data: ConversationData, sampler: PackedSampler, target: Target, drafter: Drafter, say: Say
 ) -> ConversationData:
     """Rows that are joined into sequences. Raises InputError if target or drafter would not keep
     them apart."""
@@ -318,8 +287,7 @@ def joined(
     how = "a dense mask" if by == isolation.DENSE else "flex_attention"
     say(
         f"rows are joined into sequences of {sampler.sequence} tokens, {sampler.filled:.0%} "
-        f"filled; the target keeps them apart "
-        f"by {how}"
+        f"filled; the target keeps them apart by {how}"
     )
     return data.joined(sampler.sequence)
 
@@ -333,7 +301,7 @@ def kept_in_memory(
 
 
 def usable_prompts(
-    target: Target, data: ConversationData, settings: Settings, say: Callable[[str], None]
+    target: Target, data: ConversationData, settings: Settings, say: Say
 ) -> list[list[int]]:
     """Held-out prompts that leave room in the target's context."""
     room = max(
@@ -348,8 +316,8 @@ def usable_prompts(
     ):
         raise InputError(
             f"none of the {len(prompts)} held-out prompts leaves {room} of the target's "
-            f"{target.context} tokens of context: "
-            "lower eval.max_new_tokens, final.max_new_tokens and final.speed_new_tokens"
+            f"{target.context} tokens of context: lower eval.max_new_tokens, "
+            f"final.max_new_tokens and final.speed_new_tokens"
         )
     if len(usable) < len(prompts):
         say(

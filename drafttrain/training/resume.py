@@ -21,8 +21,10 @@ def facts_of(
     world: int,
     features: dict[str, Any],
 ) -> dict[str, Any]:
-    """What decides which update comes next, the facts of the source of features among it. A run is
-    only resumed where all of it is the same."""
+    """What decides which update comes next, the facts of the source of features included.
+
+    A run is only resumed where all of it is the same.
+    """
     in_rate = ("warmup", "schedule", "end_factor", "horizon")
     return {
         "target": target.fingerprint,

@@ -1,13 +1,13 @@
 """Fully sharded training (PyTorch's `fully_shard`, after ZeRO, Rajbhandari et al. 2019,
 arXiv:1910.02054): every process keeps its share of the drafter's weights, gradients and moments,
-and gathers whole weights for the loss of a micro-batch.
+and gathers all weights for the loss of a micro-batch.
 
-What is trained is one unit, gathered once a micro-batch and dropped behind its backward pass. The
+What is trained is one unit, gathered once a micro-batch and dropped after its backward pass. The
 target is no part of it: each process has all of it. Gradients are the mean over processes, as under
 DDP, so that an update is the same.
 
-Checkpoints hold whole tensors under the names that they have without sharding: nothing in them
-tells of the strategy or of how many processes there were. Evaluation decodes with a whole copy, for
+Checkpoints hold complete tensors under the names that they have without sharding: nothing in them
+depends on the strategy or on the number of processes. Evaluation decodes with a complete copy, for
 which weights are gathered; every process does so at the same place, and none gathers anything where
 another does not.
 """
@@ -29,11 +29,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from drafttrain.drafter.base import Drafter
 from drafttrain.flow import Batch, Features, Loss
+from drafttrain.training.module import loss_of
 
 
 class _Judge(nn.Module):
-    """The unit that is sharded: its forward pass is the drafter's loss, during which whole weights
-    are there."""
+    """The unit that is sharded: its forward pass is the drafter's loss, during which it has all
+    weights."""
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class _Judge(nn.Module):
     def forward(
         self, batch: Batch, features: Features, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]:
-        found = self.drafter.loss(batch, features, generator=generator)
+        found = loss_of(self.drafter, batch, features, generator)
         return found.total, found.count, found.parts
 
 
@@ -50,8 +51,8 @@ class Sharding:
     """A drafter of which this process keeps a share.
 
     Args:
-        drafter: with the same weights on every process, rank 0's where they are not; it stays
-            whole.
+        drafter: with the same weights on every process, rank 0's where they are not; it keeps all
+            of them.
     """
 
     def __init__(self, drafter: Drafter, device: torch.device) -> None:
@@ -83,7 +84,7 @@ class Sharding:
 
     @torch.no_grad()
     def gathered(self) -> Drafter:
-        """The drafter with its present weights, whole; every process must come here."""
+        """The drafter with all of its present weights; every process must come here."""
         self.plain.load_state_dict(
             {name: gathered(value) for name, value in self.drafter.state_dict().items()}
         )
@@ -91,13 +92,13 @@ class Sharding:
 
 
 def gathered(value: Any) -> Any:
-    """A whole tensor of one that processes share; anything else as it is. Every process must come
-    here."""
+    """A complete tensor of one that processes share; anything else as it is. Every process must
+    come here."""
     return value.full_tensor().detach() if isinstance(value, DTensor) else value
 
 
 def shared_out(state: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
-    """An optimiser's state with whole tensors -> with this process's share of each.
+    """An optimiser's state with complete tensors -> with this process's share of each.
 
     Args:
         parameters: in the order in which the state numbers them.
@@ -120,7 +121,7 @@ def shared_out(state: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict[s
 def _share(value: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return value
-    # Every process has read the whole, so nothing is sent.
+    # Every process has read all of it, so nothing is sent.
     return distribute_tensor(
         value.to(like.device), like.device_mesh, like.placements, src_data_rank=None
     )
@@ -157,7 +158,7 @@ class Sharded(ModelParallelStrategy):
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors on the first process, nothing on the others; every process must come
+        """Complete tensors on the first process, nothing on the others; every process must come
         here."""
         assert self.lightning_module is not None
         found = {}

@@ -6,12 +6,12 @@ over [0, 1]^2L, cut at one half. Departs from it:
 
 - The optimiser is optuna's tree-structured Parzen estimator over 2L choices: no thresholds, and the
   same for the same seed.
-- It begins with guesses. On a little text, every sub-layer is left out alone, and the target's law
-  compared with what is then left of it; the first trials leave out the sub-layers that harm least,
-  ever more of them.
-- Tokens are divided by what decoding them costs, a pass of the target being one and a draft the
-  share of its weights that it reads: what time comes to where weights bound it, and the same on
-  every machine. `objective: speed` counts seconds, as the source does.
+- It starts with guesses. On a little text, every single sub-layer is left out, and the target's
+  distribution compared with the one without it. The first trials leave out the sub-layers that
+  harm least, more of them every time.
+- Tokens are divided by what decoding them costs: a pass of the target costs one, a draft the share
+  of the weights that it reads. That is proportional to time where reading weights takes most of
+  it, and the same on every machine. `objective: speed` counts seconds, as the source does.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafttrain.checks import integer
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.measure import Watch, measure_acceptance, unwatched
@@ -50,7 +51,7 @@ Choice = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Trial:
-    """A choice and what decoding with it was worth."""
+    """A choice, and the value of decoding with it."""
 
     choice: Choice
     value: float
@@ -68,19 +69,20 @@ class Trial:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to."""
+    """What a search found."""
 
     drafter: SelfSpec
     """Of the best trial, the first of equals."""
     best: Trial
     trials: list[Trial] = field(repr=False)
+    search: SkipSearch
 
-    def row(self, search: SkipSearch) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
         """As a package's metrics have it: what was searched, and the best."""
         names = ("objective", "prompts", "max_new_tokens", "first_tokens")
         return {
             "trials": len(self.trials),
-            **{name: getattr(search, name) for name in names},
+            **{name: getattr(self.search, name) for name in names},
             "best": self.best.row(),
         }
 
@@ -91,11 +93,11 @@ class SkipSearch:
     is measured on."""
 
     trials: int
-    """Choices that are tried, first guesses among them."""
+    """Choices that are tried, the first guesses included."""
     prompts: int
     max_new_tokens: int
     batch: int
-    """Prompts decoded side by side where cost is what counts."""
+    """Prompts decoded at once, with objective cost."""
     objective: str
     """cost or speed."""
     first_tokens: int
@@ -103,16 +105,9 @@ class SkipSearch:
     none."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("trials", 1),
-            ("prompts", 1),
-            ("max_new_tokens", 2),
-            ("batch", 1),
-            ("first_tokens", 0),
-        ):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise InputError(f"search.{name}={value}: needs a whole number of at least {least}")
+        least = {"trials": 1, "prompts": 1, "max_new_tokens": 2, "batch": 1, "first_tokens": 0}
+        for name, low in least.items():
+            integer(f"search.{name}", getattr(self, name), low)
         if self.objective not in OBJECTIVES:
             raise InputError(
                 f"search.objective={self.objective}: give one of {', '.join(OBJECTIVES)}"
@@ -144,54 +139,26 @@ class SkipSearch:
             data: its rows' prompts are decoded.
         Raises: InputError if no prompt leaves room in the target's context.
         """
-        import optuna
-
         drafter.check(tree)
         target, count = drafter.target, len(drafter.target.decoder_layers)
         prompts = prompts_of(data, self.prompts, target.context - self.max_new_tokens)
         guesses: list[Choice] = [(drafter.skip_attention, drafter.skip_mlp)]
         if self.first_tokens:
             guesses += first_guesses(harm(target, texts_of(data, self.first_tokens), watch), count)
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            sampler = optuna.samplers.TPESampler(
-                seed=seed, multivariate=True, n_startup_trials=max(10, len(guesses))
-            )
-        study = optuna.create_study(direction="maximize", sampler=sampler)
-        for guess in guesses:
-            named = zip(PARTS, guess, strict=True)
-            study.enqueue_trial(
-                {
-                    f"{part}_{layer}": layer in layers
-                    for part, layers in named
-                    for layer in range(count)
-                },
-                skip_if_exists=True,
-            )
-        if self.objective == "speed":
-            self._tried(
-                drafter, guesses[0], tree, prompts[:1], seed
-            )  # what is done first takes longer
+        study = study_of(guesses, count, seed)
+        if self.objective == "speed":  # What is done first takes longer.
+            self._tried(drafter, guesses[0], tree, prompts[:1], seed)
         known: dict[Choice, Trial] = {}
         trials: list[Trial] = []
         for _ in watch(range(self.trials), "choices decoded"):
             asked = study.ask()
-            attention, mlp = (
-                tuple(
-                    layer
-                    for layer in range(count)
-                    if asked.suggest_categorical(f"{part}_{layer}", [False, True])
-                )
-                for part in PARTS
-            )
-            choice = (attention, mlp)
+            choice = choice_of(asked, count)
             if choice not in known:
                 known[choice] = self._tried(drafter, choice, tree, prompts, seed)
             trials.append(known[choice])
             study.tell(asked, trials[-1].value)
         best = max(trials, key=lambda trial: trial.value)
-        return Found(_changed(drafter, best.choice), best, trials)
+        return Found(_changed(drafter, best.choice), best, trials, self)
 
     def _tried(
         self, drafter: SelfSpec, choice: Choice, tree: Growth, prompts: list[list[int]], seed: int
@@ -225,13 +192,53 @@ class SkipSearch:
         return Trial(choice, tokens / (time.perf_counter() - began), tally.tau)
 
 
+def study_of(guesses: Sequence[Choice], count: int, seed: int) -> Any:
+    """An optuna study that tries the guesses first.
+
+    Args:
+        count: decoder layers of the target.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        sampler = optuna.samplers.TPESampler(
+            seed=seed, multivariate=True, n_startup_trials=max(10, len(guesses))
+        )
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    for guess in guesses:
+        named = zip(PARTS, guess, strict=True)
+        study.enqueue_trial(
+            {
+                f"{part}_{layer}": layer in layers
+                for part, layers in named
+                for layer in range(count)
+            },
+            skip_if_exists=True,
+        )
+    return study
+
+
+def choice_of(asked: Any, count: int) -> Choice:
+    """What an optuna trial leaves out."""
+    attention, mlp = (
+        tuple(
+            layer
+            for layer in range(count)
+            if asked.suggest_categorical(f"{part}_{layer}", [False, True])
+        )
+        for part in PARTS
+    )
+    return attention, mlp
+
+
 def need_optuna() -> None:
     """Raise InputError if the library that chooses what to try next is not there."""
     if importlib.util.find_spec("optuna") is None:
         raise InputError(
             f"searching what to leave out needs optuna, which is not installed: {EXTRA}; or set "
-            f"search=null and give "
-            "drafter.skip_attention and drafter.skip_mlp yourself"
+            f"search=null and give drafter.skip_attention and drafter.skip_mlp yourself"
         )
 
 
@@ -244,9 +251,8 @@ def tokens_per_cost(tally: Tally, tree: Growth, share: float) -> float:
     """
     passes = tally.rounds * tree.max_depth
     if isinstance(tree, Confident):
-        passes = min(
-            passes, tally.drafted + tally.rounds
-        )  # one more than it drafts, unless it drafts all
+        # One more than it drafts, unless it drafts all.
+        passes = min(passes, tally.drafted + tally.rounds)
     cost = tally.rounds + passes * share
     return tally.emitted / cost if cost else 0.0
 
@@ -270,7 +276,7 @@ def prompts_of(data: ConversationData, count: int, room: int) -> list[list[int]]
 
 
 def texts_of(data: ConversationData, tokens: int) -> list[Tensor]:
-    """(1 s) the first rows, of so many tokens together."""
+    """(1 s) the first rows, `tokens` tokens together."""
     found: list[Tensor] = []
     for place in range(len(data)):
         ids = data.row(place)[0][None, :tokens]
@@ -285,8 +291,10 @@ def texts_of(data: ConversationData, tokens: int) -> list[Tensor]:
 def harm(
     target: Target, texts: Sequence[Tensor], watch: Watch = unwatched
 ) -> dict[tuple[str, int], float]:
-    """{(part, layer): KL of the target's law and its law without that sub-layer, summed over
-    texts}. All reading is teacher-forced, over keys and values of its own."""
+    """{(part, layer): KL of the target's distribution and the one without that sub-layer}.
+
+    Summed over texts, which are read teacher-forced; every pass has its own keys and values.
+    """
     stack, found = target.stack, dict[tuple[str, int], float]()
     for number in watch(range(len(texts)), "texts read without each sub-layer"):
         ids = texts[number].to(target.device)
@@ -295,19 +303,19 @@ def harm(
         inputs = stack.inputs(before[0], cache)
         for step in stack.steps:
             before.append(stack.run(before[-1], inputs, [step]))
-        whole = target.head(stack.norm(before[-1])).float()
+        complete = target.head(stack.norm(before[-1])).float()
         for layer in range(len(stack)):
             for part in PARTS:
                 # Layers before it do what they did.
                 steps = [step for step in stack.without(**{part: [layer]}) if step.layer >= layer]
                 lacking = target.head(stack.norm(stack.run(before[layer], inputs, steps))).float()
-                value = float(forward_kl(lacking, whole).sum())
+                value = float(forward_kl(lacking, complete).sum())
                 found[part, layer] = found.get((part, layer), 0.0) + value
     return found
 
 
 def first_guesses(harms: dict[tuple[str, int], float], count: int) -> list[Choice]:
-    """The sub-layers that harm least, ever more of them."""
+    """The sub-layers that harm least, more of them in every guess."""
     order = sorted(harms, key=lambda key: harms[key])
     guesses: list[Choice] = []
     for share in FIRST:

@@ -38,9 +38,8 @@ def check_trainer(settings: TrainerConfig, *, joint: bool, boost: bool) -> None:
         ):
             raise InputError(
                 f"accelerate launch {option}: its sharding settings are not read here; leave that "
-                f"option out (accelerate launch "
-                "--multi_gpu --num_processes N) and set trainer.strategy=fsdp to share the drafter "
-                "out"
+                f"option out (accelerate launch --multi_gpu --num_processes N) and set "
+                f"trainer.strategy=fsdp to share the drafter out"
             )
     for wanted, what in ((joint, "joint=lora"), (boost, "boost=collective")):
         if wanted and settings.pack is not None:
@@ -53,20 +52,18 @@ def check_trainer(settings: TrainerConfig, *, joint: bool, boost: bool) -> None:
     if boost:
         raise InputError(
             "trainer.strategy=fsdp shares one drafter out over processes; with boost=collective "
-            "one process fits several drafters: "
-            "set trainer.strategy=ddp"
+            "one process fits several drafters: set trainer.strategy=ddp"
         )
     if joint:
         raise InputError(
-            "trainer.strategy=fsdp shares out what is a module of its own; with joint=lora the "
-            "adapter's weights lie among the "
-            "target's, which every process has: set trainer.strategy=ddp"
+            "trainer.strategy=fsdp shares out a module of its own; with joint=lora the adapter's "
+            "weights are a part of the target's, which every process has: set trainer.strategy=ddp"
         )
     if world_size() == 1:
         raise InputError(
             "trainer.strategy=fsdp shares the drafter out over processes, and there is one: start "
-            "several (accelerate launch "
-            "--multi_gpu --num_processes N -m drafttrain.fit ...), or set trainer.strategy=ddp"
+            "several (accelerate launch --multi_gpu --num_processes N -m drafttrain.fit ...), or "
+            "set trainer.strategy=ddp"
         )
     if settings.accelerator == "mps":
         raise InputError(
@@ -90,7 +87,7 @@ def place(settings: TrainerConfig, target: Target) -> dict[str, Any]:
         return {"accelerator": kind, "devices": device}
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     backend = "gloo" if kind == "cpu" else None
-    # Buffers are the same everywhere, and the borrowed head among them is large.
+    # Buffers are the same everywhere, and the borrowed head, one of them, is large.
     strategy: Any = DDPStrategy(process_group_backend=backend, broadcast_buffers=False)
     if settings.strategy == FSDP:
         from drafttrain.training.sharding import Sharded

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import hydra.utils
@@ -13,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from drafttrain.errors import InputError, first_line
 from drafttrain.wiring.names import join, nearest
+from drafttrain.wiring.parameters import is_open, parameters_of
 
 
 def build(node: Any, /, **objects: Any) -> Any:
@@ -87,20 +87,18 @@ def check_calls(node: DictConfig, extra: tuple[str, ...] = ()) -> None:
             f"built"
         )
     try:
-        parameters = inspect.signature(target).parameters.values()
+        named, open_ended = parameters_of(target), is_open(target)
     except (TypeError, ValueError):
         return
-    named = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     given = [str(k) for k in node if not (str(k).startswith("_") and str(k).endswith("_"))]
-    if not any(p.kind == p.VAR_KEYWORD for p in parameters):
-        for key in (*given, *extra):
-            if key not in named:
-                near = nearest(key, named, limit=1)
-                hint = f" Did you mean {where}.{near[0]}?" if near else ""
-                raise InputError(
-                    f"{where}.{key}: {target.__name__} has no setting {key}.{hint} It takes: "
-                    f"{join(named)}"
-                )
+    for key in () if open_ended else (*given, *extra):
+        if key not in named:
+            near = nearest(key, named, limit=1)
+            hint = f" Did you mean {where}.{near[0]}?" if near else ""
+            raise InputError(
+                f"{where}.{key}: {target.__name__} has no setting {key}.{hint} It takes: "
+                f"{join(named)}"
+            )
     if node.get("_partial_", False) or "_args_" in node:
         return
     lacking = [

@@ -29,6 +29,10 @@ from drafttrain.runs import Invocation
 from drafttrain.wiring.conf import comments_of, conf_dir
 from drafttrain.wiring.names import dotted_keys, has_key, join, nearest, unknown_choice, unknown_key
 
+_Options = Callable[[str], list[str]]
+"""The choices of a group."""
+_State = tuple[tuple[str, int, int], ...]
+
 
 def compose(
     config_name: str,
@@ -64,22 +68,14 @@ def invocation_of(
     config_dir: str | os.PathLike[str] | None = None,
     check_missing: bool = True,
 ) -> Invocation:
-    """As `compose`, with what was asked and chosen beside the configuration."""
+    """As `compose`, with what was asked and chosen next to the configuration."""
     search = search_path(config_dir)
     state = None if search else _state_of(conf_dir())
     with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name=door_name):
         options_of = functools.cache(lambda group: group_options(group, search))
         base, plain_choices = _load(door_name, search, state)
         choices = plain_choices
-        # A key that is text and a choice too is a choice where its value names one.
-        options = {key: options_of(key) for key in text if key in choices}
-        picked = [
-            word
-            for word in overrides
-            if word.partition("=")[2] in options.get(word.partition("=")[0], ())
-        ]
-        literal, parsed = _parse([word for word in overrides if word not in picked], text)
-        parsed += _parse(picked, ())[1]
+        literal, parsed = _read(overrides, text, choices, options_of)
         groups = [o for o in parsed if _is_group(o, options_of, choices)]
         values = [o for o in parsed if o not in groups]
         for override in groups:
@@ -96,27 +92,54 @@ def invocation_of(
             config, choices = _load(
                 door_name, [*search, *(_line(o, group=o in groups) for o in parsed)], None
             )
+    _take_literal(config, literal, choices)
+    if check_missing:
+        _check_complete(door_name, config, choices)
+    return Invocation(door_name, tuple(overrides), copy.deepcopy(choices), config)
+
+
+def _read(
+    overrides: Sequence[str], text: Sequence[str], choices: Mapping[str, Any], options_of: _Options
+) -> tuple[dict[str, str], list[Override]]:
+    """Literal texts by key, and everything else, parsed.
+
+    A key that is text and a choice too is a choice where its value names one.
+    """
+    options = {key: options_of(key) for key in text if key in choices}
+    picked = [
+        word
+        for word in overrides
+        if word.partition("=")[2] in options.get(word.partition("=")[0], ())
+    ]
+    literal, parsed = _parse([word for word in overrides if word not in picked], text)
+    return literal, parsed + _parse(picked, ())[1]
+
+
+def _take_literal(config: DictConfig, literal: Mapping[str, str], choices: dict[str, Any]) -> None:
+    """Set keys whose value is taken as it was written."""
     settings = OmegaConf.to_container(config) if literal else {}
     for key, value in literal.items():
         if not has_key(settings, key):
             raise InputError(unknown_key(f"{key}={value}", key, config, choices))
         OmegaConf.update(config, key, _escape(value))
-    if check_missing:
-        missing = sorted(OmegaConf.missing_keys(config))
-        if missing:
-            said = comments_of(door_name, choices)
-            wanted = ", ".join(
-                f"{key}=..." + (f" ({said[key]})" if key in said else "") for key in missing
-            )
-            raise InputError(
-                f"needs {wanted}: python -m drafttrain.{door_name} "
-                f"{' '.join(f'{k}=...' for k in missing)}"
-            )
-        try:
-            OmegaConf.to_container(config, resolve=True)
-        except OmegaConfBaseException as error:
-            raise InputError(f"the configuration does not resolve: {first_line(error)}") from error
-    return Invocation(door_name, tuple(overrides), copy.deepcopy(choices), config)
+
+
+def _check_complete(door_name: str, config: DictConfig, choices: dict[str, Any]) -> None:
+    """Raise InputError for settings without a value, and for references to nothing."""
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        said = comments_of(door_name, choices)
+        wanted = ", ".join(
+            f"{key}=..." + (f" ({said[key]})" if key in said else "") for key in missing
+        )
+        raise InputError(
+            f"needs {wanted}: python -m drafttrain.{door_name} "
+            f"{' '.join(f'{k}=...' for k in missing)}"
+        )
+    try:
+        OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise InputError(f"the configuration does not resolve: {first_line(error)}") from error
 
 
 def search_path(config_dir: str | os.PathLike[str] | None) -> list[str]:
@@ -155,14 +178,13 @@ def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str
             key, _, value = word.partition("=")
             raise InputError(
                 f"cannot read {word!r}: {first_line(error)}. A value with spaces, brackets, "
-                f"commas, quotes or colons needs "
-                f"quotes that reach this program: '{key}=\"{value}\"'"
+                f"commas, quotes or colons needs quotes that reach this program: "
+                f"'{key}=\"{value}\"'"
             ) from error
         if override.is_sweep_override():
             raise InputError(
                 f"{word!r} names several values; one command makes one run. A list is written with "
-                f"brackets, "
-                f"'{override.key_or_group}=[...]'; for a sweep, loop in the shell"
+                f"brackets, '{override.key_or_group}=[...]'; for a sweep, loop in the shell"
             )
         if override.key_or_group.split(".")[0] == "hydra":
             raise InputError(
@@ -171,10 +193,6 @@ def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str
             )
         parsed.append(override)
     return literal, parsed
-
-
-_Options = Callable[[str], list[str]]
-_State = tuple[tuple[str, int, int], ...]
 
 
 def _state_of(folder: Path) -> _State:

@@ -13,8 +13,8 @@ CONF_DIR_VARIABLE = "DRAFTTRAIN_CONF_DIR"
 
 
 def conf_dir() -> Path:
-    """The folder of configurations: `drafttrain/conf` in an installed package, `conf/` beside the
-    package in a checkout."""
+    """The folder of configurations: `drafttrain/conf` in an installed package, `conf/` next to
+    the package in a checkout."""
     given = os.environ.get(CONF_DIR_VARIABLE)
     package = Path(__file__).resolve().parent.parent
     candidates = [Path(given).resolve()] if given else [package / "conf", package.parent / "conf"]
@@ -27,7 +27,7 @@ def conf_dir() -> Path:
 
 
 def _comments(path: Path, prefix: str = "") -> dict[str, str]:
-    """{dotted key: the comment above it or beside it} of a configuration file: what a setting means
+    """{dotted key: the comment above it or after it} of a configuration file: what a setting means
     is written once, there."""
     found: dict[str, str] = {}
     above: list[str] = []
@@ -39,9 +39,9 @@ def _comments(path: Path, prefix: str = "") -> dict[str, str]:
             above.append(text.lstrip("# "))
             continue
         if match:
-            indent, key, beside = len(match.group(1)), match.group(2), match.group(3)
+            indent, key, after = len(match.group(1)), match.group(2), match.group(3)
             parents = [(depth, name) for depth, name in parents if depth < indent]
-            said = " ".join([*above, *([beside.strip()] if beside else [])])
+            said = " ".join([*above, *([after.strip()] if after else [])])
             if said and key != "defaults":
                 found[".".join([*filter(None, [prefix]), *(name for _, name in parents), key])] = (
                     said

@@ -26,7 +26,7 @@ from drafttrain.wiring.usage import help_text
 
 TRACEBACK_VARIABLE = "DRAFTTRAIN_TRACEBACK"
 STOPPED_BY_SIGNAL = companions.STOPPED_BY_SIGNAL
-"""Exit code behind a TERM signal."""
+"""Exit code after a TERM signal."""
 
 
 def door(
@@ -43,61 +43,23 @@ def door(
     Args:
         name: the primary configuration and the door's name.
         text: keys whose value is taken literally (a prompt may hold any character).
-        together: can its processes not go on without each other?
+        together: do its processes need each other to go on?
     """
 
     def decorate(main: Callable[[DictConfig], Any]) -> Callable[..., Any]:
-        def opened(words: list[str]) -> Any:
-            options, overrides = _options_of(words)
-            if options["help"]:
-                print(help_text(name, main, overrides, text, options["config_dir"]))
-                return None
-            invocation = invocation_of(
-                name,
-                overrides,
-                text=text,
-                config_dir=options["config_dir"],
-                check_missing=not options["cfg"],
-            )
-            if options["cfg"]:
-                print(OmegaConf.to_yaml(invocation.config, resolve=options["resolve"]), end="")
-                return None
-            runs.current = invocation
-            with companions.together(name) if together else contextlib.nullcontext():
-                return main(invocation.config)
-
         @functools.wraps(main)
         def command(argv: Sequence[str] | None = None) -> Any:
             before = runs.current
             with _ended_by_term():
                 try:
                     with _any_character():
-                        return opened(list(sys.argv[1:] if argv is None else argv))
-                except KeyboardInterrupt:
-                    _complain(name, "interrupted")
-                    raise SystemExit(130) from None
-                except _Terminated:
-                    _complain(name, "stopped by a signal")
-                    raise SystemExit(STOPPED_BY_SIGNAL) from None
-                except BrokenPipeError:
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                    raise SystemExit(1) from None
-                except LostCompanion as error:
-                    _complain(name, str(error))
-                    raise SystemExit(1) from None
-                except Exception as error:
-                    message = (
-                        str(error) if isinstance(error, InputError) else refused_by_system(error)
-                    )
-                    if not message:
+                        words = list(sys.argv[1:] if argv is None else argv)
+                        return _opened(name, main, words, text, together)
+                except (KeyboardInterrupt, _Terminated, Exception) as error:
+                    code = _exit_code(name, error)
+                    if code is None:
                         raise
-                    if (
-                        os.environ.get(TRACEBACK_VARIABLE, "0") != "0"
-                        or os.environ.get("HYDRA_FULL_ERROR", "0") != "0"
-                    ):
-                        traceback.print_exc()
-                    _complain(name, message)
-                    raise SystemExit(2) from None
+                    raise SystemExit(code) from None
                 finally:
                     runs.current = before
 
@@ -106,13 +68,63 @@ def door(
     return decorate
 
 
+def _opened(
+    name: str,
+    main: Callable[[DictConfig], Any],
+    words: list[str],
+    text: Sequence[str],
+    together: bool,
+) -> Any:
+    """Do what the words on the command line ask for."""
+    options, overrides = _options_of(words)
+    if options["help"]:
+        print(help_text(name, main, overrides, text, options["config_dir"]))
+        return None
+    invocation = invocation_of(
+        name,
+        overrides,
+        text=text,
+        config_dir=options["config_dir"],
+        check_missing=not options["cfg"],
+    )
+    if options["cfg"]:
+        print(OmegaConf.to_yaml(invocation.config, resolve=options["resolve"]), end="")
+        return None
+    runs.current = invocation
+    with companions.together(name) if together else contextlib.nullcontext():
+        return main(invocation.config)
+
+
+def _exit_code(name: str, error: BaseException) -> int | None:
+    """Print an error as one line. Returns the exit code; None for a fault of this program."""
+    if isinstance(error, KeyboardInterrupt):
+        _complain(name, "interrupted")
+        return 130
+    if isinstance(error, _Terminated):
+        _complain(name, "stopped by a signal")
+        return STOPPED_BY_SIGNAL
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    if isinstance(error, LostCompanion):
+        _complain(name, str(error))
+        return 1
+    message = str(error) if isinstance(error, InputError) else refused_by_system(error)
+    if not message:
+        return None
+    if any(os.environ.get(name, "0") != "0" for name in (TRACEBACK_VARIABLE, "HYDRA_FULL_ERROR")):
+        traceback.print_exc()
+    _complain(name, message)
+    return 2
+
+
 class _Terminated(BaseException):
     """A TERM signal came."""
 
 
 @contextlib.contextmanager
 def _ended_by_term() -> Iterator[None]:
-    """A TERM signal ends what runs inside as an error would, so that it tidies up behind itself."""
+    """A TERM signal ends what runs inside as an error would, so that it tidies up."""
 
     def end(_number: int, _frame: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # A second one must not disturb the tidying.
@@ -126,7 +138,7 @@ def _ended_by_term() -> Iterator[None]:
         signal.signal(signal.SIGTERM, end)
     try:
         yield
-    except _Terminated:  # It came while the end of another kind was being told.
+    except _Terminated:  # It came while another error was being reported.
         raise SystemExit(STOPPED_BY_SIGNAL) from None
     finally:
         if before is not None:  # One that was not set by Python stays.
@@ -135,8 +147,8 @@ def _ended_by_term() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _any_character() -> Iterator[None]:
-    """What standard output's encoding lacks is written as an escape: a model may write any
-    character."""
+    """Characters that standard output's encoding lacks are written as escapes: a model may write
+    any."""
     stream: Any = sys.stdout
     strict = getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure")
     if strict:

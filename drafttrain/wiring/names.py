@@ -52,12 +52,12 @@ def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> list[str]:
 
     found = []
     for candidate in sorted(set(candidates)):
-        tail, whole = (
+        tail, full = (
             alike(name.rpartition(".")[2], candidate.rpartition(".")[2]),
             alike(name, candidate),
         )
-        if tail >= 0.7 or whole >= 0.85:
-            found.append((-tail - whole, candidate))
+        if tail >= 0.7 or full >= 0.85:
+            found.append((-tail - full, candidate))
     return [candidate for _, candidate in sorted(found)[:limit]]
 
 
@@ -67,7 +67,10 @@ def unknown_key(given: str, key: str, config: DictConfig, choices: dict[str, Any
     while section and section not in keys:
         section = section.rpartition(".")[0]
     if section and not OmegaConf.is_dict(OmegaConf.select(config, section, throw_on_missing=False)):
-        return f"{given}: there is no setting {key}. {section} is a single value: did you mean {section}=...?"
+        return (
+            f"{given}: there is no setting {key}. {section} is a single value: did you mean "
+            f"{section}=...?"
+        )
     if section:
         inside = [k.rpartition(".")[2] for k in keys if k.rpartition(".")[0] == section]
     else:

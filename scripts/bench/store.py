@@ -28,7 +28,7 @@ from torch import Tensor
 from drafttrain import fit
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
-from drafttrain.fitting import given
+from drafttrain.fitting import given, settings
 from drafttrain.flow import Batch, Needs
 from drafttrain.reporting.loggers import read_metrics
 from drafttrain.target.encoding import ENCODINGS
@@ -225,7 +225,7 @@ def main() -> None:
     cfg = compose("fit", words)
     data: ConversationData = build(cfg.data, split="train")
     target: Target = build(cfg.target, work="throughput")
-    drafter = given.make_drafter(cfg, target, data, None)
+    drafter = given.make_drafter(settings.read_settings(cfg), target, data, None)
     trainer: TrainerConfig = build(cfg.trainer)
     places = trainer.sampler(data, seed=cfg.seed, rank=0, world=1).batches(0)
     with tempfile.TemporaryDirectory(prefix="drafttrain-store-") as folder:

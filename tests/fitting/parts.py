@@ -48,7 +48,7 @@ def weights(run: Path, name: str = "last") -> dict[str, torch.Tensor]:
 
 
 class Signal(ConsoleProgress):
-    """Sends this process a signal behind update 7."""
+    """Sends this process a signal after update 7."""
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         if args[1].updates == 7:

@@ -132,7 +132,7 @@ def test_rank_0_and_no_weight_reproduce_the_frozen_target(
         name: value for name, value in load_file(package / TENSORS).items() if name != "draft_ids"
     }
     assert not any(value.any() for value in start.values()), (
-        "heads begin as the identity, and nothing moved them"
+        "heads start as the identity, and nothing moved them"
     )
 
 
@@ -141,19 +141,21 @@ def test_two_stages(
 ) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     fit.main(words(folder, one, *HEADS, *QUICK, "trainer.max_steps=4"))
-    begin = [*JOINT, f"init_from={one / 'package'}"]
-    fit.main(words(folder, two, *begin, "trainer.max_steps=1", "optim.lr=1e-30", "optim.warmup=0"))
-    assert "begins with the weights of" in capsys.readouterr().out
+    started = [*JOINT, f"init_from={one / 'package'}"]
+    fit.main(
+        words(folder, two, *started, "trainer.max_steps=1", "optim.lr=1e-30", "optim.warmup=0")
+    )
+    assert "starts with the weights of" in capsys.readouterr().out
     assert same(load_file(one / "package" / TENSORS), load_file(two / "package" / TENSORS))
-    for more, told in (
+    for more, fault in (
         (["draft_vocab=32"], "proposes from 64 tokens, draft_vocab=32: set draft_vocab=64"),
         (["drafter.heads=4"], "has other weights than this drafter"),
         (["drafter=hydra_heads"], "holds a Medusa, the drafter is a HydraHeads"),
         ([f"init_from={tmp_path / 'none'}"], "does not exist"),
         ([f"init_from={two / 'package'}"], "was trained jointly with its target"),
     ):
-        kept = [word for word in begin if word.partition("=")[0] != more[0].partition("=")[0]]
-        assert told in refusal(capsys, words(folder, tmp_path / "run", *kept, *more))
+        kept = [word for word in started if word.partition("=")[0] != more[0].partition("=")[0]]
+        assert fault in refusal(capsys, words(folder, tmp_path / "run", *kept, *more))
         assert not (tmp_path / "run").exists()
 
 

@@ -129,7 +129,7 @@ def test_200_steps_of_two_processes_are_those_of_one(
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_mixed_precision_and_accumulation(folder: Path, tmp_path: Path, strategy: str) -> None:
     common = [*EPOCH, "trainer.precision=bf16-mixed", "trainer.max_steps=20"]
-    two, alone = tmp_path / "two", tmp_path / "alone"
+    two, single = tmp_path / "two", tmp_path / "alone"
     said(
         started(
             torchrun(
@@ -137,9 +137,9 @@ def test_mixed_precision_and_accumulation(folder: Path, tmp_path: Path, strategy
             )
         )
     )
-    fit.main(words(folder, alone, *common, "trainer.accumulate=4"))
-    close(two, alone, 0.02)
-    ours, theirs = (read_metrics(path / "metrics.csv")[-1]["train/loss"] for path in (two, alone))
+    fit.main(words(folder, single, *common, "trainer.accumulate=4"))
+    close(two, single, 0.02)
+    ours, theirs = (read_metrics(path / "metrics.csv")[-1]["train/loss"] for path in (two, single))
     assert ours == pytest.approx(theirs, rel=0.01)
     assert all(w.dtype == torch.float32 for w in weights(two).values() if w.is_floating_point())
 
@@ -156,14 +156,14 @@ def test_evaluation_while_the_drafter_is_shared_out(folder: Path, tmp_path: Path
         "eval.speed_prompts=1",
     ]
     more += ["final.prompts=2", "final.speed_prompts=0"]
-    two, alone = tmp_path / "two", tmp_path / "alone"
+    two, single = tmp_path / "two", tmp_path / "alone"
     said(
         started(
             torchrun(*words(folder, two, *more, "trainer.accumulate=2", "trainer.strategy=fsdp"))
         )
     )
-    fit.main(words(folder, alone, *more, "trainer.accumulate=4"))
-    rows = [read_metrics(path / "metrics.csv") for path in (two, alone)]
+    fit.main(words(folder, single, *more, "trainer.accumulate=4"))
+    rows = [read_metrics(path / "metrics.csv") for path in (two, single)]
     measured = [[row for row in one if "val/tau" in row] for one in rows]
     assert len(measured[0]) == len(measured[1]) == 2
     for ours, theirs in zip(*measured, strict=True):
@@ -188,8 +188,8 @@ def test_a_run_goes_on_by_another_strategy(folder: Path, tmp_path: Path) -> None
     ]
     said(started(torchrun(*partial_pass)))
     assert read_checkpoint(run / "checkpoints" / "last.ckpt")["progress"]["updates"] < 20
-    told = said(started(torchrun(*words(folder, run, *more, "resume=last"))))
-    assert "trainer.strategy was fsdp, is ddp" in told
+    printed = said(started(torchrun(*words(folder, run, *more, "resume=last"))))
+    assert "trainer.strategy was fsdp, is ddp" in printed
     close(run, calm, 1e-5)
 
 
@@ -208,7 +208,7 @@ def test_a_run_goes_on_in_another_number_of_processes(
     ]
 
     def part(processes: int, steps: int, *also: str) -> None:
-        told = words(
+        printed = words(
             folder,
             run,
             *more,
@@ -217,9 +217,9 @@ def test_a_run_goes_on_in_another_number_of_processes(
             *also,
         )
         if processes == 1:
-            fit.main(told)
+            fit.main(printed)
         else:
-            said(started(torchrun(*told)))
+            said(started(torchrun(*printed)))
 
     fit.main(words(folder, calm, *more, "trainer.accumulate=2", "trainer.max_steps=12"))
     part(first, 5)
@@ -271,11 +271,12 @@ def test_killing_one_ends_the_other_within_a_minute(
     other = pid_of(0, process.pid)
     os.kill(pid_of(1, process.pid), signal.SIGKILL)
     began = time.monotonic()
-    told = said(process, None, timeout=60)
+    printed = said(process, None, timeout=60)
     assert process.returncode != 0 and time.monotonic() - began < 60
     assert (
-        "drafttrain.fit (rank 0): rank 1 (process " in told and "is gone: it was killed" in told
-    ), told[-4000:]
+        "drafttrain.fit (rank 0): rank 1 (process " in printed
+        and "is gone: it was killed" in printed
+    ), printed[-4000:]
     assert not Path(f"/proc/{other}").exists()
     assert read_checkpoint(run / "checkpoints" / "last.ckpt")["progress"]["updates"] >= 5
 
@@ -314,11 +315,11 @@ def test_without_a_launcher_a_killed_process_ends_the_other_too(
     until(run / "checkpoints" / "last.ckpt", left)
     killed.send_signal(signal.SIGKILL)
     began = time.monotonic()
-    told = said(left, 1, timeout=60)
+    printed = said(left, 1, timeout=60)
     assert time.monotonic() - began < 60
     assert (
-        f": rank 1 (process {killed.pid}) is gone: it was killed" in told
-        and "Traceback" not in told
+        f": rank 1 (process {killed.pid}) is gone: it was killed" in printed
+        and "Traceback" not in printed
     )
     killed.communicate()
 
@@ -356,10 +357,10 @@ def test_an_exception_in_one_process_ends_all_with_its_cause(folder: Path, tmp_p
 def test_slow_preparation_hangs_nobody(folder: Path, tmp_path: Path) -> None:
     short = [*EPOCH, "trainer.accumulate=2", "trainer.max_steps=2"]
     left, slow = by_hand(SLOW, words(folder, tmp_path / "run", *short))
-    told = said(left)
+    printed = said(left)
     assert (
         "drafttrain.fit (rank 0): waits before the first update for rank 1 (loads the target)"
-        in told
+        in printed
     )
     said(slow)
     assert len(list(tmp_path.iterdir())) == 1

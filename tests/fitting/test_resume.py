@@ -1,5 +1,5 @@
-"""A run that was killed, or that the disk stopped, ends like one that was left alone: bit for bit,
-row for row."""
+"""A run that was killed, or that the disk stopped, ends like one that nothing disturbed: bit for
+bit, row for row."""
 
 from __future__ import annotations
 
@@ -38,10 +38,13 @@ from drafttrain.reporting.progress import ConsoleProgress
 
 
 class Noting(ConsoleProgress):
-    '''Writes down the rows of every micro-batch before it is learned from; a kill leaves whole lines.'''
+    '''Writes down the rows of every micro-batch before it is learned from.
+
+    A kill leaves complete lines.
+    '''
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        # What fills up an epoch's last update stands for a row, and has nothing to learn.
+        # What fills up an epoch's last update replaces a row, and has nothing to learn.
         rows = batch.row_ids.tolist() if batch.loss_mask.any() else []
         line = json.dumps([pl_module.position, rows]) + chr(10)
         os.write(notes, line.encode())
@@ -191,7 +194,7 @@ def test_a_run_that_is_being_made_is_not_made_twice(
         pass
 
 
-def test_a_run_without_its_last_checkpoint_is_not_begun_anew(
+def test_a_run_without_its_last_checkpoint_is_not_started_again(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -244,7 +247,7 @@ def test_a_disk_that_fills_up_leaves_a_checkpoint_to_go_on_from(
     }
     assert left == {"last.ckpt": 4, "update-00000004.ckpt": 4}
     fit.main([*words(folder, run, *UNMEASURED, "checkpoint.keep=1"), "resume=last"])
-    assert "goes on behind update 4," in capsys.readouterr().out
+    assert "goes on after update 4," in capsys.readouterr().out
     fit.main(words(folder, calm, *UNMEASURED))
     ours, theirs = (read_checkpoint(path / "checkpoints" / "last.ckpt") for path in (run, calm))
     assert same(ours["weights"], theirs["weights"]) and ours["progress"]["updates"] == 12

@@ -118,7 +118,7 @@ def main(folder: Path, much: str) -> None:
             module.drafter.state_dict(), folder / f"{kind}-{strategy}-{rank}.pt"
         )  # what each process is left with
     for first, second in (("ddp", "fsdp"), ("fsdp", "ddp"))[: None if much == "all" else 1]:
-        partial_pass = folder / f"begun-{first}"
+        partial_pass = folder / f"started-{first}"
         trained("eagle1", target, data, partial_pass, rank=rank, strategy=first, stop=3)
         trained(
             "eagle1",

@@ -25,7 +25,9 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.target.features import OnlineFeatures
 from drafttrain.target.model import Target
+from drafttrain.training.checkpoint import CheckpointConfig, Keeper
 from drafttrain.training.course import Course, Stream, TrainerConfig
+from drafttrain.training.decode_callback import DecodeCallback
 from drafttrain.training.module import DraftModule
 from drafttrain.training.optim import AdamW
 from drafttrain.tree.topology import Tree
@@ -54,6 +56,16 @@ OPTIM: dict[str, Any] = {
     "horizon": None,
     "clip_norm": 1.0,
     "clip_value": None,
+}
+EVAL: dict[str, Any] = {
+    "every": 2,
+    "prompts": 3,
+    "max_new_tokens": 8,
+    "batch": 2,
+    "sim_rows": 3,
+    "speed_prompts": 1,
+    "speed_every": None,
+    "patience": None,
 }
 
 
@@ -210,3 +222,10 @@ def weights_of(module: DraftModule) -> dict[str, Tensor]:
 
 def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def keeper(folder: Path, decode: DecodeCallback | None = None, **settings: Any) -> Keeper:
+    patience = settings.pop("patience", None)
+    return Keeper(
+        folder, CheckpointConfig(**{"every": None, "keep": 0} | settings), decode, patience=patience
+    )

@@ -26,18 +26,7 @@ from drafttrain.training.decode_callback import (
 )
 from drafttrain.training.module import DraftModule
 from drafttrain.tree.topology import Tree
-from tests.training.parts import Memory, fit, module_for, same, weights_of
-
-EVAL: dict[str, Any] = {
-    "every": 2,
-    "prompts": 3,
-    "max_new_tokens": 8,
-    "batch": 2,
-    "sim_rows": 3,
-    "speed_prompts": 1,
-    "speed_every": None,
-    "patience": None,
-}
+from tests.training.parts import EVAL, Memory, fit, module_for, same, weights_of
 
 
 def callback(
@@ -182,7 +171,7 @@ def test_fewer_prompts_than_the_batch(target: Target, data: ConversationData) ->
     assert decode.tau is not None and decode.tau >= 1
 
 
-def test_tallies_travel_whole() -> None:
+def test_tallies_travel_completely() -> None:
     tally = Tally(5, 20, 7, 12, offered=[5, 3], kept=[3, 1], seconds={"draft": 0.5, "host": 0.25})
     back = _unpacked(_packed(tally, 4) + _packed(Tally(), 4))
     assert (back.rounds, back.drafted, back.accepted, back.emitted) == (5, 20, 7, 12)

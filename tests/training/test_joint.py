@@ -24,9 +24,9 @@ from drafttrain.training.checkpoint import read_checkpoint
 from drafttrain.training.course import Course, Stream, TrainerConfig
 from drafttrain.training.joint import Joint, JointModule, self_distillation
 from drafttrain.training.optim import AdamW
+from tests.messages import said
 from tests.target.adapters import stirred
-from tests.training.parts import OPTIM, TRAINER, Fixed, Watch, drafter_of, fit, same, tiny
-from tests.training.test_checkpoint import keeper
+from tests.training.parts import OPTIM, TRAINER, Fixed, Watch, drafter_of, fit, keeper, same, tiny
 
 JOINT: dict[str, Any] = {
     "rank": 4,
@@ -281,11 +281,11 @@ def test_accumulation_does_not_change_the_gradient(data: ConversationData) -> No
     rows = [(*data.row(i), data.indices[i]) for i in (0, 1, 2)]
     ids, mask, number = rows[0]
     empty = collate([(ids, torch.zeros_like(mask), number)])
-    whole = gradients([collate(rows)])
+    complete = gradients([collate(rows)])
     for split in ([collate([row]) for row in rows], [collate(rows[:1]), empty, collate(rows[1:])]):
         for name, value in gradients(split).items():
             torch.testing.assert_close(
-                value, whole[name], rtol=1e-4, atol=1e-4 * float(whole[name].abs().max())
+                value, complete[name], rtol=1e-4, atol=1e-4 * float(complete[name].abs().max())
             )
 
 
@@ -294,8 +294,8 @@ def test_stopped_in_mid_epoch_and_resumed(data: ConversationData, tmp_path: Path
     that was not stopped."""
     trainer: dict[str, Any] = {"accumulate": 2, "max_steps": 7, "batch_tokens": 320}
     settings: dict[str, Any] = {"dropout": 0.3, "ramp": "sine"}
-    whole, stream = run_of(data, trainer, **settings)
-    fit(whole, stream, keeper(tmp_path / "whole"))
+    complete, stream = run_of(data, trainer, **settings)
+    fit(complete, stream, keeper(tmp_path / "complete"))
     first, stream = run_of(data, trainer, **settings)
     fit(first, stream, Watch(stop_at=3), keeper(tmp_path / "parts"))
     assert first.stopped == "signal" and 3 <= first.updates < 7
@@ -304,9 +304,10 @@ def test_stopped_in_mid_epoch_and_resumed(data: ConversationData, tmp_path: Path
     second.continue_from(read_checkpoint(tmp_path / "parts" / "last.ckpt"))
     stream.position = second.position
     fit(second, stream, keeper(tmp_path / "parts"))
-    assert same(everything(second), everything(whole))
+    assert same(everything(second), everything(complete))
     mine, theirs = (
-        read_checkpoint(tmp_path / name / "last.ckpt")["optimiser"] for name in ("parts", "whole")
+        read_checkpoint(tmp_path / name / "last.ckpt")["optimiser"]
+        for name in ("parts", "complete")
     )
     assert [group["lr"] for group in mine["param_groups"]] == [
         group["lr"] for group in theirs["param_groups"]
@@ -315,7 +316,7 @@ def test_stopped_in_mid_epoch_and_resumed(data: ConversationData, tmp_path: Path
         assert all(torch.equal(mine["state"][number][name], value) for name, value in state.items())
     calm, stream = run_of(data, trainer, **settings | {"dropout": 0.0})
     fit(calm, stream)
-    assert not same(everything(calm), everything(whole)), "dropout is on while learning"
+    assert not same(everything(calm), everything(complete)), "dropout is on while learning"
 
 
 def test_rank_0_and_no_weight_leave_everything_as_it_was(data: ConversationData) -> None:
@@ -359,32 +360,32 @@ def test_distillation_stays_within_its_chunk(data: ConversationData) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "fault"),
     [
         ({"rank": -1}, "joint.rank=-1"),
         ({"rank": 1.5}, "joint.rank=1.5"),
-        ({"alpha": 0}, "alpha and head_lr_factor above 0"),
-        ({"dropout": 1.0}, "dropout below 1"),
-        ({"ramp": "linear"}, "joint.ramp=linear: give one of constant, sine"),
+        ({"alpha": 0}, "joint needs alpha"),
+        ({"dropout": 1.0}, "joint needs.*dropout"),
+        ({"ramp": "linear"}, "joint.ramp=linear"),
         ({"linears": "q_proj"}, "joint.linears=q_proj"),
         ({"linears": []}, "joint.linears"),
         ({"lambda_0": float("nan")}, "joint.lambda_0=nan"),
         ({"chunk": 0}, "joint.chunk=0"),
     ],
 )
-def test_wrong_settings(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said.replace(".", r"\.")):
+def test_wrong_settings(settings: dict[str, Any], fault: str) -> None:
+    with pytest.raises(InputError, match=fault.replace(".", r"\.")):
         Joint(**{**JOINT, **settings})
 
 
 def test_what_cannot_be_trained_jointly(monkeypatch: pytest.MonkeyPatch) -> None:
     joint = Joint(**JOINT)
-    with pytest.raises(InputError, match="Eagle1 has none: give drafter=medusa"):
+    with pytest.raises(InputError, match=said("training.no_heads")):
         joint.check(drafter_of(tiny()))
-    with pytest.raises(InputError, match=r"joint\.ramp=sine counts updates"):
+    with pytest.raises(InputError, match=r"joint\.ramp=sine"):
         Joint(**{**JOINT, "ramp": "sine"}).check_length(None)
     joint.check_length(None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"drafttrain\[medusa2\]"):
+    with pytest.raises(InputError, match=said("training.needs_peft")):
         Joint(**JOINT)
     Joint(**{**JOINT, "rank": 0})
