@@ -91,12 +91,12 @@ def main(cfg: DictConfig) -> None:
     entries = read_entries(find_packages(settings.runs, say), measured=not settings.measure)
     if settings.measure:
         contest = prepare(settings, entries)
-        with new_folder(cfg) as folder:
+        with new_folder(cfg.run_dir) as folder:
             rows, conditions = measure(contest, settings), conditions_of(contest, settings)
             publish(folder, entries, rows, conditions, compared=True)
     else:
         rows, conditions = recorded(entries, settings.policy.temperature)
-        with new_folder(cfg) as folder:
+        with new_folder(cfg.run_dir) as folder:
             publish(folder, entries, rows, conditions, compared=len(entries) > 1)
 
 

@@ -30,15 +30,16 @@ from drafttrain.packaging.manifest import read_config
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 from drafttrain.wiring.composing import compose
+from tests.drafter import make as drafters
 from tests.helpers import save_target
 from tests.layouts.made import read_back, same, stirred
 from tests.messages import said
 from tests.packaging.made import packed
 
 KINDS: dict[str, tuple[Any, str]] = {
-    "eagle1": (lambda target: Eagle1(target, bias=True), "sglang"),
-    "medusa": (lambda target: Medusa(target, heads=2, own_head=True), "vllm"),
-    "ssm": (lambda target: Ssm(target, layers=1, width=32, heads=2), "hf"),
+    "eagle1": (lambda target: drafters.make(Eagle1, target, bias=True), "sglang"),
+    "medusa": (lambda target: drafters.make(Medusa, target, heads=2, own_head=True), "vllm"),
+    "ssm": (lambda target: drafters.make(Ssm, target, layers=1, width=32, heads=2), "hf"),
 }
 
 

@@ -20,6 +20,7 @@ from drafttrain.drafter.ngram import NGram
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.target import load
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 from tests.packaging.made import overfitted, packed
 
 BENCH = Path(__file__).resolve().parent.parent / "scripts" / "bench"
@@ -71,7 +72,7 @@ def test_peers_with_one_small_model_for_both(
 ) -> None:
     target = load.tiny()
     # All of the target's layers: every draft is kept, so that the passes of both can be counted.
-    drafter = Ssm(target, layers=[0, 1, 2], own=["embedding", "norm", "head"]).eval()
+    drafter = drafters.make(Ssm, target, layers=[0, 1, 2], own=["embedding", "norm", "head"]).eval()
     package = packed(tmp_path / "package", drafter, target, plan=Plan(Tree.chain(2)))
     words = ("--target", "tiny", "--package", package, "--prompts", 2, "--new", 13, "--drafts", 3)
     run("hf_peers.py", *words, patch=monkeypatch)
@@ -100,7 +101,7 @@ def test_a_package_without_a_model_of_its_own_is_refused(
 ) -> None:
     target = load.tiny()
     torch.manual_seed(0)
-    package = packed(tmp_path / "package", Ssm(target, layers=[0]).eval(), target)
+    package = packed(tmp_path / "package", drafters.make(Ssm, target, layers=[0]).eval(), target)
     with pytest.raises(SystemExit) as stopped:
         run("hf_peers.py", "--target", "tiny", "--package", package, patch=monkeypatch)
     assert stopped.value.code == 2 and "export_assistant=true" in capsys.readouterr().err
@@ -128,9 +129,9 @@ def test_rules_are_not_compared_for_nothing(
 ) -> None:
     target = load.tiny()
     torch.manual_seed(0)
-    packed(tmp_path / "eagle1", Eagle1(target), target)
-    packed(tmp_path / "ngram", NGram(target), target)
-    packed(tmp_path / "medusa", Medusa(target, heads=2).eval(), target)
+    packed(tmp_path / "eagle1", drafters.make(Eagle1, target), target)
+    packed(tmp_path / "ngram", drafters.make(NGram, target), target)
+    packed(tmp_path / "medusa", drafters.make(Medusa, target, heads=2).eval(), target)
     words = [str(word).replace("{", f"{tmp_path}/").replace("}", "") for word in words]
     with pytest.raises(SystemExit) as stopped:
         run(

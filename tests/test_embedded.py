@@ -12,6 +12,7 @@ from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.target import load
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 
 pytestmark = pytest.mark.real
 
@@ -73,7 +74,7 @@ def test_greedy_answers_of_the_set_are_what_the_target_writes(target, shipped):
 
 def test_drafting_does_not_change_the_embedded_targets_greedy_text(target, shipped):
     torch.manual_seed(0)
-    drafter = Eagle1(target, draft_ids=list(range(4096))).eval()
+    drafter = drafters.make(Eagle1, target, draft_ids=list(range(4096))).eval()
     prompts = shipped.prompts(2)
     plain, _ = decode(target, None, prompts, Plan(Tree.chain(0)), max_new_tokens=8)
     for tree in (Tree.chain(4), Tree.eagle1_static()):

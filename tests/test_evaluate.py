@@ -26,6 +26,7 @@ from drafttrain.evaluating.measuring import row_of
 from drafttrain.evaluating.parity import parity, parity_words
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 from tests.helpers import BARE, packed_place, place_words, tiny_chat_target
 from tests.messages import said
 from tests.packaging.made import overfitted, packed
@@ -149,7 +150,7 @@ def test_drafts_that_are_copied(
 ) -> None:
     """No dtype, no parity, and at every temperature the rule for drafts that are a function of the
     text."""
-    packed(tmp_path / "package", NGram(target), target, plan=Plan(Tree.chain(3)))
+    packed(tmp_path / "package", drafters.make(NGram, target), target, plan=Plan(Tree.chain(3)))
     more = (
         "chains=[2]",
         "trees=[package]",
@@ -301,7 +302,7 @@ def test_a_failure_leaves_no_folder_and_prompts_beyond_the_model_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny_chat_target(BARE, vocab_size=260)
-    place = packed_place(tmp_path, target, Eagle1(target), plan=Plan(Tree.chain(2)))
+    place = packed_place(tmp_path, target, drafters.make(Eagle1, target), plan=Plan(Tree.chain(2)))
     (place / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "the"}\n')
     few = (
         "chains=[1]",
@@ -393,7 +394,7 @@ def test_prompts_that_end_at_once_have_no_tau(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tiny_chat_target(stop_bias=1e4)
-    packed_place(tmp_path, target, Eagle1(target))
+    packed_place(tmp_path, target, drafters.make(Eagle1, target))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
     evaluate.main(words(tmp_path, tmp_path / "run", "chains=[2]", "trees=[]", "temperatures=[0.0]"))
     text = (tmp_path / "run" / evaluate.RESULT).read_text()

@@ -33,6 +33,7 @@ from drafttrain.layouts.finding import Finding
 from drafttrain.layouts.writing import Exported, check_out
 from drafttrain.target.model import Target
 from drafttrain.wiring.composing import compose
+from tests.drafter import make as drafters
 from tests.helpers import packed_place
 from tests.layouts.made import config, put, stirred
 from tests.messages import said
@@ -47,7 +48,9 @@ def settings() -> DictConfig:
 @pytest.fixture(scope="module")
 def place(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the target and a package."""
-    return packed_place(tmp_path_factory.mktemp("export"), target, stirred(Eagle1(target)))
+    return packed_place(
+        tmp_path_factory.mktemp("export"), target, stirred(drafters.make(Eagle1, target))
+    )
 
 
 def words(place: Path, **settings: Any) -> list[str]:

@@ -59,6 +59,7 @@ from drafttrain.target.store import Store, digest_of
 from drafttrain.training.checkpoint import check_complete, read_checkpoint, write_checkpoint
 from drafttrain.training.resume import refuse_other_run
 from drafttrain.tree.files import read_tree, table
+from tests.drafter import make as drafters
 from tests.helpers import ALTERNATING, CHATML, tiny_tokenizer
 from tests.layouts.foreign import MAKERS, make_target
 from tests.layouts.made import read_back
@@ -209,7 +210,7 @@ def package(folder: Path, target: Target) -> Loader:
             "accept_at": [0.5, None],
         }
     ]
-    drafter = Eagle1(target, draft_ids=list(range(1, 200, 2)), bias=True)
+    drafter = drafters.make(Eagle1, target, draft_ids=list(range(1, 200, 2)), bias=True)
     packed(folder / "a", drafter, target, metrics={"settings": {}, "rows": rows})
 
     def read(path: Path, _name: str) -> object:
@@ -228,7 +229,7 @@ def package(folder: Path, target: Target) -> Loader:
 
 def package_of_a_model(folder: Path, target: Target) -> Loader:
     torch.manual_seed(0)
-    packed(folder / "a", Ssm(target, layers=2, width=16, heads=2), target)
+    packed(folder / "a", drafters.make(Ssm, target, layers=2, width=16, heads=2), target)
 
     def read(path: Path, _name: str) -> object:
         return load_package(path / "a", target)
@@ -265,10 +266,10 @@ def engine_directories(folder: Path, target: Target) -> Loader:
 
 def heads_taken_over(folder: Path, target: Target) -> Loader:
     torch.manual_seed(0)
-    heads = Medusa(target, heads=2)
+    heads = drafters.make(Medusa, target, heads=2)
     files: dict[str, Mutation] = {}
     for name, drafter, engine in (
-        ("eagle1", Eagle1(target), "vllm"),
+        ("eagle1", drafters.make(Eagle1, target), "vllm"),
         ("medusa", heads, "vllm"),
         ("old", heads, "medusa"),
     ):

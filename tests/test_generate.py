@@ -25,6 +25,7 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 from tests.helpers import BARE, packed_place, place_words, tiny_chat_target, tiny_tokenizer
 from tests.messages import said
 from tests.packaging.made import overfitted, packed
@@ -81,7 +82,9 @@ def test_the_text_is_plain_decodings_with_accepted_drafts_marked(
 def test_drafts_that_are_copied(
     place: Path, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    package = packed(tmp_path / "package", NGram(target), target, plan=Plan(Tree.chain(3)))
+    package = packed(
+        tmp_path / "package", drafters.make(NGram, target), target, plan=Plan(Tree.chain(3))
+    )
     for temperature, guarantee in (("0.0", "greedy"), ("1.0", "distribution")):
         generate.main(
             place_words(
@@ -236,7 +239,9 @@ def test_turns_are_remembered(
         wanted.append((asked.ids, done[0].ids))
         close(speculator, asked, screen, done, **more)
 
-    packed_place(tmp_path, target, Suffix(target, remember=2000), plan=Plan(Tree.chain(3)))
+    packed_place(
+        tmp_path, target, drafters.make(Suffix, target, remember=2000), plan=Plan(Tree.chain(3))
+    )
     monkeypatch.setattr("sys.stdin", Terminal())
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
     monkeypatch.setattr(generate, "load_drafter", loading)
@@ -389,7 +394,7 @@ def test_a_tokenizer_larger_than_the_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tiny_chat_target(BARE, vocab_size=260)
-    place = packed_place(tmp_path, target, Eagle1(target), plan=Plan(Tree.chain(2)))
+    place = packed_place(tmp_path, target, drafters.make(Eagle1, target), plan=Plan(Tree.chain(2)))
     generate.main(place_words(place, "prompt=a", "max_new_tokens=2"))
     with pytest.raises(SystemExit) as caught:
         generate.main(place_words(place, "prompt=the", "max_new_tokens=2"))

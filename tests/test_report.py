@@ -35,6 +35,7 @@ from drafttrain.target.adapter import tuned
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 from drafttrain.wiring.composing import compose
+from tests.drafter import make as drafters
 from tests.messages import said
 from tests.packaging.made import adapter_of, overfitted, packed
 from tests.packaging.measured import FAST, OLD, SETTINGS, SLOW, row, write_runs
@@ -346,12 +347,16 @@ def field(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = Plan(Tree.chain(2), Policy(1.0), sampled=True, rule="block")
     metrics = {"settings": {"seed": 5}, "rows": [row(3.0, 3.0)]}
     packed(
-        folder / "runs" / "guesses" / "package", Eagle1(target), target, plan=plan, metrics=metrics
+        folder / "runs" / "guesses" / "package",
+        drafters.make(Eagle1, target),
+        target,
+        plan=plan,
+        metrics=metrics,
     )
     second = tuned(target, adapter_of(target))
     packed(
         folder / "runs" / "tuned" / "package",
-        Medusa(second, heads=2).eval(),
+        drafters.make(Medusa, second, heads=2).eval(),
         second,
         plan=Plan(Tree.expansion([2, 1])),
     )

@@ -24,6 +24,7 @@ from drafttrain.packaging.manifest import CONFIG
 from drafttrain.target.model import Target
 from drafttrain.tree.forest import Forest
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 from tests.helpers import packed_place, place_words, tiny_chat_target
 from tests.messages import said
 from tests.packaging.made import overfitted, packed
@@ -107,7 +108,7 @@ def test_drafts_that_are_copied(
     ]
     package = packed(
         tmp_path / "package",
-        Suffix(target, corpus="answers", corpus_ids=known),
+        drafters.make(Suffix, target, corpus="answers", corpus_ids=known),
         target,
         plan=Plan(Tree.chain(2)),
     )
@@ -122,7 +123,7 @@ def test_drafts_that_are_copied(
         assert any(rate for row in result["rates"] for rate in row), (
             "nothing that was copied was kept"
         )
-    plan = read_plan(package / "decoding.yaml", Suffix(target))
+    plan = read_plan(package / "decoding.yaml", drafters.make(Suffix, target))
     assert plan.policy.temperature == temperature and (not plan.tree.size or plan.sampled is False)
 
 
@@ -180,7 +181,7 @@ def test_a_package_of_nonsense_is_one_line(
 
 
 def test_an_ensemble_shares_its_drafts(place: Path, target: Target, tmp_path: Path) -> None:
-    members = [Ssm(target, layers=[0, 1]), NGram(target)]
+    members = [drafters.make(Ssm, target, layers=[0, 1]), drafters.make(NGram, target)]
     package = packed(
         tmp_path / "package",
         Ensemble(target, members=members).eval(),

@@ -27,6 +27,7 @@ from drafttrain.layouts.masks import check_masks
 from drafttrain.layouts.writing import Exported, Source, stored
 from drafttrain.packaging.checking import read_json
 from drafttrain.target.model import Target
+from drafttrain.wiring.defaults import with_defaults
 
 READINGS = {
     engines.VLLM: Reading(method="draft_model"),
@@ -225,8 +226,8 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Ssm:
     Raises: InputError.
     """
     if not known:
-        return Ssm(target, path=str(head.path)).eval()
-    drafter = Ssm(target, **known)
+        return with_defaults(Ssm, target, layers=None, path=str(head.path)).eval()
+    drafter = with_defaults(Ssm, target, **{"layers": None, **known})
     state: dict[str, Tensor] = {}
     for name, tensor in drafter.state_dict().items():
         there = name.removeprefix("model.")

@@ -9,6 +9,7 @@ import torch
 
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
+from drafttrain.drafter.heads import VocabularyHeads
 from drafttrain.errors import InputError
 from drafttrain.training.module import Source
 from drafttrain.tree.search import sparse
@@ -42,6 +43,8 @@ def head_accuracy(
     Every head's hits are divided by the comparisons made for it: the public code divides by the
     first head's count, and so underrates the deeper ones.
     """
+    if not isinstance(drafter, VocabularyHeads):
+        raise InputError(f"{type(drafter).__name__} has no heads to count hits of")
     ranks = min(ranks, drafter.choices)
     hits = torch.zeros(0)
     counts = torch.zeros(0)

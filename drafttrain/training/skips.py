@@ -142,7 +142,9 @@ class SkipSearch:
         drafter.check(tree)
         target, count = drafter.target, len(drafter.target.decoder_layers)
         prompts = prompts_of(data, self.prompts, target.context - self.max_new_tokens)
-        guesses: list[Choice] = [(drafter.skip_attention, drafter.skip_mlp)]
+        guesses: list[Choice] = [
+            (tuple(drafter.config.skip_attention), tuple(drafter.config.skip_mlp))
+        ]
         if self.first_tokens:
             guesses += first_guesses(harm(target, texts_of(data, self.first_tokens), watch), count)
         study = study_of(guesses, count, seed)

@@ -28,6 +28,7 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Growth, Tree
+from drafttrain.wiring.defaults import with_defaults
 
 WANTED = 0.05
 TREES: dict[str, Growth] = {
@@ -62,7 +63,7 @@ def main() -> None:
         target.head(target.step(text[None, 250:251].to(target.device), cache).hidden)
 
     jobs: dict[str, Callable[[], object]] = {"a plain step": plain}
-    remembering = Suffix(target, remember=options.remember)
+    remembering = with_defaults(Suffix, target, remember=options.remember)
     rows, given = [], 0
     while given < 2 * options.remember:
         rows.append(conversations.row(len(conversations) - 1 - len(rows))[0].tolist())
@@ -70,8 +71,8 @@ def main() -> None:
     for line in filled(remembering, rows):
         print(line)
     drafters = {
-        "NGram": NGram(target),
-        "Suffix": Suffix(target),
+        "NGram": with_defaults(NGram, target),
+        "Suffix": with_defaults(Suffix, target),
         f"Suffix, {options.remember} tokens remembered": remembering,
     }
     for kind, drafter in drafters.items():

@@ -43,6 +43,7 @@ from drafttrain.reporting.console import table
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
+from drafttrain.wiring.defaults import with_defaults
 
 PLAIN = Plan(Tree.chain(0))
 WARMUP = 8
@@ -115,7 +116,7 @@ def ways_of(
 ) -> tuple[list[Way], list[tuple[str, Way, Way]]]:
     """All ways, plain decoding of both first, and which of ours has which peer."""
     chain = Plan(Tree.chain(drafts))
-    copies = NGram(target, max_ngram=ngram).eval()
+    copies = with_defaults(NGram, target, max_ngram=ngram).eval()
     ours, theirs = (
         Way("drafttrain, plain", here(target, None, PLAIN)),
         Way("transformers, plain", there(target)),

@@ -25,6 +25,7 @@ from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.flow import Batch, Features, Needs
 from drafttrain.target import load
 from drafttrain.target.model import Target
+from drafttrain.wiring.defaults import with_defaults
 
 Arms = dict[str, list[Batch]]
 
@@ -84,7 +85,7 @@ def jobs_of(target: Target, arms: Arms, draft_vocab: int) -> dict[str, Callable[
     """The target's pass and the drafter's step over the batches of each arm."""
     torch.manual_seed(0)
     ids = list(range(min(draft_vocab, target.vocab_size)))
-    drafter = Eagle1(target, draft_ids=ids, classification=1.0)
+    drafter = with_defaults(Eagle1, target, draft_ids=ids, classification=1.0)
     held = {
         name: [
             Features(torch.randn(*batch.input_ids.shape, target.width, device=target.device))

@@ -23,6 +23,7 @@ from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.flow import Features
 from drafttrain.target import load
 from drafttrain.target.model import Target
+from drafttrain.wiring.defaults import with_defaults
 
 
 def arguments() -> argparse.Namespace:
@@ -39,7 +40,9 @@ def arguments() -> argparse.Namespace:
 
 def step_of(target: Target, options: argparse.Namespace) -> Callable[[], None]:
     """A training step on random rows and features."""
-    drafter = Eagle1(target, draft_ids=list(range(options.draft_vocab)), classification=1.0)
+    drafter = with_defaults(
+        Eagle1, target, draft_ids=list(range(options.draft_vocab)), classification=1.0
+    )
     optimiser = torch.optim.AdamW(drafter.parameters(), lr=1e-4, fused=True)
     mask = torch.arange(options.length) >= options.prompt
     rows = [

@@ -13,6 +13,7 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.target.model import Target
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 
 TREES = [Tree.chain(2), Tree.eagle1_static(), Dynamic(depth=2, top_k=2, total=4)]
 
@@ -23,7 +24,7 @@ def test_a_round_is_drafting_and_verifying(
 ) -> None:
     passes: list[int] = []
     grown: list[int] = []
-    real, drafter = target.step, Eagle1(target).eval()
+    real, drafter = target.step, drafters.make(Eagle1, target).eval()
     propose = drafter.propose
 
     def counted(ids, *given, **more):

@@ -32,6 +32,7 @@ from drafttrain.flow import Acceptance
 from drafttrain.nn.sampling import Policy, draw
 from drafttrain.target import load
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 
 WARM = Policy(1.0)
 PROMPTS = [[3, 5, 7, 2, 4], [6, 2, 7], [5, 4, 3, 2]]
@@ -49,7 +50,9 @@ COMMON = {"draws": 1600, "places": 2, "max_new_tokens": 24}
 def speculator():
     target = load.tiny(vocab_size=24)
     torch.manual_seed(0)
-    return Speculator(target, Eagle1(target).eval(), Plan(Tree.chain(3)), dtype="float32")
+    return Speculator(
+        target, drafters.make(Eagle1, target).eval(), Plan(Tree.chain(3)), dtype="float32"
+    )
 
 
 @pytest.fixture(scope="module")

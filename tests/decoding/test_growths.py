@@ -24,6 +24,7 @@ from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.search import expected_tokens, sequoia
 from drafttrain.tree.topology import Growth, Tree
 from tests.decoding.models import SMALL, make, p_value
+from tests.drafter import make as drafters
 from tests.messages import said
 from tests.packaging.made import overfitted
 
@@ -196,7 +197,7 @@ def test_rates_by_rank_are_those_of_counting(pair: Any) -> None:
 
 def test_what_does_not_fit_is_refused_before_anything_is_decoded(pair: Any) -> None:
     target, _, _ = pair
-    small = Eagle1(target, draft_ids=[1, 2, 3])
+    small = drafters.make(Eagle1, target, draft_ids=[1, 2, 3])
     with pytest.raises(InputError, match=said("decoding.too_wide")):
         Speculator(target, small, Plan(Dynamic(depth=2, top_k=4, total=8)), dtype="float32")
     with pytest.raises(InputError, match=said("decoding.too_wide")):

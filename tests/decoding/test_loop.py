@@ -16,6 +16,7 @@ from drafttrain.nn.sampling import Policy, draw
 from drafttrain.target import load
 from drafttrain.tree.topology import Tree
 from tests.decoding.models import PLAIN, PROMPTS, SAMPLED, SMALL, TREES, make, p_value, sharpened
+from tests.drafter import make as drafters
 from tests.messages import said
 
 
@@ -60,7 +61,7 @@ def test_what_a_target_has_next_to_its_matrices_is_computed(settings):
     assert bool(biases) == ("tie_word_embeddings" not in settings and "head_dim" not in settings)
     for bias in biases:
         bias.data.normal_(generator=chance)
-    drafter = Eagle1(target).eval()
+    drafter = drafters.make(Eagle1, target).eval()
     plain, _ = decode(target, None, PROMPTS, PLAIN, max_new_tokens=16, stop_ids=())
     for prompt, output in zip(PROMPTS, plain, strict=True):
         out = target.model.generate(

@@ -26,6 +26,7 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 
 PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11], [12], [13, 14]]
 
@@ -34,7 +35,7 @@ PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11], [12], [13, 14]]
 def pair():
     target = load.tiny()
     torch.manual_seed(0)
-    return target, Eagle1(target).eval()
+    return target, drafters.make(Eagle1, target).eval()
 
 
 @pytest.mark.parametrize("policy", [Policy(), Policy(1.0)])
@@ -114,11 +115,11 @@ def test_drafters_race_in_turn_against_plain_decoding_of_their_own_target(pair, 
         return original(target, drafter, prompts, plan, **settings)
 
     monkeypatch.setattr(measure, "decode", record)
-    copies = NGram(target)
+    copies = drafters.make(NGram, target)
     entrants = [
         Entrant(target, drafter, Plan(Tree.chain(2))),
         Entrant(target, copies, Plan(Tree.chain(4))),
-        Entrant(other, NGram(other), Plan(Tree.chain(3))),
+        Entrant(other, drafters.make(NGram, other), Plan(Tree.chain(3))),
         Entrant(target, None, Plan(Tree.chain(0))),
     ]
     found = race(entrants, PROMPTS[:2], max_new_tokens=12, stop_ids=(), seed=3)

@@ -21,6 +21,7 @@ from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.forest import Forest
 from drafttrain.tree.share import kept, shared
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 from tests.messages import said
 
 PROMPTS = [[3, 5, 7, 3, 5], [11, 12], list(range(20, 40)), [9, 9, 9]]
@@ -33,7 +34,12 @@ def drafter() -> Ensemble:
     target = load.tiny()
     torch.manual_seed(0)
     return Ensemble(
-        target, members=[Ssm(target, layers=[0, 1]), NGram(target), Ssm(target, layers=[1, 2])]
+        target,
+        members=[
+            drafters.make(Ssm, target, layers=[0, 1]),
+            drafters.make(NGram, target),
+            drafters.make(Ssm, target, layers=[1, 2]),
+        ],
     ).eval()  # type: ignore[return-value]
 
 

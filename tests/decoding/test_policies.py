@@ -29,6 +29,7 @@ from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Growth, Tree
 from tests.decoding.models import SMALL, drawn, make
+from tests.drafter import make as drafters
 from tests.messages import said
 from tests.packaging.made import overfitted
 
@@ -223,7 +224,7 @@ def test_distributions_of_one_token_are_kept_to(kind: str, temperature: float) -
 def test_a_few_tokens_are_kept_to_beyond_the_draft_vocabulary(kind: str, rule: str) -> None:
     target, *_ = trained("penalty")
     torch.manual_seed(0)
-    drafter = Eagle1(target, draft_ids=[2, 7, 9, 30, 31]).eval()
+    drafter = drafters.make(Eagle1, target, draft_ids=[2, 7, 9, 30, 31]).eval()
     policy = Policy(1.0, repetition_penalty=1.1, processors=(only(9, 33, 50),))
     plan = Plan(TREES[kind], policy, rule=None if rule == "auto" else rule)
     outputs, _ = decode(target, drafter, PROMPTS, plan, max_new_tokens=20, stop_ids=())
@@ -259,7 +260,7 @@ def small() -> tuple[Any, Eagle1, Eagle1, Tensor]:
     transformers' own penalty."""
     target, drafter = make(**SMALL)
     torch.manual_seed(0)
-    partial = Eagle1(target, draft_ids=[0, 2, 3, 5, 6]).eval()
+    partial = drafters.make(Eagle1, target, draft_ids=[0, 2, 3, 5, 6]).eval()
     penalty = RepetitionPenaltyLogitsProcessor(PENALTY)
     with torch.inference_mode():
         probs, prefixes = torch.ones(1, dtype=torch.float64), [[3]]

@@ -14,6 +14,7 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 
 
 def test_every_pass_has_its_part_of_the_text(target: Target) -> None:
@@ -83,7 +84,7 @@ def test_without_a_tokenizer_ids_stand_for_text() -> None:
     target = load.tiny()
     prompts = [[5, 6, 5, 6, 5, 6]]
     found = measure_acceptance(
-        target, NGram(target), prompts, Plan(Tree.chain(2)), max_new_tokens=12
+        target, drafters.make(NGram, target), prompts, Plan(Tree.chain(2)), max_new_tokens=12
     )
     kept = samples_of(target, prompts, found, 1)
     assert (

@@ -411,7 +411,7 @@ def test_a_calibrated_tree_that_heads_cannot_fill_is_refused(kind):
     check_calibrated(4 + 16, drafter, "final.calibrated")
     with pytest.raises(InputError, match=r"final\.calibrated=21: .* 20 nodes"):
         check_calibrated(21, drafter, "final.calibrated")
-    with pytest.raises(InputError, match="final.calibrated: 5000 nodes"):
+    with pytest.raises(InputError, match=r"final\.calibrated: 5000 nodes"):
         check_calibrated(5000, drafter, "final.calibrated")
 
 

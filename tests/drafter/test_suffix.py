@@ -20,6 +20,7 @@ from drafttrain.tree.confident import Confident
 from drafttrain.tree.copied import copied
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Growth, Tree
+from tests.drafter import make as drafters
 from tests.drafter.copying import TREES, drafts
 from tests.drafter.make import make
 from tests.messages import said
@@ -204,7 +205,7 @@ def test_a_corpus_is_the_training_rows_of_a_set(target: Target, tmp_path: Path) 
         assert drafts(every, [7, row[1]], Tree.chain(9)) == []
     two = make(Suffix, target, corpus=str(folder), corpus_tokens=14)
     assert two.corpus_ids is not None and two.corpus_ids.tolist() == [*kept[0], -1, *kept[1], -1]
-    again = Suffix(target, **two.settings())
+    again = drafters.make(Suffix, target, **two.settings())
     assert again.settings() == two.settings()
     with pytest.raises(InputError, match="corpus="):
         make(Suffix, target, corpus=str(folder), corpus_tokens=4)

@@ -17,6 +17,7 @@ from drafttrain.flow import Batch, Needs
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 from scripts.engines.proof import Job
+from tests.drafter import make as drafters
 from tests.packaging.made import packed
 
 KINDS = ("Eagle1", "Medusa", "Ssm")
@@ -53,9 +54,9 @@ def made(kind: str, target: Target, words: list[int]) -> tuple[Drafter, float]:
     """A new drafter, and a rate to learn at."""
     settings: dict[str, Any] = {"draft_ids": words, "chunk": 128}
     if kind == "Eagle1":
-        return Eagle1(
-            target, regression=10.0, classification=1.0, balance_input=True, **settings
+        return drafters.make(
+            Eagle1, target, regression=10.0, classification=1.0, balance_input=True, **settings
         ), 3e-3
     if kind == "Medusa":
-        return Medusa(target, heads=3, **settings), 2e-3
-    return Ssm(target, layers=[0, 1, 29], **settings), 5e-4
+        return drafters.make(Medusa, target, heads=3, **settings), 2e-3
+    return drafters.make(Ssm, target, layers=[0, 1, 29], **settings), 5e-4

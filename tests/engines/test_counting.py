@@ -22,6 +22,7 @@ from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 from scripts.engines import proof
 from scripts.engines.proof import Counts, Job
+from tests.drafter import make as drafters
 from tests.packaging.made import overfitted, packed
 
 PROMPTS = [[5, 6, 7], [9, 11, 13, 40], [21, 22]]
@@ -101,7 +102,7 @@ def test_rounds_as_vllm_counts_them(new: int, job: Job, by_heart: Drafter) -> No
 def test_rounds_as_transformers_makes_them(new: int, job: Job, tmp_path: Path) -> None:
     """Its own loop, with the exported draft model."""
     target = job.target
-    drafter = shaken(Ssm(target, layers=[0, 1, 2], draft_ids=list(range(0, 320, 2))))
+    drafter = shaken(drafters.make(Ssm, target, layers=[0, 1, 2], draft_ids=list(range(0, 320, 2))))
     package = packed(tmp_path / "package", drafter, target)
     found = proof.on_transformers(shortened(job, new), package, tmp_path / "out", DEPTH)
     assert found.holds and found.same == len(PROMPTS)
@@ -112,7 +113,7 @@ def test_rounds_as_transformers_makes_them(new: int, job: Job, tmp_path: Path) -
 
 def test_transformers_assistants_that_differ_are_noticed(job: Job, tmp_path: Path) -> None:
     target = job.target
-    drafter = shaken(Ssm(target, layers=[0, 1, 2]))
+    drafter = shaken(drafters.make(Ssm, target, layers=[0, 1, 2]))
     package = packed(tmp_path / "package", drafter, target)
     export_package(package, target, "hf", tmp_path / "out")
     assistant = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()

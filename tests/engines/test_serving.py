@@ -22,6 +22,7 @@ from drafttrain.errors import InputError
 from drafttrain.target import load
 from scripts.engines import loading, proof
 from scripts.engines.proof import Counts, EngineError, Job
+from tests.drafter import make as drafters
 from tests.messages import said
 from tests.packaging.made import packed
 
@@ -192,8 +193,8 @@ def test_a_target_as_a_directory(tmp_path: Path, target: Any) -> None:
 def test_packages_that_cannot_be_served_are_refused_before_an_engine_is_started(
     tmp_path: Path, target: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed(tmp_path / "ngram", NGram(target), target)
-    packed(tmp_path / "other", Eagle1(load.tiny(seed=1)), load.tiny(seed=1))
+    packed(tmp_path / "ngram", drafters.make(NGram, target), target)
+    packed(tmp_path / "other", drafters.make(Eagle1, load.tiny(seed=1)), load.tiny(seed=1))
     monkeypatch.setattr(proof, "serve", lambda *_, **__: pytest.fail("an engine was started"))
     monkeypatch.setattr(proof, "embedded", lambda: target)
     for package, message in (

@@ -24,6 +24,7 @@ from drafttrain.layouts import eagle1, engines, origin
 from drafttrain.layouts.directory import INDEX
 from drafttrain.target import load
 from drafttrain.target.model import Target
+from tests.drafter import make as drafters
 from tests.helpers import save_target
 from tests.layouts.made import (
     DROP,
@@ -54,7 +55,7 @@ KINDS: dict[str, Any] = {
 def made(target: Target, **settings: Any) -> Eagle1:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        return stirred(Eagle1(target, **settings))
+        return stirred(drafters.make(Eagle1, target, **settings))
 
 
 def exported(

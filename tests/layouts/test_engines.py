@@ -25,6 +25,7 @@ from drafttrain.layouts.engines import Engine, Like
 from drafttrain.layouts.layout import known
 from drafttrain.target import load
 from drafttrain.target.model import Target
+from tests.drafter import make as drafters
 from tests.layouts.foreign import ROPE, H, V
 from tests.layouts.made import drafts, names, put, read_back, same, stirred
 from tests.messages import said
@@ -111,7 +112,7 @@ def newcomer(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 def test_a_new_engine_is_one_record(newcomer: Engine, tiny: Target, tmp_path: Path) -> None:
-    drafter = stirred(Eagle1(tiny))
+    drafter = stirred(drafters.make(Eagle1, tiny))
     packed(tmp_path / "package", drafter, tiny)
     found = export_package(tmp_path / "package", tiny, "newcomer", out := tmp_path / "out")
     saved = json.loads((out / "config.json").read_text())
@@ -122,10 +123,10 @@ def test_a_new_engine_is_one_record(newcomer: Engine, tiny: Target, tmp_path: Pa
     assert names(out, "sglang") == {"architecture": True}
     assert same(drafter, again := read_back(out, tiny))
     assert drafts(tiny, drafter) == drafts(tiny, again)
-    packed(tmp_path / "medusa", stirred(Medusa(tiny, heads=2)), tiny)
+    packed(tmp_path / "medusa", stirred(drafters.make(Medusa, tiny, heads=2)), tiny)
     export_package(tmp_path / "medusa", tiny, "newcomer", tmp_path / "heads")
     assert names(tmp_path / "heads") == {}
-    packed(tmp_path / "ssm", Ssm(tiny, layers=[0]), tiny)
+    packed(tmp_path / "ssm", drafters.make(Ssm, tiny, layers=[0]), tiny)
     with pytest.raises(InputError, match=r"^to=newcomer: Ssm .*to=vllm or to=sglang or to=hf$"):
         check_pair(tmp_path / "ssm", "newcomer")
     assert pairs.targets()[-1] == "newcomer"
@@ -170,7 +171,7 @@ def write(source):
 
 
 def read(head, target, known):
-    drafter = HydraHeads(target, **known)
+    drafter = drafters.make(HydraHeads, target, **known)
     state = drafter.state_dict()
     drafter.load_state_dict({n: head.weight(n, tuple(t.shape)) for n, t in state.items()})
     return drafter.eval()
@@ -193,7 +194,7 @@ LAYOUT = Layout(
 def test_a_new_layout_is_one_file(
     tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed(tmp_path / "package", drafter := stirred(HydraHeads(tiny)), tiny)
+    packed(tmp_path / "package", drafter := stirred(drafters.make(HydraHeads, tiny)), tiny)
     with pytest.raises(InputError, match=said("layouts.no-engine")):
         check_pair(tmp_path / "package", "vllm")
     (tmp_path / "layouts").mkdir()
@@ -243,7 +244,7 @@ LAYOUT = Layout(
     check=lambda inspection: None,
     drafters=(HydraHeads,),
     write=write,
-    read=lambda head, target, known: HydraHeads(target),
+    read=lambda head, target, known: drafters.make(HydraHeads, target),
     speculators=("eagle3",),
 )
 '''
@@ -257,8 +258,8 @@ def test_a_directory_of_the_library_speculators_can_be_written_by_one_file(
     target = load.tiny(
         rope_parameters=ROPE["rope_parameters"], max_position_embeddings=128, **sizes
     )
-    packed(tmp_path / "package", HydraHeads(target), target)
-    packed(tmp_path / "turned", HydraHeads(load.tiny(**sizes)), load.tiny(**sizes))
+    packed(tmp_path / "package", drafters.make(HydraHeads, target), target)
+    packed(tmp_path / "turned", drafters.make(HydraHeads, load.tiny(**sizes)), load.tiny(**sizes))
     (tmp_path / "layouts").mkdir()
     (tmp_path / "layouts/other_of_a_test.py").write_text(SPECULATORS_LAYOUT)
     monkeypatch.setattr(layouts, "__path__", [*layouts.__path__, str(tmp_path / "layouts")])

@@ -19,6 +19,7 @@ from drafttrain.export import export_package
 from drafttrain.layouts import origin
 from drafttrain.target import load
 from drafttrain.target.model import Target
+from tests.drafter import make as drafters
 from tests.helpers import save_target
 from tests.layouts.made import (
     DROP,
@@ -45,7 +46,7 @@ ORIGINS: dict[str, dict[str, Any]] = {
 def made(target: Target, name: str = "new") -> Ssm:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        return stirred(Ssm(target, **ORIGINS[name]))
+        return stirred(drafters.make(Ssm, target, **ORIGINS[name]))
 
 
 @pytest.mark.field("F41")

@@ -19,6 +19,7 @@ from drafttrain.export import export_package
 from drafttrain.layouts import medusa, origin
 from drafttrain.target import load
 from drafttrain.target.model import Target
+from tests.drafter import make as drafters
 from tests.layouts.made import (
     DROP,
     Edit,
@@ -41,7 +42,7 @@ IDS = list(range(1, 201, 2))
 
 
 def made(target: Target, **settings: Any) -> Medusa:
-    return stirred(Medusa(target, **{"heads": 3, **settings}))
+    return stirred(drafters.make(Medusa, target, **{"heads": 3, **settings}))
 
 
 @pytest.fixture(scope="module")

@@ -23,14 +23,15 @@ from drafttrain.layouts import medusa
 from drafttrain.layouts.pairs import written
 from drafttrain.target import load
 from drafttrain.target.model import Target
+from tests.drafter import make as drafters
 from tests.layouts.made import DROP, config, directory, names, stirred
 from tests.messages import said
 from tests.packaging.made import packed
 
 MAKERS: dict[type[Drafter], Callable[[Target], Drafter]] = {
-    Eagle1: lambda target: Eagle1(target, draft_ids=list(range(1, 201, 2))),
-    Medusa: lambda target: Medusa(target, heads=3),
-    Ssm: lambda target: Ssm(target, layers=[0, 2]),
+    Eagle1: lambda target: drafters.make(Eagle1, target, draft_ids=list(range(1, 201, 2))),
+    Medusa: lambda target: drafters.make(Medusa, target, heads=3),
+    Ssm: lambda target: drafters.make(Ssm, target, layers=[0, 2]),
 }
 PAIRS = [
     (kind, engine.name)
@@ -115,7 +116,7 @@ def test_an_embedding_that_is_padded_otherwise_than_the_head(engine: str, tmp_pa
     model: Any = load.tiny().model
     model.set_input_embeddings(nn.Embedding(384, 64))
     target = Target(model, None, "padded")
-    packed(tmp_path / "package", stirred(Eagle1(target)), target)
+    packed(tmp_path / "package", stirred(drafters.make(Eagle1, target)), target)
     with pytest.raises(InputError, match=said("layouts.two-vocabularies")):
         export_package(tmp_path / "package", target, engine, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -125,7 +126,9 @@ def test_fasterdecodings_heads_in_vllm(tmp_path: Path) -> None:
     """vLLM maps their names, but knows neither their width nor, without a word, their biases; a
     pickle is not read here."""
     target = load.tiny()
-    packed(tmp_path / "package", stirred(Medusa(target, heads=2, own_head=True)), target)
+    packed(
+        tmp_path / "package", stirred(drafters.make(Medusa, target, heads=2, own_head=True)), target
+    )
     export_package(tmp_path / "package", target, "medusa", out := tmp_path / "out")
     assert names(out, "medusa") == {}
     held = load_file(out / medusa.FILE)

@@ -18,6 +18,7 @@ from drafttrain.packaging.writing import save_package
 from drafttrain.target.adapter import Adapter, Trained
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 
 
 def overfitted(
@@ -56,8 +57,10 @@ def overfitted(
     features = target.features(batch.input_ids, batch.lengths, Eagle1.needs)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        drafter = Eagle1(
-            target, **{"regression": 0.2, "classification": 1.0, "balance_input": True, **settings}
+        drafter = drafters.make(
+            Eagle1,
+            target,
+            **{"regression": 0.2, "classification": 1.0, "balance_input": True, **settings},
         )
     adam = torch.optim.Adam(drafter.parameters(), lr=1e-2)
     for _ in range(steps):

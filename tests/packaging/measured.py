@@ -10,6 +10,7 @@ import torch
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.ngram import NGram
 from drafttrain.target.model import Target
+from tests.drafter import make as drafters
 from tests.packaging.made import packed
 
 SETTINGS: dict[str, Any] = {
@@ -73,7 +74,7 @@ def write_runs(target: Target, folder: Path) -> Path:
     (folder / "stopped" / "checkpoints").mkdir(parents=True)
     (folder / "notes.txt").write_text("mine")
     torch.manual_seed(0)
-    eagle = Eagle1(target)
+    eagle = drafters.make(Eagle1, target)
     metrics = {"settings": {**SETTINGS, "drafter_dtype": "float32"}, "rows": SLOW}
     partial_pass = {"init_from": "elsewhere/first/package"}
     provenance: dict[str, Any] = {"training": TRAINING, "config": partial_pass}
@@ -81,7 +82,7 @@ def write_runs(target: Target, folder: Path) -> Path:
     metrics = {"settings": {**SETTINGS, "drafter_dtype": None}, "rows": FAST}
     packed(
         folder / "fast" / "package",
-        NGram(target),
+        drafters.make(NGram, target),
         target,
         metrics=metrics,
         provenance={"training": None},

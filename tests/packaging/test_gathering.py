@@ -38,6 +38,7 @@ from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.forest import Forest, forest
 from drafttrain.tree.topology import Growth, Tree
 from drafttrain.wiring.composing import compose
+from tests.drafter import make as drafters
 from tests.messages import said
 from tests.packaging.made import packed
 from tests.training.parts import write_tiny_set
@@ -56,9 +57,9 @@ def target() -> Target:
 def drafter(target: Target) -> Ensemble:
     torch.manual_seed(3)
     members = [
-        Ssm(target, layers=[0, 2], draft_ids=list(range(1, 201, 2))),
-        Suffix(target, corpus="builtin:talk", corpus_ids=CORPUS),
-        Ssm(target, layers=1, width=32, heads=2),
+        drafters.make(Ssm, target, layers=[0, 2], draft_ids=list(range(1, 201, 2))),
+        drafters.make(Suffix, target, corpus="builtin:talk", corpus_ids=CORPUS),
+        drafters.make(Ssm, target, layers=1, width=32, heads=2),
     ]
     return Ensemble(target, members=members).eval()  # type: ignore[return-value]
 
@@ -160,7 +161,7 @@ def test_packages_become_members_and_an_ensembles_count_as_its_own(
     package: Path, drafter: Ensemble, target: Target, tmp_path: Path
 ) -> None:
     torch.manual_seed(1)
-    more = Eagle1(target)
+    more = drafters.make(Eagle1, target)
     other = packed(tmp_path / "other", more, target)
     found = gathered(target, packages=[str(other), str(package)])
     assert [type(member).__name__ for member in found.drafters] == [
@@ -182,7 +183,7 @@ def test_packages_that_cannot_be_gathered(package: Path, target: Target, tmp_pat
             check_packages(given)
     with pytest.raises(InputError, match="/nowhere " + said("packaging.not_exist")):
         check_packages([str(package), str(tmp_path / "nowhere")])
-    other = packed(tmp_path / "other", NGram(load.tiny(seed=1)), load.tiny(seed=1))
+    other = packed(tmp_path / "other", drafters.make(NGram, load.tiny(seed=1)), load.tiny(seed=1))
     with pytest.raises(InputError, match=said("packaging.another_target")):
         gathered(target, packages=[str(package), str(other)])
     config = json.loads((other / CONFIG).read_text())
@@ -204,8 +205,8 @@ def test_the_door_measures_and_packages_an_ensemble(
 ) -> None:
     folder = write_tiny_set(target, tmp_path / "set", rows=12, held_out=2, tokens=12)
     torch.manual_seed(0)
-    one = packed(tmp_path / "one", Ssm(target, layers=[0]), target)
-    two = packed(tmp_path / "two", NGram(target), target)
+    one = packed(tmp_path / "one", drafters.make(Ssm, target, layers=[0]), target)
+    two = packed(tmp_path / "two", drafters.make(NGram, target), target)
     words = [
         "experiment=smoke",
         f"data.path={folder}",

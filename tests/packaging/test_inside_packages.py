@@ -26,6 +26,7 @@ from drafttrain.packaging.reading import load_drafter
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 from tests.messages import said
 from tests.packaging.made import packed
 
@@ -41,12 +42,14 @@ def target() -> Target:
 def made(target: Target) -> dict[str, Inside]:
     torch.manual_seed(0)
     found: dict[str, Inside] = {
-        "selfspec": SelfSpec(target, skip_attention=[2], skip_mlp=[1, 2]),
-        "selfspec, few tokens": SelfSpec(target, skip_mlp=[1], draft_ids=FEW),
-        "early_exit": EarlyExit(
-            target, exit_layer=1, loss={"cross_entropy": 1.0, "forward_kl": 0.5}
+        "selfspec": drafters.make(SelfSpec, target, skip_attention=[2], skip_mlp=[1, 2]),
+        "selfspec, few tokens": drafters.make(SelfSpec, target, skip_mlp=[1], draft_ids=FEW),
+        "early_exit": drafters.make(
+            EarlyExit, target, exit_layer=1, loss={"cross_entropy": 1.0, "forward_kl": 0.5}
         ),
-        "early_exit, few tokens": EarlyExit(target, exit_layer=0, heads=2, mlp=32, draft_ids=FEW),
+        "early_exit, few tokens": drafters.make(
+            EarlyExit, target, exit_layer=0, heads=2, mlp=32, draft_ids=FEW
+        ),
     }
     with torch.no_grad():
         for drafter in found.values():

@@ -43,6 +43,7 @@ from drafttrain.target.model import Target
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 from tests.helpers import file_limit, save_target, tiny_chat_target
 from tests.messages import said
 from tests.packaging.made import packed
@@ -73,7 +74,7 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def drafter(target: Target) -> Eagle1:
     torch.manual_seed(3)
-    return Eagle1(target, draft_ids=list(range(1, 201, 2)), bias=True, noise=0.2)
+    return drafters.make(Eagle1, target, draft_ids=list(range(1, 201, 2)), bias=True, noise=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +215,7 @@ def test_bfloat16_halves_the_weights(target: Target, drafter: Eagle1, tmp_path: 
 
 
 def test_a_full_vocabulary_needs_no_ids(target: Target, tmp_path: Path) -> None:
-    folder = packed(tmp_path / "package", Eagle1(target), target)
+    folder = packed(tmp_path / "package", drafters.make(Eagle1, target), target)
     assert "draft_ids" not in load_file(folder / TENSORS)
     assert load_drafter(folder, target).settings()["draft_ids"] is None
 
@@ -233,7 +234,7 @@ def test_a_borrowed_embedding_is_never_written(
     target: Target, drafter: Eagle1, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    odd = Eagle1(target)
+    odd = drafters.make(Eagle1, target)
     odd.register_parameter("embedding", torch.nn.Parameter(target.embedding.weight.clone()))
     with pytest.raises(ValueError, match="^embedding " + said("packaging.borrowed")):
         packed(tmp_path / "package", odd, target)
@@ -298,7 +299,7 @@ def test_a_target_with_tied_embeddings_in_any_number_of_files(largest: str, tmp_
     assert torch.equal(again.head(hidden), tied.head(hidden))
     for name, ids in (("full", None), ("reduced", list(range(1, 201, 2)))):
         torch.manual_seed(3)
-        drafter = Eagle1(tied, draft_ids=ids).eval()
+        drafter = drafters.make(Eagle1, tied, draft_ids=ids).eval()
         other = load_drafter(packed(tmp_path / name, drafter, tied), again)
         assert torch.equal(other.head(hidden), drafter.head(hidden)) and other.choices == (
             100 if ids else 320
@@ -323,7 +324,7 @@ def test_the_attention_that_a_target_was_trained_with_is_no_part_of_a_package(
     texts = []
     one, other = load.tiny(attention="eager"), load.tiny(attention="sdpa")
     torch.manual_seed(3)
-    folder = packed(tmp_path / "package", Eagle1(one).eval(), one)
+    folder = packed(tmp_path / "package", drafters.make(Eagle1, one).eval(), one)
     assert one.fingerprint == other.fingerprint
     assert not any(
         word in (folder / CONFIG).read_text() + (folder / DECODING).read_text()
@@ -793,7 +794,7 @@ def test_a_target_of_another_dtype_is_the_same_target(package: Path) -> None:
 
 def test_a_target_without_its_tokenizer_is_known_by_its_weights(tmp_path: Path) -> None:
     chat = tiny_chat_target()
-    folder = packed(tmp_path / "package", Eagle1(chat), chat)
+    folder = packed(tmp_path / "package", drafters.make(Eagle1, chat), chat)
     drafttrain.load(folder, Target(chat.model, None, "bare"))
     drafttrain.load(folder, chat.model)
     other = tiny_chat_target("{{ messages[0].content }}")
@@ -825,7 +826,7 @@ def test_a_tree_too_deep_is_capped_with_a_message(
 
 @pytest.mark.field("F42")
 def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target: Target, tmp_path: Path) -> None:
-    small = Eagle1(target, draft_ids=[1, 2, 3])
+    small = drafters.make(Eagle1, target, draft_ids=[1, 2, 3])
     with pytest.raises(InputError, match="4 children"):
         packed(tmp_path / "package", small, target, plan=Plan(Tree.eagle1_static()))
 
@@ -971,7 +972,7 @@ def test_the_folder_the_program_runs_in_is_refused(
 def test_bad_weights_leave_the_old_package(package: Path, target: Target) -> None:
     before = snapshot(package)
     torch.manual_seed(0)
-    broken = Eagle1(target)
+    broken = drafters.make(Eagle1, target)
     with torch.no_grad():
         broken.fc.weight[0, 0] = float("nan")
     with pytest.raises(InputError, match=said("packaging.not_finite") + r" fc\.weight"):

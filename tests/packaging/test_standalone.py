@@ -32,6 +32,7 @@ from drafttrain.packaging.writing import change_plan
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 from tests.messages import said
 from tests.packaging.made import packed
 
@@ -59,7 +60,7 @@ def made(origin: str, target: Target, folder: Path) -> Ssm:
         )
         settings["path"] = str(folder / "small")
     torch.manual_seed(3)
-    drafter = Ssm(target, **settings)
+    drafter = drafters.make(Ssm, target, **settings)
     with torch.no_grad():
         for p in drafter.parameters():
             p.add_(0.01 * torch.randn(p.shape))
@@ -157,7 +158,7 @@ def test_one_package_replaces_another(target: Target, tmp_path: Path) -> None:
     folder = tmp_path / "package"
     packed(folder, made("new", target, tmp_path), target)  # type: ignore[arg-type]
     torch.manual_seed(0)
-    packed(folder, Eagle1(target), target)
+    packed(folder, drafters.make(Eagle1, target), target)
     assert names(folder) == sorted(FILES)
     packed(folder, made("new", target, tmp_path), target)  # type: ignore[arg-type]
     (folder / STANDALONE / "notes.txt").write_text("mine")
@@ -168,7 +169,7 @@ def test_one_package_replaces_another(target: Target, tmp_path: Path) -> None:
 
 def test_what_is_no_language_model_is_not_exported(target: Target, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="export_assistant=true: Eagle1"):
-        packed(tmp_path / "package", Eagle1(target), target, export_assistant=True)
+        packed(tmp_path / "package", drafters.make(Eagle1, target), target, export_assistant=True)
     assert not (tmp_path / "package").exists()
     drafter = made("cut", target, tmp_path)
     other = load.tiny()

@@ -27,6 +27,7 @@ from drafttrain.target.adapter import tuned
 from drafttrain.target.change import change
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 from tests.messages import said
 from tests.packaging.called import surroundings, with_package  # noqa: F401 - for every test
 from tests.packaging.made import adapter_of
@@ -36,7 +37,7 @@ PROMPTS = [[5, 6, 7], [9, 8, 7, 6], [11]]
 
 
 def heads_of(target: Target) -> Medusa:
-    drafter = Medusa(target, heads=3)
+    drafter = drafters.make(Medusa, target, heads=3)
     with torch.no_grad():
         for number, p in enumerate(drafter.parameters()):
             p += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(number))

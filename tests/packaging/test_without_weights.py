@@ -26,6 +26,7 @@ from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Growth, Tree
+from tests.drafter import make as drafters
 from tests.messages import said
 from tests.packaging.made import packed
 
@@ -41,10 +42,13 @@ def target() -> Target:
 
 def made(target: Target) -> dict[str, tuple[Retrieval, Growth]]:
     return {
-        "ngram": (NGram(target, max_ngram=4, prefer="recent"), Tree.expansion([2, 1])),
-        "suffix": (Suffix(target, max_match=5), Dynamic(depth=3, top_k=2, total=5)),
+        "ngram": (
+            drafters.make(NGram, target, max_ngram=4, prefer="recent"),
+            Tree.expansion([2, 1]),
+        ),
+        "suffix": (drafters.make(Suffix, target, max_match=5), Dynamic(depth=3, top_k=2, total=5)),
         "suffix with a corpus": (
-            Suffix(target, corpus="builtin:talk", corpus_ids=CORPUS),
+            drafters.make(Suffix, target, corpus="builtin:talk", corpus_ids=CORPUS),
             Tree.chain(5),
         ),
     }
@@ -99,7 +103,7 @@ def test_the_card_says_what_it_is(target: Target, tmp_path: Path) -> None:
 def test_what_is_remembered_is_a_setting_and_never_in_a_package(
     target: Target, tmp_path: Path
 ) -> None:
-    drafter = Suffix(target, remember=500)
+    drafter = drafters.make(Suffix, target, remember=500)
     drafter.remember_texts([PROMPT])
     folder = packed(tmp_path / "package", drafter, target, plan=PLAN)
     again = load_drafter(folder, target)
@@ -115,7 +119,9 @@ def test_what_is_remembered_is_a_setting_and_never_in_a_package(
     )
     assert (
         "what was decoded in it before"
-        not in (packed(tmp_path / "off", Suffix(target), target, plan=PLAN) / CARD).read_text()
+        not in (
+            packed(tmp_path / "off", drafters.make(Suffix, target), target, plan=PLAN) / CARD
+        ).read_text()
     )
 
 
@@ -218,7 +224,7 @@ def test_what_a_package_names_is_never_read(
 
 
 def test_transformers_decodes_with_it(target: Target, tmp_path: Path) -> None:
-    package = packed(tmp_path / "package", NGram(target), target, plan=PLAN)
+    package = packed(tmp_path / "package", drafters.make(NGram, target), target, plan=PLAN)
     ids = torch.tensor([PROMPT])
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     plain = target.model.generate(ids, **settings)

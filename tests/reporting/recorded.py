@@ -14,6 +14,7 @@ from drafttrain.packaging.collection import read_entries
 from drafttrain.reporting.loggers import CsvLogger
 from drafttrain.reporting.records import NOTED, Record, read_record
 from drafttrain.target.model import Target
+from tests.drafter import make as drafters
 from tests.packaging.made import packed
 from tests.packaging.measured import SETTINGS, TRAINING, row
 
@@ -97,7 +98,13 @@ def recorded(folder: Path, target: Target) -> Path:
         "training": {**TRAINING, "updates": 20, "best_update": 20, "epochs": 1.0},
     }
     metrics = {"settings": {**SETTINGS, "odd": EVIL}, "rows": ROWS}
-    packed(run / "package", Eagle1(target), target, metrics=metrics, provenance=provenance)
+    packed(
+        run / "package",
+        drafters.make(Eagle1, target),
+        target,
+        metrics=metrics,
+        provenance=provenance,
+    )
     (run / "config.yaml").write_text(f"seed: 0\n# {EVIL}\n")
     log = CsvLogger(run)
     for step in range(1, 21):

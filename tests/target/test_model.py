@@ -13,6 +13,7 @@ from drafttrain.errors import InputError
 from drafttrain.flow import Needs
 from drafttrain.target import fingerprint, load
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 from tests.helpers import save_target, tiny_chat_target
 from tests.messages import said
 
@@ -193,7 +194,7 @@ def test_ends_may_be_several_and_padding_and_start_missing(tmp_path):
     assert again.stop_ids == (1, 2) and again.fingerprint == target.fingerprint
     plain, _ = decode(again, None, [[3, 4, 5]], Plan(Tree.chain(0)), max_new_tokens=12, stop_ids=())
     torch.manual_seed(0)
-    drafter = Eagle1(again).eval()
+    drafter = drafters.make(Eagle1, again).eval()
     for place in (2, 5):
         end = plain[0].ids[place]
         for ends in ([end, 319], [319, end]):

@@ -15,6 +15,7 @@ from drafttrain.errors import InputError
 from drafttrain.target.load import AUTO_DTYPE_VARIABLE, resolve_dtype, tiny
 from drafttrain.target.together import auto_dtype, enter
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -66,7 +67,7 @@ def test_a_variable_decides_what_auto_means_of_a_drafter(
 ) -> None:
     monkeypatch.setenv(AUTO_DTYPE_VARIABLE, str(dtype).removeprefix("torch."))
     target = tiny(width=32, layers=2)
-    drafter = Eagle1(target).eval()
+    drafter = drafters.make(Eagle1, target).eval()
     decoding = Speculator(target, drafter, Plan(Tree.chain(2))).drafter
     assert {p.dtype for p in decoding.parameters() if p.dim() > 1} == {dtype}
     named = Speculator(target, drafter, Plan(Tree.chain(2)), dtype="float32").drafter

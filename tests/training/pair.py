@@ -24,12 +24,13 @@ from drafttrain.training.course import Course, Stream, TrainerConfig
 from drafttrain.training.module import DraftModule
 from drafttrain.training.optim import AdamW
 from drafttrain.training.trainer import quiet_lightning, trainer_of
+from tests.drafter import make as drafters
 from tests.training.parts import OPTIM, TRAINER, Direct, Fixed, Watch, tiny
 
 KINDS: dict[str, Callable[[Target], Drafter]] = {
-    "eagle1": lambda target: Eagle1(target, noise=0.0),
-    "medusa": lambda target: Medusa(target, heads=2, own_head=True),
-    "ssm": lambda target: Ssm(target, layers=[0], own=["norm"]),
+    "eagle1": lambda target: drafters.make(Eagle1, target, noise=0.0),
+    "medusa": lambda target: drafters.make(Medusa, target, heads=2, own_head=True),
+    "ssm": lambda target: drafters.make(Ssm, target, layers=[0], own=["norm"]),
 }
 STEPS, ACCUMULATE, TOKENS = 6, 2, 512
 WORLD = 2

@@ -31,6 +31,7 @@ from drafttrain.training.decode_callback import DecodeCallback
 from drafttrain.training.module import DraftModule
 from drafttrain.training.optim import AdamW
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 
 TRAINER: dict[str, Any] = {
     "accelerator": "cpu",
@@ -106,7 +107,7 @@ def tiny() -> Target:
 
 def drafter_of(target: Target, **settings: Any) -> Eagle1:
     torch.manual_seed(0)
-    return Eagle1(target, **settings)
+    return drafters.make(Eagle1, target, **settings)
 
 
 class Memory(Logger):

@@ -26,6 +26,7 @@ from drafttrain.training.left import Left
 from drafttrain.training.references import Reference, matched, references
 from drafttrain.training.tuning import Collective, Fit, Tuning, line
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 from tests.messages import said
 
 BOOST: dict[str, Any] = {
@@ -169,7 +170,7 @@ def test_a_match_ends_at_the_first_other_token(rows: ConversationData) -> None:
 def test_what_is_matched_is_what_would_be_written(target: Target) -> None:
     """Teacher-forced guesses up to the first mistake are the drafter's own greedy text."""
     torch.manual_seed(0)
-    drafter = Ssm(target, layers=[0]).eval()
+    drafter = drafters.make(Ssm, target, layers=[0]).eval()
     prompts = [[5, 6, 7], [8, 9], [30, 31, 32, 33], [100, 3], [4, 4, 4]]
     greedy, _ = decode(target, None, prompts, Plan(Tree.chain(0)), max_new_tokens=8, stop_ids=())
     own = []
@@ -191,7 +192,9 @@ def test_what_is_matched_is_what_would_be_written(target: Target) -> None:
         for mine, one in zip(own, wanted, strict=True)
     ]
     assert matched(drafter, wanted) == expected
-    assert matched(Ssm(target, layers=[0, 1]), wanted) == [8] * 5, "all of the target's layers"
+    assert matched(drafters.make(Ssm, target, layers=[0, 1]), wanted) == [8] * 5, (
+        "all of the target's layers"
+    )
 
 
 # --- what is left ---------------------------------------------------------------------------------
@@ -462,14 +465,16 @@ def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
 
 def test_drafters_that_cannot_be_fitted_so(target: Target) -> None:
     with pytest.raises(InputError, match=said("training.no_language_model")):
-        Boost(**BOOST).check(Eagle1(target))
+        Boost(**BOOST).check(drafters.make(Eagle1, target))
     token = Boost(**{**BOOST, "removal": "token"})
     with pytest.raises(InputError, match=said("training.reads_text_only")):
-        token.check(Ssm(target, layers=[0], loss={"cross_entropy": 1.0}))
+        token.check(drafters.make(Ssm, target, layers=[0], loss={"cross_entropy": 1.0}))
     with pytest.raises(InputError, match=r"boost\.removal=token.*drafter\.on_policy"):
-        token.check(Ssm(target, layers=[0], on_policy=0.5))
-    token.check(Ssm(target, layers=[0]))
-    Boost(**BOOST).check(Ssm(target, layers=[0], loss={"cross_entropy": 1.0}, on_policy=0.0))
+        token.check(drafters.make(Ssm, target, layers=[0], on_policy=0.5))
+    token.check(drafters.make(Ssm, target, layers=[0]))
+    Boost(**BOOST).check(
+        drafters.make(Ssm, target, layers=[0], loss={"cross_entropy": 1.0}, on_policy=0.0)
+    )
 
 
 def test_a_single_row_cannot_be_cross_fitted(rows: ConversationData, tmp_path: Path) -> None:

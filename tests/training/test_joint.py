@@ -24,6 +24,7 @@ from drafttrain.training.checkpoint import read_checkpoint
 from drafttrain.training.course import Course, Stream, TrainerConfig
 from drafttrain.training.joint import Joint, JointModule, self_distillation
 from drafttrain.training.optim import AdamW
+from tests.drafter import make as drafters
 from tests.messages import said
 from tests.target.adapters import stirred
 from tests.training.parts import OPTIM, TRAINER, Fixed, Watch, drafter_of, fit, keeper, same, tiny
@@ -41,7 +42,9 @@ JOINT: dict[str, Any] = {
 
 
 def heads_of(target: Target, **settings: Any) -> Medusa:
-    drafter = Medusa(target, **{"heads": 3, "own_head": True, "chunk": 16, **settings})
+    drafter = drafters.make(
+        Medusa, target, **{"heads": 3, "own_head": True, "chunk": 16, **settings}
+    )
     with torch.no_grad():
         for number, p in enumerate(drafter.parameters()):
             p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(number))

@@ -32,20 +32,27 @@ from drafttrain.training.course import Stream, TrainerConfig
 from drafttrain.training.module import DraftModule
 from drafttrain.training.optim import AdamW
 from drafttrain.training.prepare import joined
+from tests.drafter import make as drafters
 from tests.messages import said
 from tests.target.stores import make_store
 from tests.training.parts import OPTIM, TRAINER, write_tiny_set
 from tests.training.parts import fit as run
 
 KINDS: dict[str, Any] = {
-    "eagle1": lambda target: Eagle1(target, noise=0.0, classification=1.0),
-    "medusa": lambda target: Medusa(target, heads=3, own_head=True, loss="forward_kl"),
-    "hydra_heads": lambda target: HydraHeads(target, heads=3),
-    "ssm": lambda target: Ssm(
-        target, layers=[0, 1], own=["norm", "head"], loss={"forward_kl": 1.0, "cross_entropy": 0.3}
+    "eagle1": lambda target: drafters.make(Eagle1, target, noise=0.0, classification=1.0),
+    "medusa": lambda target: drafters.make(
+        Medusa, target, heads=3, own_head=True, loss="forward_kl"
     ),
-    "early_exit": lambda target: EarlyExit(
-        target, exit_layer=0, mlp=32, loss={"jsd": 1.0, "cross_entropy": 0.5}
+    "hydra_heads": lambda target: drafters.make(HydraHeads, target, heads=3),
+    "ssm": lambda target: drafters.make(
+        Ssm,
+        target,
+        layers=[0, 1],
+        own=["norm", "head"],
+        loss={"forward_kl": 1.0, "cross_entropy": 0.3},
+    ),
+    "early_exit": lambda target: drafters.make(
+        EarlyExit, target, exit_layer=0, mlp=32, loss={"jsd": 1.0, "cross_entropy": 0.5}
     ),
 }
 SIZE = 80
@@ -100,7 +107,7 @@ def test_loss_and_gradients_are_those_of_single_rows(
 
 
 def test_scaled_noise_is_by_the_row_s_own_length(target: Target, data: ConversationData) -> None:
-    drafter = Eagle1(target, noise=1.0, noise_scaled=True)
+    drafter = drafters.make(Eagle1, target, noise=1.0, noise_scaled=True)
     seen: list[Tensor] = []
     drafter.forward = lambda inputs, *more: seen.append(inputs) or inputs  # type: ignore[assignment, func-returns-value]
     batch = data.joined(SIZE).batch([0, 1, 2])
@@ -122,7 +129,7 @@ def test_updates_of_joined_rows_make_the_same_weights(
         config = TrainerConfig(**{**TRAINER, "batch_tokens": 1 << 12, "max_steps": 4, "pack": pack})
         sampler = config.sampler(data, seed=0, rank=0, world=1)
         torch.manual_seed(0)
-        drafter = Eagle1(target, noise=0.0)
+        drafter = drafters.make(Eagle1, target, noise=0.0)
         said: list[str] = []
         rows = data
         if isinstance(sampler, PackedSampler):
@@ -196,7 +203,7 @@ def test_features_that_are_not_finite_name_the_joined_row(
 
 def test_what_cannot_be_joined_is_refused(target: Target, data: ConversationData) -> None:
     with pytest.raises(InputError, match=r"trainer\.pack.*on_policy"):
-        Ssm(target, layers=[0], on_policy=0.5).check_packing()
+        drafters.make(Ssm, target, layers=[0], on_policy=0.5).check_packing()
     with pytest.raises(InputError, match=said("training.not_joined")):
         SelfSpec.check_packing(SelfSpec.__new__(SelfSpec))
     for settings, fault in (

@@ -32,6 +32,7 @@ from drafttrain.training.skips import (
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
+from tests.drafter import make as drafters
 from tests.messages import said
 from tests.training.parts import write_tiny_set
 
@@ -67,7 +68,7 @@ def search() -> SkipSearch:
 def test_the_best_of_its_trials_is_chosen(
     target: Target, data: ConversationData, search: SkipSearch
 ) -> None:
-    drafter = SelfSpec(target, skip_attention=[3], draft_ids=list(range(0, 320, 2)))
+    drafter = drafters.make(SelfSpec, target, skip_attention=[3], draft_ids=list(range(0, 320, 2)))
     found = search.run(drafter, TREE, data, seed=3)
     assert len(found.trials) == 12 and found.trials[0].choice == ((3,), ())
     assert (
@@ -79,7 +80,8 @@ def test_the_best_of_its_trials_is_chosen(
     assert found.drafter.choices == 160 and not found.drafter.training
     prompts = prompts_of(data, 3, 400)
     for trial in found.trials[:4]:
-        again = SelfSpec(
+        again = drafters.make(
+            SelfSpec,
             target,
             skip_attention=trial.choice[0],
             skip_mlp=trial.choice[1],
@@ -102,7 +104,7 @@ def test_the_best_of_its_trials_is_chosen(
 def test_the_same_seed_tries_the_same(
     target: Target, data: ConversationData, search: SkipSearch
 ) -> None:
-    drafter = SelfSpec(target)
+    drafter = drafters.make(SelfSpec, target)
     few = replace(search, prompts=1, max_new_tokens=4, first_tokens=0, trials=14)
     once, again, other = (few.run(drafter, TREE, data, seed=seed).trials for seed in (0, 0, 1))
     assert once == again != other
@@ -114,7 +116,7 @@ def test_speed_is_tokens_a_second(
 ) -> None:
     began = time.perf_counter()
     found = replace(search, objective="speed", trials=2, prompts=2, first_tokens=0).run(
-        SelfSpec(target), TREE, data
+        drafters.make(SelfSpec, target), TREE, data
     )
     slowest = 2 * 10 / (time.perf_counter() - began)
     assert found.trials[0].tau == TREE.max_depth + 1 and all(

@@ -15,6 +15,7 @@ from drafttrain.layouts.inspection import alike
 from drafttrain.layouts.rope import effective
 from drafttrain.packaging.checking import some
 from drafttrain.target.model import Target
+from drafttrain.wiring.defaults import with_defaults
 
 _SPECULATORS = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
 
@@ -33,7 +34,9 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Eagle1:
     _refuse_own_vocabulary(head, names, target)
     d = target.width
     bias = head.weight(names["fc.bias"], (d,)) if "fc.bias" in names else torch.zeros(d)
-    drafter = Eagle1(target, **{**known, "bias": known.get("bias", False) or bool(bias.any())})
+    drafter = with_defaults(
+        Eagle1, target, **{**known, "bias": known.get("bias", False) or bool(bias.any())}
+    )
     shapes = {
         _theirs(name): tuple(t.shape)
         for name, t in drafter.state_dict().items()
@@ -50,7 +53,7 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Eagle1:
         )
     found = {name: head.weight(names.get(name, name), shape) for name, shape in shapes.items()}
     state = {name: found[_theirs(name)] for name in drafter.state_dict() if _theirs(name) in found}
-    if drafter.bias:
+    if drafter.config.bias:
         state["fc.bias"] = bias
     state["fc.weight"] = torch.cat((state["fc.weight"][:, d:], state["fc.weight"][:, :d]), 1)
     drafter.load_state_dict(state, strict=False)  # draft_ids, where there are any, are set already.

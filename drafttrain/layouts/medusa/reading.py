@@ -15,6 +15,7 @@ from drafttrain.layouts.inspection import alike
 from drafttrain.layouts.medusa.facts import BLOCK, PLAIN, bare
 from drafttrain.packaging.checking import some
 from drafttrain.target.model import Target
+from drafttrain.wiring.defaults import with_defaults
 
 
 def read(head: Directory, target: Target, known: dict[str, Any]) -> Medusa:
@@ -68,8 +69,10 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Medusa:
             "target's"
         )
     kept = known.get("draft_ids") if ids is None and not own else ids
-    drafter = Medusa(
-        target, **{**known, "heads": count, "blocks": blocks, "own_head": own, "draft_ids": kept}
+    drafter = with_defaults(
+        Medusa,
+        target,
+        **{**known, "heads": count, "blocks": blocks, "own_head": own, "draft_ids": kept},
     )
     if own:
         every = projections * (count if len(projections) == 1 else 1)

@@ -69,7 +69,7 @@ def _nested(
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
         "num_heads": drafter.count,
-        "num_hidden_layers": drafter.blocks,
+        "num_hidden_layers": drafter.config.blocks,
         "vocab_size": target.vocab_size,
         "original_lm_head": drafter.projections is None,
     }
@@ -87,10 +87,12 @@ def _plain(
     tensors = {f"{j}.{i}.linear.{part}": tensor for (j, i, part), tensor in blocks.items()}
     for j in range(drafter.count):
         own = drafter.projections
-        tensors[f"{j}.{drafter.blocks}.weight"] = target.output.weight if own is None else own[j]
+        tensors[f"{j}.{drafter.config.blocks}.weight"] = (
+            target.output.weight if own is None else own[j]
+        )
     config |= {
         "medusa_num_heads": drafter.count,
-        "medusa_num_layers": drafter.blocks,
+        "medusa_num_layers": drafter.config.blocks,
         "base_model_name_or_path": public(target.name),
         "vocab_size": target.vocab_size,
     }
@@ -120,7 +122,7 @@ def _refuse_several_blocks(
     for (j, i, part), tensor in blocks.items():
         if i and not torch.equal(tensor, blocks[j, 0, part]):
             raise InputError(
-                f"to={source.engine}: each head has {drafter.blocks} blocks of its own, "
+                f"to={source.engine}: each head has {drafter.config.blocks} blocks of its own, "
                 f"{source.engine.title} repeats one: give "
                 f"{source.others(lambda other: not other.one_block)}"
             )
