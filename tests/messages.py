@@ -8,12 +8,30 @@ from __future__ import annotations
 
 DATA: dict[str, str] = {}
 
-TARGET: dict[str, str] = {}
+TARGET: dict[str, str] = {
+    "headless": r"without a causal head",
+    "layers_beyond_files": r"describes 1000000000 layers, its files hold \d+ tensors",
+    "no_folder": r"target\.path=.* does not exist",
+    "no_such_layer": r"layer 2 asked for; .* layers 0\.\.1",
+    "not_loaded": r"target .* cannot be loaded",
+    "tokenizer": r"its tokenizer cannot be read",
+    "tuned_already": r"is tuned already",
+}
 
 NN: dict[str, str] = {
+    "cache_full": r"cache holds 2 entries",
+    "generators": r"2 generators given for 3 rows",
+    "layer_below": r"layer 0 asked for",
+    "no_distribution": r"not all 0",
     "no_input_norm": r"target old \(gpt2\): .* no norm before attention",
     "no_inputs": r"target old \(gpt2\): .* looked for as q_proj",
+    "no_teacher": r"needs the target's hidden states and head",
     "no_rotary": r"target old \(gpt2\): .* no rotary positions",
+    "no_weight": r"all weights of the loss are 0",
+    "not_left_out": r"parts of its layers cannot be left out",
+    "not_one_by_one": r"target old \(gpt2\): .* cannot be run one by one .*; give a Llama",
+    "rows_mixed": r"trainer\.pack: target tiny-llama \(llama\) .*\(features differ by",
+    "too_many_children": r"at most 4 children",
     "uninitialised": r"no initial value for mlp\.",
 }
 

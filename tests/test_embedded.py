@@ -1,4 +1,4 @@
-"""The embedded target and the set that ships with it."""
+"""The embedded target and the conversation set that is shipped with it."""
 
 from __future__ import annotations
 

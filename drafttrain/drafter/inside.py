@@ -104,10 +104,10 @@ class Inside(BorrowsHead, abc.ABC):
     ) -> Tensor:
         stack, cache = self.target.stack, _cache_of(state)
         hidden = stack.embed(tokens)
-        spot = stack.spot(hidden, cache, tree_mask, depths)
-        hidden = stack.run(hidden, spot, self.common)
+        inputs = stack.inputs(hidden, cache, tree_mask, depths)
+        hidden = stack.run(hidden, inputs, self.common)
         state.stream.append(hidden)
-        hidden = stack.run(hidden, spot, self.rest)
+        hidden = stack.run(hidden, inputs, self.rest)
         cache.advance(tokens.shape[1])
         return hidden
 

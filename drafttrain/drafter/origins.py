@@ -21,8 +21,8 @@ from drafttrain.drafter.lending import LentEmbedding, LentHead, LentNorm
 from drafttrain.errors import InputError, first_line
 from drafttrain.nn.attention import TREE_BACKENDS
 from drafttrain.target import fingerprint
-from drafttrain.target.load import check_layers
 from drafttrain.target.model import Target
+from drafttrain.target.reading import check_layers
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Masks in the form an attention backend of `transformers` wants them."""
+"""Masks in the form that an attention backend of `transformers` takes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def check_backend(name: str) -> None:
 
 @contextlib.contextmanager
 def computed_by(model: nn.Module, backend: str) -> Iterator[None]:
-    """A model of `transformers` uses another backend meanwhile: each part reads the name from its
-    config, and may have its own."""
+    """Let a model of `transformers` use another backend meanwhile. Each part reads the name from
+    its config, and may have its own."""
     configs: list[Any] = [part.config for part in model.modules() if hasattr(part, "config")]
     before = [
         (config, config._attn_implementation)
@@ -42,7 +42,8 @@ def computed_by(model: nn.Module, backend: str) -> Iterator[None]:
 
 
 def as_attention(mask: Tensor, implementation: str, dtype: torch.dtype) -> Tensor:
-    """(b 1 s t) bool, true = may be read, to what the backend adds to or selects scores with."""
+    """(b 1 s t) bool, true = may be read -> what the backend takes: the same, or numbers that are
+    added to the scores."""
     if implementation == "sdpa":
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(

@@ -1,5 +1,5 @@
-"""A decoder block of its own: causal attention behind a norm, with rotary positions, and an MLP
-where one is wanted."""
+"""A plain decoder block, of no model's family: a norm, causal attention with rotary positions, and
+an MLP if one is asked for. `layers` makes layers of a target's family."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from drafttrain.nn.cache import KVCache
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)); then, with an MLP, x + SwiGLU(norm(x)). Both begin as zero, so that
-    the block begins as x.
+    """x + attention(norm(x)); then, with an MLP, x + SwiGLU(norm(x)). Both start as zero, so that
+    the block starts as the identity.
 
     Args:
         width: d of x.
@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU behind a norm; begins as zero."""
+    """A norm, then SwiGLU; starts as zero."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()

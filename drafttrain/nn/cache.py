@@ -1,6 +1,6 @@
-"""A preallocated key/value cache whose rows have lengths of their own.
+"""A preallocated key/value cache in which every row has its own length.
 
-New entries are written behind each row's own length; `commit` makes the accepted ones permanent and
+New entries are written after each row's length. `commit` makes the accepted ones permanent and
 forgets the rest, so a batch may accept a different number of tokens in every row. It serves the
 frozen target (it is a `transformers` Cache) and the drafters alike.
 """
@@ -37,12 +37,12 @@ class KVCache(Cache):
     def set_lengths(self, lengths: Tensor) -> None:
         self.lengths = lengths
         self._host = lengths.tolist()
-        """The same numbers on the host: slices need them, and a device would have to be waited
-        for."""
+        """The same numbers on the host: slices need them, and reading them from a device would mean
+        waiting for it."""
 
     def advance(self, entries: int) -> None:
-        """Count so many more entries of every row as committed, or fewer. The device is not waited
-        for."""
+        """Commit that many more entries of every row, or fewer if negative. Does not wait for the
+        device."""
         self.lengths = self.lengths + entries
         self._host = [length + entries for length in self._host]
 
@@ -62,12 +62,12 @@ class KVCache(Cache):
         *args: object,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Write s new entries behind each row's length and return the part in use.
+        """Write s new entries after each row's length and return the part in use.
 
         Args:
             key_states, value_states: (b h s e).
-        Returns: keys and values, (b h longest+s e); entries behind a row's own length + s are not
-        to be read.
+        Returns: keys and values, (b h longest+s e); entries after a row's own length + s are not to
+        be read.
         Raises: ValueError when the capacity is exceeded.
         """
         b, h, s, _ = key_states.shape
@@ -91,10 +91,10 @@ class KVCache(Cache):
         return keys[:, :, :used], values[:, :, :used]
 
     def mask(self, tree_mask: Tensor) -> Tensor:
-        """Which of the entries in use may each new token read?
+        """Which of the entries in use each new token may read.
 
         Args:
-            among: (b|1 s t) bool, t >= s: which of each row's last t entries, the s new ones
+            tree_mask: (b|1 s t) bool, t >= s: which of each row's last t entries, the s new ones
                 included, each new token sees. Entries before them are all seen. With t > s, the
                 entries lengths - (t - s) .. lengths are scratch of earlier passes (committed for
                 now, to be taken back by `set_lengths`).
@@ -107,19 +107,19 @@ class KVCache(Cache):
             mask[:, :, used - t :] = tree_mask
             return mask[:, None]
         places = torch.arange(used, device=tree_mask.device)
-        fresh = places[None] - (self.lengths[:, None] - (t - s))  # b used, index among the last t
-        inside = (fresh >= 0) & (fresh < t)
-        index = fresh.clamp(0, t - 1)[:, None].expand(-1, s, -1)  # b s used
+        recent = places[None] - (self.lengths[:, None] - (t - s))  # b used, index in the last t
+        inside = (recent >= 0) & (recent < t)
+        index = recent.clamp(0, t - 1)[:, None].expand(-1, s, -1)  # b s used
         mask = tree_mask.expand(self.rows, -1, -1).gather(2, index) & inside[:, None]
-        return (mask | (fresh < 0)[:, None])[:, None]
+        return (mask | (recent < 0)[:, None])[:, None]
 
     def commit(self, counts: Tensor, kept: Tensor | None = None) -> None:
         """Keep some of the new entries and forget the rest.
 
         Args:
             counts: (b) how many new entries each row keeps.
-            kept: (b k) index among the new entries of the i-th kept one, in order; None keeps the
-                first `counts`. Places at or behind a row's count are not read (any value, -1
+            kept: (b k) index, in the new entries, of the i-th kept one, in order; None keeps the
+                first `counts`. Places at or after a row's count are not read (any value, -1
                 included).
         """
         if kept is not None and kept.shape[1]:
@@ -132,10 +132,8 @@ class KVCache(Cache):
                 goal = self.lengths[:, None] + straight
                 # A row that keeps fewer than k entries copies scratch onto itself; clamp keeps that
                 # inside the cache.
-                source, goal = (
-                    source.clamp(max=self.capacity - 1),
-                    goal.clamp(max=self.capacity - 1),
-                )
+                end = self.capacity - 1
+                source, goal = source.clamp(max=end), goal.clamp(max=end)
                 for tensor in (*self.keys, *self.values):
                     tensor[rows, :, goal] = tensor[rows, :, source]
         self.set_lengths(self.lengths + counts)

@@ -1,7 +1,7 @@
-"""A decoder-only `transformers` causal LM driven through a `KVCache`: any mask among new tokens, at
-any positions.
+"""A decoder-only `transformers` causal LM driven through a `KVCache`: new tokens may have any mask
+between them and any positions.
 
-The frozen target is one; a drafter that is a language model itself is another.
+The frozen target is one; a drafter that is itself a language model is another.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from drafttrain.nn.cache import KVCache
 
 
 class CausalLM:
-    """The parts of a model, and what its family adds to them: sliding windows, scaled and capped
-    logits, the cache's name.
+    """The parts of a model, and the habits of its family: sliding windows, scaled and capped
+    logits, the cache's argument.
 
     Args:
         model: a causal LM of `transformers`; it is not copied.
@@ -66,12 +66,12 @@ class CausalLM:
     # Facts ----------------------------------------------------------------------------------------
     @property
     def device(self) -> torch.device:
-        """Where it reads ids."""
+        """The device that its ids are read on."""
         return self.embedding.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its embedding, and of what it computes in."""
+        """Of its embedding and of its passes."""
         return self.embedding.weight.dtype
 
     @property
@@ -85,7 +85,7 @@ class CausalLM:
 
     @property
     def context(self) -> int:
-        """Positions the model was built for."""
+        """Positions that the model was built for."""
         return int(getattr(self.config, "max_position_embeddings", None) or 1 << 20)
 
     # Parts ----------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class CausalLM:
         return self.finish_logits(self.output(hidden))
 
     def finish_logits(self, logits: Tensor) -> Tensor:
-        """The part of the head behind the matrix product; elementwise, so it serves chosen
+        """The part of the head after the matrix product; elementwise, so it serves chosen
         vocabulary rows too."""
         if self._scale != 1.0:
             logits = logits * self._scale
@@ -108,10 +108,11 @@ class CausalLM:
         """(b s) rows padded on the right -> (b s d) last hidden states after the final norm,
         without a cache.
 
-        Padding stands behind the text, so causal attention never reads it.
+        Padding follows the text, so causal attention never reads it.
 
         Args:
-            packing: where rows lie that were joined into sequences; each gives what it gives alone.
+            packing: where the rows are in sequences that several were joined into; each row gives
+                what it gives by itself.
         """
         if packing is not None:
             with self.packing_inputs(packing) as words:
@@ -129,8 +130,8 @@ class CausalLM:
 
     @contextlib.contextmanager
     def packing_inputs(self, packing: Packing) -> Iterator[dict[str, Any]]:
-        """What a pass over joined rows is given: masks in its backend's form, and positions that
-        begin anew in every row.
+        """Arguments of a pass over joined rows: masks in its backend's form, and positions that
+        restart in every row.
 
         `flex_attention` takes the backend's place where `isolates_by` says so and no gradient is
         asked for.
@@ -155,14 +156,14 @@ class CausalLM:
 
     @torch.no_grad()
     def choose_isolation(self) -> str:
-        """Find out, by trying, how to keep joined rows apart, and do so from now on. Returns
+        """Find out, by trying, how to keep joined rows apart, and use that from now on. Returns
         "dense" or "flex".
 
         `flex_attention` is taken on an accelerator whose compiler can build it, with PyTorch's
         attention.
 
-        Raises: InputError where joined rows do not give what they give alone: a model that counts
-            positions by itself, for instance, or one whose layers carry something on from token to
+        Raises: InputError where joined rows do not give what they give by themselves: for instance
+            in a model that counts positions itself, or whose layers pass a state from token to
             token.
         """
         ids = (
@@ -173,7 +174,7 @@ class CausalLM:
         documents = torch.tensor([[0] * 5 + [1] * 7 + [-1]], device=self.device)
         positions = torch.tensor([[*range(5), *range(7), 0]], device=self.device)
         packing, joined = Packing(documents, positions), torch.cat((ids, ids[:1]))[None]
-        alone = torch.cat([self.full_pass(row[None])[0] for row in (ids[:5], ids[5:])]).float()
+        apart = torch.cat([self.full_pass(row[None])[0] for row in (ids[:5], ids[5:])]).float()
         loose = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
         why = ""
         accelerated = self.device.type not in ("cpu", "mps") and self.attention == "sdpa"
@@ -181,17 +182,16 @@ class CausalLM:
             self.isolates_by = way
             try:
                 found = self.full_pass(joined, packing)[0, :12].float()
-                gap = float((found - alone).abs().max() / (alone.abs().max() + 1e-9))
+                gap = float((found - apart).abs().max() / (apart.abs().max() + 1e-9))
                 if gap <= loose:
                     return way
-                why = f"features differ by {gap:.2g} of their size from those of the rows alone"
+                why = f"features differ by {gap:.2g} of their size from those of single rows"
             except Exception as error:  # A family's own code, or a compiler's.
                 why = first_line(error)
         self.isolates_by = isolation.DENSE
         raise InputError(
             f"trainer.pack: {self.called} ({self.config.model_type}) cannot keep rows apart in one "
-            f"sequence ({why}): set "
-            "trainer.pack=null"
+            f"sequence ({why}): set trainer.pack=null"
         )
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
@@ -205,19 +205,19 @@ class CausalLM:
         tree_mask: Tensor | None = None,
         depths: Tensor | None = None,
     ) -> Tensor:
-        """(b s d) last hidden states of s new tokens behind the committed ones; nothing is
+        """(b s d) last hidden states of s new tokens after the committed ones; nothing is
         committed.
 
         Args:
             ids: (b s) int64.
-            among: (b|1 s t) bool, which of the row's last t entries, the s new ones included, each
-                new token sees; None is causal order among the new ones alone. With t > s the others
-                are scratch, see `KVCache.mask`.
+            tree_mask: (b|1 s t) bool, which of the row's last t entries, the s new ones included,
+                each new token sees; None is causal order, with t = s. With t > s the others are
+                scratch, see `KVCache.mask`.
             depths: (b|1 t) int64, the position of each of these t relative to the entries before
-                them; None means 0, 1, 2... Positions beyond the model's context are taken for its
+                them; None means 0, 1, 2... Positions past the model's context are replaced by its
                 last one.
         """
-        masks, positions = self.where(ids.shape[1], cache, tree_mask, depths)
+        masks, positions = self.masks_and_positions(ids.shape[1], cache, tree_mask, depths)
         out = self.base(
             input_ids=ids,
             attention_mask=masks,
@@ -228,12 +228,12 @@ class CausalLM:
         hidden: Tensor = out.last_hidden_state
         return hidden
 
-    def where(
+    def masks_and_positions(
         self, s: int, cache: KVCache, tree_mask: Tensor | None, depths: Tensor | None
     ) -> tuple[Any, Tensor]:
-        """What layers are told of s new tokens behind the committed ones; arguments as in `read`.
+        """Of s new tokens after the committed ones; arguments as in `read`.
 
-        Returns: a mask in the form that the attention backend wants, or one for each kind of layer
+        Returns: a mask in the form that the attention backend takes, or one for each kind of layer
             ("full_attention", "sliding_attention"); (b s) positions.
         """
         device = cache.lengths.device
@@ -248,13 +248,13 @@ class CausalLM:
         )
 
     def kind_of(self, layer: int) -> str:
-        """Of a layer's attention, as masks are named."""
+        """The kind of a layer's attention, by which masks are named."""
         return "full_attention" if self.windows[layer] is None else "sliding_attention"
 
     @property
     def norm_name(self) -> str | None:
-        """Name of the norm behind the last layer, among the children of `base`; None where it
-        cannot be told from others."""
+        """Name of the norm after the last layer, a child of `base`; None if several could be
+        it."""
         names = [
             name
             for name, module in self.base.named_children()
@@ -264,8 +264,8 @@ class CausalLM:
         return names[0] if len(names) == 1 else None
 
     def probe(self) -> None:
-        """The wrapper must compute the model's own logits, plain and through the cache. Raises:
-        InputError if it does not."""
+        """Raise InputError unless the wrapper computes the model's own logits, plain and through
+        the cache."""
         # From all over the vocabulary: the first ids are often control tokens, whose huge
         # activations magnify rounding.
         ids = (
@@ -299,9 +299,8 @@ class CausalLM:
             if not gap <= loose:
                 raise InputError(
                     f"{self.called} ({type(self.model).__name__}): {what} differ from the model's "
-                    f"own logits by "
-                    f"{gap:.2g} of their size; this architecture or attention backend "
-                    f"({self.attention}) cannot be represented, try attention=eager"
+                    f"own logits by {gap:.2g} of their size; this architecture or attention "
+                    f"backend ({self.attention}) cannot be represented, try attention=eager"
                 )
 
     # Inside ---------------------------------------------------------------------------------------
@@ -312,9 +311,9 @@ class CausalLM:
             return self.as_attention(full)
         (s, t), used = tree_mask.shape[-2:], full.shape[-1]
         places = torch.arange(used, device=full.device)[None].expand(cache.rows, -1)  # b used
-        late = places - (cache.lengths - (t - s))[:, None]  # place among the last t entries
-        own = positions.expand(cache.rows, -1).gather(1, late.clamp(0, t - 1))
-        key_positions = torch.where((late >= 0) & (late < t), own, places)  # b used
+        recent = places - (cache.lengths - (t - s))[:, None]  # place in the last t entries
+        own = positions.expand(cache.rows, -1).gather(1, recent.clamp(0, t - 1))
+        key_positions = torch.where((recent >= 0) & (recent < t), own, places)  # b used
         distance = positions[:, t - s :, None] - key_positions[:, None]  # b s used
         window = next(w for w in self.windows if w is not None)
         windowed = self.as_attention(full & (distance < window)[:, None])
@@ -323,7 +322,7 @@ class CausalLM:
         return {"full_attention": self.as_attention(full), "sliding_attention": windowed}
 
     def as_attention(self, mask: Tensor) -> Tensor:
-        """(b 1 s t) bool, true = may be read, as the attention backend wants it."""
+        """(b 1 s t) bool, true = may be read -> the form that the attention backend takes."""
         return as_attention(mask, self.attention, self.dtype)
 
     def _find_layers(self) -> nn.ModuleList:
@@ -344,9 +343,8 @@ class CausalLM:
             odd = sorted({k for k in kinds if k not in ("full_attention", "sliding_attention")})
             if odd:
                 raise InputError(
-                    f"{self.called} has layers of type {', '.join(odd)}: only attention with a "
-                    f"full or sliding "
-                    "window can be verified as a tree"
+                    f"{self.called} has layers of type {', '.join(odd)}: only full attention and "
+                    f"attention with a sliding window can be verified as a tree"
                 )
             return tuple(window if kind == "sliding_attention" else None for kind in kinds)
         if getattr(self.config, "use_sliding_window", True) is False:

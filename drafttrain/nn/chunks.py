@@ -1,5 +1,5 @@
-"""Work over a vocabulary in chunks of positions: peak memory holds one chunk's logits, never those
-of a whole batch.
+"""Work over a vocabulary in chunks of positions: peak memory holds the logits of one chunk, never
+those of a complete batch.
 
 A chunk's gradient is made while its logits exist, so that none are kept for the backward pass.
 """
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 Goal = Callable[[slice], Tensor | None]
-"""What some positions are judged by, such as the target's logits there; made once for all heads,
+"""positions -> what they are judged by, such as the target's logits there; made once for all heads,
 without gradients."""
 Judge = Callable[[int, slice, Tensor, Any], tuple[Tensor, Tensor, Tensor]]
-"""(head, positions, (c d) what it reads there, their goal) -> () the loss to learn from, (m) sums
-to report, (c) int64 what to note of each position."""
+"""(head, positions, (c d) what the head reads there, their goal) -> () the loss to learn from, (m)
+sums to report, (c) int64 a note on each position."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What came of all chunks."""
+    """The outcome of all chunks."""
 
     total: Tensor
     """() float32, sum of the losses, with grad."""
@@ -50,9 +50,9 @@ def in_chunks(
         chunk: positions judged at one time.
         trained: parameters that the judge multiplies with, where they are trained.
     """
-    # Decided here: inside of the function's forward pass gradients are always off.
-    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *trained))
-    return Judged(*_InChunks.apply(hidden, goal, judge, parts, chunk, wanted, *trained))
+    # Decided here: in the function's forward pass gradients are always off.
+    learn = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *trained))
+    return Judged(*_InChunks.apply(hidden, goal, judge, parts, chunk, learn, *trained))
 
 
 class _InChunks(torch.autograd.Function):
@@ -64,24 +64,24 @@ class _InChunks(torch.autograd.Function):
         judge: Judge,
         parts: int,
         chunk: int,
-        wanted: bool,
+        learn: bool,
         *trained: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         t, k, _ = hidden.shape
         total = hidden.new_zeros((), dtype=torch.float32)
         sums = hidden.new_zeros(k, parts, dtype=torch.float32)
         noted = torch.zeros(t, k, dtype=torch.int64, device=hidden.device)
-        slopes = [torch.zeros_like(tensor) for tensor in (hidden, *trained)] if wanted else []
+        slopes = [torch.zeros_like(tensor) for tensor in (hidden, *trained)] if learn else []
         for start in range(0, t, chunk):
             part = slice(start, start + chunk)
             aim = goal(part)
             for head in range(k):
-                with torch.set_grad_enabled(wanted):
-                    read = hidden[part, head].detach().requires_grad_(wanted)
+                with torch.set_grad_enabled(learn):
+                    read = hidden[part, head].detach().requires_grad_(learn)
                     loss, reported, noted[part, head] = judge(head, part, read, aim)
                 total += loss.detach()
                 sums[head] += reported.detach()
-                if wanted:
+                if learn:
                     slopes[0][part, head], *more = torch.autograd.grad(
                         loss, (read, *trained), allow_unused=True
                     )

@@ -1,9 +1,9 @@
-"""Attention among rows that were joined into one sequence: every token reads its own row alone,
-itself and what stands before it.
+"""Attention in sequences that several rows were joined into: every token reads only its own row, up
+to itself.
 
-A dense mask serves any backend that takes one. It costs the products of the whole sequence, of
-which most are thrown away; where an accelerator is at hand, `flex_attention` skips blocks of tokens
-that have no row in common (PyTorch's, by a `BlockMask`).
+A dense mask serves any backend that takes one. It costs the products of the full sequence, most of
+which are thrown away. On an accelerator, PyTorch's `flex_attention` skips blocks of tokens that
+have no row in common, by a `BlockMask`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def rule(packing: Packing, window: int | None = None) -> Rule:
     """Which place may be read from which, place by place.
 
     Args:
-        window: tokens that a sliding layer reads at most, the reading one included; None is all.
+        window: the most tokens that a sliding layer reads, the reading one included; None is all.
     """
     documents = packing.document_ids
 
@@ -41,7 +41,7 @@ def dense(packing: Packing, first: int | None = None, window: int | None = None)
     """(b 1 s s) bool, the same for all places at once, true = may be read; padding reads padding.
 
     Args:
-        first: the first so many places alone; None is all.
+        first: only that many places, from the start; None is all.
     """
     documents = packing.document_ids[:, :first]
     s = documents.shape[1]
@@ -54,7 +54,7 @@ def dense(packing: Packing, first: int | None = None, window: int | None = None)
 
 
 def mask_of(packing: Packing | None, first: int, device: torch.device) -> Tensor | None:
-    """`dense` on a device for the first so many places; None, which is causal, where every sequence
+    """`dense` on a device, for the first places only; None, which is causal, where every sequence
     is one row."""
     return None if packing is None else dense(packing.to(device), first)
 

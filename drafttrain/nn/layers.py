@@ -2,8 +2,8 @@
 
 A layer class of `transformers` that is constructed directly initialises only what torch's own
 modules initialise. Experts, routers and attention sinks are set later, by the model around it
-(`PreTrainedModel._init_weights`): that step is made up for here. A family without such modules gets
-what direct construction gives, bit for bit.
+(`PreTrainedModel._init_weights`); here that step follows at once. A family without such modules
+gets what direct construction gives, bit for bit.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def new_layers(
     with _Marked():
         layers: list[nn.Module] = [kind(config, number) for number in range(count)]
     for layer in layers:
-        initialise(model, layer)
+        _initialise(model, layer)
     if input_width is not None and input_width != model.width:
         _widen(model, layers[0], input_width)
     if input_norm is not True:
@@ -104,12 +104,13 @@ def new_rotary(model: CausalLM, rotary: Mapping[str, Any] | None = None) -> nn.M
     return made
 
 
-def initialise(model: CausalLM, module: nn.Module) -> None:
-    """Give every parameter below a module that its constructor left unset the family's own initial
-    value. `module` was constructed within `_Marked`, so that what is unset is NaN.
+def _initialise(model: CausalLM, module: nn.Module) -> None:
+    """Give parameters that a constructor left unset the family's own initial values. `module` was
+    constructed within `_Marked`, so that unset parameters are NaN.
 
-    Routers are constructed as zero and drawn afterwards: a module with nothing drawn in it is given
-    to the family too. Norms stay as they are by that; torch's own modules are complete.
+    Some families construct routers as zero and draw them afterwards, so a module in which nothing
+    was drawn is initialised by the family too. Norms are not changed by that. Torch's own modules
+    are complete.
     """
     with torch.no_grad():
         for part in module.modules():

@@ -1,7 +1,7 @@
 """Losses over a vocabulary, and their sums over positions in chunks.
 
-All but `cross_entropy` compare the draft's law q with the target's law p at supervised positions,
-in float32.
+All but `cross_entropy` compare the draft's distribution q with the target's distribution p at
+supervised positions, in float32.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def over_vocabulary(
     argmaxes.
 
     Args:
-        hidden: (t d) with grad; teacher: (t d) the target's own, no grad. Where no gradient is
+        hidden: (t d) with grad; teacher: (t d) of the target, without grad. Where no gradient is
             asked for, none is computed.
         head: (t d) -> (t w) logits, frozen: gradients flow through it into `hidden`, not into its
             weights.
@@ -161,21 +161,20 @@ def heads_over_vocabulary(
     trained: Sequence[Tensor] = (),
     chunk: int = 256,
 ) -> Judged:
-    """Losses of k heads that are to guess the same tokens, so that a goal is computed once for all
-    of them.
+    """Losses of k heads that guess the same tokens, so that a goal is computed once for all.
 
     Args:
         hidden: (t k d) with grad, what each head reads for each position.
         valid: (t k) bool, where a head has something to learn.
         weights: of each head's loss in the total.
-        labels: (t) int64 places of the text's tokens in the vocabulary, -1 for one outside of it.
+        labels: (t) int64 places of the text's tokens in the vocabulary, -1 for one outside it.
         heads: (c d) -> (c w) logits each.
         goal: (c w) the target's logits of some positions, or (c) int64 labels where the loss is
             `cross_entropy`.
         trained: parameters that the heads multiply with, where they are trained.
         chunk: positions whose logits exist at one time.
-    Returns: the weighted total; (k 1) each head's own sum; (t k) how many tokens a head finds
-        likelier than the label, w where the label is none that it knows.
+    Returns: the weighted total; (k 1) each head's own sum; (t k) how many tokens a head finds more
+        likely than the label, w where the label is outside the vocabulary.
     """
 
     def judge(head: int, part: slice, read: Tensor, aim: Tensor) -> tuple[Tensor, Tensor, Tensor]:

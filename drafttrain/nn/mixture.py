@@ -1,5 +1,5 @@
-"""A weighted sum of losses over a vocabulary, against the target's law and against the text, in
-chunks.
+"""A weighted sum of losses over a vocabulary, against the target's distribution and against the
+text, in chunks.
 
 Every loss of a position reads the same two rows of logits, which exist for one chunk at a time.
 """
@@ -18,7 +18,7 @@ from drafttrain.nn import losses
 from drafttrain.nn.chunks import in_chunks
 
 TEXT = "cross_entropy"
-"""The loss against the text's own tokens; all others are against the target's law."""
+"""The loss against the text's own tokens; all others are against the target's distribution."""
 KNOWN = (TEXT, *losses.DIVERGENCES)
 
 
@@ -31,7 +31,7 @@ class Mixture:
 
     weights: Mapping[str, float]
     beta: float = 0.5
-    """Of `jsd`: above 0, below 1; towards 1 it is like forward KL."""
+    """Of `jsd`: above 0 and below 1; near 1 it is like forward KL."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.weights, Mapping):
@@ -55,12 +55,12 @@ class Mixture:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the losses that count."""
+        """Names of the losses that count."""
         return tuple(name for name, weight in self.weights.items() if weight)
 
     @property
     def reads_target_probs(self) -> bool:
-        """Does any of them need the target's law?"""
+        """Does any of them need the target's distribution?"""
         return any(name != TEXT for name in self.names)
 
     @property
@@ -79,12 +79,12 @@ def _number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Mixed:
-    """What a mixture made of some positions."""
+    """A mixture's losses at some positions."""
 
     total: Tensor
     """() float32, weighted sum over losses and positions, with grad."""
     sums: dict[str, Tensor]
-    """() float32 each: the losses' own sums, unweighted, detached."""
+    """() float32 each: the sum of each loss, unweighted, detached."""
     choices: Tensor
     """(t) int64 argmax of the draft's logits."""
 
@@ -105,10 +105,10 @@ def mixed(
 
     Args:
         hidden: (t d) with grad, what the draft's head reads.
-        labels: (t) int64 places of the text's tokens in the draft vocabulary; -1 where there is
-            none to learn from.
+        labels: (t) int64 places of the text's tokens in the draft vocabulary, -1 for none.
         head: (c d) -> (c w) draft logits.
-        teacher: (t d') what the target's head reads there; needed where the mixture reads its law.
+        teacher: (t d') what the target's head reads there; needed where the mixture reads the
+            target's distribution.
         teacher_head: (c d') -> (c w) the target's logits of the same vocabulary.
         weights: (t) float32 of the positions in the total; None is all alike.
         trained: parameters that `head` multiplies with, where they are trained.
@@ -116,7 +116,7 @@ def mixed(
     """
     if mixture.reads_target_probs and (teacher is None or teacher_head is None):
         raise ValueError(
-            "a loss against the target's law needs the target's hidden states and head"
+            "a loss against the target's distribution needs the target's hidden states and head"
         )
 
     def goal(part: slice) -> Tensor | None:

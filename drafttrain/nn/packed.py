@@ -1,10 +1,10 @@
-"""Frozen products with their weights laid out for oneDNN, which on a CPU makes them cheaper, small
-ones above all.
+"""Frozen products whose weights are laid out for oneDNN: cheaper on a CPU, small products most of
+all.
 
 A verification pass multiplies a handful of positions by every weight. The general routine that
-PyTorch calls on a CPU then costs up to twice a single position; with weights laid out beforehand, a
-dozen positions cost little more than one. The same numbers come out, up to the order of summation.
-`scripts/bench/decode.py` and `train_step.py` show the difference.
+PyTorch calls on a CPU then costs up to twice as much as a single position. With weights laid out
+beforehand, a dozen positions cost little more than one. The numbers are the same, up to the order
+of summation. `scripts/bench/decode.py` and `train_step.py` measure the difference.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.nn import functional
 from drafttrain.errors import InputError
 
 _POSITIONS = 12
-"""The layout is chosen for products of about this many rows; it serves others well too."""
+"""The layout is chosen for products of about this many rows; it is good for others too."""
 
 
 class PackedLinear(nn.Module):
-    """A frozen `nn.Linear` that keeps its weight (shared, so that it can be read) beside a packed
-    copy."""
+    """A frozen `nn.Linear` with a packed copy of its weight. The weight itself is kept too, shared,
+    so that it can be read."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -43,15 +43,16 @@ class PackedLinear(nn.Module):
 
 
 class FrozenProduct:
-    """x -> x W^T for a frozen W, differentiable in x. On a CPU in float32 W is laid out for oneDNN
-    for the way there and the way back, where there is room for both copies; elsewhere this is
+    """x -> x W^T for a frozen W, differentiable in x. On a CPU in float32, W is laid out for oneDNN
+    for the forward and the backward pass if there is room for both copies; otherwise this is
     `linear`."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
         self._there: Tensor | None = None
         size = 2 * weight.numel() * weight.element_size()
-        if weight.dtype == torch.float32 and weight.device.type == "cpu" and wanted("auto", size):
+        plain = weight.dtype == torch.float32 and weight.device.type == "cpu"
+        if plain and should_pack("auto", size):
             self._there = torch.ops.mkldnn._reorder_linear_weight(
                 self.weight.contiguous(), _POSITIONS
             )
@@ -70,7 +71,9 @@ class FrozenProduct:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, there: Tensor, back: Tensor
+    ) -> Tensor:
         ctx.back = back
         return torch.ops.mkldnn._linear_pointwise(x, there, None, "none", [], "")
 
@@ -85,7 +88,7 @@ class _Product(torch.autograd.Function):
 
 def pack(module: nn.Module) -> int:
     """Replace every float32 `nn.Linear` on the CPU below a module; weights tied elsewhere stay
-    tied. Returns how many."""
+    tied. Returns the number replaced."""
     count = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
@@ -95,9 +98,8 @@ def pack(module: nn.Module) -> int:
                 and child.weight.device.type == "cpu"
             ):
                 packed = PackedLinear(child.weight, child.bias)
-                packed.weight = cast(
-                    nn.Parameter, child.weight
-                )  # the very parameter, where it is tied
+                # The same parameter object, since it may be tied.
+                packed.weight = cast(nn.Parameter, child.weight)
                 setattr(parent, name, packed.train(child.training))
                 count += 1
     return count
@@ -109,16 +111,16 @@ def check(setting: object) -> None:
         raise InputError(f"pack={str(setting)[:80]}: give auto, true or false")
 
 
-def wanted(setting: str | bool, size: int) -> bool:
+def should_pack(setting: str | bool, size: int) -> bool:
     """Should layers of this many bytes be packed here?
 
-    The answer depends on the machine alone, not on how busy it is, so that a resumed run computes
+    The answer depends only on the machine, not on how busy it is, so that a resumed run computes
     what it computed before.
 
     Args:
-        setting: true, false, or auto: on an x86 processor whose memory is at least four times what
-            the copies take.
-    Raises: InputError for another setting, or if packing is asked for and cannot be had.
+        setting: true, false, or auto: on an x86 processor whose memory is at least four times the
+            size of the copies.
+    Raises: InputError for another setting, or if packing is asked for and not possible.
     """
     check(setting)
     there = torch.backends.mkldnn.is_available() and hasattr(

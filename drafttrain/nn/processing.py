@@ -1,8 +1,8 @@
 """What a policy does to logits before temperature, in the order of transformers: bias, penalty,
 least length, processors.
 
-All but the bias read the text, so that a law is that of one text: the committed ids of a row and,
-in a tree of drafts, the tokens on the way to the node.
+All but the bias read the text, so a distribution belongs to one text: the committed ids of a row
+and, in a tree of drafts, the tokens on the path to the node.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from drafttrain.errors import InputError
 
 Processor = Callable[[Tensor, Tensor], Tensor]
-"""(r t) ids and (r v) float32 logits to (r v) logits, as transformers' LogitsProcessor."""
+"""(r t) ids and (r v) float32 logits -> (r v) logits, as transformers' LogitsProcessor."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Text:
     """The committed text of a batch."""
 
     ids: Tensor
-    """(b t) int64 prompt and answer so far; what lies behind a row's length is padding."""
+    """(b t) int64 prompt and answer so far; padding follows a row's length."""
     lengths: Tensor
     """(b) int64."""
     prompts: Tensor
     """(b) int64, how many of the ids are the prompt."""
     stop_ids: tuple[int, ...]
-    """Tokens that end a text, put off by a least length."""
+    """Tokens that end a text; a least length puts them off."""
 
     @classmethod
     def of(
@@ -101,13 +101,13 @@ def unfinished(logits: Tensor, text: Text, drafted: Tensor, least: int) -> Tenso
 def processed(
     logits: Tensor, text: Text, drafted: Tensor, processors: Sequence[Processor]
 ) -> Tensor:
-    """(b m v) as a caller's processors make them of each node's whole text. Texts of one length are
-    given together."""
+    """(b m v) logits after a caller's processors, which read each node's full text. Texts of one
+    length are given together."""
     (b, m, v), k, t = logits.shape, drafted.shape[-1], text.ids.shape[1]
     lengths = (text.lengths[:, None] + (drafted >= 0).sum(-1)).flatten()  # (b m)
     texts = torch.nn.functional.pad(text.ids, (0, k + 1))[:, None].repeat(1, m, 1)  # b m t+k+1
-    behind = text.lengths[:, None, None] + torch.arange(k, device=logits.device)
-    texts = texts.scatter(2, torch.where(drafted < 0, t + k, behind), drafted).flatten(0, 1)
+    after = text.lengths[:, None, None] + torch.arange(k, device=logits.device)
+    texts = texts.scatter(2, torch.where(drafted < 0, t + k, after), drafted).flatten(0, 1)
     flat = logits.flatten(0, 1).clone()
     for length in lengths.unique().tolist():
         rows = (lengths == length).nonzero()[:, 0]
@@ -118,8 +118,7 @@ def processed(
                 shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
                 raise InputError(
                     f"processor {type(processor).__name__} gave {shape} for logits of shape "
-                    f"{tuple(scores.shape)}: needs "
-                    "the same shape"
+                    f"{tuple(scores.shape)}: needs the same shape"
                 )
             scores = found.float()
         flat[rows] = scores

@@ -1,8 +1,8 @@
 """Logits to probabilities, probabilities to tokens, and the only source of chance.
 
-The tensor that `Policy.probs` returns is the one to draw from *and* the one to hand to an
-acceptance rule: a rule is exact only for the law that the token really came from (Leviathan et al.
-2023, arXiv:2211.17192, section 2.2).
+The tensor that `Policy.probs` returns is the one to draw from *and* the one to give to an
+acceptance rule: a rule is exact only for the distribution that the token really came from
+(Leviathan et al. 2023, arXiv:2211.17192, section 2.2).
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ def check_seed(seed: object) -> int:
 
 @dataclass(frozen=True)
 class Policy:
-    """How a law is made from logits, in the order of transformers: bias, penalty, least length,
-    processors; then temperature, top-k, top-p, min-p. The defaults mean greedy decoding.
+    """How a distribution is made from logits, in the order of transformers: bias, penalty, least
+    length, processors; then temperature, top-k, top-p, min-p. The defaults mean greedy decoding.
     """
 
     temperature: float = 0.0
     """0 is greedy: the argmax is compared, nothing is drawn."""
     top_k: int = 0
-    """Keep this many of the likeliest tokens; 0 keeps all."""
+    """Keep this many of the most likely tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the fewest likeliest tokens whose probabilities reach this sum; 1 keeps all."""
+    """Keep the fewest of the most likely tokens whose probabilities reach this sum; 1 keeps all."""
     min_p: float = 0.0
-    """Keep tokens at least this many times as likely as the likeliest (arXiv:2407.01082); 0 keeps
-    all."""
+    """Keep tokens at least this many times as likely as the most likely one (arXiv:2407.01082); 0
+    keeps all."""
     repetition_penalty: float = 1.0
-    """Makes tokens that the text holds, prompt included, less likely (above 1) or likelier (below
-    1)."""
+    """Makes tokens that the text holds, prompt included, less likely (above 1) or more likely
+    (below 1)."""
     min_new_tokens: int = 0
-    """No stop token is chosen before an answer has so many tokens."""
+    """No stop token is chosen before an answer has this many tokens."""
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     """Added to the logits of these tokens; -inf rules one out. Kept as pairs (token, bias) by
     rising token."""
     processors: tuple[Processor, ...] = ()
     """transformers' LogitsProcessors, or functions like them. Each is called with several texts of
-    one length, unpadded, of any rows and nodes, and must make of a text's logits what that text
-    alone says: it may keep no state."""
+    one length, unpadded, of any rows and nodes. What it makes of a text's logits must depend on
+    that text only: it may keep no state."""
 
     def __post_init__(self) -> None:
         if not (_number(self.temperature) and 0 <= self.temperature < math.inf):
             raise InputError(
-                f"temperature is {self.temperature}, needs a finite number of at least 0 (0 is "
-                f"greedy)"
+                f"temperature is {self.temperature}, needs a finite number of at least 0 "
+                f"(0 is greedy)"
             )
         if 0 < self.temperature < _COLDEST:
             raise InputError(
@@ -110,14 +110,13 @@ class Policy:
         return self.temperature == 0
 
     def simplest(self) -> Policy:
-        """The same choices, with what greedy decoding never reads at its default: equal choices are
-        then equal policies."""
+        """The same choices, with settings that greedy decoding never reads at their defaults: equal
+        choices are then equal policies."""
         return replace(self, top_k=0, top_p=1.0, min_p=0.0) if self.greedy else self
 
     @property
     def processes(self) -> bool:
-        """Whether logits are to be `processed` before `probs` or an argmax; a text is needed for
-        it."""
+        """Whether logits must be `processed` before `probs` or an argmax; that needs a text."""
         return bool(
             self.repetition_penalty != 1
             or self.min_new_tokens
@@ -127,20 +126,21 @@ class Policy:
 
     @property
     def only_cuts(self) -> bool:
-        """Whether temperature, top-k and top-p are all there is."""
+        """Whether nothing but temperature, top-k and top-p is set."""
         return not (self.min_p or self.processes)
 
     def processed(self, logits: Tensor, text: Text, drafted: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits behind given texts, before temperature.
+        """The logits after given texts, before temperature.
 
         Args:
-            logits: (b m v) behind m continuations of each row's text, any float type.
-            drafted: (b m k) int64 the tokens of these continuations, -1 behind their ends; k may be
+            logits: (b m v) after m continuations of each row's text, any float type.
+            drafted: (b m k) int64 the tokens of these continuations, -1 past their ends; k may be
                 0.
-        Returns: (b m v) float32; (b m) bool, where nothing is left to choose: no largest logit that
-            is a finite number. There the logits are given back unprocessed, since no text leads
-            there but by a choice of probability 0.
-        Raises: InputError for a bias of a token that is none, or a processor that changes shapes.
+        Returns: (b m v) float32; (b m) bool, where nothing is left to choose: the largest logit is
+            not a finite number. There the logits are returned unprocessed, since only a choice of
+            probability 0 leads there.
+        Raises: InputError for a bias of a token that does not exist, or a processor that changes
+            shapes.
         """
         raw = logits.float()
         made = biased(raw, self.logit_bias) if self.logit_bias else raw  # type: ignore[arg-type]
@@ -154,16 +154,16 @@ class Policy:
         return torch.where(nothing[..., None], raw, made), nothing
 
     def probs(self, logits: Tensor) -> Tensor:
-        """The law that this policy draws from.
+        """The distribution that this policy draws from.
 
-        Exactly top_k tokens stay, and top-p keeps the token that crosses the threshold; among equal
-        values the lower ids stay. Logits of -inf get probability 0 whatever the policy. What
-        `processes` is done before, by `processed`.
+        Exactly top_k tokens remain, and top-p keeps the token that crosses the threshold; of equal
+        values the lower ids remain. Logits of -inf get probability 0 whatever the policy. Where the
+        policy `processes`, call `processed` first.
 
         Args:
             logits: (... v), any float type.
         Returns: (... v) float32, each row adds up to 1.
-        Raises: InputError under a greedy policy, which has no law: compare argmaxes.
+        Raises: InputError under a greedy policy, which has no distribution: compare argmaxes.
         """
         if self.greedy:
             raise InputError(
@@ -187,12 +187,12 @@ class Policy:
 
 def _number(value: object) -> bool:
     """One that a float can hold, or an infinity, or NaN."""
-    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 1000
-    return whole or isinstance(value, float)
+    integer = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 1000
+    return integer or isinstance(value, float)
 
 
 def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
-    """Raises: InputError for what is no mapping of token ids to numbers."""
+    """Raises: InputError unless it maps token ids to numbers."""
     try:
         given: Any = bias.items() if isinstance(bias, Mapping) else bias
         pairs = [(token, value) for token, value in given]
@@ -226,7 +226,7 @@ def _largest(values: Tensor, last: Tensor, count: Tensor | int) -> Tensor:
 
 
 def _nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """(... v): the shortest run of the likeliest tokens that reaches top_p, renormalised."""
+    """(... v): the fewest of the most likely tokens that reach top_p, renormalised."""
     flat = probs.reshape(-1, probs.shape[-1])  # ... v -> r v
     count, last = _cut(flat.topk(min(flat.shape[-1], _HEAD), dim=-1).values, top_p)
     short = (count > _HEAD)[:, 0]
@@ -237,8 +237,8 @@ def _nucleus(probs: Tensor, top_p: float) -> Tensor:
 
 
 def _cut(falling: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """How many of the falling probabilities (r m) it takes to reach top_p, m + 1 if all fall short;
-    and the last."""
+    """How many of the descending probabilities (r m) it takes to reach top_p, m + 1 if all of them
+    do not; and the last one taken."""
     count = 1 + (falling.double().cumsum(-1) < top_p).sum(-1, keepdim=True)
     return count, falling.gather(-1, count.clamp(max=falling.shape[-1]) - 1)
 
@@ -271,16 +271,17 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def untried(probs: Tensor, tried: Tensor) -> Tensor:
-    """The law of the next draw without replacement: tried tokens at 0, the rest renormalised.
+    """The distribution of the next draw without replacement: tried tokens at 0, the rest
+    renormalised.
 
-    Where the tried tokens hold all the probability, the law is uniform over the tokens not tried,
-    as in Sequoia (Chen et al. 2024, arXiv:2402.12374, Algorithm 2). Drafting and verifying must
-    agree on this, so both call this function.
+    Where the tried tokens hold all the probability, the distribution is uniform over the tokens not
+    tried, as in Sequoia (Chen et al. 2024, arXiv:2402.12374, Algorithm 2). Drafting and verifying
+    must agree on this, so both call this function.
 
     Args:
         probs: (b v), not changed.
         tried: (b j) int64 tokens drawn before, -1 for none; j may be 0, then `probs` is returned as
-            it stands, in float64.
+            it is, in float64.
     Returns: (b v) float64.
     """
     probs = probs.double()
@@ -298,11 +299,11 @@ def untried(probs: Tensor, tried: Tensor) -> Tensor:
 
 
 def draw_without_replacement(probs: Tensor, u: Tensor) -> Tensor:
-    """Draw k different tokens per row one after the other; their order is the order in which a rule
-    must check them.
+    """Draw k different tokens per row one after the other; a rule must check them in this order.
 
     Each draw leaves earlier tokens out and renormalises; a row whose support is used up goes on
-    with the uniform law over the tokens not yet tried (Sequoia, arXiv:2402.12374, Algorithm 2).
+    with the uniform distribution over the tokens not yet tried (Sequoia, arXiv:2402.12374,
+    Algorithm 2).
 
     Args:
         probs: (b v).
@@ -330,8 +331,8 @@ class Chance:
     def __init__(
         self, generators: torch.Generator | Sequence[torch.Generator], rows: int | None = None
     ) -> None:
-        """Take one generator per row, or one for all rows together with their number (`rows`, 1
-        unless given)."""
+        """Args: one generator per row, or a single one for all rows together with their number
+        (`rows`, 1 unless given)."""
         if isinstance(generators, torch.Generator):
             self._shared: torch.Generator | None = generators
             self._own: tuple[torch.Generator, ...] = ()
@@ -394,7 +395,7 @@ class Chance:
 
 
 def _mix(seed: int, row: int) -> int:
-    """A 63-bit seed: neighbouring seeds and rows give unrelated generators, and (1, 2) is not (2,
-    1)."""
+    """A 63-bit seed: neighbouring seeds and rows give unrelated generators, and (1, 2) another than
+    (2, 1)."""
     digest = hashlib.blake2b(f"{seed} {row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,16 +1,14 @@
 """The decoder layers of a causal LM run one by one: some of them, from given hidden states, or with
 sub-layers left out.
 
-The very modules of the model are called, without changing anything of it, so that others can use it
-at the same time. A layer without its attention or its MLP is a second module around the same parts,
-in which zeros stand for what is left out; the layer's own code then does what its family does with
-them.
+The model's own modules are called and nothing of it is changed, so that others can use it at the
+same time. A layer without its attention or its MLP is a second module around the same parts, which
+puts zeros in the place of the part that is left out. The layer's own code then adds them.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from drafttrain.errors import InputError, first_line
 from drafttrain.flow import PartialPass
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.causal import CausalLM
+from drafttrain.nn.layers import call
 
 _MLPS = ("mlp", "feed_forward", "ffn")
 _FIT = "give a Llama-, Qwen-, Mistral-, Gemma-2- or GPT-NeoX-like target"
@@ -39,7 +38,7 @@ _MISFITS = (
 
 @dataclass(frozen=True)
 class Step:
-    """A decoder layer, whole or with something left out."""
+    """A decoder layer, complete or with something left out."""
 
     layer: int
     """Its number, from 0."""
@@ -50,32 +49,30 @@ Steps = tuple[Step, ...]
 
 
 @dataclass(frozen=True)
-class Spot:
-    """Where some new tokens stand behind a cache's committed entries: what every layer is told of
-    them."""
+class LayerInputs:
+    """What every layer is given besides the hidden states of some new tokens."""
 
     cache: KVCache
+    """The new tokens follow its committed entries."""
     masks: Any
+    """One, or one for each kind of layer, see `CausalLM.masks_and_positions`."""
     positions: Tensor
     """(b s)"""
     rotary: Any
+    """Rotary embeddings of the positions."""
 
 
 class Stack:
-    """What lies between a causal LM's tokens and its head.
+    """Everything between a causal LM's tokens and its head.
 
-    Raises: InputError for a family whose layers cannot be run one by one; all of them are, against
-    the model's own pass.
+    Raises: InputError for a family whose layers cannot be run one by one: all of them are compared
+    with the model's own pass.
     """
 
     def __init__(self, model: CausalLM) -> None:
         self.model = model
         self.steps: Steps = tuple(
             Step(number, layer) for number, layer in enumerate(model.decoder_layers)
-        )
-        words = inspect.signature(type(model.decoder_layers[0]).forward).parameters
-        self._cache_word = next(
-            (word for word in ("cache", "past_key_values", "layer_past") if word in words), "cache"
         )
         self._norm = model.norm_name or ""
         self._check()
@@ -90,29 +87,29 @@ class Stack:
         return out
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """(b s d) residual stream behind the last layer -> (b s d) what the head reads."""
+        """(b s d) residual stream after the last layer -> (b s d) what the head reads."""
         out: Tensor = getattr(self.model.base, self._norm)(hidden)
         return out
 
-    def spot(
+    def inputs(
         self,
         hidden: Tensor,
         cache: KVCache,
         tree_mask: Tensor | None = None,
         depths: Tensor | None = None,
-    ) -> Spot:
-        """Where the tokens of (b s d) hidden states stand; the other arguments are those of
+    ) -> LayerInputs:
+        """Of the tokens of (b s d) hidden states; the other arguments are those of
         `CausalLM.read`."""
-        masks, positions = self.model.where(hidden.shape[1], cache, tree_mask, depths)
-        return Spot(
-            cache, masks, positions, self.model.base.rotary_emb(hidden, position_ids=positions)
-        )
+        s = hidden.shape[1]
+        masks, positions = self.model.masks_and_positions(s, cache, tree_mask, depths)
+        rotary = self.model.base.rotary_emb(hidden, position_ids=positions)
+        return LayerInputs(cache, masks, positions, rotary)
 
-    def run(self, hidden: Tensor, spot: Spot, steps: Sequence[Step]) -> Tensor:
-        """(b s d) residual stream before these layers -> behind them. Their entries are written
-        into the cache."""
+    def run(self, hidden: Tensor, inputs: LayerInputs, steps: Sequence[Step]) -> Tensor:
+        """(b s d) residual stream before these layers -> after them. Their entries are written into
+        the cache."""
         for step in steps:
-            hidden = self._call(step, hidden, spot)
+            hidden = self._call(step, hidden, inputs)
         return hidden
 
     def finish(
@@ -129,30 +126,32 @@ class Stack:
         committed.
 
         Args:
-            ids: (b n) int64; among: (b|1 n n) bool; depths: (b|1 n) int64, as in `CausalLM.read`.
-            begun: n of its `places`. Rows may lack different tokens.
-            layers: those whose outputs are wanted, none below the last that was begun.
-        Returns: (b n d) last hidden states, {layer: (b n d)}. All entries stand in the order of
+            ids: (b n) int64; tree_mask: (b|1 n n) bool; depths: (b|1 n) int64, as in
+                `CausalLM.read`.
+            partial_pass: n of its `places`. Rows may lack different tokens.
+            layers: those whose outputs are returned, none below the last one of the partial pass.
+        Returns: (b n d) last hidden states, {layer: (b n d)}. All entries are in the order of
         `ids`.
         """
         if layers and min(layers) < partial_pass.layer:
             raise ValueError(
-                f"layer {min(layers)} asked for, of a pass that goes on behind layer "
+                f"layer {min(layers)} asked for, of a pass that goes on after layer "
                 f"{partial_pass.layer}"
             )
         hidden, order = self._lower(ids, cache, partial_pass, tree_mask, depths)
         cache.arrange(order, range(partial_pass.layer + 1))
-        spot, found = self.spot(hidden, cache, tree_mask, depths), {partial_pass.layer: hidden}
+        inputs = self.inputs(hidden, cache, tree_mask, depths)
+        found = {partial_pass.layer: hidden}
         for step in self.steps[partial_pass.layer + 1 :]:
-            hidden = self._call(step, hidden, spot)
+            hidden = self._call(step, hidden, inputs)
             if step.layer in layers:
                 found[step.layer] = hidden
         return self.norm(hidden), {layer: found[layer] for layer in layers}
 
     # Leaving out ----------------------------------------------------------------------------------
     def without(self, attention: Collection[int] = (), mlp: Collection[int] = ()) -> Steps:
-        """All layers but for the attention of some and the MLP of some; a layer without both is
-        none.
+        """All layers, without the attention of some and the MLP of some; a layer without both is
+        dropped.
 
         Raises: InputError for a family in which that cannot be done.
         """
@@ -165,7 +164,7 @@ class Stack:
         return tuple(steps)
 
     def sizes(self) -> tuple[list[int], list[int]]:
-        """Parameters of every layer's attention and of its MLP, norms left out."""
+        """Number of parameters of every layer's attention and of its MLP, without norms."""
         parts = [
             [sum(p.numel() for p in getattr(step.module, name).parameters()) for step in self.steps]
             for name in self._names()
@@ -173,19 +172,18 @@ class Stack:
         return parts[0], parts[1]
 
     # Inside ---------------------------------------------------------------------------------------
-    def _call(self, step: Step, hidden: Tensor, spot: Spot) -> Tensor:
-        masks = spot.masks
-        out = step.module(
+    def _call(self, step: Step, hidden: Tensor, inputs: LayerInputs) -> Tensor:
+        mask = inputs.masks
+        if isinstance(mask, dict):
+            mask = mask[self.model.kind_of(step.layer)]
+        return call(
+            step.module,
             hidden,
-            attention_mask=masks[self.model.kind_of(step.layer)]
-            if isinstance(masks, dict)
-            else masks,
-            position_ids=spot.positions,
-            position_embeddings=spot.rotary,
-            use_cache=True,
-            **{self._cache_word: spot.cache},
+            positions=inputs.positions,
+            rotary=inputs.rotary,
+            mask=mask,
+            cache=inputs.cache,
         )
-        return out[0] if isinstance(out, tuple) else out
 
     def _lower(
         self,
@@ -195,42 +193,37 @@ class Stack:
         tree_mask: Tensor,
         depths: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Run the lower layers for the tokens that lack it.
+        """Run the lower layers for the tokens that the partial pass lacks.
 
-        Returns: (b n d) the residual stream behind them, of all tokens; (b n) where their entries
-        stand among the new ones.
+        Returns: (b n d) the residual stream after them, of all tokens; (b n) the places of their
+        entries in the new ones.
         """
         b, n = ids.shape
         read, missing = partial_pass.hidden.shape[1], partial_pass.places < 0
-        order = torch.where(
-            missing, read + missing.long().cumsum(1) - 1, partial_pass.places
-        )  # b n
+        late = read + missing.long().cumsum(1) - 1
+        order = torch.where(missing, late, partial_pass.places)  # b n
         hidden, most = partial_pass.hidden, int(missing.sum(1).max())
         if most:
             # The missing ones of each row in order. A row that lacks fewer reads others again,
             # whose entries nobody looks at.
             index = missing.long().argsort(dim=1, descending=True, stable=True)[:, :most]  # b m
-            sees = tree_mask.expand(b, -1, -1).gather(
-                1, index[:, :, None].expand(-1, -1, n)
-            )  # b m n
+            wide = index[:, :, None].expand(-1, -1, n)
+            sees = tree_mask.expand(b, -1, -1).gather(1, wide)  # b m n
             by_entry = sees.new_zeros(b, most, read + most).scatter(
                 2, order[:, None].expand(-1, most, -1), sees
             )
             depth_of = depths.new_zeros(b, read + most).scatter(1, order, depths.expand(b, -1))
             cache.advance(read)
             more = self.embed(ids.gather(1, index))
-            more = self.run(
-                more,
-                self.spot(more, cache, by_entry, depth_of),
-                self.steps[: partial_pass.layer + 1],
-            )
+            inputs = self.inputs(more, cache, by_entry, depth_of)
+            more = self.run(more, inputs, self.steps[: partial_pass.layer + 1])
             cache.advance(-read)
             hidden = torch.cat((hidden, more), 1)
         return hidden.gather(1, order[:, :, None].expand(-1, -1, hidden.shape[-1])), order
 
     def _names(self) -> tuple[str, str]:
-        """Of a layer's attention, which is the part that numbers its entries in a cache, and of its
-        MLP."""
+        """Names of a layer's attention and of its MLP. The attention is the part that knows its
+        number in a cache."""
         parts = dict(self.steps[0].module.named_children())
         attention = [
             name
@@ -241,28 +234,24 @@ class Stack:
         if len(attention) != 1 or len(mlp) != 1:
             raise InputError(
                 f"{self.model.called} ({self.model.config.model_type}): no attention and MLP were "
-                f"found in its layers, which have "
-                f"{', '.join(parts)}; {_FIT}"
+                f"found in its layers, which have {', '.join(parts)}; {_FIT}"
             )
         return attention[0], mlp[0]
 
     def _lacking(self, step: Step, attention: bool, mlp: bool) -> Step:
         names = self._names()
         bare = _around(step.module, {names[0]: _NoAttention(), names[1]: _NoMlp()})
-        x = torch.linspace(
-            -1, 1, self.model.width, device=self.model.device, dtype=self.model.dtype
-        )[None, None]
+        where: Any = {"device": self.model.device, "dtype": self.model.dtype}
+        x = torch.linspace(-1, 1, self.model.width, **where)[None, None]
         try:
             with torch.inference_mode():
-                out = self._call(
-                    Step(step.layer, bare), x, self.spot(x, self.model.new_cache(1, 1))
-                )
+                inputs = self.inputs(x, self.model.new_cache(1, 1))
+                out = self._call(Step(step.layer, bare), x, inputs)
             assert torch.equal(out, x), "without attention and MLP something else is still done"
         except _MISFITS as error:
             raise InputError(
                 f"{self.model.called} ({self.model.config.model_type}): parts of its layers cannot "
-                f"be left out "
-                f"({first_line(error)}); {_FIT}"
+                f"be left out ({first_line(error)}); {_FIT}"
             ) from error
         left_out: dict[str, nn.Module] = {}
         if attention:
@@ -274,11 +263,8 @@ class Stack:
     @torch.inference_mode()
     def _check(self) -> None:
         model = self.model
-        ids = (
-            torch.arange(1, 7, device=model.device)[None]
-            * max(1, model.vocab_size // 7)
-            % model.vocab_size
-        )
+        apart = max(1, model.vocab_size // 7)
+        ids = torch.arange(1, 7, device=model.device)[None] * apart % model.vocab_size
         try:
             assert self._norm, "its final norm was not found"
             ours, own = model.new_cache(1, 8), model.new_cache(1, 8)
@@ -286,20 +272,18 @@ class Stack:
             for part in (ids[:, :4], ids[:, 4:]):
                 expected = model.read(part, own).float()
                 hidden = self.embed(part)
-                found = self.norm(self.run(hidden, self.spot(hidden, ours), self.steps)).float()
+                found = self.norm(self.run(hidden, self.inputs(hidden, ours), self.steps)).float()
                 gap = max(gap, float((found - expected).abs().max()))
                 size = max(size, float(expected.abs().max()))
                 for cache in (ours, own):
                     cache.commit(torch.tensor([part.shape[1]], device=model.device))
             loose = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.05
-            assert gap <= loose * size, (
-                f"the outcome differs by {gap / (size + 1e-9):.2g} of its size"
-            )
+            differ = f"the outcome differs by {gap / (size + 1e-9):.2g} of its size"
+            assert gap <= loose * size, differ
         except _MISFITS as error:
             raise InputError(
                 f"{model.called} ({model.config.model_type}): its decoder layers cannot be run one "
-                f"by one ({first_line(error)}); "
-                f"{_FIT}"
+                f"by one ({first_line(error)}); {_FIT}"
             ) from error
 
 
@@ -314,8 +298,8 @@ class _NoMlp(nn.Module):
 
 
 def _around(layer: nn.Module, parts: dict[str, nn.Module]) -> nn.Module:
-    """A layer of the same parts but for some. Its parameters are the same tensors; hooks on the
-    layer itself are not taken over."""
+    """A layer of the same parts with some replaced. Its parameters are the same tensors; hooks on
+    the layer itself are not copied."""
     found = copy.copy(layer)
     found._modules = {**layer._modules, **parts}
     found._forward_hooks = OrderedDict()

@@ -1,17 +1,16 @@
-"""A low-rank adapter of the target (LoRA, Hu et al. 2021, arXiv:2106.09685): what joint training
-changes of it.
+"""A low-rank adapter of the target (LoRA, Hu et al. 2021, arXiv:2106.09685): the part of it that
+joint training changes.
 
-While it is trained it stands beside the frozen weights (`Trained`, through peft), so that the
-original is one switch away. What decodes afterwards is a second target with the adapter added to
-its weights (`tuned`): as fast as the original, which is left as it was for whoever else uses it.
+In training it is kept apart from the frozen weights (`Trained`, through peft), so that the original
+is one switch away. Decoding uses a second target with the adapter added to its weights (`tuned`):
+as fast as the original, which is not changed, so that others can go on using it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from drafttrain.errors import InputError
 from drafttrain.nn.packed import PackedLinear
-from drafttrain.target import fingerprint
+from drafttrain.target.lowrank import Adapter
 from drafttrain.target.model import Target
 
 ALL = "all"
@@ -28,36 +27,10 @@ LARGEST_RANK = 1 << 16
 _NAME = "drafttrain"
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """W grows by alpha / rank * B A for every linear W of the decoder layers that is named."""
-
-    rank: int
-    alpha: float
-    linears: tuple[str, ...]
-    """Last parts of the linears' names, such as q_proj."""
-    tensors: Mapping[str, Tensor]
-    """{"<module>.A": (r i), "<module>.B": (o r)}, float32 on the CPU, for every such linear of
-    every layer."""
-
-    @property
-    def digest(self) -> str:
-        """Of every value: another adapter is another target."""
-        parts = [f"{self.rank} {float(self.alpha)!r} {' '.join(self.linears)}".encode()]
-        for name, tensor in sorted(self.tensors.items()):
-            parts += [name.encode(), tensor.contiguous().numpy().tobytes()]
-        return fingerprint.digest(*parts)
-
-    @property
-    def size(self) -> int:
-        """Numbers in it."""
-        return sum(tensor.numel() for tensor in self.tensors.values())
-
-
 def linears_of(target: Target, linears: str | Sequence[str]) -> dict[str, nn.Module]:
     """The linears of the target's decoder layers by their names in the model.
 
-    The LM head is none of them: heads and drafters borrow it frozen, and often it is the embedding.
+    The LM head is not one of them: drafters borrow it frozen, and often it is the embedding.
 
     Args:
         linears: last parts of names, or `all`.
@@ -72,8 +45,7 @@ def linears_of(target: Target, linears: str | Sequence[str]) -> dict[str, nn.Mod
     if not found:
         raise InputError(
             f"target {target.name} has no plain linears in its layers (quantised ones, or another "
-            f"library's): an adapter "
-            "needs an unquantised target"
+            f"library's): an adapter needs an unquantised target"
         )
     if linears == ALL:
         return found
@@ -98,7 +70,7 @@ def shapes_of(target: Target, rank: int, linears: Sequence[str]) -> dict[str, tu
 
 
 def need_peft() -> None:
-    """Raise InputError if the library that trains adapters is not there."""
+    """Raise InputError if the library that trains adapters is not installed."""
     if importlib.util.find_spec("peft") is None:
         raise InputError(
             f"training the target with adapters needs peft, which is not installed: {EXTRA}"
@@ -113,7 +85,7 @@ class Trained(nn.Module):
 
     Args:
         target: with plain linears; they are wrapped in place, until `remove`.
-        dropout: on what A reads, in passes within `learning` alone.
+        dropout: on the input of A, only in passes within `learning`.
         seed: of A.
     """
 
@@ -131,37 +103,36 @@ class Trained(nn.Module):
         need_peft()
         if target.adapter is not None:
             raise InputError(f"target {target.name} is tuned already: give the original")
-        wanted = linears_of(target, linears)
-        if any(isinstance(module, PackedLinear) for module in wanted.values()):
+        chosen = linears_of(target, linears)
+        if any(isinstance(module, PackedLinear) for module in chosen.values()):
             raise InputError(
                 "the target's weights are packed, and packed weights cannot be trained: set "
                 "target.pack=false"
             )
         from peft import LoraConfig, inject_adapter_in_model
 
-        assert target.fingerprint  # of the original, once and for all
+        assert target.fingerprint  # computed now, while the target is the original
         self.target = target
         self.rank, self.alpha = rank, alpha
-        self.linears = tuple(dict.fromkeys(name.rpartition(".")[2] for name in wanted))
+        self.linears = tuple(dict.fromkeys(name.rpartition(".")[2] for name in chosen))
         config = LoraConfig(
             r=rank,
             lora_alpha=alpha,
             lora_dropout=dropout,
-            target_modules=list(wanted),
+            target_modules=list(chosen),
             bias="none",  # type: ignore[arg-type]
         )
         with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
             torch.manual_seed(seed)
             inject_adapter_in_model(config, target.model, _NAME)
-        # In a plain dict: the wrapped layers hold the frozen weights, which are nobody's children
-        # here.
-        self._layers: dict[str, Any] = {name: target.model.get_submodule(name) for name in wanted}
+        # In a plain dict: the wrapped layers hold the frozen weights, which must not become
+        # children of this module.
+        self._layers: dict[str, Any] = {name: target.model.get_submodule(name) for name in chosen}
         self.weights = nn.ParameterDict()
         for name, layer in self._layers.items():
             for part, inner in (("A", layer.lora_A[_NAME]), ("B", layer.lora_B[_NAME])):
-                inner.float().requires_grad_(
-                    True
-                )  # in float32, where small updates are not rounded away
+                # In float32, where small updates are not rounded away.
+                inner.float().requires_grad_(True)
                 self.weights[f"{name}.{part}".replace(".", "/")] = inner.weight
         self._dropouts = [layer.lora_dropout[_NAME] for layer in self._layers.values()]
         self._drop(False)
@@ -208,18 +179,17 @@ class Trained(nn.Module):
 
     def describe(self) -> str:
         """One line."""
+        size = sum(weight.numel() for weight in self.weights.values())
         return (
             f"target: trained jointly by an adapter of rank {self.rank} on {len(self._layers)} "
-            f"linears "
-            f"({', '.join(self.linears)}), "
-            f"{sum(weight.numel() for weight in self.weights.values()):,} parameters"
+            f"linears ({', '.join(self.linears)}), {size:,} parameters"
         )
 
 
 def tuned(target: Target, adapter: Adapter) -> Target:
-    """A second target with the adapter added to its weights. `target` stays as it was; the two
-    share every tensor that the adapter does not change, so the second costs as much memory as the
-    linears that it does change (packed copies included).
+    """A second target with the adapter added to its weights. `target` is not changed. The two share
+    every tensor that the adapter does not change, so the second takes as much memory as the linears
+    that it changes (packed copies included).
 
     In a precision below float32 the sums are rounded to it.
 
@@ -249,15 +219,14 @@ def tuned(target: Target, adapter: Adapter) -> Target:
 
 
 def _twin(module: nn.Module, made: dict[int, nn.Module], name: str) -> nn.Module:
-    """The same tree of modules over the same tensors: replacing a module or a weight in one leaves
-    the other alone."""
+    """The same tree of modules over the same tensors: replacing a module or a weight in one does
+    not change the other."""
     if id(module) in made:
         return made[id(module)]
     if "forward" in module.__dict__:
         raise InputError(
             f"target {name}: its modules were changed by another library (device_map, hooks), so "
-            f"no second target can be made "
-            "beside it: load it on one device, without device_map"
+            f"no second target can be made from it: load it on one device, without device_map"
         )
     twin = module.__class__.__new__(module.__class__)
     made[id(module)] = twin

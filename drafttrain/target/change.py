@@ -1,5 +1,5 @@
-"""What joint training did to a target: how well both explain held-out text, and how far apart their
-laws are."""
+"""How joint training changed a target: how well both explain held-out text, and how far apart their
+distributions are."""
 
 from __future__ import annotations
 
@@ -64,8 +64,7 @@ def words(found: dict[str, Any]) -> str:
     """A line for people."""
     return (
         f"what joint training did to the target, on {found['rows']} held-out rows "
-        f"({found['tokens']:,} tokens): perplexity "
-        f"{found['perplexity_original']:.3f} before, {found['perplexity_tuned']:.3f} now; KL to "
-        f"the original {found['kl']:.4f} "
-        f"nats a token; the same greedy choice at {found['agreement']:.1%}"
+        f"({found['tokens']:,} tokens): perplexity {found['perplexity_original']:.3f} before, "
+        f"{found['perplexity_tuned']:.3f} now; KL to the original {found['kl']:.4f} nats a token; "
+        f"the same greedy choice at {found['agreement']:.1%}"
     )

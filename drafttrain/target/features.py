@@ -1,9 +1,9 @@
 """Features computed by the target while training: once per row, then kept in memory or in a file,
 or computed every epoch.
 
-What a row's features are never depends on when they are asked for: the first epoch's batches are
-what the target reads, and a row that is missing later (a resumed run) is read again in the company
-of its first epoch's batch. So a resumed run sees the same bits.
+A row's features never depend on when they are asked for: the target reads the batches of the first
+epoch, and a row that is missing later (in a resumed run) is read again together with its batch of
+the first epoch. So a resumed run sees the same bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GB = 1 << 30
 KEEP = ("bfloat16", "float16", "float32")
 LAST = "last_hidden"
 SPARE = 1 << 28
-"""Bytes of a disk that are never asked for."""
+"""Bytes of a disk that are left free."""
 
 
 class FeatureSource(Protocol):
@@ -43,16 +43,16 @@ class FeatureSource(Protocol):
         ...
 
     def facts(self) -> dict[str, Any]:
-        """What decides the values that it gives; a run is only resumed where they are the same."""
+        """Settings that decide the values it gives; a run is only resumed where they are equal."""
         ...
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Free what it holds."""
         ...
 
 
 def names_of(needs: Needs) -> list[str | int]:
-    """What the parts of features are called here: LAST, and the numbers of layers."""
+    """Names of the parts of features: LAST, and the numbers of layers."""
     return [*([LAST] if needs.last_hidden else []), *needs.layers]
 
 
@@ -83,19 +83,19 @@ def computed(target: Target, batch: Batch, needs: Needs) -> dict[str | int, Tens
                 rows = batch.rows_with(bad.to(batch.input_ids.device))
                 raise InputError(
                     f"the target's features ({name}) of rows {', '.join(map(str, rows))} are not "
-                    f"finite: run the target in "
-                    "float32 (target.dtype=float32), or leave these rows out of the set"
+                    f"finite: run the target in float32 (target.dtype=float32), or leave these "
+                    f"rows out of the set"
                 )
     return values
 
 
 def has_room(folder: Path, size: float) -> bool:
-    """Does a disk have room for so many bytes more?"""
+    """Does a disk have room for that many more bytes?"""
     return shutil.disk_usage(folder).free >= size * 1.02 + SPARE
 
 
 def take_room(path: Path, size: int) -> None:
-    """Make a file so large, its room on the disk taken now: a full disk would kill the process
+    """Make a file of this size, its room on the disk taken now: a full disk would kill the process
     later.
 
     Raises: OSError if there is no room; the file is then gone.
@@ -114,8 +114,8 @@ def take_room(path: Path, size: int) -> None:
 
 
 class LiveFeatures:
-    """The features of a target that changes while it is trained: of every batch anew, in its own
-    precision; nothing is kept."""
+    """The features of a target that changes while it is trained: computed for every batch, in its
+    own precision; nothing is kept."""
 
     def __init__(self, target: Target, needs: Needs) -> None:
         self.target, self.needs = target, needs
@@ -132,14 +132,16 @@ class LiveFeatures:
 
     def describe(self) -> str:
         """One line."""
-        return "features: computed anew for every batch, since the target changes; features.* has no effect"
+        return (
+            "features: computed for every batch, since the target changes; features.* has no effect"
+        )
 
     def facts(self) -> dict[str, Any]:
         """The target's weights decide, and they are in the checkpoint."""
         return {}
 
     def close(self) -> None:
-        """There is nothing to forget."""
+        """Nothing is held."""
 
 
 class OnlineFeatures:
@@ -149,19 +151,19 @@ class OnlineFeatures:
         target: the frozen model.
         needs: what to keep; nothing else is computed or stored.
         data: the rows; a batch's `row_ids` are numbers of rows in its set.
-        groups: batches of row places, as the first epoch has them, over all processes. A row that
-            is asked for and not there is computed together with the rows of its group. None:
-            together with the rows of the batch asked for.
-        budget_gb: keep features in memory if all rows' features take at most this.
+        groups: batches of row places of the first epoch, over all processes. A row that is asked
+            for and missing is computed together with the rows of its group. None: together with the
+            rows of the batch asked for.
+        budget_gb: keep features in memory if those of all rows take at most this.
         disk_gb: otherwise keep them in a file in `spill_dir` if they take at most this and the disk
             has room.
-        keep_dtype: how features are kept. bfloat16 has the precision of most targets' own pass and
+        keep_dtype: how features are kept. bfloat16 has the precision of most targets' passes and
             half the size of float32; its rounding (relative 2^-9) is far below the noise that
-            training adds. The setting holds also where nothing is kept, so that keeping or not
-            keeping does not change results.
+            training adds. The setting applies also where nothing is kept, so that results do not
+            depend on whether features are kept.
         spill_dir: a folder of the run for the file; None forbids one.
         shared: several processes on one machine share what they compute, through a file in
-            `spill_dir` that need not be empty of their work but must not hold another run's.
+            `spill_dir`. It may hold their earlier work, but not another run's.
     """
 
     def __init__(
@@ -227,13 +229,13 @@ class OnlineFeatures:
     def describe(self) -> str:
         """One line: the estimate and what it led to."""
         if not self._names:
-            return "features: this drafter learns from the text alone"
+            return "features: this drafter learns only from the text"
         size = f"{self.bytes / GB:.2f} GB in {str(self.dtype).removeprefix('torch.')}"
         return {
             "memory": f"features: {size}, computed once and kept in memory",
             "file": f"features: {size}, computed once and kept in {self._file}",
-            "recompute": f"features: {size} would exceed memory and disk budgets, computed again "
-            f"every epoch",
+            "recompute": f"features: {size} would exceed memory and disk budgets, "
+            f"computed again every epoch",
         }[self.mode]
 
     def facts(self) -> dict[str, Any]:
@@ -269,7 +271,7 @@ class OnlineFeatures:
 
     def _open(self, folder: Path) -> bool:
         """Map the file; its room is taken now, since a full disk would kill the process later.
-        False if there is none."""
+        False if there is no room."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "features.bin"
         flags = -(-len(self.data) // 4096) * 4096
@@ -306,7 +308,7 @@ class OnlineFeatures:
             rows = taken_apart(value.to(device="cpu", dtype=self.dtype), batch)
             for row, place in zip(rows, places, strict=True):
                 self._stores[name][self._starts[place] : self._starts[place + 1]] = row
-        # The mark comes last: another process that sees it finds the values whole.
+        # The mark comes last: another process that sees it finds all values written.
         self._done[list(places)] = 1
 
     def _read(self, batch: Batch) -> dict[str | int, Tensor]:

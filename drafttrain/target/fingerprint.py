@@ -1,5 +1,5 @@
-"""Who a target is: short digests of what a drafter depends on, so that nothing meant for another
-target is used."""
+"""The identity of a target: short digests of what a drafter depends on, so that nothing made for
+another target is used."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ SAMPLE = 65536
 """Elements read of each tensor: all of a small one, an even spread over a large one."""
 
 IDENTITY = ("config", "weights", "tokenizer", "chat_template", "quantisation")
-"""Parts that must agree. `dtype` travels too, but a drafter also works on its target in another
-dtype."""
+"""Parts that must agree. `dtype` is recorded too, but a drafter also works with its target in
+another dtype."""
 
 ADAPTER = "adapter"
-"""A further part, of targets that were tuned; there is none in the fingerprint of a target as it
-came."""
+"""A further part, only in the fingerprint of a target that was tuned."""
 
 PROBE = "The quick brown fox, 12345 \n\tnaïve ünïcödé 🙂."
-"""What a tokenizer is known by."""
+"""A tokenizer is identified by its ids of this text."""
 
 _VOLATILE = {
     "_name_or_path",
@@ -87,7 +86,7 @@ def refuse_other(
     Args:
         given: the fingerprint stored in `what` (a package, a store, a conversation set).
         here: the fingerprint of the target in use.
-        dtype: also require the same dtype (stored features are as precise as the pass that made
+        dtype: also require the same dtype (stored features have the precision of the pass that made
             them).
     """
     parts = (*IDENTITY, "dtype") if dtype else IDENTITY

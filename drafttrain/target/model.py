@@ -1,4 +1,4 @@
-"""The frozen target: any decoder-only `transformers` causal LM behind one small interface.
+"""The frozen target: any decoder-only `transformers` causal LM, with one small interface.
 
 It gives embeddings, the map from the last hidden state to logits, chosen layers' outputs, one
 causal pass over training rows, and one cached pass over a token tree with an ancestor mask and
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,7 @@ from drafttrain.nn.cache import KVCache
 from drafttrain.nn.causal import CausalLM
 from drafttrain.nn.stack import Stack
 from drafttrain.target import fingerprint
-
-if TYPE_CHECKING:
-    from drafttrain.target.adapter import Adapter
+from drafttrain.target.lowrank import Adapter
 
 
 @dataclass(frozen=True)
@@ -41,21 +39,21 @@ def outside(token: int, target: Target) -> str:
     """Why an id that a tokenizer gave cannot be read."""
     return (
         f"the tokenizer gives id {token}, the model's vocabulary ends at {target.vocab_size - 1}: "
-        f"give the tokenizer it was "
-        "trained with, or a model whose embedding was resized for the added tokens"
+        f"give the tokenizer it was trained with, or a model whose embedding was resized for the "
+        f"added tokens"
     )
 
 
 class Target(CausalLM):
-    """A frozen causal LM. Not an `nn.Module`: whoever holds it neither saves it nor wraps it nor
-    trains it."""
+    """A frozen causal LM. Not an `nn.Module`, so that a module that holds it does not save, wrap or
+    train it."""
 
     def __init__(self, model: Any, tokenizer: Any | None, name: str) -> None:
         super().__init__(model.eval().requires_grad_(False), f"target {name}")
         self.tokenizer = tokenizer
         self.name = name
         self.adapter: Adapter | None = None
-        """What joint training added to its weights; None for a target as it came."""
+        """The part of its weights that joint training added; None for a target as it was loaded."""
         self.original: Target | None = None
         """The target that it was tuned from."""
         self.probe()
@@ -64,8 +62,8 @@ class Target(CausalLM):
     # Facts ----------------------------------------------------------------------------------------
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """End ids of the generation settings, the model and the tokenizer's end-of-turn token
-        together."""
+        """End ids of the generation settings, of the model and of the tokenizer (its end of a
+        turn), each once."""
         found: list[int] = []
         generation = getattr(self.model, "generation_config", None)
         for source in (generation, self.config, self.tokenizer):
@@ -74,15 +72,15 @@ class Target(CausalLM):
         odd = [i for i in found if type(i) is not int]
         if odd:
             raise InputError(
-                f"target {self.name}: eos_token_id holds {str(odd[0])[:40]}, needs the ids of "
-                f"tokens"
+                f"target {self.name}: eos_token_id holds {str(odd[0])[:40]}, "
+                f"needs the ids of tokens"
             )
         return tuple(dict.fromkeys(found))
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """{part: digest}: goes with every set, store, checkpoint and package, so that what belongs
-        to another target is refused."""
+        """{part: digest}: recorded in every set, store, checkpoint and package, so that those of
+        another target are refused."""
         if self._fingerprint is None and self.original is not None and self.adapter is not None:
             self._fingerprint = {
                 **self.original.fingerprint,
@@ -122,10 +120,10 @@ class Target(CausalLM):
 
         Args:
             input_ids: (b s) int64.
-            lengths: (b) real tokens per row. Padding stands behind the text, so causal attention
-                never reads it.
-            packing: where rows lie that were joined into sequences; each has the features that it
-                has alone.
+            lengths: (b) real tokens per row. Padding follows the text, so causal attention never
+                reads it.
+            packing: where the rows are in sequences that several were joined into; each row has the
+                features that it has by itself.
         """
         del lengths
         with self._capture(needs.layers) as layers:
@@ -137,8 +135,8 @@ class Target(CausalLM):
         return Features(last_hidden=hidden if needs.last_hidden else None, layers=dict(layers))
 
     def hidden(self, input_ids: Tensor) -> Tensor:
-        """(b s) int64 -> (b s d), the same pass's last hidden state, differentiable where gradients
-        are on."""
+        """(b s) int64 -> (b s d), the last hidden state of the same pass, differentiable where
+        gradients are on."""
         out: Tensor = self.base(
             input_ids=input_ids.to(self.device), use_cache=False
         ).last_hidden_state
@@ -155,16 +153,17 @@ class Target(CausalLM):
         layers: tuple[int, ...] = (),
         partial_pass: PartialPass | None = None,
     ) -> Pass:
-        """Read s new tokens behind the committed ones; nothing is committed.
+        """Read s new tokens after the committed ones; nothing is committed.
 
         Args:
             ids: (b s) int64.
-            among: (b|1 s s) bool, which new tokens each new token sees; None means causal order.
+            tree_mask: (b|1 s s) bool, which new tokens each new token sees; None means causal
+                order.
             depths: (b|1 s) int64, position of each new token relative to the row's length; None
                 means 0, 1, 2...
-            layers: decoder layers whose outputs are wanted.
-            begun: what of this very pass was done while drafting; it goes on from there. Needs
-                `tree_mask` and `depths`.
+            layers: decoder layers whose outputs are returned.
+            partial_pass: the part of this pass that drafting has already run; it goes on from
+                there. Needs `tree_mask` and `depths`.
         """
         if partial_pass is not None:
             assert tree_mask is not None and depths is not None

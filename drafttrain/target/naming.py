@@ -1,15 +1,15 @@
-"""What a target is called where others read it: never a folder of this machine."""
+"""A target's name for other readers: never a folder of this machine."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 HUB_IDS = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
-"""Where targets that are known by name come from."""
+"""Hub ids of targets that are known by name."""
 
 
 def short(name: str) -> str:
-    """A target's name; of a directory its last part."""
+    """A target's name; for a directory, its last part."""
     local = Path(name).expanduser()
     return local.resolve().name if local.is_absolute() or local.exists() else name
 

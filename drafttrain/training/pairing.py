@@ -68,5 +68,5 @@ def lay_out(target: Target, pack: str | bool | None) -> None:
         pack: the setting of that name; None where targets of this kind have none.
     """
     size = sum(p.numel() * p.element_size() for p in target.model.parameters())
-    if pack is not None and target.device.type == "cpu" and packed.wanted(pack, size):
+    if pack is not None and target.device.type == "cpu" and packed.should_pack(pack, size):
         packed.pack(target.model)

@@ -292,15 +292,15 @@ def harm(
         ids = texts[number].to(target.device)
         cache = target.new_cache(1, ids.shape[1])
         before = [stack.embed(ids)]
-        spot = stack.spot(before[0], cache)
+        inputs = stack.inputs(before[0], cache)
         for step in stack.steps:
-            before.append(stack.run(before[-1], spot, [step]))
+            before.append(stack.run(before[-1], inputs, [step]))
         whole = target.head(stack.norm(before[-1])).float()
         for layer in range(len(stack)):
             for part in PARTS:
                 # Layers before it do what they did.
                 steps = [step for step in stack.without(**{part: [layer]}) if step.layer >= layer]
-                lacking = target.head(stack.norm(stack.run(before[layer], spot, steps))).float()
+                lacking = target.head(stack.norm(stack.run(before[layer], inputs, steps))).float()
                 value = float(forward_kl(lacking, whole).sum())
                 found[part, layer] = found.get((part, layer), 0.0) + value
     return found

@@ -117,8 +117,8 @@ def merge(proposals: Sequence[Proposal], vocab_size: int | None = None) -> Merge
 def without_repeats(one: Proposal) -> Proposal:
     """A merged ONE_HOT proposal with every path once, so that the target reads it once.
 
-    A second proposal of a path changes nothing here: where its token was refused, the target's distribution
-    has none of it left. Of a token that was drawn this does not hold.
+    A second proposal of a path changes nothing here: where its token was refused, the
+    target's distribution has none of it left. Of a token that was drawn this does not hold.
     """
     assert one.sampling is Sampling.ONE_HOT and one.merged_into is not None
     kept = _real(one) & (one.merged_into == torch.arange(one.size, device=one.tokens.device))

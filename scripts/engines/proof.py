@@ -53,6 +53,7 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.reading import load_drafter
 from drafttrain.reporting.console import table
 from drafttrain.target import load
+from drafttrain.target.embedded import cache_dir
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 
@@ -232,7 +233,7 @@ def venv(of: str = "vllm") -> Path:
     speculators."""
     name = (HERE / f"{of}.txt").read_text(encoding="utf-8").split()[0].replace("==", "-")
     given = os.environ.get("DRAFTTRAIN_ENGINES")
-    return (Path(given) if given else load.cache_dir() / "engines") / name
+    return (Path(given) if given else cache_dir() / "engines") / name
 
 
 def check_venv(folder: Path, of: str = "vllm") -> Path:

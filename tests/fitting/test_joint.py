@@ -56,7 +56,7 @@ def test_fit_packages_what_it_measured(
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "trained jointly by an adapter of rank 4 on 21 linears" in said
-        and "computed anew for every batch" in said
+        and "computed for every batch" in said
     )
     assert "what joint training did to the target, on 3 held-out rows" in said
     log = read_log(run / "metrics.csv")

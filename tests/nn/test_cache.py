@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from drafttrain.nn.cache import KVCache
+from tests.messages import said
 
 
 def entries(values, rows):
@@ -22,7 +23,7 @@ def write(cache, values):
     return cache.update(block, -block, 0)
 
 
-def test_rows_grow_behind_their_own_lengths():
+def test_rows_grow_after_their_own_lengths():
     cache = KVCache(2, 8)
     write(cache, [[1, 2, 3], [4, 5, 0]])
     cache.commit(torch.tensor([3, 2]))
@@ -94,9 +95,8 @@ def test_mask_over_scratch_of_earlier_passes(lengths):
     cache.commit(torch.tensor(lengths))
     write(cache, [[7, 8], [9, 10]])
     cache.set_lengths(cache.lengths + 2)  # scratch, to be taken back
-    mask = cache.mask(
-        torch.tensor([[[True, False, True]]])
-    )  # one new token over two scratch entries
+    # One new token over two scratch entries.
+    mask = cache.mask(torch.tensor([[[True, False, True]]]))
     for row, length in enumerate(lengths):
         seen = mask[row, 0, 0].nonzero().flatten().tolist()
         assert seen == [*range(length), length, length + 2]
@@ -117,5 +117,5 @@ def test_select_and_assign_rows():
 
 def test_overflow_is_an_error():
     cache = KVCache(1, 2)
-    with pytest.raises(ValueError, match="holds 2"):
+    with pytest.raises(ValueError, match=said("nn.cache_full")):
         write(cache, [[1, 2, 3]])

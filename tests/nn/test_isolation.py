@@ -1,9 +1,10 @@
-"""Rows that were joined into a sequence give what they give alone: the masks place by place, and
-passes of every family."""
+"""Rows that were joined into a sequence give what they give by themselves: the masks place by
+place, and passes of every family."""
 
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -15,31 +16,28 @@ from drafttrain.flow import Needs, Packing
 from drafttrain.nn import isolation
 from drafttrain.target import load
 from drafttrain.target.model import Target
+from tests.messages import said
 
 LENGTHS = ((30, 9, 21), (3, 40))
-"""Of the rows in two sequences of 64; some are beyond the window of the sliding families."""
+"""Of the rows in two sequences of 64; some exceed the window of the sliding families."""
 SIZE = 64
 
 
 def packing(lengths: tuple[tuple[int, ...], ...] = LENGTHS, size: int = SIZE) -> Packing:
-    documents, positions = (
-        torch.full((len(lengths), size), -1),
-        torch.zeros(len(lengths), size, dtype=torch.int64),
-    )
+    documents = torch.full((len(lengths), size), -1)
+    positions = torch.zeros(len(lengths), size, dtype=torch.int64)
     number = 0
     for sequence, rows in enumerate(lengths):
         start = 0
         for n in rows:
-            documents[sequence, start : start + n], positions[sequence, start : start + n] = (
-                number,
-                torch.arange(n),
-            )
+            documents[sequence, start : start + n] = number
+            positions[sequence, start : start + n] = torch.arange(n)
             number, start = number + 1, start + n
     return Packing(documents, positions)
 
 
 def brute(found: Packing, window: int | None) -> Tensor:
-    """(b s s) by the words of the rule."""
+    """(b s s) by the rule in words."""
     documents = found.document_ids.tolist()
     b, s = found.document_ids.shape
     mask = torch.zeros(b, s, s, dtype=torch.bool)
@@ -93,7 +91,7 @@ def test_flex_attention_with_the_blocks_is_attention_with_the_dense_mask() -> No
 
 
 @pytest.mark.parametrize("family", load.TINY)
-def test_joined_rows_have_the_features_that_they_have_alone(family: str) -> None:
+def test_joined_rows_have_the_features_of_single_rows(family: str) -> None:
     target = load.tiny(family=family, layers=2, width=32, vocab_size=128)
     needs = Needs(last_hidden=True, layers=(0, 1))
     assert target.choose_isolation() == "dense"
@@ -104,36 +102,31 @@ def test_joined_rows_have_the_features_that_they_have_alone(family: str) -> None
     for number in range(5):
         place = found.document_ids == number
         row = ids[place][None]
-        alone = target.features(row, torch.tensor([row.shape[1]]), needs)
-        assert alone.last_hidden is not None
+        single = target.features(row, torch.tensor([row.shape[1]]), needs)
+        assert single.last_hidden is not None
         torch.testing.assert_close(
-            joined.last_hidden[place], alone.last_hidden[0], rtol=1e-5, atol=1e-5
+            joined.last_hidden[place], single.last_hidden[0], rtol=1e-5, atol=1e-5
         )
         for layer in needs.layers:
             torch.testing.assert_close(
-                joined.layers[layer][place], alone.layers[layer][0], rtol=1e-5, atol=1e-5
+                joined.layers[layer][place], single.layers[layer][0], rtol=1e-5, atol=1e-5
             )
 
 
 def test_a_model_that_mixes_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target = load.tiny(layers=1, width=32, vocab_size=64)
-    whole = Target.full_pass
-    monkeypatch.setattr(Target, "full_pass", lambda self, ids, packing=None: whole(self, ids))
-    with pytest.raises(
-        InputError,
-        match=r"tiny-llama \(llama\) cannot keep rows apart in one sequence \(features differ by",
-    ):
+    own = Target.full_pass
+    monkeypatch.setattr(Target, "full_pass", lambda self, ids, packing=None: own(self, ids))
+    with pytest.raises(InputError, match=said("nn.rows_mixed")):
         target.choose_isolation()
 
     def broken(self: Target, ids: Tensor, packing: Packing | None = None) -> Tensor:
         if packing is not None:
             raise ValueError("too many values to unpack")
-        return whole(self, ids)
+        return own(self, ids)
 
     monkeypatch.setattr(Target, "full_pass", broken)
-    with pytest.raises(
-        InputError, match=r"one sequence \(too many values to unpack\): set trainer.pack=null"
-    ):
+    with pytest.raises(InputError, match=r"trainer\.pack: .*\(too many values to unpack\)"):
         target.choose_isolation()
 
 
@@ -141,21 +134,18 @@ def test_flex_is_for_passes_without_gradients_and_leaves_no_trace() -> None:
     from torch.nn.attention.flex_attention import BlockMask
 
     target = load.tiny(layers=1, width=32, vocab_size=64)
+    attention: Any = target.decoder_layers[0].self_attn
     target.isolates_by = isolation.FLEX
     with target.packing_inputs(packing()) as words:
-        assert (
-            isinstance(words["attention_mask"], Tensor)
-            and target.model.config._attn_implementation == "sdpa"
-        )
+        assert isinstance(words["attention_mask"], Tensor)
+        assert target.model.config._attn_implementation == "sdpa"
     with (
         pytest.raises(ZeroDivisionError),
         torch.no_grad(),
         target.packing_inputs(packing()) as words,
     ):
-        assert (
-            isinstance(words["attention_mask"], BlockMask)
-            and target.model.config._attn_implementation == "flex_attention"
-        )
-        assert target.decoder_layers[0].self_attn.config._attn_implementation == "flex_attention"  # type: ignore[union-attr]
+        assert isinstance(words["attention_mask"], BlockMask)
+        assert target.model.config._attn_implementation == "flex_attention"
+        assert attention.config._attn_implementation == "flex_attention"
         _ = 1 / 0
-    assert target.decoder_layers[0].self_attn.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
+    assert attention.config._attn_implementation == "sdpa"

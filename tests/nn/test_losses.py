@@ -98,5 +98,5 @@ def test_no_positions_give_zero_and_no_nan():
 
 
 def test_unknown_divergence_lists_the_known():
-    with pytest.raises(InputError, match="soft_cross_entropy"):
+    with pytest.raises(InputError, match=r"loss mse .*soft_cross_entropy"):
         losses.divergence("mse")

@@ -8,6 +8,7 @@ import torch
 from drafttrain.errors import InputError
 from drafttrain.nn import losses
 from drafttrain.nn.mixture import TEXT, Mixture, mixed
+from tests.messages import said
 
 WEIGHTS = {
     TEXT: 0.3,
@@ -86,15 +87,15 @@ def test_values_and_gradients_are_those_of_the_direct_computation(chunk: int, be
 
 
 def test_positions_may_count_differently() -> None:
-    """In the total and its gradient alone: the losses' own sums are plain ones."""
+    """Only in the total and its gradient: the sums of single losses are plain ones."""
     generator = torch.Generator().manual_seed(1)
     hidden, goal = (torch.randn(5, 6, generator=generator) for _ in range(2))
     labels, weights = torch.tensor([0, 3, -1, 5, 2]), torch.tensor([0.5, 0.0, 2.0, 1.0, 0.25])
     mixture = Mixture({TEXT: 0.5, "forward_kl": 2.0})
     one = hidden.clone().requires_grad_()
     text = losses.cross_entropy(one, labels.clamp_min(0)) * (labels >= 0)
-    law = losses.forward_kl(one, goal)
-    expected = (weights * (0.5 * text + 2.0 * law)).sum()
+    divergence = losses.forward_kl(one, goal)
+    expected = (weights * (0.5 * text + 2.0 * divergence)).sum()
     expected.backward()
     other = hidden.clone().requires_grad_()
     found = mixed(
@@ -112,10 +113,10 @@ def test_positions_may_count_differently() -> None:
     assert one.grad is not None and other.grad is not None
     torch.testing.assert_close(other.grad, one.grad)
     torch.testing.assert_close(found.sums[TEXT], text.detach().sum())
-    torch.testing.assert_close(found.sums["forward_kl"], law.detach().sum())
+    torch.testing.assert_close(found.sums["forward_kl"], divergence.detach().sum())
 
 
-def test_text_alone_reads_no_law() -> None:
+def test_the_text_needs_no_distribution_of_the_target() -> None:
     mixture = Mixture({TEXT: 1.0, "forward_kl": 0.0})
     assert not mixture.reads_target_probs and mixture.reads_text
     hidden = torch.randn(4, 6, requires_grad=True)
@@ -123,7 +124,7 @@ def test_text_alone_reads_no_law() -> None:
     torch.testing.assert_close(
         found.total, losses.cross_entropy(hidden, torch.tensor([0, 1, 0, 5]))[[0, 1, 3]].sum()
     )
-    with pytest.raises(ValueError, match="target's law"):
+    with pytest.raises(ValueError, match=said("nn.no_teacher")):
         mixed(hidden, torch.zeros(4, dtype=torch.int64), lambda h: h, Mixture({"forward_kl": 1.0}))
 
 
@@ -147,19 +148,19 @@ def test_no_positions_give_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "beta", "said"),
+    ("weights", "beta", "named"),
     [
-        ({"mse": 1.0}, 0.5, "mse is not known"),
-        ({}, 0.5, "all weights"),
-        ({"jsd": 0.0}, 0.5, "all weights"),
+        ({"mse": 1.0}, 0.5, "loss mse"),
+        ({}, 0.5, said("nn.no_weight")),
+        ({"jsd": 0.0}, 0.5, said("nn.no_weight")),
         ({"jsd": float("nan")}, 0.5, "jsd=nan"),
         ({"jsd": True}, 0.5, "jsd=True"),
         ({"jsd": "much"}, 0.5, "jsd=much"),
-        ([("jsd", 1.0)], 0.5, "weights by name"),
+        ([("jsd", 1.0)], 0.5, r"loss=\["),
         ({"jsd": 1.0}, 0.0, "beta=0.0"),
         ({"jsd": 1.0}, 1.0, "beta=1.0"),
     ],
 )
-def test_bad_mixtures_are_refused(weights: dict[str, float], beta: float, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_bad_mixtures_are_refused(weights: dict[str, float], beta: float, named: str) -> None:
+    with pytest.raises(InputError, match=named):
         Mixture(weights, beta)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from drafttrain.errors import InputError
-from drafttrain.nn.packed import FrozenProduct, PackedLinear, pack, wanted
+from drafttrain.nn.packed import FrozenProduct, PackedLinear, pack, should_pack
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -68,7 +68,7 @@ def test_layers_are_replaced_and_tied_weights_stay_tied():
 
 
 def test_settings():
-    assert wanted(False, 1) is False and wanted(True, 1 << 60) is True
-    assert wanted("auto", 1 << 60) is False  # no room for the copies
-    with pytest.raises(InputError, match="auto, true or false"):
-        wanted("yes", 1)
+    assert should_pack(False, 1) is False and should_pack(True, 1 << 60) is True
+    assert should_pack("auto", 1 << 60) is False  # no room for the copies
+    with pytest.raises(InputError, match="pack=yes"):
+        should_pack("yes", 1)

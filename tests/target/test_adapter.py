@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,34 +14,14 @@ from drafttrain.errors import InputError
 from drafttrain.flow import Needs
 from drafttrain.nn.packed import pack
 from drafttrain.target import change, fingerprint, load
-from drafttrain.target.adapter import Adapter, Trained, linears_of, shapes_of, tuned
+from drafttrain.target.adapter import linears_of, shapes_of, tuned
 from drafttrain.target.model import Target
+from tests.messages import said
+from tests.target.adapters import made, stirred, trained
 from tests.training.parts import same
 
 IDS = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(1))
 LENGTHS = torch.tensor([9, 9])
-
-
-def trained(target: Target, *, linears: Any = "all", dropout: float = 0.0) -> Trained:
-    return Trained(target, rank=4, alpha=8.0, dropout=dropout, linears=linears, seed=0)
-
-
-def stirred(adapter: Trained, scale: float = 0.2) -> Trained:
-    """B is no longer zero."""
-    chance = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, weight in adapter.weights.items():
-            if name.endswith("/B"):
-                weight.normal_(0, scale, generator=chance)
-    return adapter
-
-
-def made(target: Target, **settings: Any) -> Adapter:
-    """A stirred adapter; the target stays the original."""
-    adapter = stirred(trained(target, **settings))
-    found = adapter.adapter()
-    adapter.remove()
-    return found
 
 
 def logits(target: Target) -> torch.Tensor:
@@ -57,9 +36,7 @@ def test_off_it_is_the_original_bit_for_bit(family: str) -> None:
     marks, names = target.fingerprint, list(target.model.state_dict())
     original = logits(target)
     adapter = trained(target, dropout=0.5)
-    assert torch.equal(logits(target), original), (
-        "B is zero at first, and dropout is for learning alone"
-    )
+    assert torch.equal(logits(target), original), "B starts as zero, dropout is only for learning"
     stirred(adapter)
     on = logits(target)
     assert not torch.equal(on, original)
@@ -74,7 +51,7 @@ def test_off_it_is_the_original_bit_for_bit(family: str) -> None:
     )
 
 
-def test_gradients_reach_the_adapter_alone() -> None:
+def test_gradients_reach_only_the_adapter() -> None:
     target = load.tiny()
     adapter = stirred(trained(target))
     target.hidden(IDS).square().sum().backward()
@@ -138,9 +115,9 @@ def test_a_tuned_target_is_another_target() -> None:
         assert other.digest != found.digest
         with pytest.raises(InputError, match="adapter"):
             fingerprint.refuse_other(second.fingerprint, tuned(target, other).fingerprint, "a set")
-    with pytest.raises(InputError, match="tuned already"):
+    with pytest.raises(InputError, match=said("target.tuned_already")):
         tuned(second, found)
-    with pytest.raises(InputError, match="tuned already"):
+    with pytest.raises(InputError, match=said("target.tuned_already")):
         trained(second)
 
 
@@ -170,7 +147,7 @@ def test_chosen_linears() -> None:
     assert {name: tuple(t.shape) for name, t in found.tensors.items()} == shapes_of(
         target, 4, ["q_proj", "down_proj"]
     )
-    with pytest.raises(InputError, match=r"qproj is none of .* they have q_proj, k_proj"):
+    with pytest.raises(InputError, match=r"linears: qproj .* q_proj, k_proj"):
         linears_of(target, ["qproj"])
     assert not any("lm_head" in name for name in linears_of(target, "all"))
 
@@ -178,18 +155,17 @@ def test_chosen_linears() -> None:
 def test_what_cannot_be_trained_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target = load.tiny()
     pack(target.model)
-    with pytest.raises(InputError, match=r"set target\.pack=false"):
+    with pytest.raises(InputError, match=r"target\.pack=false"):
         trained(target)
     hooked = load.tiny()
     found = made(hooked)
-    hooked.decoder_layers[0].forward = hooked.decoder_layers[
-        0
-    ].forward  # what hooks of accelerate do
-    with pytest.raises(InputError, match="without device_map"):
+    layer = hooked.decoder_layers[0]
+    layer.forward = layer.forward  # as hooks of accelerate do
+    with pytest.raises(InputError, match="device_map"):
         tuned(hooked, found)
     plain = load.tiny()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"needs peft.*drafttrain\[medusa2\]"):
+    with pytest.raises(InputError, match=r"peft.*drafttrain\[medusa2\]"):
         trained(plain)
 
 
@@ -206,7 +182,7 @@ def test_change_against_plain_sums() -> None:
     p, q = (logits(one).log_softmax(-1).double() for one in (target, second))
     places = [(b, s) for b in range(2) for s in range(1, 9) if mask[b, s]]
     nats = [
-        -sum(float(law[b, s - 1, IDS[b, s]]) for b, s in places) / len(places) for law in (p, q)
+        -sum(float(logs[b, s - 1, IDS[b, s]]) for b, s in places) / len(places) for logs in (p, q)
     ]
     kl = sum(
         float((p[b, s - 1].exp() * (p[b, s - 1] - q[b, s - 1])).sum()) for b, s in places

@@ -24,7 +24,7 @@ from drafttrain.training.checkpoint import read_checkpoint
 from drafttrain.training.course import Course, Stream, TrainerConfig
 from drafttrain.training.joint import Joint, JointModule, self_distillation
 from drafttrain.training.optim import AdamW
-from tests.target.test_adapter import stirred
+from tests.target.adapters import stirred
 from tests.training.parts import OPTIM, TRAINER, Fixed, Watch, drafter_of, fit, same, tiny
 from tests.training.test_checkpoint import keeper
 

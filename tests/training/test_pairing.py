@@ -68,10 +68,10 @@ def test_a_target_is_laid_out_as_its_loading_would_have_done(
         assert not layers()
     seen: list[int] = []
 
-    def wanted(setting: str | bool, size: int) -> bool:
+    def should_pack(setting: str | bool, size: int) -> bool:
         seen.append(size)
         return setting == "auto"
 
-    monkeypatch.setattr(packed, "wanted", wanted)
+    monkeypatch.setattr(packed, "should_pack", should_pack)
     lay_out(target, "auto")
     assert seen == [sum(4 * p.numel() for p in load.tiny().model.parameters())] and layers()

@@ -14,6 +14,7 @@ from drafttrain.decoding.loop import decode
 from drafttrain.decoding.measure import Prompts, Watch, unwatched
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
+from drafttrain.drafter.remembered import without_memory
 from drafttrain.flow import Needs, PartialPass
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.sampling import Policy
@@ -102,7 +103,7 @@ def same_distribution(
         outside = 0
         side = max(1, min(256, _LOGITS // ((plan.tree.size + 1) * target.vocab_size)))
         jobs = [(place, start) for place in range(len(places)) for start in range(0, each, side)]
-        own = drafter.without_memory()
+        own = without_memory(drafter)
         for job in watch(range(len(jobs)), f"exactness: {name}"):
             place, start = jobs[job]
             where, cells = places[place]
