@@ -140,7 +140,7 @@ class SsmConfig:
     vocabulary."""
 
     def __post_init__(self) -> None:
-        origin = self.origin
+        origin, mixture, writes = self.origin, self.mixture, self.writes
         if isinstance(origin, origins.Cut):
             object.__setattr__(self, "layers", list(origin.layers))
             object.__setattr__(self, "own", list(origin.own))
@@ -149,10 +149,10 @@ class SsmConfig:
                 "a reduced draft vocabulary takes rows of the target's own head, and this drafter "
                 "has a head of its own: set draft_vocab=0, or borrow the head (a cut with own=[])"
             )
-        if self.writes.share and not self.mixture.reads_target_probs:
+        if writes.share and not mixture.reads_target_probs:
             raise InputError(
-                "on_policy: a loss against the text only learns nothing from the drafter's own "
-                "answers: add a divergence"
+                "on_policy: a loss that is only against the text learns nothing from the drafter's "
+                "own answers: add a divergence"
             )
         integer("chunk", self.chunk, 1)
 

@@ -304,8 +304,8 @@ def test_costs_can_be_measured() -> None:
     ids=["plain", "few tokens", "mlp"],
 )
 def test_the_loss_of_every_label_by_hand(settings: dict[str, Any]) -> None:
-    """Row i, of the stream after the exit, predicts x_{i+1} against what the target gives there; the
-    weight is the label's mask."""
+    """Row i, of the stream after the exit, predicts x_{i+1} against the target's distribution;
+    the weight is the label's mask."""
     weights = {"forward_kl": 0.5, "total_variation": 2.0, "cross_entropy": 1.0}
     target, drafter = made(**settings, loss=weights, chunk=3)
     ids, mask = [10, 11, 12, 13, 14, 20, 22, 24, 27], [0, 1, 0, 0, 0, 1, 1, 1, 1]
