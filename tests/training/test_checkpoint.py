@@ -351,7 +351,7 @@ def test_a_limit_of_file_sizes_leaves_the_old_one(tmp_path: Path) -> None:
             said.startswith("a file grew larger than this system allows")
             and f"while writing {path}: raise" in said
         ), limit
-        assert updates_in(path) == 1 and names(tmp_path) == ["last.ckpt", "intact.ckpt"]
+        assert updates_in(path) == 1 and names(tmp_path) == ["intact.ckpt", "last.ckpt"]
     with file_limit(size):
         write_checkpoint(path, state)
     assert updates_in(path) == 2
