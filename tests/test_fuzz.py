@@ -74,7 +74,7 @@ from tests.mutations import (
     text_of,
 )
 from tests.packaging.made import packed
-from tests.target.stores import make_store, partial_pass, random_set
+from tests.target.stores import make_store, random_set, started_store
 
 ROOM = 1 << 30
 """Bytes that reading a changed file may take beyond what the process has; the files have some
@@ -182,7 +182,7 @@ def feature_store(folder: Path, target: Target) -> Loader:
 
 def growing_store(folder: Path, target: Target) -> Loader:
     data = ConversationData(random_set(target, folder / "set", rows=6, held_out=0, longest=12))
-    store, plan, recorded = partial_pass(target, data, folder / "store")
+    store, plan, recorded = started_store(target, data, folder / "store")
     journal = store.open_journal(0)
     for batch in range(3):
         journal.write({"batch": batch, "crc": 12345})
