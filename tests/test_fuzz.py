@@ -258,9 +258,9 @@ def engine_directories(folder: Path, target: Target) -> Loader:
             for theirs in (None, open_directory(against, "against"))
         ]
 
-    content = {"config.json": json_of, "model.safetensors": tensors_of}
+    mutations = {"config.json": json_of, "model.safetensors": tensors_of}
     return Loader(
-        {f"{kind}/{name}": mutation for kind in kinds for name, mutation in content.items()}, read
+        {f"{kind}/{name}": mutation for kind in kinds for name, mutation in mutations.items()}, read
     )
 
 
@@ -459,7 +459,7 @@ def fuzz(name: str, folder: Path, examples: int) -> Counter[str]:
 
     def with_content(file: str, content: bytes) -> None:
         path = folder / file
-        content = path.read_bytes()
+        original = path.read_bytes()
         path.unlink()  # What maps the old file keeps it.
         path.write_bytes(content)
         try:
@@ -471,7 +471,7 @@ def fuzz(name: str, folder: Path, examples: int) -> Counter[str]:
             outcomes["refused"] += 1
         finally:
             path.unlink()
-            path.write_bytes(content)
+            path.write_bytes(original)
 
     for file in loader.files:
         loader.read(folder, file)
