@@ -4,6 +4,7 @@ answers, where its time went."""
 from __future__ import annotations
 
 import csv
+import functools
 import math
 import shlex
 import time
@@ -167,7 +168,7 @@ def read_record(entry: Entry) -> Record:
     curves: dict[str, list[dict[str, float]]] = {}
     members = sorted(folder.glob(f"{MEMBERS}/*/{METRICS}"))
     for name, path in (("", folder / METRICS), *((path.parent.name, path) for path in members)):
-        _try(unread, path, lambda path, name=name: curves.update({name: _rows(path)}))  # type: ignore[misc]
+        _try(unread, path, functools.partial(_add_curve, curves, name))
     noted: list[tuple[Samples | None, dict[str, float], str | None]] = []
     _try(unread, folder / NOTED, lambda path: noted.append(_noted(path)))
     samples, seconds, own = noted[0] if noted else (None, {}, None)
@@ -193,6 +194,10 @@ def _try(unread: list[str], path: Path, read: Any) -> None:
         unread.append(str(error))
     except (OSError, ValueError, KeyError, csv.Error) as error:
         unread.append(f"{path} cannot be read: {error}")
+
+
+def _add_curve(curves: dict[str, list[dict[str, float]]], name: str, path: Path) -> None:
+    curves[name] = _rows(path)
 
 
 def _text(path: Path) -> str:

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -366,7 +366,8 @@ def _check_experiment(
         if choice != plain_choices.get(group)
     ]
     plain, _ = _load(door_name, [*search, *lines], state)
-    added = _added(OmegaConf.to_container(config), OmegaConf.to_container(plain))  # type: ignore[arg-type]
+    mine, theirs = (OmegaConf.to_container(one) for one in (config, plain))
+    added = _added(cast("dict[Any, Any]", mine), cast("dict[Any, Any]", theirs))
     if added:
         raise InputError(unknown_key(f"experiment={name} sets {added[0]}", added[0], plain, {}))
 

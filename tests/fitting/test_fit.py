@@ -107,7 +107,7 @@ def test_every_experiment_fits_and_packages(
     assert same(
         {name: value.float() for name, value in speculator.drafter.named_parameters()},
         {
-            name.removeprefix("drafter."): value.to(speculator.drafter.dtype).float()  # type: ignore[arg-type]
+            name.removeprefix("drafter."): value.to(speculator.drafter.dtype).float()
             for name, value in best.items()
             if name.startswith("drafter.") and not name.endswith("draft_ids")
         },

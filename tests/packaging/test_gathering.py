@@ -234,7 +234,7 @@ def test_the_door_measures_and_packages_an_ensemble(
     ]
     assert all(row["same_as_plain"] == row["prompts"] for row in rows if row["measured"] == "speed")
     found = load_drafter(tmp_path / "run" / "package", target)
-    assert [type(member).__name__ for member in found.drafters] == ["Ssm", "NGram"]  # type: ignore[attr-defined]
+    assert [type(member).__name__ for member in found.drafters] == ["Ssm", "NGram"]
     capsys.readouterr()
     with pytest.raises(SystemExit):
         fit.main([*words, f"run_dir={tmp_path / 'other'}", "tree.trees=[2,3,4]"])

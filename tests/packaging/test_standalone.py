@@ -112,7 +112,7 @@ def test_transformers_reads_it_and_drafts_with_it(origin: str, tied: bool, tmp_p
 
     target = load.tiny(tie_word_embeddings=tied)
     drafter = made(origin, target, tmp_path)
-    package = packed(tmp_path / "package", drafter, target, export_assistant=True)  # type: ignore[arg-type]
+    package = packed(tmp_path / "package", drafter, target, export_assistant=True)
     assistant, report = AutoModelForCausalLM.from_pretrained(
         package / STANDALONE, output_loading_info=True
     )
@@ -277,7 +277,7 @@ def as_llama(package: Path, **changes: Any) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_damage_is_refused(damage: Any, message: str, target: Target, tmp_path: Path) -> None:
-    package = packed(tmp_path / "package", made("new", target, tmp_path), target)  # type: ignore[arg-type]
+    package = packed(tmp_path / "package", made("new", target, tmp_path), target)
     damage(package)
     with pytest.raises(InputError, match=message):
         load_drafter(package, target)

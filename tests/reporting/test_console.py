@@ -127,7 +127,7 @@ def test_training_is_shown(tmp_path: Path, terminal: bool) -> None:
     out = Console(file=io.StringIO(), width=200, force_terminal=terminal)
     progress = ConsoleProgress(interval=0, out=out)
     progress.note_all({"extra": 2.0})
-    loader = DataLoader([Rows(torch.tensor([True, True, False]))] * 4, batch_size=None)  # type: ignore[arg-type]
+    loader = DataLoader([Rows(torch.tensor([True, True, False]))] * 4, batch_size=None)
     trainer = Trainer(
         max_epochs=1,
         accelerator="cpu",

@@ -133,7 +133,7 @@ def main(folder: Path, much: str) -> None:
     for strategy in ("fsdp", "ddp")[: None if much == "all" else 1]:
         drafter = made("eagle1", target)
         course = Course(batches=4, accumulate=2, epochs=1)
-        module = DraftModule(drafter, Direct(target, drafter), OPTIMISER, course)  # type: ignore[arg-type]
+        module = DraftModule(drafter, Direct(target, drafter), OPTIMISER, course)
         keeper = Keeper(folder / f"masked-{strategy}", CheckpointConfig(every=None, keep=0), None)
         go(
             settings_of(strategy=strategy),

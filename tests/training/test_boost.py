@@ -158,7 +158,7 @@ def test_references_are_the_targets_greedy_answers(target: Target, tmp_path: Pat
 
 def test_a_match_ends_at_the_first_other_token(rows: ConversationData) -> None:
     wanted = [Reference([10 + i, 20 + i], [3, 4, 5, 6][: 4 - i % 2]) for i in range(4)]
-    assert matched(Knows({0: 4, 1: 2, 2: 0, 3: 3}), wanted) == [4, 2, 0, 3]  # type: ignore[arg-type]
+    assert matched(Knows({0: 4, 1: 2, 2: 0, 3: 3}), wanted) == [4, 2, 0, 3]
     one = Reference([1], [3, 4, 5])
     assert [one.covered(k, 2) for k in range(4)] == [False, False, True, True]
     assert [one.covered(k, None) for k in range(4)] == [False, False, False, True]

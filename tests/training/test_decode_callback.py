@@ -74,7 +74,7 @@ def test_a_run_with_and_without_it_has_identical_weights(
 def test_it_restores_modes_and_every_random_state() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
     module[1].eval()
-    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # type: ignore[index]
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     with pytest.raises(RuntimeError), undisturbed(module):
         module.eval()
         torch.rand(3), np.random.rand(3), random.random(), torch.manual_seed(7)

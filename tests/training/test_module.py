@@ -245,7 +245,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(target: Target, data: Conversat
     module, stream = module_for(data, target)
 
     def loss(batch: Batch, features: Features, *, generator: torch.Generator | None = None) -> Loss:
-        found = Eagle1.loss(module.drafter, batch, features, generator=generator)  # type: ignore[arg-type]
+        found = Eagle1.loss(module.drafter, batch, features, generator=generator)
         return (
             Loss(found.total * float("nan"), found.count, found.parts)
             if module.updates == 2
@@ -295,4 +295,4 @@ def test_every_parameter_takes_part_and_no_bit_changes(
         assert again.equal(value)
         for name, grad in found.items():
             assert grad is not None, name
-            assert grad.equal(own[name]) if name in own else not grad.any(), name  # type: ignore[arg-type]
+            assert grad.equal(own[name]) if name in own else not grad.any(), name

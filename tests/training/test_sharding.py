@@ -118,7 +118,7 @@ def check_masked(strategy: str, folder: Path, target: Target) -> None:
         for batch in both
     ]
     course = Course(batches=8, accumulate=4, epochs=1)
-    module = DraftModule(drafter, Direct(target, drafter), pair.OPTIMISER, course)  # type: ignore[arg-type]
+    module = DraftModule(drafter, Direct(target, drafter), pair.OPTIMISER, course)
     fit(module, Fixed(batches, course))
     state = read_checkpoint(folder / f"masked-{strategy}" / "last.ckpt")
     assert state["progress"]["updates"] == module.updates == 2

@@ -158,7 +158,7 @@ def test_repeats_go_and_everything_else_stays_in_order() -> None:
     )  # type: ignore[union-attr]
     padded = Proposal(two.tokens, two.parents, two.sampling, counts=torch.tensor([1, 0]))
     found = without_repeats(merge([padded, two]).proposal)
-    assert found.counts.tolist() == [3, 3] and found.tokens.tolist() == [[6, 2, 3], [7, 2, 3]]  # type: ignore[union-attr]
+    assert found.counts.tolist() == [3, 3] and found.tokens.tolist() == [[6, 2, 3], [7, 2, 3]]
     assert found.parents.tolist() == [[-1, 0, 1]] * 2
 
 

@@ -69,11 +69,8 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Medusa:
             "target's"
         )
     kept = known.get("draft_ids") if ids is None and not own else ids
-    drafter = with_defaults(
-        Medusa,
-        target,
-        **{**known, "heads": count, "blocks": blocks, "own_head": own, "draft_ids": kept},
-    )
+    sizes = {"heads": count, "blocks": blocks, "own_head": own, "draft_ids": kept}
+    drafter = with_defaults(Medusa, target, **{**known, **sizes})
     if own:
         every = projections * (count if len(projections) == 1 else 1)
         state |= {f"projections.{j}": weight for j, weight in enumerate(every)}
