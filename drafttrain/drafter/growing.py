@@ -1,11 +1,11 @@
 """Drafters that trees are grown with, level by level, by how the tokens of a draft depend on each
 other.
 
-| base             | one pass of the drafter gives                | a token depends on               |
-|------------------|----------------------------------------------|----------------------------------|
-| `Autoregressive` | the candidates after given nodes             | all drafts on its path           |
-| `Parallel`       | a row for every place of a block             | nothing drafted                  |
-| `Sequential`     | a row for every place; a cheap step corrects | its parent, and what steps carry |
+| base             | one pass of the drafter gives                | a token depends on             |
+|------------------|----------------------------------------------|--------------------------------|
+| `Autoregressive` | the candidates after given nodes             | all drafts on its path         |
+| `Parallel`       | a row for every place of a block             | nothing drafted                |
+| `Sequential`     | a row for every place; a cheap step corrects | its parent, what steps carry   |
 
 Trees, temperatures, batches and rules are the same for all three: growth asks for candidates.
 """
