@@ -169,6 +169,7 @@ class SsmConfig:
 
     @property
     def mixture(self) -> Mixture:
+        """What it learns: losses by name with their weights."""
         return Mixture(self.loss, self.beta)
 
     @property
