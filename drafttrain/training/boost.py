@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from drafttrain.checks import integer, number
 from drafttrain.drafter.base import Drafter
+from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
 from drafttrain.tree.choice import SHARING
 
@@ -100,11 +101,11 @@ class Boost:
 
     def check_kind(self, kind: type[Drafter]) -> None:
         """Raise InputError if drafters of this class cannot be fitted so."""
-        _refuse_silent(kind.writes, kind.__name__)
+        _refuse_silent(issubclass(kind, Ssm), kind.__name__)
 
     def check(self, drafter: Drafter) -> None:
         """Raise InputError if such drafters cannot be fitted so."""
-        _refuse_silent(drafter.writes, type(drafter).__name__)
+        _refuse_silent(isinstance(drafter, Ssm), type(drafter).__name__)
         if self.removal != "token":
             return
         if not drafter.needs.last_hidden:

@@ -9,6 +9,7 @@ import torch
 
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
+from drafttrain.drafter.heads import VocabularyHeads
 from drafttrain.errors import InputError
 from drafttrain.training.module import Source
 from drafttrain.tree.search import sparse
@@ -35,7 +36,7 @@ def check_calibrated(nodes: int, drafter: Drafter, where: str) -> None:
 
 @torch.no_grad()
 def head_accuracy(
-    drafter: Drafter, data: ConversationData, source: Source, ranks: int = RANKS
+    drafter: VocabularyHeads, data: ConversationData, source: Source, ranks: int = RANKS
 ) -> list[list[float]]:
     """Share of the text's tokens that are head k's j-th choice, teacher-forced, by head and rank.
 

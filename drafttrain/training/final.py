@@ -14,6 +14,7 @@ from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.samples import samples_of
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
+from drafttrain.drafter.heads import VocabularyHeads
 from drafttrain.errors import InputError
 from drafttrain.training.calibrate import check_calibrated
 from drafttrain.tree.topology import Growth
@@ -81,7 +82,7 @@ class FinalConfig:
 
     def check(self, drafter: Drafter) -> None:
         """Refuse before training what could not be measured after it."""
-        if self.calibrates and not drafter.has_heads:
+        if self.calibrates and not isinstance(drafter, VocabularyHeads):
             raise InputError(
                 f"final.calibrated: {type(drafter).__name__} has no heads whose accuracy could "
                 f"make a tree; set final.calibrated and final.calibrated_speed to []. "

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from drafttrain.checks import integer, number, shown
 from drafttrain.drafter.base import Drafter
+from drafttrain.drafter.heads import VocabularyHeads
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Loss
 from drafttrain.nn import losses
@@ -90,7 +91,7 @@ class Joint:
 
     def check(self, drafter: Drafter) -> None:
         """Raise InputError if such a drafter cannot be trained jointly."""
-        if not drafter.has_heads:
+        if not isinstance(drafter, VocabularyHeads):
             raise InputError(
                 f"joint training teaches the target through heads on its last hidden state; "
                 f"{type(drafter).__name__} has none: give drafter=medusa or drafter=hydra_heads, "

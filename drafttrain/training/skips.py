@@ -142,7 +142,8 @@ class SkipSearch:
         drafter.check(tree)
         target, count = drafter.target, len(drafter.target.decoder_layers)
         prompts = prompts_of(data, self.prompts, target.context - self.max_new_tokens)
-        guesses: list[Choice] = [(drafter.skip_attention, drafter.skip_mlp)]
+        given = drafter.settings()
+        guesses: list[Choice] = [(tuple(given["skip_attention"]), tuple(given["skip_mlp"]))]
         if self.first_tokens:
             guesses += first_guesses(harm(target, texts_of(data, self.first_tokens), watch), count)
         study = study_of(guesses, count, seed)
@@ -329,6 +330,5 @@ def first_guesses(harms: dict[tuple[str, int], float], count: int) -> list[Choic
 
 
 def _changed(drafter: SelfSpec, choice: Choice) -> SelfSpec:
-    return SelfSpec(
-        drafter.target, skip_attention=choice[0], skip_mlp=choice[1], draft_ids=drafter.draft_ids
-    ).eval()
+    named = {"skip_attention": list(choice[0]), "skip_mlp": list(choice[1])}
+    return SelfSpec(drafter.target, **{**drafter.settings(), **named}).eval()
