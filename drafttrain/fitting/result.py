@@ -10,6 +10,7 @@ from typing import Any
 
 from drafttrain import runs
 from drafttrain.data.datamodule import ConversationData
+from drafttrain.drafter.heads import VocabularyHeads
 from drafttrain.fitting.parts import Parts
 from drafttrain.fitting.saying import say
 from drafttrain.packaging.collection import read_entries
@@ -49,6 +50,7 @@ def evaluate(ready: Ready, held_out: ConversationData | None) -> Worth:
         source = kept_in_memory(
             ready.target, ready.drafter, ready.calibration, ready.config["features"]
         )
+        assert isinstance(ready.drafter, VocabularyHeads)  # As FinalConfig.check has seen.
         accuracies = head_accuracy(ready.drafter, ready.calibration, source)
         calibrate = functools.partial(calibrated, accuracies)
     worth = measure(

@@ -36,7 +36,7 @@ def check_calibrated(nodes: int, drafter: Drafter, where: str) -> None:
 
 @torch.no_grad()
 def head_accuracy(
-    drafter: Drafter, data: ConversationData, source: Source, ranks: int = RANKS
+    drafter: VocabularyHeads, data: ConversationData, source: Source, ranks: int = RANKS
 ) -> list[list[float]]:
     """Share of the text's tokens that are head k's j-th choice, teacher-forced, by head and rank.
 
