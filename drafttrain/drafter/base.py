@@ -1,5 +1,5 @@
-"""The contract that every drafter fulfils. What some can do beyond it is in the file of those that
-do: `growing`, `retrieval`, `inside`, `standalone`, `heads`, `remembered`."""
+"""The contract of every drafter. What only some can do is in their files: `growing`, `retrieval`,
+`inside`, `standalone`, `heads`, `remembered`."""
 
 from __future__ import annotations
 
@@ -55,8 +55,7 @@ class Drafter(nn.Module, abc.ABC):
     """This object's, of type `Config`."""
     needs: Needs
     """What it reads of the target, while learning and while decoding."""
-    growths: tuple[type[Growth], ...] = (Tree,)
-    """Kinds of trees that it can fill."""
+    growths: tuple[type[Growth], ...] = (Tree,)  # kinds of trees that it can fill
     learns: bool = True
     """Does a run train it? False: it is measured and packaged as it is."""
     can_draw: bool = True
@@ -122,7 +121,7 @@ class Drafter(nn.Module, abc.ABC):
 
     @property
     def choices(self) -> int:
-        """How many different tokens this drafter can propose."""
+        """How many different tokens it can propose."""
         return self.target.vocab_size
 
     @property
@@ -197,6 +196,5 @@ class Drafter(nn.Module, abc.ABC):
 
     def describe(self) -> dict[str, Any]:
         """Facts worth printing at the start of a run."""
-        return {
-            "trainable parameters": sum(p.numel() for p in self.parameters() if p.requires_grad)
-        }
+        trained = sum(p.numel() for p in self.parameters() if p.requires_grad)
+        return {"trainable parameters": trained}

@@ -4,8 +4,6 @@ without dropout."""
 
 from __future__ import annotations
 
-import copy
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +16,14 @@ import torch
 from drafttrain.checks import integer, path_of, shown
 from drafttrain.drafter.borrowing import SLACK
 from drafttrain.drafter.lending import LentEmbedding, LentHead, LentNorm
+from drafttrain.drafter.networks import (
+    class_of,
+    config_with_layers,
+    new_network,
+    refuse_kernels,
+    without_dropout,
+)
 from drafttrain.errors import InputError, first_line
-from drafttrain.nn.attention import TREE_BACKENDS
 from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
 from drafttrain.target.reading import check_layers
@@ -35,16 +39,6 @@ SIZES = {
     "mlp": "intermediate_size",
 }
 """Sizes of a new network, and their names in a config."""
-_VOLATILE = (
-    "_name_or_path",
-    "transformers_version",
-    "architectures",
-    "auto_map",
-    "dtype",
-    "torch_dtype",
-)
-_LISTS = ("architectures", "token_id", "token_ids")
-"""Ends of names in a config whose lists do not go by layers."""
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl")
 MOST_LAYERS = 1024
 
@@ -132,14 +126,14 @@ class Cut:
 
     def build(self, target: Target) -> Any:
         self._check(target)
-        config = _same_with(target.config, list(self.layers))
+        config = config_with_layers(target.config, list(self.layers))
         tied = target.output.weight is target.embedding.weight
         config.tie_word_embeddings = tied and {"embedding", "head"} <= set(self.own)
         borrowed = {"embedding", "head"}.isdisjoint(self.own)
         if borrowed:
             # They are replaced below; in large vocabularies they would be most of the network.
             config.vocab_size, config.pad_token_id = 2, None
-        network = _made(type(target.model), config, target.attention)
+        network = new_network(type(target.model), config, target.attention)
         replaced = [network.get_input_embeddings(), network.get_output_embeddings()]
         self._copy(target, network, replaced if borrowed else [])
         config.vocab_size = target.config.vocab_size
@@ -241,7 +235,7 @@ class New:
         return PARTS
 
     def build(self, target: Target) -> Any:
-        return _made(*self._like(target), target.attention)
+        return new_network(*self._like(target), target.attention)
 
     def check_held(self, target: Target, tensors: int, weights: int) -> None:
         _check_size(*self._like(target), tensors, weights)
@@ -249,7 +243,7 @@ class New:
     def _like(self, target: Target) -> tuple[Any, Any]:
         """The class and the config of such a network."""
         count = len(target.decoder_layers)
-        config = _same_with(target.config, [k % count for k in range(self.layers)])
+        config = config_with_layers(target.config, [k % count for k in range(self.layers)])
         for name, word in SIZES.items():
             value = getattr(self, name)
             if value is None:
@@ -274,7 +268,7 @@ class New:
                     "widths"
                 )
             _set_head_width(config, width // heads)
-        return _class_of(target, config), config
+        return class_of(target, config), config
 
 
 def _set_head_width(config: Any, width: int) -> None:
@@ -300,7 +294,7 @@ class Described:
         return PARTS
 
     def build(self, target: Target) -> Any:
-        return _made(*self._read(), None)
+        return new_network(*self._read(), None)
 
     def check_held(self, target: Target, tensors: int, weights: int) -> None:
         _check_size(*self._read(), tensors, weights)
@@ -315,12 +309,12 @@ class Described:
             raise InputError(
                 "config: needs a transformers config with its model_type, without code of its own"
             )
-        _refuse_kernels(given, "config")
+        refuse_kernels(given, "config")
         if given.get("quantization_config") is not None:
             raise InputError("config: is quantised and cannot be trained")
         try:
             config = AutoConfig.for_model(**given)
-            config = _without_dropout(config)
+            config = without_dropout(config)
             kind = AutoModelForCausalLM._model_mapping[type(config)]
         except Exception as error:  # Each family checks its config in its own way.
             raise InputError(
@@ -329,27 +323,13 @@ class Described:
         return kind, config
 
 
-def _refuse_kernels(settings: Mapping[str, Any], where: str) -> None:
-    """Raise InputError if a config asks for kernels, which transformers would fetch from elsewhere
-    and run."""
-    for name, value in settings.items():
-        if "implementation" in str(name):
-            known = (None, *TREE_BACKENDS) if "attn" in name else (value,)
-            if value not in known or "/" in str(value):
-                raise InputError(
-                    f"{where}.{name} is {shown(value)}: only what transformers itself brings is run"
-                )
-        elif isinstance(value, Mapping):
-            _refuse_kernels(value, f"{where}.{name}")
-
-
 def _check_size(kind: Any, config: Any, tensors: int, weights: int) -> None:
     """Raise InputError if a network is far larger than what a package holds."""
     count = getattr(config, "num_hidden_layers", 0)
     if type(count) is int and count > tensors:
         raise InputError(f"{count} layers are described, the package holds {tensors} tensors")
     with torch.device("meta"):
-        needed = sum(p.numel() for p in _made(kind, config, None).parameters())
+        needed = sum(p.numel() for p in new_network(kind, config, None).parameters())
     if needed > weights + SLACK:
         raise InputError(
             f"a network of {needed:,} weights is described, the package holds {weights:,}"
@@ -418,7 +398,7 @@ class Directory:
         from transformers import AutoModelForCausalLM
 
         asked = config.to_dict() | {"attn_implementation": config._attn_implementation}
-        _refuse_kernels(asked, f"drafter.path={self.path}: config")
+        refuse_kernels(asked, f"drafter.path={self.path}: config")
         if (folder / "adapter_config.json").exists():
             raise InputError(
                 f"drafter.path={self.path} holds an adapter, whose weights belong to another "
@@ -442,7 +422,7 @@ class Directory:
         try:
             network, report = AutoModelForCausalLM.from_pretrained(
                 folder,
-                config=_without_dropout(config),
+                config=without_dropout(config),
                 dtype=torch.float32,
                 use_safetensors=True,
                 trust_remote_code=False,
@@ -484,63 +464,3 @@ def _check_tokenizer(folder: Path, target: Target) -> None:
 
 
 # Common -------------------------------------------------------------------------------------------
-
-
-def plain_config(network: Any) -> dict[str, Any]:
-    """A network's config as plain JSON values, for `Described`."""
-    found: dict[str, Any] = json.loads(network.config.to_json_string(use_diff=False))
-    return {name: value for name, value in found.items() if name not in _VOLATILE}
-
-
-def _same_with(config: Any, layers: list[int]) -> Any:
-    """The config with these layers; what it says of each layer goes with it."""
-    found = _without_dropout(copy.deepcopy(config))
-    count = config.num_hidden_layers
-    for name, value in vars(config).items():
-        if (
-            isinstance(value, list | tuple)
-            and len(value) == count
-            and not name.startswith("_")
-            and not name.endswith(_LISTS)
-        ):
-            setattr(found, name, type(value)(value[layer] for layer in layers))
-    found.num_hidden_layers = len(layers)
-    return found
-
-
-def _without_dropout(config: Any) -> Any:
-    """Dropout would draw from a source of chance that a resumed run does not put back."""
-    for name, value in list(vars(config).items()):
-        if (
-            ("dropout" in name or "pdrop" in name)
-            and isinstance(value, int | float)
-            and not isinstance(value, bool)
-        ):
-            setattr(config, name, 0.0)
-    return config
-
-
-def _class_of(target: Target, config: Any) -> Any:
-    if target.model.config is target.config:
-        return type(target.model)
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM._model_mapping[type(config)]
-
-
-def _made(kind: Any, config: Any, attention: str | None) -> Any:
-    words = {} if attention is None else {"attn_implementation": attention}
-    try:
-        return kind._from_config(config, dtype=torch.float32, **words)
-    except (TypeError, ValueError, RuntimeError, AttributeError, AssertionError) as error:
-        raise InputError(
-            f"no {kind.__name__} can be built from such a config: {first_line(error)}"
-        ) from error
-
-
-def config_of_standalone(network: Any, tied: bool) -> Any:
-    """The config of a network once what it borrows is put in: tied if head and embedding are
-    one."""
-    found = copy.deepcopy(network.config)
-    found.tie_word_embeddings, found.architectures = tied, [type(network).__name__]
-    return found

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.checks import integer
-from drafttrain.drafter import origins
+from drafttrain.drafter import networks, origins
 from drafttrain.drafter.base import Committed
 from drafttrain.drafter.borrowing import BorrowsHead, best_ids
 from drafttrain.drafter.growing import Autoregressive, AutoregressiveState
@@ -196,7 +196,7 @@ class Ssm(Standalone, BorrowsHead, Autoregressive):
         """Of embedding, norm and head, those that it trains itself."""
         self.model: Any = self.config.origin.build(target)
         if self.config.path is not None:
-            read = origins.plain_config(self.model)
+            read = networks.plain_config(self.model)
             self.config = replace(self.config, path=None, config=read)
         self.to(target.device)
         self.network = Network(self.model, f"the drafter ({self._called})")
@@ -234,7 +234,7 @@ class Ssm(Standalone, BorrowsHead, Autoregressive):
                 name for name, module in self.model.named_modules() if module is self.network.output
             )
             del tensors[f"{head}.weight"]
-        return origins.config_of_standalone(self.model, tied), tensors
+        return networks.config_of_standalone(self.model, tied), tensors
 
     @property
     def trained_vocabulary(self) -> tuple[str, ...]:
