@@ -282,6 +282,7 @@ PACKAGING: dict[str, str] = {
     "not_exist": r"does not exist",
     "not_finite": r"NaN or infinite (?:values|weights) in",
     "nothing_said": r"of which config\.json says nothing",
+    "of_another": r"not a drafttrain package",
     "of_another_form": r"is not of the form",
     "only_safetensors": r"only safetensors",
     "original": r"drafts for a tuned target, this is the original",

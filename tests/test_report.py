@@ -175,7 +175,7 @@ def test_what_a_package_says_anew_is_shown_anew(original: Path, tmp_path: Path) 
     assert first["guarantee"] == "approximate" and second["run"] == "fast"
 
 
-def test_measured_again_by_evaluate_is_told_as_evaluate_tells_it(
+def test_measured_again_by_evaluate_is_shown_as_evaluate_shows_it(
     original: Path, tmp_path: Path
 ) -> None:
     """evaluation.json has the form of metrics.json: acceptance over all prompts, speed over some,

@@ -934,7 +934,7 @@ def test_a_folder_that_is_no_package_is_kept(
     folder.mkdir()
     (folder / "README.md").write_text("mine")
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(InputError, match=r"README\.md.*not a drafttrain package"):
+    with pytest.raises(InputError, match=r"README\.md.*" + said("packaging.of_another")):
         packed(folder, drafter, target)
     assert (folder / "README.md").read_text() == "mine"
 

@@ -37,7 +37,7 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def test_picture_is_whole_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_picture_is_complete_and_leaves_no_other_file(tmp_path: Path) -> None:
     path = acceptance_curve(ROWS, tmp_path / "deep" / "curve.png", title="eagle1")
     assert path == tmp_path / "deep" / "curve.png" and imread(path).shape[1] > 500
     assert [p.name for p in path.parent.iterdir()] == ["curve.png"]
