@@ -20,8 +20,9 @@ from timing import interleaved
 
 from drafttrain.data.conversations import read_set
 from drafttrain.data.datamodule import set_folder
-from drafttrain.drafter.base import Committed, Retrieval
+from drafttrain.drafter.base import Committed
 from drafttrain.drafter.ngram import NGram
+from drafttrain.drafter.retrieval import Retrieval
 from drafttrain.drafter.suffix import Suffix
 from drafttrain.flow import Features
 from drafttrain.nn.sampling import Policy

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import drafttrain
 from drafttrain.decoding.plan import Plan
-from drafttrain.drafter.base import Retrieval
 from drafttrain.drafter.ngram import NGram
+from drafttrain.drafter.retrieval import Retrieval
 from drafttrain.drafter.suffix import Suffix
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy
