@@ -26,9 +26,9 @@ little."""
 
 
 def check_seed(seed: object) -> int:
-    """Raises: InputError for what is not a whole number from 0 to 2^63 - 1."""
+    """Raises: InputError for what is not an integer from 0 to 2^63 - 1."""
     if type(seed) is not int or not 0 <= seed < 1 << 63:
-        raise InputError(f"seed={seed}: needs a whole number of at least 0 and below 2^63")
+        raise InputError(f"seed={seed}: needs an integer of at least 0 and below 2^63")
     return seed
 
 
@@ -77,7 +77,7 @@ class Policy:
             or self.top_k != int(self.top_k)
         ):
             raise InputError(
-                f"top_k is {self.top_k}, needs a whole number of at least 0 (0 keeps every token)"
+                f"top_k is {self.top_k}, needs an integer of at least 0 (0 keeps every token)"
             )
         if not (_number(self.top_p) and 0 < self.top_p <= 1):
             raise InputError(
@@ -94,7 +94,7 @@ class Policy:
             )
         if type(self.min_new_tokens) is not int or self.min_new_tokens < 0:
             raise InputError(
-                f"min_new_tokens is {self.min_new_tokens}, needs a whole number of at least 0"
+                f"min_new_tokens is {self.min_new_tokens}, needs an integer of at least 0"
             )
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
         if not isinstance(self.processors, list | tuple) or not all(map(callable, self.processors)):
@@ -203,7 +203,7 @@ def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
     for token, value in pairs:
         if type(token) is not int or token < 0:
             raise InputError(
-                f"logit_bias names token {token!r}, needs ids: whole numbers of at least 0"
+                f"logit_bias names token {token!r}, needs ids: integers of at least 0"
             )
         if not _number(value) or math.isnan(value) or value == math.inf:
             raise InputError(

@@ -72,11 +72,11 @@ class Batches:
         for name in ("batch_tokens", "batch_rows"):
             value = getattr(self, name)
             if value is not None and not (type(value) is int and value >= 1):
-                raise InputError(f"{name}={value}: needs a whole number of at least 1, or null")
+                raise InputError(f"{name}={value}: needs an integer of at least 1, or null")
         if self.batch_tokens is None and self.batch_rows is None:
             raise InputError("give batch_tokens or batch_rows")
         if type(self.seed) is not int or self.seed < 0:
-            raise InputError(f"seed={self.seed}: needs a whole number of at least 0")
+            raise InputError(f"seed={self.seed}: needs an integer of at least 0")
         size = self.shard_mb
         if size is not None and (
             isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < 1 << 30

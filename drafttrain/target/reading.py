@@ -171,7 +171,7 @@ def read_tokenizer(
         )
         ids = tokenizer(fingerprint.PROBE)["input_ids"]
         if not all(type(one) is int for one in ids) or not isinstance(tokenizer.decode(ids), str):
-            raise ValueError("it does not turn a text into whole numbers")
+            raise ValueError("it does not turn a text into integers")
         for special in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
             if special is not None and type(special) is not int:
                 raise ValueError(f"a special token has the id {shown(special)}")

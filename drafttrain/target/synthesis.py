@@ -75,7 +75,7 @@ class SynthesisConfig:
                 )
         if not all(type(turns) is int and turns >= 1 for turns in self.turns):
             raise InputError(
-                f"writing.turns={shown(self.turns)}: needs whole numbers of at least 1"
+                f"writing.turns={shown(self.turns)}: needs integers of at least 1"
             )
         for name, least in (("max_answer", 1), ("max_user", 1), ("max_length", 8)):
             integer(f"writing.{name}", getattr(self, name), least)

@@ -38,7 +38,7 @@ def test_what_is_read(text: str, tree: Tree, tmp_path: Path) -> None:
         ("[[0], [2]]", r"path \[2\] skips a rank"),
         ("[[0], ['a']]", "whole ranks"),
         ("{parents: []}", "parents are"),
-        ("{parents: [-1, x]}", "need whole numbers"),
+        ("{parents: [-1, x]}", "need integers"),
         ("{parents: [0, 0]}", "node 0 has parent 0"),
         ("{parents: [1, 0]}", "node 0 has parent 1"),
         ("{parents: [-1, 2, 1]}", "node 1 has parent 2"),
