@@ -37,7 +37,7 @@ from drafttrain.packaging.decoding import read_plan, rule_of
 from drafttrain.packaging.manifest import DECODING, read_config
 from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.reporting.figures import acceptance_curve
-from drafttrain.runs import check_run_dir, new_folder, provenance
+from drafttrain.runs import check_run_dir, new_folder, plain_value, provenance
 from drafttrain.target.model import Target
 from drafttrain.target.prompts import open_prompts
 from drafttrain.wiring.building import build
@@ -51,7 +51,7 @@ def main(cfg: DictConfig) -> None:
     asked = check_settings(cfg)
     package = checks.path_of("package", cfg.package)
     config = read_config(package)
-    source = open_prompts(cfg.prompts, plain(cfg.columns))
+    source = open_prompts(cfg.prompts, plain_value(cfg.columns))
     target: Target = build(cfg.target, work="decode")
     target = target_for(package, target)
     drafter = load_drafter(package, target)
@@ -119,8 +119,8 @@ def check_settings(cfg: DictConfig) -> Compared:
         top_k=cfg.top_k,
         top_p=cfg.top_p,
         trees=tuple(chosen(value) for value in named),
-        rules=named_rules(plain(cfg.rule)),
-        rule_given=plain(cfg.rule),
+        rules=named_rules(plain_value(cfg.rule)),
+        rule_given=plain_value(cfg.rule),
         **{key: cfg[key] for key in least},
         seed=cfg.seed,
         exactness_draws=cfg.exactness_draws,
@@ -141,15 +141,10 @@ def named_rules(given: Any) -> tuple[str | None, ...]:
 
 def named_trees(cfg: DictConfig) -> list[Any]:
     """Chains and trees as the settings name them, and the one that is chosen next to them."""
-    named = [*plain(cfg.chains), *plain(cfg.trees)]
+    named = [*plain_value(cfg.chains), *plain_value(cfg.trees)]
     if cfg.tree is not None:
-        named.append(build(cfg.tree) if OmegaConf.is_dict(cfg.tree) else plain(cfg.tree))
+        named.append(build(cfg.tree) if OmegaConf.is_dict(cfg.tree) else plain_value(cfg.tree))
     return named
-
-
-def plain(value: Any) -> Any:
-    """A setting as plain lists, dicts and scalars."""
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
 if __name__ == "__main__":

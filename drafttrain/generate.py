@@ -31,6 +31,7 @@ from drafttrain.nn.sampling import Policy, check_seed
 from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
 from drafttrain.packaging.manifest import DECODING, read_config
 from drafttrain.packaging.reading import load_drafter, target_for
+from drafttrain.runs import plain_value
 from drafttrain.target.load import tokenizer_only
 from drafttrain.target.model import Target, outside
 from drafttrain.tree.topology import Growth, Tree
@@ -113,7 +114,7 @@ def check_settings(cfg: DictConfig) -> Asked:
         cfg.min_p,
         cfg.repetition_penalty,
         cfg.min_new_tokens,
-        () if cfg.logit_bias is None else plain(cfg.logit_bias),
+        () if cfg.logit_bias is None else plain_value(cfg.logit_bias),
     ).simplest()
     tree = None if cfg.tree == "package" else chosen_tree(cfg.tree)
     asked = Asked(policy, tree, rule_of(cfg.rule))
@@ -131,11 +132,6 @@ def check_settings(cfg: DictConfig) -> Asked:
     check_seed(cfg.seed)
     check_dtype(cfg.dtype)
     return asked
-
-
-def plain(value: Any) -> Any:
-    """A setting as plain lists, dicts and scalars."""
-    return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
 
 
 def chosen_tree(value: Any) -> Growth:

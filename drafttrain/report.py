@@ -50,7 +50,7 @@ from drafttrain.reporting.page.document import PAGE, page, title_of
 from drafttrain.reporting.records import read_record
 from drafttrain.reporting.rows import timed_prompts, verdicts
 from drafttrain.reporting.side_by_side import COLUMNS, fastest_first, line, markdown, tree_title
-from drafttrain.runs import check_run_dir, new_folder, provenance
+from drafttrain.runs import check_run_dir, new_folder, plain_value, provenance
 from drafttrain.target.model import Target
 from drafttrain.target.prompts import Source, open_prompts
 from drafttrain.wiring.building import build, named_by
@@ -116,7 +116,7 @@ def read_settings(cfg: DictConfig) -> Settings:
     check_seed(cfg.seed)
     check_dtype(cfg.dtype)
     check_run_dir(cfg.run_dir, resume=False)
-    trees, baseline_tree = plain(cfg.trees), plain(cfg.baseline_tree)
+    trees, baseline_tree = plain_value(cfg.trees), plain_value(cfg.baseline_tree)
     check_trees(trees, baseline_tree)
     if cfg.baseline is not None:
         check_baseline(cfg.baseline, baseline_tree)
@@ -130,7 +130,7 @@ def read_settings(cfg: DictConfig) -> Settings:
         baseline_tree=baseline_tree,
         trees=trees,
         prompts=cfg.prompts,
-        columns=plain(cfg.columns),
+        columns=plain_value(cfg.columns),
         limit=cfg.limit,
         max_new_tokens=cfg.max_new_tokens,
         seed=cfg.seed,
@@ -196,10 +196,6 @@ def listed(value: Any) -> list[str]:
             "runs is empty: give folders of runs or packages, as in runs=[runs/a,runs/b]"
         )
     return [one for one in found if one]
-
-
-def plain(value: Any) -> Any:
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
 # --- what the packages were measured with ---------------------------------------------------------

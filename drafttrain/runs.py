@@ -96,6 +96,11 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
+def plain_value(value: Any) -> Any:
+    """One setting as plain lists, dicts and scalars."""
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
 def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """{dotted key: (before, after)} of two plain configurations; a key that one lacks counts as
     None."""

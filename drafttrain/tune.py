@@ -36,7 +36,7 @@ from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.packaging.writing import change_plan, check_change
 from drafttrain.reporting.console import table, track
 from drafttrain.reporting.rows import memories
-from drafttrain.runs import check_run_dir, new_folder, provenance
+from drafttrain.runs import check_run_dir, new_folder, plain_value, provenance
 from drafttrain.target.model import Target
 from drafttrain.target.prompts import open_prompts
 from drafttrain.tree.choice import CALIBRATION, SHARING, candidates, known
@@ -63,7 +63,7 @@ def main(cfg: DictConfig) -> None:
     read_config(package)
     if cfg.write:
         check_change(package)
-    source = open_prompts(cfg.prompts, plain(cfg.columns))
+    source = open_prompts(cfg.prompts, plain_value(cfg.columns))
     target: Target = build(cfg.target, work="decode")
     target = target_for(package, target)
     drafter = load_drafter(package, target)
@@ -146,7 +146,7 @@ def check_settings(cfg: DictConfig) -> Asked:
     check_dtype(cfg.dtype)
     check_run_dir(cfg.run_dir, resume=False)
     policy = Policy(cfg.temperature, cfg.top_k, cfg.top_p).simplest()
-    trees = {str(value): tree_of(plain(value)) for value in cfg.trees}
+    trees = {str(value): tree_of(plain_value(value)) for value in cfg.trees}
     for name, tree in trees.items():
         if not tree.size:
             raise InputError(
@@ -160,10 +160,6 @@ def check_settings(cfg: DictConfig) -> Asked:
         **{key: cfg[key] for key in least},
         seed=cfg.seed,
     )
-
-
-def plain(value: Any) -> Any:
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
 # --- the work -------------------------------------------------------------------------------------

@@ -342,11 +342,10 @@ def test_a_drafter_fed_otherwise_than_in_training_is_found_out(
     from drafttrain.decoding.speculator import Speculator
 
     class Shifted(Eagle1):
-        def extend(self, state: Any, committed: Any) -> Any:
-            return super().extend(
-                state,
-                type(committed)(committed.features, committed.tokens.roll(1, 1), committed.counts),
-            )
+        def extend(self, state: Any, committed: Any, depth: int) -> Any:
+            tokens = committed.tokens.roll(1, 1)
+            shifted = type(committed)(committed.features, tokens, committed.counts)
+            return super().extend(state, shifted, depth)
 
     speculator = Speculator(target, drafter, Plan(Tree.chain(2)), dtype="float32")
     assert parity(speculator, drafter, prompts, 16)["agree"]  # type: ignore[index]

@@ -202,9 +202,7 @@ def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
         ) from None
     for token, value in pairs:
         if type(token) is not int or token < 0:
-            raise InputError(
-                f"logit_bias names token {token!r}, needs ids: integers of at least 0"
-            )
+            raise InputError(f"logit_bias names token {token!r}, needs ids: integers of at least 0")
         if not _number(value) or math.isnan(value) or value == math.inf:
             raise InputError(
                 f"logit_bias of token {token} is {value!r}, needs a finite number, or -inf to rule "

@@ -74,9 +74,7 @@ class SynthesisConfig:
                     f"writing.{name}={shown(values)}: needs a list of at least one number"
                 )
         if not all(type(turns) is int and turns >= 1 for turns in self.turns):
-            raise InputError(
-                f"writing.turns={shown(self.turns)}: needs integers of at least 1"
-            )
+            raise InputError(f"writing.turns={shown(self.turns)}: needs integers of at least 1")
         for name, least in (("max_answer", 1), ("max_user", 1), ("max_length", 8)):
             integer(f"writing.{name}", getattr(self, name), least)
         integer("writing.seed", self.seed, 0, (1 << 63) - 1)

@@ -17,8 +17,16 @@ from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import read_checkpoint
 from tests.drafter.make import make
-from tests.training.parts import Watch, fit, module_for, same, tiny, weights_of, write_tiny_set
-from tests.training.test_checkpoint import keeper
+from tests.training.parts import (
+    Watch,
+    fit,
+    keeper,
+    module_for,
+    same,
+    tiny,
+    weights_of,
+    write_tiny_set,
+)
 
 EVERY = torch.ones(3, dtype=torch.bool)
 

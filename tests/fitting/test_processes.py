@@ -182,11 +182,8 @@ def test_a_run_goes_on_by_another_strategy(folder: Path, tmp_path: Path) -> None
         "optim.horizon=20",
     ]
     said(started(torchrun(*words(folder, calm, *more))))
-    partial_pass = [
-        *words(folder, run, *more, "trainer.strategy=fsdp"),
-        "trainer.max_minutes=0.0001",
-    ]
-    said(started(torchrun(*partial_pass)))
+    command = [*words(folder, run, *more, "trainer.strategy=fsdp"), "trainer.max_minutes=0.0001"]
+    said(started(torchrun(*command)))
     assert read_checkpoint(run / "checkpoints" / "last.ckpt")["progress"]["updates"] < 20
     printed = said(started(torchrun(*words(folder, run, *more, "resume=last"))))
     assert "trainer.strategy was fsdp, is ddp" in printed

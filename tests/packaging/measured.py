@@ -76,8 +76,8 @@ def write_runs(target: Target, folder: Path) -> Path:
     torch.manual_seed(0)
     eagle = drafters.make(Eagle1, target)
     metrics = {"settings": {**SETTINGS, "drafter_dtype": "float32"}, "rows": SLOW}
-    partial_pass = {"init_from": "elsewhere/first/package"}
-    provenance: dict[str, Any] = {"training": TRAINING, "config": partial_pass}
+    config = {"init_from": "elsewhere/first/package"}
+    provenance: dict[str, Any] = {"training": TRAINING, "config": config}
     packed(folder / "slow" / "package", eagle, target, metrics=metrics, provenance=provenance)
     metrics = {"settings": {**SETTINGS, "drafter_dtype": None}, "rows": FAST}
     packed(

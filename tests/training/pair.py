@@ -119,8 +119,8 @@ def main(folder: Path, much: str) -> None:
             module.drafter.state_dict(), folder / f"{kind}-{strategy}-{rank}.pt"
         )  # what each process is left with
     for first, second in (("ddp", "fsdp"), ("fsdp", "ddp"))[: None if much == "all" else 1]:
-        partial_pass = folder / f"started-{first}"
-        trained("eagle1", target, data, partial_pass, rank=rank, strategy=first, stop=3)
+        begun_run = folder / f"started-{first}"
+        trained("eagle1", target, data, begun_run, rank=rank, strategy=first, stop=3)
         trained(
             "eagle1",
             target,
@@ -128,7 +128,7 @@ def main(folder: Path, much: str) -> None:
             folder / f"ended-{second}",
             rank=rank,
             strategy=second,
-            resume=partial_pass / "last.ckpt",
+            resume=begun_run / "last.ckpt",
         )
     for strategy in ("fsdp", "ddp")[: None if much == "all" else 1]:
         drafter = made("eagle1", target)

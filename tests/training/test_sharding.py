@@ -100,11 +100,11 @@ def check_forms(kind: str, folder: Path) -> None:
 
 
 def check_going_on(first: str, second: str, folder: Path) -> None:
-    calm, partial_pass, ended = (
+    calm, stopped, ended = (
         read_checkpoint(folder / name / "last.ckpt")
         for name in ("eagle1-ddp", f"started-{first}", f"ended-{second}")
     )
-    assert 3 <= partial_pass["progress"]["updates"] < ended["progress"]["updates"] == pair.STEPS
+    assert 3 <= stopped["progress"]["updates"] < ended["progress"]["updates"] == pair.STEPS
     close(ended["weights"], calm["weights"])
 
 
@@ -163,7 +163,7 @@ def test_mixed_precision_keeps_float32_weights(target: Target, every: Path) -> N
         read_checkpoint(every / "mixed" / "last.ckpt")["weights"],
         ConversationData(every / "set"),
     )
-    partial_pass = single("eagle1", target, data, 1).state_dict()
+    stopped = single("eagle1", target, data, 1).state_dict()
     for name, value in single("eagle1", target, data).state_dict().items():
         if value.is_floating_point():
             assert weights[name].dtype == torch.float32
@@ -171,7 +171,7 @@ def test_mixed_precision_keeps_float32_weights(target: Target, every: Path) -> N
             # that.
             off, went = (
                 float((weights[name] - value).norm()),
-                float((partial_pass[name] - value).norm()),
+                float((stopped[name] - value).norm()),
             )
             assert off < 0.5 * went, name
 
