@@ -142,7 +142,7 @@ def test_what_is_built(name: str, target: Target, folder: Path) -> None:
         ("evaluate", ["package=x"], evaluate.check_settings),
         ("generate", ["package=x"], generate.check_settings),
         ("tune", ["package=x"], tune.check_settings),
-        ("report", ["runs=x", "measure=true"], report.check_settings),
+        ("report", ["runs=x", "measure=true"], report.read_settings),
         ("synthesize", ["out=x"], synthesize.check_settings),
         ("export", ["package=x", "to=vllm", "out=y"], export.check_settings),
         ("adopt", ["head=x", "out=y"], adopt.check_settings),

@@ -174,7 +174,7 @@ def test_names_of_tensors_do_not_steer_the_terminal(
 def test_drafters_that_no_engine_loads(
     kind: Any, message: str, target: Target, tmp_path: Path
 ) -> None:
-    packed(tmp_path / "package", kind(target), target)
+    packed(tmp_path / "package", drafters.make(kind, target), target)
     for to in names(KNOWN):
         with pytest.raises(InputError, match=message):
             export.check_pair(tmp_path / "package", to)

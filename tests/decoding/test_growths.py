@@ -23,6 +23,7 @@ from drafttrain.tree.confident import Confident, goes_on
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.search import expected_tokens, sequoia
 from drafttrain.tree.topology import Growth, Tree
+from drafttrain.wiring.defaults import default_settings
 from tests.decoding.models import SMALL, make, p_value
 from tests.drafter import make as drafters
 from tests.messages import said
@@ -207,7 +208,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_decoded(pair: Any) -> N
         max_depth = 3
         growths = (Tree,)
 
-    shallow = Shallow(target)
+    shallow = Shallow(target, **default_settings(Eagle1))
     with pytest.raises(InputError, match=said("decoding.too_deep")):
         decode(target, shallow, PROMPTS, Plan(Tree.chain(4)), max_new_tokens=4)
     with pytest.raises(InputError, match=said("decoding.other_growth")):

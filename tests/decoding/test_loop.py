@@ -15,6 +15,7 @@ from drafttrain.flow import Acceptance, Proposal, Sampling
 from drafttrain.nn.sampling import Policy, draw
 from drafttrain.target import load
 from drafttrain.tree.topology import Tree
+from drafttrain.wiring.defaults import default_settings
 from tests.decoding.models import PLAIN, PROMPTS, SAMPLED, SMALL, TREES, make, p_value, sharpened
 from tests.drafter import make as drafters
 from tests.messages import said
@@ -108,7 +109,7 @@ def perfect(target, drafter, prompt, limit):
             tokens = torch.tensor([(ids[start:] + [0] * tree.size)[: tree.size]])
             return Proposal(tokens, torch.tensor([tree.parents]), Sampling.ONE_HOT)
 
-    drafter = Perfect(target)
+    drafter = Perfect(target, **default_settings(Eagle1))
     return ids, drafter
 
 

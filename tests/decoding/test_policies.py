@@ -304,8 +304,8 @@ def test_three_tokens_follow_the_penalised_distribution(name: str, vocabulary: s
 def test_a_penalty_without_the_drafted_tokens_is_noticed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = loop.ways
-    monkeypatch.setattr(loop, "ways", lambda *arguments: torch.full_like(right(*arguments), -1))
+    right = loop.paths_to
+    monkeypatch.setattr(loop, "paths_to", lambda *arguments: torch.full_like(right(*arguments), -1))
     tree, settings = SAMPLED[name]
     assert p_value(small()[1], tree, **settings) < 1e-6
 

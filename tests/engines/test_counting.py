@@ -130,7 +130,7 @@ IDS = list(range(1, 201, 2))
 @pytest.mark.parametrize("kind", [Eagle1, Medusa, Ssm])
 def test_engines_draft_from_the_full_vocabulary(kind: type[Drafter], job: Job) -> None:
     more: dict[str, Any] = {"layers": [0]} if kind is Ssm else {}
-    drafter = shaken(kind(job.target, draft_ids=IDS, **more))
+    drafter = shaken(drafters.make(kind, job.target, draft_ids=IDS, **more))
     found = proof.over_full_vocabulary(drafter)
     assert (drafter.choices, found.choices) == (100, 320)
     kept = {name: tensor for name, tensor in drafter.state_dict().items() if name != "draft_ids"}

@@ -81,7 +81,7 @@ def test_which_engines_load_which_drafters() -> None:
 def test_what_the_library_speculators_cannot_hold(kind: Any, tiny: Target, tmp_path: Path) -> None:
     """Its version 0.9.0 has no model of these, so there is nothing to write for it."""
     more = {"layers": [0]} if kind is Ssm else {}
-    packed(tmp_path / "package", kind(tiny, **more), tiny)
+    packed(tmp_path / "package", drafters.make(kind, tiny, **more), tiny)
     with pytest.raises(InputError, match=rf"^to=speculators: {kind.__name__} .*to=vllm"):
         check_pair(tmp_path / "package", "speculators")
 
@@ -143,6 +143,7 @@ from drafttrain.layouts import engines
 from drafttrain.layouts.engines import Reading
 from drafttrain.layouts.layout import Layout
 from drafttrain.layouts.directory import INDEX
+from drafttrain.wiring.defaults import with_defaults
 from drafttrain.layouts.writing import Exported, as_json, stored
 
 READINGS = {engines.VLLM: Reading(method="hydra", settings={"parallel_drafting": True})}
@@ -171,7 +172,7 @@ def write(source):
 
 
 def read(head, target, known):
-    drafter = drafters.make(HydraHeads, target, **known)
+    drafter = with_defaults(HydraHeads, target, **known)
     state = drafter.state_dict()
     drafter.load_state_dict({n: head.weight(n, tuple(t.shape)) for n, t in state.items()})
     return drafter.eval()

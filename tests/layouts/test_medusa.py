@@ -78,7 +78,7 @@ def test_there_and_back(case: str, tiny: Target, tmp_path: Path) -> None:
     kept = {name: tensor for name, tensor in drafter.state_dict().items() if name != "draft_ids"}
     theirs = foreign.state_dict()
     assert all(torch.equal(theirs[name], tensor) for name, tensor in kept.items())
-    assert foreign.own_head == drafter.own_head
+    assert foreign.config.own_head == drafter.config.own_head
     assert foreign.choices == 320
 
 
@@ -108,7 +108,7 @@ def test_the_file_computes_what_the_drafter_does(case: str, tiny: Target, tmp_pa
             name = form.format(j, i)
             x = x + functional.silu(x @ held[f"{name}.weight"].T + held[f"{name}.bias"])
         logits = x @ heads[j].T
-        mine = drafter.place(hidden, j + 1)
+        mine = drafter.project(drafter.heads[j](hidden), j + 1)
         if "draft_ids" in settings:
             logits = logits[:, IDS]
         torch.testing.assert_close(mine.detach(), logits, rtol=1e-4, atol=1e-4)
@@ -278,7 +278,7 @@ def test_blocks_that_fasterdecoding_shares(tiny: Target, tmp_path: Path) -> None
     assert names(shared_blocks(tmp_path / "a", tiny, equal=False)) == {"medusa-shared-blocks": True}
     assert names(shared_blocks(tmp_path / "b", tiny, equal=True)) == {}
     read = read_back(tmp_path / "b", tiny)
-    assert read.blocks == 2 and torch.equal(
+    assert read.config.blocks == 2 and torch.equal(
         read.heads[1][0].linear.weight, read.heads[1][1].linear.weight
     )
     packed(tmp_path / "package", read, tiny)
@@ -313,7 +313,7 @@ def test_heads_without_biases_and_with_one_trained_projection(
     config(medusa_fc_bias=DROP)(path)
     assert names(path, "vllm") == {}
     read = read_back(path, tiny)
-    assert read.own_head and all(torch.equal(weight, shared) for weight in read.projections)
+    assert read.config.own_head and all(torch.equal(weight, shared) for weight in read.projections)
     assert not any(bool(head[0].linear.bias.any()) for head in read.heads)
 
 

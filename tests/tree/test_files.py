@@ -36,7 +36,7 @@ def test_what_is_read(text: str, tree: Tree, tmp_path: Path) -> None:
         ("[0, 1]", "needs a list of paths"),
         ("[]", "at least one path"),
         ("[[0], [2]]", r"path \[2\] skips a rank"),
-        ("[[0], ['a']]", "whole ranks"),
+        ("[[0], ['a']]", "integer ranks"),
         ("{parents: []}", "parents are"),
         ("{parents: [-1, x]}", "need integers"),
         ("{parents: [0, 0]}", "node 0 has parent 0"),

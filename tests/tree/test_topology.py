@@ -83,8 +83,8 @@ def test_paths_read_back(tree: Tree) -> None:
         ([[0], [1, 0]], r"path \[1, 0\] has no parent: add \[1\]"),
         ([[0], [2]], r"path \[2\] skips a rank: add \[1\]"),
         ([[0], [0, 1]], r"path \[0, 1\] skips a rank: add \[0, 0\]"),
-        ([[0], [-1]], r"path \[-1\] needs whole ranks"),
-        ([[0], [0.5]], r"path \[0.5\] needs whole ranks"),
+        ([[0], [-1]], r"path \[-1\] needs integer ranks"),
+        ([[0], [0.5]], r"path \[0.5\] needs integer ranks"),
     ],
 )
 def test_wrong_paths_are_refused_by_name(paths: list[list[int]], said: str) -> None:
