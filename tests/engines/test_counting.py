@@ -138,5 +138,5 @@ def test_engines_draft_from_the_full_vocabulary(kind: type[Drafter], job: Job) -
     assert kept.keys() == theirs.keys() and all(
         torch.equal(theirs[name], kept[name]) for name in kept
     )
-    output = shaken(kind(job.target, **more))
+    output = shaken(drafters.make(kind, job.target, **more))
     assert proof.over_full_vocabulary(output).choices == 320
