@@ -148,7 +148,7 @@ class Companions:
             if unseen and time.monotonic() - began > WAIT_SECONDS:
                 raise LostCompanion(
                     f"rank {unseen[0]} was waited for {WAIT_SECONDS:.0f} s before {what}, and "
-                    f"never came"
+                    "never came"
                 )
             if time.monotonic() - said > REMIND_SECONDS:
                 said = time.monotonic()
@@ -290,7 +290,7 @@ def _hear_no_signal() -> None:
 def _ends(lost: str) -> str:
     return (
         f"{lost}; this process ends too. What the last checkpoint holds is kept: go on with the "
-        f"same command and resume=last"
+        "same command and resume=last"
     )
 
 

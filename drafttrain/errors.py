@@ -112,7 +112,7 @@ def _memory_full(error: BaseException) -> str:
         ):
             return (
                 f"memory is full ({first_line(one)[:160]}): fewer or shorter rows at a time "
-                f"(trainer.batch_tokens, batch, slots), a smaller model, or more memory"
+                "(trainer.batch_tokens, batch, slots), a smaller model, or more memory"
             )
     return ""
 

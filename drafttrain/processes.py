@@ -122,7 +122,7 @@ def await_word(what: str) -> str:
         time.sleep(0.05)
     raise InputError(
         f"rank {rank()} waited {WAIT_SECONDS:.0f} s for rank 0 to choose {what} ({path}): did rank "
-        f"0 stop?"
+        "0 stop?"
     )
 
 

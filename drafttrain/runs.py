@@ -198,12 +198,12 @@ def check_run_dir(given: object, *, resume: bool) -> Path | None:
         listed = ", ".join(held[:6]) + (f" and {len(held) - 6} more" if len(held) > 6 else "")
         raise InputError(
             f"run_dir={given} already holds {listed}: give another run_dir, or continue it with "
-            f"resume=last"
+            "resume=last"
         )
     if resume and not held:
         raise InputError(
             f"run_dir={given} holds nothing to resume: give the folder of an earlier run, or leave "
-            f"resume out"
+            "resume out"
         )
     if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(f"run_dir={given} cannot be written to: give another folder")
@@ -243,7 +243,7 @@ def _choose_run_dir(given: object, resume: bool, root: Path) -> Path:
         if not earlier:
             raise InputError(
                 f"nothing to resume: no folder {root / name}-*; give run_dir=<folder of the "
-                f"earlier run>"
+                "earlier run>"
             )
         return max(earlier, key=_age)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")

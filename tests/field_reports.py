@@ -37,8 +37,8 @@ REPORTS: dict[str, tuple[str, str]] = {
     ),
     "F07": (
         "prompts longer than the window",
-        "ids, mask and features are cut alike, rows without a label go and are counted, none left "
-        "stops the run",
+        "ids, mask and features are cut alike, rows without a label go and are counted, none "
+        "left stops the run",
     ),
     "F08": (
         "answers that another encoding would write with other ids",

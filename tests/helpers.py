@@ -20,12 +20,11 @@ from tests.packaging.made import packed
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content "
-    "}}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "}}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 BARE = (
-    "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.content "
+    "}}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
 """Its own text needs only single bytes, none of the tokenizer's pairs."""
 ALTERNATING = (

@@ -346,8 +346,8 @@ class _Decoding:
     def _nothing_left(self, place: int) -> InputError:
         return InputError(
             f"the policy leaves no token to choose in row {self.rows[place]}: logit_bias, "
-            "min_new_tokens and the processors together rule all out, or a processor gives what is "
-            "no number; loosen one of them"
+            "min_new_tokens and the processors together rule all out, or a processor gives what "
+            "is no number; loosen one of them"
         )
 
 

@@ -49,8 +49,8 @@ class Plan:
         if self.sampled and not self.tree.can_draw:
             raise InputError(
                 f"sampled=true does not go with a {self.tree.kind} tree: which of its nodes stay "
-                "depends on their tokens, so drawn ones would change the distribution of the text; "
-                "leave it out, or give a static tree"
+                "depends on their tokens, so drawn ones would change the distribution of the "
+                "text; leave it out, or give a static tree"
             )
         drawn: tuple[Sampling, ...] = ()
         if self.tree.can_draw:

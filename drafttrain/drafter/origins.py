@@ -91,8 +91,8 @@ def chosen(
     sized = [name for name, value in sizes.items() if value is not None]
     if sized and not new:
         raise InputError(
-            f"{sized[0]}={sizes[sized[0]]}: only a new network takes sizes, and that is "
-            "layers=<a number>"
+            f"{sized[0]}={sizes[sized[0]]}: only a new network takes sizes, and that is layers=<a "
+            "number>"
         )
     if not isinstance(own, list | tuple) or not all(part in PARTS for part in own):
         raise InputError(f"own={shown(own)}: needs a list of some of {', '.join(PARTS)}")

@@ -89,7 +89,7 @@ class Retrieval(Drafter):
     ) -> Loss:
         raise InputError(
             f"{type(self).__name__} has no weights: there is nothing to train, python -m "
-            f"drafttrain.fit measures it"
+            "drafttrain.fit measures it"
         )
 
     def at(self, dtype: torch.dtype, target: Target | None = None) -> Drafter:

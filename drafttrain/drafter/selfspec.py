@@ -126,8 +126,8 @@ class SelfSpec(Inside):
         self, batch: Batch, features: Features, *, generator: torch.Generator | None = None
     ) -> Loss:
         raise InputError(
-            "SelfSpec has no weights: there is nothing to train, python -m drafttrain.fit measures "
-            "it"
+            "SelfSpec has no weights: there is nothing to train, python -m drafttrain.fit "
+            "measures it"
         )
 
     # Decoding -------------------------------------------------------------------------------------

@@ -151,8 +151,8 @@ class SsmConfig:
             )
         if writes.share and not mixture.reads_target_probs:
             raise InputError(
-                "on_policy: a loss that is only against the text learns nothing from the drafter's "
-                "own answers: add a divergence"
+                "on_policy: a loss that is only against the text learns nothing from the "
+                "drafter's own answers: add a divergence"
             )
         integer("chunk", self.chunk, 1)
 

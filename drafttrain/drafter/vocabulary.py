@@ -27,8 +27,7 @@ def most_frequent(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:
     if not max(2, len(forced)) <= size <= v:
         raise InputError(
             f"draft_vocab is {size}: give {max(2, len(forced))} (stop and control tokens are "
-            f"always in) to {v} "
-            "(the target's vocabulary), or 0 for the whole vocabulary"
+            f"always in) to {v} (the target's vocabulary), or 0 for the whole vocabulary"
         )
     score = counts.double().clone()
     score[forced] = float("inf")

@@ -18,8 +18,8 @@ def show(result: dict[str, Any]) -> None:
     """The tables of an evaluation, and what follows from them in words."""
     rows, settings = result["rows"], result["settings"]
     title = (
-        f"acceptance: {settings['prompt_count']} prompts, at most {settings['max_new_tokens']} "
-        "new tokens"
+        f"acceptance: {settings['prompt_count']} prompts, at most {settings['max_new_tokens']} new "
+        "tokens"
     )
     deepest = max((len(row["accept_at"]) for row in rows), default=0)
     columns = [

@@ -157,7 +157,7 @@ def use_best(training: Training, *, pack: str | bool | None) -> None:
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise InputError(
             f"the weights in {path} do not fit ({first_line(error)}): train again in another "
-            f"run_dir"
+            "run_dir"
         ) from error
     training.drafter.to(training.target.device)
     tau = "" if training.keeper.best is None else f", val/tau {training.keeper.best:.3f}"

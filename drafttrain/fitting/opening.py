@@ -68,7 +68,7 @@ def read_resumed(parts: Parts, run: Run) -> dict[str, Any] | None:
         raise InputError(
             f"run_dir={run.folder} is no run's folder, it has neither "
             f"{mark.relative_to(run.folder)} nor {CONFIG}: give the folder of an earlier run, or "
-            f"leave resume out and give a new one"
+            "leave resume out and give a new one"
         )
     if last and not path.exists():
         refuse_lost(run, path)

@@ -99,7 +99,7 @@ def kind_of(drafter: Recipe[Drafter]) -> type[Drafter]:
     class_of(
         f"{kind.__module__}.{kind.__qualname__}",
         f"drafter._target_={named} could be trained and not packaged, put its file into "
-        f"drafttrain/drafter",
+        "drafttrain/drafter",
     )
     return kind
 
@@ -109,7 +109,7 @@ def check_vocabulary(kind: type[Drafter], values: Values) -> None:
     if values["draft_vocab"] and "draft_ids" not in parameters_of(kind):
         raise InputError(
             f"draft_vocab={values['draft_vocab']}: {kind.__name__} has no draft vocabulary, set it "
-            f"to 0"
+            "to 0"
         )
 
 
@@ -173,7 +173,7 @@ def refuse_with_boost(parts: Parts) -> None:
     if parts.resume not in (None, "last"):
         raise InputError(
             f"resume={parts.resume}: a run of boost has many checkpoints and knows where it was, "
-            f"give resume=last"
+            "give resume=last"
         )
     if parts.export_assistant:
         raise InputError(
@@ -192,7 +192,7 @@ def refuse_with_joint(parts: Parts) -> None:
     if parts.settings.trains_target and pack not in (None, "auto", False):
         raise InputError(
             f"target.pack={pack}: packed weights cannot be trained jointly, set target.pack=auto "
-            f"or false"
+            "or false"
         )
     if parts.settings.joint is not None and reads_store(parts.features):
         raise InputError(

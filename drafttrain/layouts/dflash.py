@@ -190,8 +190,8 @@ def _check_causal(inspection: Inspection[Reads], inner: dict[str, Any], layers: 
         if "sliding_attention" in kinds and not said:
             inspection.add(
                 "dflash-causal",
-                "layers of sliding_attention are causal by default, which a block drafted at once "
-                "is not: write causal: false in dflash_config, or true if it was trained so",
+                "layers of sliding_attention are causal by default, which a block drafted at "
+                "once is not: write causal: false in dflash_config, or true if it was trained so",
             )
 
 
@@ -257,8 +257,8 @@ def _markov(
     if reads.second_runner:
         inspection.add(
             "runner",
-            f"{inspection.engine.title} serves DSpark only by its second model runner, which needs "
-            "Triton",
+            f"{inspection.engine.title} serves DSpark only by its second model runner, which "
+            "needs Triton",
             fatal=False,
         )
     if any(name.startswith(("markov_w1", "markov_w2", "confidence_proj")) for name in held):

@@ -152,8 +152,7 @@ def how_to_convert(names: tuple[str, ...]) -> str:
     """How a person turns a pickle into safetensors without running what may be in it."""
     return (
         f"{some(names)} can run code when read, so it is not: convert it, with nothing but tensors "
-        f"allowed in it: "
-        "python -c 'import sys, torch; from safetensors.torch import save_file; "
+        "allowed in it: python -c 'import sys, torch; from safetensors.torch import save_file; "
         'd = torch.load(sys.argv[1], map_location="cpu", weights_only=True); '
         'save_file({k: v.clone().contiguous() for k, v in d.items()}, "model.safetensors")\' '
         f"{shlex.quote(names[0])} in its directory, then move the pickle away"

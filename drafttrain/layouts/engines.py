@@ -97,15 +97,15 @@ def _sglang(method: str, tokens: int, settings: Mapping[str, Any]) -> str:
 def _eagle(method: str, tokens: int, settings: Mapping[str, Any]) -> str:
     more = "".join(f", {name}={value}" for name, value in settings.items())
     return (
-        f"EaModel.from_pretrained(base_model_path='{{target}}', ea_model_path='{{out}}'{more})"
-        "  # eagle.model.ea_model"
+        f"EaModel.from_pretrained(base_model_path='{{target}}', ea_model_path='{{out}}'{more})  # "
+        "eagle.model.ea_model"
     )
 
 
 def _medusa(method: str, tokens: int, settings: Mapping[str, Any]) -> str:
     return (
-        "text-generation-launcher --model-id {out}"
-        "  # TensorRT-LLM converts the directory by its examples/medusa"
+        "text-generation-launcher --model-id {out}  # TensorRT-LLM converts the directory by its "
+        "examples/medusa"
     )
 
 

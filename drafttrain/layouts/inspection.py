@@ -184,8 +184,8 @@ class Inspection(Generic[R_co]):
             if not needed:
                 self.add(
                     f"{what}-shipped",
-                    f"{name} is in the file and takes the place of the target's: give against=<the "
-                    "target's directory> to compare them, or leave it out",
+                    f"{name} is in the file and takes the place of the target's: give "
+                    "against=<the target's directory> to compare them, or leave it out",
                     fatal=False,
                 )
             return
@@ -213,8 +213,8 @@ class Inspection(Generic[R_co]):
         if self.prefixed:
             self.add(
                 "model-prefix",
-                f"{some(self.prefixed)}: engines put model. before these names themselves; take it "
-                "away",
+                f"{some(self.prefixed)}: engines put model. before these names themselves; take "
+                "it away",
             )
 
     def plain_weights(self, config: Mapping[str, Any]) -> None:
@@ -250,8 +250,8 @@ class Inspection(Generic[R_co]):
         if mine != own:
             self.add(
                 "vocabulary-size",
-                f"vocab_size is {str(mine)[:40]}, the target's is {str(own)[:40]}: engines fail at "
-                "the first id beyond it; write the target's, and what is reduced under "
+                f"vocab_size is {str(mine)[:40]}, the target's is {str(own)[:40]}: engines fail "
+                "at the first id beyond it; write the target's, and what is reduced under "
                 "draft_vocab_size",
             )
         if width and config.get("hidden_size") != theirs.get("hidden_size"):
@@ -293,8 +293,8 @@ def file_faults(head: Directory) -> list[Finding]:
         else:
             add(
                 "pickle-beside-safetensors",
-                f"{some(head.pickled)} is next to the safetensors: some engines read it first, and "
-                "it can run code when read; move it away",
+                f"{some(head.pickled)} is next to the safetensors: some engines read it first, "
+                "and it can run code when read; move it away",
                 fatal=set(head.pickled) != {MADE_MAP},
             )
     elif not head.tensors:

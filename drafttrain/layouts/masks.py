@@ -25,6 +25,6 @@ def check_masks(inspection: Inspection[Any], vocab_size: int | None) -> None:
         if type(value) is not int or not 0 <= value < vocab_size:
             inspection.add(
                 "mask-token-out-of-range",
-                f"{key} is {str(value)[:40]}, the vocabulary ends at {vocab_size - 1}: engines die "
-                "at the first request",
+                f"{key} is {str(value)[:40]}, the vocabulary ends at {vocab_size - 1}: engines "
+                "die at the first request",
             )

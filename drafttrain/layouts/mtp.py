@@ -102,8 +102,8 @@ def check(inspection: Inspection[Reading]) -> None:
     if missing := sorted(wanted - held.keys()):
         inspection.add(
             "mtp-missing",
-            f"{key} promises {count}, but {some(missing)} are not there: only the trunk was saved; "
-            "engines fail or guess at random",
+            f"{key} promises {count}, but {some(missing)} are not there: only the trunk was "
+            "saved; engines fail or guess at random",
         )
 
 

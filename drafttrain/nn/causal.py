@@ -45,8 +45,8 @@ class CausalLM:
         self.output: Any = model.get_output_embeddings()
         if self.output is None or self.base is model:
             raise InputError(
-                f"{called} ({type(model).__name__}) has no causal language-model head: "
-                "give a decoder-only causal LM (AutoModelForCausalLM)"
+                f"{called} ({type(model).__name__}) has no causal language-model head: give a "
+                "decoder-only causal LM (AutoModelForCausalLM)"
             )
         self.attention: str = model.config._attn_implementation
         check_backend(self.attention)
@@ -344,7 +344,7 @@ class CausalLM:
             if odd:
                 raise InputError(
                     f"{self.called} has layers of type {', '.join(odd)}: only full attention and "
-                    f"attention with a sliding window can be verified as a tree"
+                    "attention with a sliding window can be verified as a tree"
                 )
             return tuple(window if kind == "sliding_attention" else None for kind in kinds)
         if getattr(self.config, "use_sliding_window", True) is False:

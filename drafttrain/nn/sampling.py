@@ -63,13 +63,13 @@ class Policy:
     def __post_init__(self) -> None:
         if not (_number(self.temperature) and 0 <= self.temperature < math.inf):
             raise InputError(
-                f"temperature is {self.temperature}, needs a finite number of at least 0 "
-                f"(0 is greedy)"
+                f"temperature is {self.temperature}, needs a finite number of at least 0 (0 is "
+                "greedy)"
             )
         if 0 < self.temperature < _COLDEST:
             raise InputError(
                 f"temperature is {self.temperature}, less than float32 can divide by: give 0, "
-                f"which is greedy"
+                "which is greedy"
             )
         if (
             not _number(self.top_k)
@@ -90,7 +90,7 @@ class Policy:
         if not (_number(self.repetition_penalty) and 0 < self.repetition_penalty < math.inf):
             raise InputError(
                 f"repetition_penalty is {self.repetition_penalty}, needs a finite number above 0 "
-                f"(1 changes nothing)"
+                "(1 changes nothing)"
             )
         if type(self.min_new_tokens) is not int or self.min_new_tokens < 0:
             raise InputError(
@@ -100,7 +100,7 @@ class Policy:
         if not isinstance(self.processors, list | tuple) or not all(map(callable, self.processors)):
             raise InputError(
                 f"processors is {self.processors!r}, needs a tuple of transformers' "
-                f"LogitsProcessors"
+                "LogitsProcessors"
             )
         object.__setattr__(self, "processors", tuple(self.processors))
 
@@ -206,7 +206,7 @@ def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
         if not _number(value) or math.isnan(value) or value == math.inf:
             raise InputError(
                 f"logit_bias of token {token} is {value!r}, needs a finite number, or -inf to rule "
-                f"it out"
+                "it out"
             )
     if len(dict(pairs)) < len(pairs):
         raise InputError(f"logit_bias is {bias!r}, names a token twice")
@@ -313,7 +313,7 @@ def draw_without_replacement(probs: Tensor, u: Tensor) -> Tensor:
     if k > v:
         raise InputError(
             f"{k} draws without replacement asked of {v} tokens: ask for at most {v} children per "
-            f"node"
+            "node"
         )
     tokens = torch.empty((probs.shape[0], 0), dtype=torch.int64, device=probs.device)
     for j in range(k):
@@ -341,7 +341,7 @@ class Chance:
             if rows is not None and rows != self._rows:
                 raise InputError(
                     f"{self._rows} generators given for {rows} rows: needs one per row, or a "
-                    f"single one for all"
+                    "single one for all"
                 )
 
     @classmethod

@@ -186,8 +186,8 @@ def _facts(config: dict[str, Any], as_model: bool) -> list[str]:
         more = f", or in the conversations of {corpus} in this package" if corpus else ""
         return [
             *(together if kinds else []),
-            "No weights: nothing was trained. Drafts are copied from what followed earlier in the "
-            f"same text, prompt and answer{more}.",
+            "No weights: nothing was trained. Drafts are copied from what followed earlier in "
+            f"the same text, prompt and answer{more}.",
             "Where the end of the text has not occurred before, nothing is drafted.",
             *_remembered(config),
         ]
@@ -297,8 +297,8 @@ def _shape(tree: Growth) -> str:
         return f"a chain of {tree.size}"
     if isinstance(tree, Dynamic):
         return (
-            f"a dynamic tree of {tree.size} drafts, at most {tree.max_depth} deep "
-            f"(top_k {tree.top_k})"
+            f"a dynamic tree of {tree.size} drafts, at most {tree.max_depth} deep (top_k "
+            f"{tree.top_k})"
         )
     return f"a tree of {tree.size} drafts, {tree.max_depth} deep"
 

@@ -346,7 +346,7 @@ def fastest_row(entry: Entry, temperature: float) -> dict[str, Any]:
         there = f", only at {', '.join(f'{value:g}' for value in others)}" if others else ""
         raise InputError(
             f"{entry.folder / METRICS} has nothing measured at temperature {temperature:g}{there}: "
-            f"measure=true measures it"
+            "measure=true measures it"
         )
     return max(
         rows, key=lambda row: (row["speedup"] is not None, row["speedup"] or 0.0, row["tau"] or 0.0)

@@ -257,8 +257,8 @@ def _from_paths(paths: list[Any]) -> Growth:
         listed = isinstance(path, list | tuple) and len(path) <= MOST_NODES
         if not listed or not all(map(_is_count, path)):
             raise InputError(
-                f"tree: {str(path)[:80]} is not a path, such as [0, 1] for the second child of "
-                "the first"
+                f"tree: {str(path)[:80]} is not a path, such as [0, 1] for the second child of the "
+                "first"
             )
     return Tree.from_paths(paths) if paths else Tree.chain(0)
 

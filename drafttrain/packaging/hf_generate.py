@@ -228,8 +228,8 @@ def _policy(settings: Any, processors: Any, width: int, lengths: list[int]) -> P
         raise InputError(
             f"{', '.join(odd)} would change the text and cannot be honoured while decoding with a "
             "drafttrain package: temperature, top_k, top_p, min_p, repetition_penalty, "
-            "min_new_tokens, min_length and sequence_bias of single tokens can; leave the rest out "
-            "(it may come from model.generation_config)"
+            "min_new_tokens, min_length and sequence_bias of single tokens can; leave the rest "
+            "out (it may come from model.generation_config)"
         )
     if names != sorted(set(names), key=_SAMPLING.index):
         raise InputError(
@@ -330,8 +330,8 @@ def _prompts(input_ids: Tensor, prepared: dict[str, Any]) -> list[list[int]]:
         cache = prepared.get(name)
         if cache is not None and cache.get_seq_length() > 0:
             raise InputError(
-                f"{name} holds tokens already; here decoding starts from the complete prompt: "
-                "give only input_ids"
+                f"{name} holds tokens already; here decoding starts from the complete prompt: give "
+                "only input_ids"
             )
     mask = prepared.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask

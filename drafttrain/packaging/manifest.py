@@ -350,7 +350,7 @@ def class_of(name: str, where: str) -> type[Drafter]:
     if found is None or inspect.isabstract(found):
         raise InputError(
             f"{where}: {name[:120]!r} is not a drafter of drafttrain "
-            f"(drafttrain.drafter.<file>.<Class>)"
+            "(drafttrain.drafter.<file>.<Class>)"
         )
     return found
 

@@ -45,7 +45,7 @@ def linears_of(target: Target, linears: str | Sequence[str]) -> dict[str, nn.Mod
     if not found:
         raise InputError(
             f"target {target.name} has no plain linears in its layers (quantised ones, or another "
-            f"library's): an adapter needs an unquantised target"
+            "library's): an adapter needs an unquantised target"
         )
     if linears == ALL:
         return found
@@ -226,7 +226,7 @@ def _twin(module: nn.Module, made: dict[int, nn.Module], name: str) -> nn.Module
     if "forward" in module.__dict__:
         raise InputError(
             f"target {name}: its modules were changed by another library (device_map, hooks), so "
-            f"no second target can be made from it: load it on one device, without device_map"
+            "no second target can be made from it: load it on one device, without device_map"
         )
     twin = module.__class__.__new__(module.__class__)
     made[id(module)] = twin

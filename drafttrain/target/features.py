@@ -83,8 +83,8 @@ def computed(target: Target, batch: Batch, needs: Needs) -> dict[str | int, Tens
                 rows = batch.rows_with(bad.to(batch.input_ids.device))
                 raise InputError(
                     f"the target's features ({name}) of rows {', '.join(map(str, rows))} are not "
-                    f"finite: run the target in float32 (target.dtype=float32), or leave these "
-                    f"rows out of the set"
+                    "finite: run the target in float32 (target.dtype=float32), or leave these "
+                    "rows out of the set"
                 )
     return values
 

@@ -101,5 +101,5 @@ def refuse_other(
         detail = "; ".join(f"{part} {there[part]} there, {own[part]} here" for part in other)
         raise InputError(
             f"{what} belongs to another target ({detail}): use the target it was made with, or "
-            f"make it again"
+            "make it again"
         )

@@ -39,8 +39,8 @@ def outside(token: int, target: Target) -> str:
     """Why an id that a tokenizer gave cannot be read."""
     return (
         f"the tokenizer gives id {token}, the model's vocabulary ends at {target.vocab_size - 1}: "
-        f"give the tokenizer it was trained with, or a model whose embedding was resized for the "
-        f"added tokens"
+        "give the tokenizer it was trained with, or a model whose embedding was resized for the "
+        "added tokens"
     )
 
 
@@ -72,8 +72,8 @@ class Target(CausalLM):
         odd = [i for i in found if type(i) is not int]
         if odd:
             raise InputError(
-                f"target {self.name}: eos_token_id holds {str(odd[0])[:40]}, "
-                f"needs the ids of tokens"
+                f"target {self.name}: eos_token_id holds {str(odd[0])[:40]}, needs the ids of "
+                "tokens"
             )
         return tuple(dict.fromkeys(found))
 

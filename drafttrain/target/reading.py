@@ -54,7 +54,7 @@ def read_config(path: str, *, revision: str | None, trust_remote_code: bool) -> 
     if local.is_dir() and (local / "drafter.safetensors").exists():
         raise InputError(
             f"target.path={path} is a drafttrain package, not a target: give the target it was "
-            f"trained for"
+            "trained for"
         )
     if not local.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise InputError(f"target.path={path} does not exist")
@@ -75,12 +75,12 @@ def read_config(path: str, *, revision: str | None, trust_remote_code: bool) -> 
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(
             f"target {path} is an encoder-decoder ({config.model_type}): give a decoder-only "
-            f"causal LM"
+            "causal LM"
         )
     if not trust_remote_code and not _is_causal(config):
         raise InputError(
             f"target {path} ({config.model_type}) has no causal language-model class in "
-            f"transformers: give a decoder-only causal LM"
+            "transformers: give a decoder-only causal LM"
         )
     headless = [
         name
@@ -90,7 +90,7 @@ def read_config(path: str, *, revision: str | None, trust_remote_code: bool) -> 
     if config.architectures and len(headless) == len(config.architectures):
         raise InputError(
             f"target {path} was saved as {headless[0]}, without a causal head: give the causal LM "
-            f"itself"
+            "itself"
         )
     return where, config
 
@@ -115,7 +115,7 @@ def check_layers(folder: Path, what: str) -> None:
     if layers > tensors > 0:
         raise InputError(
             f"{what}: its config.json describes {layers} layers, its files hold {tensors} tensors: "
-            f"get it again"
+            "get it again"
         )
 
 

@@ -86,7 +86,7 @@ class Boost:
         if self.match is not None and self.match > self.reference:
             raise InputError(
                 f"boost.match={self.match} is above boost.reference={self.reference}, the tokens "
-                f"of a reference"
+                "of a reference"
             )
         for name, known in (("marking", MARKING), ("removal", REMOVAL), ("begin", BEGIN)):
             if getattr(self, name) not in known:
@@ -125,5 +125,5 @@ def _refuse_silent(writes: bool, name: str) -> None:
     if not writes:
         raise InputError(
             f"boost: {name} is no language model that could match a text by itself: give "
-            f"drafter=ssm, or boost=null"
+            "drafter=ssm, or boost=null"
         )

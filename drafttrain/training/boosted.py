@@ -155,7 +155,7 @@ def prompts_to_share_on(target: Target, rows: ConversationData, config: Boost) -
     if not prompts:
         raise InputError(
             f"no row set aside leaves {room} tokens of the target's context: lower "
-            f"boost.share_new_tokens"
+            "boost.share_new_tokens"
         )
     return prompts
 

@@ -30,7 +30,7 @@ def check_calibrated(nodes: int, drafter: Drafter, where: str) -> None:
             return
     raise InputError(
         f"{where}={nodes}: the {ranks} best choices of {drafter.max_depth} heads fill {room} nodes "
-        f"at most"
+        "at most"
     )
 
 

@@ -119,7 +119,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if not _is_plain(state, tensors=True):
         raise InputError(
             f"{path} cannot be read as a checkpoint: it holds other things than tensors and plain "
-            f"values"
+            "values"
         )
     form = state.get("format") if isinstance(state, dict) else None
     if type(form) is not int or form != FORMAT:
@@ -189,7 +189,7 @@ def check_complete(state: Mapping[str, Any], path: Path) -> None:
     if not all((*at, *took)) or not progress["updates"] <= progress["position"] < _MOST_BATCHES:
         raise InputError(
             f"{path} says that its run was at {str(progress)[:120]}: it is damaged, give another "
-            f"one"
+            "one"
         )
     best, at_update = keeper["best"], keeper["best_update"]
     found = (best is None and at_update is None) or (
@@ -238,7 +238,7 @@ def _check_parts(state: Mapping[str, Any], path: Path, parts: Iterable[str]) -> 
         if lacking or not isinstance(found, dict):
             raise InputError(
                 f"{path} lacks {part}{': ' if lacking else ''}{', '.join(lacking)}: it is damaged, "
-                f"give another one"
+                "give another one"
             )
 
 

@@ -78,7 +78,7 @@ class TrainerConfig:
         if self.pack is not None and (self.batch_tokens is None or self.batch_rows is not None):
             raise InputError(
                 f"trainer.pack={self.pack}: updates of joined rows are counted in tokens, give "
-                f"trainer.batch_tokens and set trainer.batch_rows=null"
+                "trainer.batch_tokens and set trainer.batch_rows=null"
             )
         number("trainer.max_minutes", self.max_minutes, above=0, null="no limit")
 

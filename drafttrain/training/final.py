@@ -65,7 +65,7 @@ class FinalConfig:
                 if not (tree is None or (isinstance(tree, Growth) and tree.size)):
                     raise InputError(
                         f"final.{name}.{label}={tree}: needs a tree that drafts something, or null "
-                        f"to leave it out"
+                        "to leave it out"
                     )
         for name in ("calibrated", "calibrated_speed"):
             sizes = getattr(self, name)
@@ -85,8 +85,8 @@ class FinalConfig:
         if self.calibrates and not isinstance(drafter, VocabularyHeads):
             raise InputError(
                 f"final.calibrated: {type(drafter).__name__} has no heads whose accuracy could "
-                f"make a tree; set final.calibrated and final.calibrated_speed to []. "
-                f"python -m drafttrain.tune makes trees for any drafter"
+                "make a tree; set final.calibrated and final.calibrated_speed to []. python -m "
+                "drafttrain.tune makes trees for any drafter"
             )
         for name in ("calibrated", "calibrated_speed"):
             for size in getattr(self, name):

@@ -77,7 +77,7 @@ class Joint:
         if self.linears != ALL and not names:
             raise InputError(
                 f"joint.linears={shown(self.linears)}: give all, or a list of names such as "
-                f"[q_proj, v_proj]"
+                "[q_proj, v_proj]"
             )
         if self.rank:
             need_peft()
@@ -93,9 +93,9 @@ class Joint:
         """Raise InputError if such a drafter cannot be trained jointly."""
         if not isinstance(drafter, VocabularyHeads):
             raise InputError(
-                f"joint training teaches the target through heads on its last hidden state; "
+                "joint training teaches the target through heads on its last hidden state; "
                 f"{type(drafter).__name__} has none: give drafter=medusa or drafter=hydra_heads, "
-                f"or joint=null"
+                "or joint=null"
             )
 
     def check_length(self, updates: int | None) -> None:

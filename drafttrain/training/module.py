@@ -174,7 +174,7 @@ class DraftModule(LightningModule):
             raise InputError(
                 f"the loss of update {self.updates} is {loss} (rows of this process: "
                 f"{self._window.rows}): lower optim.lr, clip with optim.clip_norm, or look at "
-                f"these rows; the last checkpoint is from before"
+                "these rows; the last checkpoint is from before"
             )
         if tokens > 0:
             # Gradients are a mean over processes of sums over tokens.
@@ -263,7 +263,7 @@ class DraftModule(LightningModule):
         except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise InputError(
                 f"the checkpoint's optimiser does not fit ({first_line(error)}): give another "
-                f"checkpoint"
+                "checkpoint"
             ) from error
         for group, mine in zip(self.trainer.optimizers[0].param_groups, own, strict=True):
             group.update(mine)
@@ -334,7 +334,7 @@ def refuse_low_precision(drafter: Drafter) -> None:
     if odd:
         raise InputError(
             f"trainable weights are {', '.join(odd)}: train in float32, where small updates are "
-            f"not rounded away"
+            "not rounded away"
         )
 
 

@@ -57,8 +57,8 @@ class AdamW:
         number("optim.warmup", self.warmup)
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise InputError(
-                f"optim.warmup={self.warmup}: needs an integer, in updates, or a share of the "
-                f"run below 1"
+                f"optim.warmup={self.warmup}: needs an integer, in updates, or a share of the run "
+                "below 1"
             )
         integer("optim.horizon", self.horizon, 1, null="the run's last update")
         for name in ("clip_norm", "clip_value"):
@@ -74,9 +74,9 @@ class AdamW:
         if end is None and (self.schedule != "constant" or 0 < self.warmup < 1):
             raise InputError(
                 f"optim.schedule={self.schedule}, warmup={self.warmup} count updates, and "
-                f"trainer.max_minutes does not say how many there will be: give "
-                f"trainer.max_epochs, trainer.max_steps or optim.horizon too, or a constant "
-                f"schedule with warmup in updates"
+                "trainer.max_minutes does not say how many there will be: give "
+                "trainer.max_epochs, trainer.max_steps or optim.horizon too, or a constant "
+                "schedule with warmup in updates"
             )
         warmup = round(self.warmup * (end or 0)) if self.warmup < 1 else int(self.warmup)
         if self.schedule == "constant":

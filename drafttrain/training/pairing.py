@@ -36,8 +36,7 @@ def check_device(target: Target, accelerator: str) -> None:
     ):
         raise InputError(
             f"trainer.accelerator={accelerator}, and the target is on {target.device}: the drafter "
-            f"trains where the target is, so give only one of target.device and "
-            f"trainer.accelerator"
+            "trains where the target is, so give only one of target.device and trainer.accelerator"
         )
 
 
@@ -54,7 +53,7 @@ def draft_vocabulary(
     ids = most_frequent(counts, size, always_proposable(target, data))
     said = (
         f"draft vocabulary: {len(ids)} of {target.vocab_size} ids, {coverage(counts, ids):.1%} of "
-        f"training labels"
+        "training labels"
     )
     if held_out is not None:
         said += (

@@ -316,12 +316,12 @@ def usable_prompts(
     ):
         raise InputError(
             f"none of the {len(prompts)} held-out prompts leaves {room} of the target's "
-            f"{target.context} tokens of context: lower eval.max_new_tokens, "
-            f"final.max_new_tokens and final.speed_new_tokens"
+            f"{target.context} tokens of context: lower eval.max_new_tokens, final.max_new_tokens "
+            "and final.speed_new_tokens"
         )
     if len(usable) < len(prompts):
         say(
             f"{len(prompts) - len(usable)} held-out prompts leave less than {room} tokens of the "
-            f"context and are not decoded"
+            "context and are not decoded"
         )
     return usable

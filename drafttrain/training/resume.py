@@ -70,5 +70,5 @@ def refuse_other_run(
         )
         raise InputError(
             f"this would not be the same run ({listed}): start a new one with another run_dir, or "
-            f"set these back"
+            "set these back"
         )

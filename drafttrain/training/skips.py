@@ -119,7 +119,7 @@ class SkipSearch:
         if not issubclass(kind, SelfSpec):
             raise InputError(
                 f"search chooses what drafter=selfspec leaves out, the drafter is {kind.__name__}: "
-                f"set search=null"
+                "set search=null"
             )
 
     def run(
@@ -240,7 +240,7 @@ def need_optuna() -> None:
     if importlib.util.find_spec("optuna") is None:
         raise InputError(
             f"searching what to leave out needs optuna, which is not installed: {EXTRA}; or set "
-            f"search=null and give drafter.skip_attention and drafter.skip_mlp yourself"
+            "search=null and give drafter.skip_attention and drafter.skip_mlp yourself"
         )
 
 
@@ -272,7 +272,7 @@ def prompts_of(data: ConversationData, count: int, room: int) -> list[list[int]]
     if not found:
         raise InputError(
             f"no training prompt leaves room in the target's context, {room} tokens: lower "
-            f"search.max_new_tokens"
+            "search.max_new_tokens"
         )
     return found
 

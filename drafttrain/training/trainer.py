@@ -38,14 +38,14 @@ def check_trainer(settings: TrainerConfig, *, joint: bool, boost: bool) -> None:
         ):
             raise InputError(
                 f"accelerate launch {option}: its sharding settings are not read here; leave that "
-                f"option out (accelerate launch --multi_gpu --num_processes N) and set "
-                f"trainer.strategy=fsdp to share the drafter out"
+                "option out (accelerate launch --multi_gpu --num_processes N) and set "
+                "trainer.strategy=fsdp to share the drafter out"
             )
     for wanted, what in ((joint, "joint=lora"), (boost, "boost=collective")):
         if wanted and settings.pack is not None:
             raise InputError(
                 f"trainer.pack={settings.pack}: {what} reads its rows one by one, set "
-                f"trainer.pack=null"
+                "trainer.pack=null"
             )
     if settings.strategy != FSDP:
         return
@@ -67,8 +67,8 @@ def check_trainer(settings: TrainerConfig, *, joint: bool, boost: bool) -> None:
         )
     if settings.accelerator == "mps":
         raise InputError(
-            "trainer.strategy=fsdp needs CPUs or GPUs, and trainer.accelerator=mps has one device: "
-            "set trainer.strategy=ddp"
+            "trainer.strategy=fsdp needs CPUs or GPUs, and trainer.accelerator=mps has one "
+            "device: set trainer.strategy=ddp"
         )
 
 

@@ -96,7 +96,7 @@ class Tuning:
             if unmarkable and number == 1:
                 raise InputError(
                     f"{len(left.places)} rows cannot be marked by models fitted without them: give "
-                    f"more rows"
+                    "more rows"
                 )
             fitted, apart = left.places, list[int]()
             if self.config.marking == "held_out" and not last:
@@ -210,7 +210,7 @@ class Tuning:
         if self.config.removal == "hard" and not any(covered):
             self.say(
                 f"member {number} covers no row, so that the next one learns the same: lower "
-                f"boost.match, or train longer"
+                "boost.match, or train longer"
             )
         return left
 

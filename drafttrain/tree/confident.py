@@ -40,7 +40,7 @@ class Confident(Growth):
         if type(self.stop_below) not in (int, float) or not 0 < self.stop_below < 1:
             raise InputError(
                 f"tree.stop_below is {self.stop_below!r}, needs a probability above 0 and below 1; "
-                f"0 is a chain of fixed length"
+                "0 is a chain of fixed length"
             )
 
     @property

@@ -53,14 +53,13 @@ class Dynamic(Growth):
         if self.total < self.depth:
             raise InputError(
                 f"tree.total is {self.total}, below tree.depth {self.depth}: a path that deep "
-                f"would not fit; give "
-                f"total={self.depth} or more, or depth={self.total} or less"
+                f"would not fit; give total={self.depth} or more, or depth={self.total} or less"
             )
         if self.total > self.candidates:
             raise InputError(
                 f"tree.total is {self.total}, but depth {self.depth} and top_k {self.top_k} make "
-                f"only {self.candidates} "
-                f"candidates: give total={self.candidates} or less, or a larger depth or top_k"
+                f"only {self.candidates} candidates: give total={self.candidates} or less, or a "
+                "larger depth or top_k"
             )
 
     @property

@@ -30,7 +30,7 @@ class Forest(Growth):
         ):
             raise InputError(
                 f"trees are {str(trees)[:80]}, need a list with one tree for each member, such as "
-                f"[4, 3]"
+                "[4, 3]"
             )
         if any(isinstance(tree, Forest) for tree in trees):
             raise InputError("trees hold trees of several members: give one tree for each member")
@@ -84,7 +84,7 @@ def forest(trees: Sequence[Any]) -> Forest:
     if not isinstance(trees, list | tuple):
         raise InputError(
             f"tree.trees is {str(trees)[:80]}, needs a list with one tree for each member, such as "
-            f"[4, 3]"
+            "[4, 3]"
         )
     return Forest(tuple(_tree(tree) for tree in trees))
 

@@ -138,8 +138,8 @@ def grow(
         raise TypeError(f"no way to grow a {type(tree).__name__} is known")
     if u is not None:
         raise InputError(
-            "a dynamic tree takes the most likely tokens and draws none: leave sampled at auto, or "
-            "use another tree"
+            "a dynamic tree takes the most likely tokens and draws none: leave sampled at auto, "
+            "or use another tree"
         )
     return grow_dynamic(drafter, state, hidden, candidates, tree)
 

@@ -176,7 +176,7 @@ def _laws(
         elif one.q is None or one.q_rows is None:
             raise InputError(
                 f"a proposal of sampling {one.sampling.value} came without q: its tokens cannot be "
-                f"judged"
+                "judged"
             )
         else:
             q, q_rows = one.q, one.q_rows

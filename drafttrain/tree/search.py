@@ -45,7 +45,7 @@ def sequoia(rates: Rates, nodes: int, depth: int | None = None) -> Tree:
         if sum(row) > 1 + 1e-6:
             raise InputError(
                 f"rates {row} add up to {sum(row):g}: at most one child is the accepted one, so at "
-                f"most to 1"
+                "most to 1"
             )
     if type(nodes) is not int or nodes < 1:
         raise InputError(f"tree.nodes is {nodes!r}, needs an integer of at least 1")
@@ -60,15 +60,15 @@ def sequoia(rates: Rates, nodes: int, depth: int | None = None) -> Tree:
     if 1 < len(rows) < depth:
         raise InputError(
             f"tree.depth is {depth}, rates are given for {len(rows)} depths: give as many, or a "
-            f"single list"
+            "single list"
         )
     rows = rows * depth if len(rows) == 1 else rows[:depth]
     room = sum(math.prod(len(row) for row in rows[: level + 1]) for level in range(depth))
     if room < nodes:
         raise InputError(
             f"tree.nodes is {nodes}, but {depth} levels of "
-            f"{', '.join(str(len(row)) for row in rows)} children hold only "
-            f"{room}: give fewer nodes, more depth or more rates"
+            f"{', '.join(str(len(row)) for row in rows)} children hold only {room}: give fewer "
+            "nodes, more depth or more rates"
         )
     return Tree.from_paths(_best(rows, nodes + 1))
 
@@ -144,8 +144,8 @@ def sparse(accuracies: Rates, nodes: int) -> Tree:
     room = sum(math.prod(len(head) for head in heads[: depth + 1]) for depth in range(len(heads)))
     if type(nodes) is not int or not 1 <= nodes <= room:
         raise InputError(
-            f"tree.nodes is {nodes!r}, needs an integer from 1 to {room}, which is all that "
-            f"these heads fill"
+            f"tree.nodes is {nodes!r}, needs an integer from 1 to {room}, which is all that these "
+            "heads fill"
         )
     check_size(nodes)
     chosen: list[Path] = []

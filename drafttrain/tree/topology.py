@@ -114,7 +114,7 @@ class Tree(Growth):
             if node and parent < self.parents[node - 1]:
                 raise InputError(
                     f"node {node} has parent {parent} after parent {self.parents[node - 1]}: sort "
-                    f"nodes breadth first"
+                    "nodes breadth first"
                 )
 
     @classmethod
@@ -138,7 +138,7 @@ class Tree(Growth):
         ):
             raise InputError(
                 f"expansion widths are {str(widths)[:80]}, needs one width of at least 1 per "
-                f"depth, such as [2, 2, 1]"
+                "depth, such as [2, 2, 1]"
             )
         parents: list[int] = []
         level = [-1]

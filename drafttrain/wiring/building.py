@@ -84,7 +84,7 @@ def check_calls(node: DictConfig, extra: tuple[str, ...] = ()) -> None:
     if not callable(target):
         raise InputError(
             f"{where}._target_={node['_target_']} is {type(target).__name__}, nothing that can be "
-            f"built"
+            "built"
         )
     try:
         named, open_ended = parameters_of(target), is_open(target)

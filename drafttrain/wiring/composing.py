@@ -160,7 +160,7 @@ def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str
         if not equals and not word.startswith("~"):
             raise InputError(
                 f"cannot read {word!r}: settings are written key=value, e.g. experiment=quickstart "
-                f"(see --help)"
+                "(see --help)"
             )
         if key in text:
             literal[key] = value
@@ -178,7 +178,7 @@ def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str
             key, _, value = word.partition("=")
             raise InputError(
                 f"cannot read {word!r}: {first_line(error)}. A value with spaces, brackets, "
-                f"commas, quotes or colons needs quotes that reach this program: "
+                "commas, quotes or colons needs quotes that reach this program: "
                 f"'{key}=\"{value}\"'"
             ) from error
         if override.is_sweep_override():
@@ -189,7 +189,7 @@ def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str
         if override.key_or_group.split(".")[0] == "hydra":
             raise InputError(
                 f"{word!r}: Hydra's own settings are not used here; the run's folder is "
-                f"run_dir=<folder>"
+                "run_dir=<folder>"
             )
         parsed.append(override)
     return literal, parsed

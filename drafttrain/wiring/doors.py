@@ -191,7 +191,7 @@ def _options_of(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         elif word.startswith("-"):
             raise InputError(
                 f"{word}: unknown option; settings are key=value, options are --help, --cfg job, "
-                f"--config-dir DIR"
+                "--config-dir DIR"
             )
         else:
             rest.append(word)

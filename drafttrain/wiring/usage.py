@@ -33,8 +33,8 @@ def help_text(
     lines = [
         about,
         "",
-        f"Usage: python -m drafttrain.{name} [key=value ...] [--cfg job [--resolve]] [--config-dir "
-        f"DIR]",
+        f"Usage: python -m drafttrain.{name} [key=value ...] [--cfg job [--resolve]] "
+        "[--config-dir DIR]",
         "",
     ]
     with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name=name):

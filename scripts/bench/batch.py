@@ -60,8 +60,8 @@ def main() -> None:
         rate = len(prompts) * words.new / seconds["together"]
         ratio = seconds["single"] / seconds["together"]
         print(
-            f"{name} ({plan.tree.title}): {rate:.0f} tokens/s together, {ratio:.2f} times those "
-            f"of single rows; {same} of {len(prompts)} rows have the same text"
+            f"{name} ({plan.tree.title}): {rate:.0f} tokens/s together, {ratio:.2f} times those of "
+            f"single rows; {same} of {len(prompts)} rows have the same text"
         )
 
 

@@ -113,8 +113,8 @@ def filled(drafter: Suffix, rows: list[list[int]]) -> list[str]:
     tracemalloc.stop()
     return [
         *lines,
-        f"the slowest text: {slowest * 1e3:.1f} ms; memory: {held / drafter.remembers:.0f} bytes a "
-        "token of the room",
+        f"the slowest text: {slowest * 1e3:.1f} ms; memory: {held / drafter.remembers:.0f} bytes "
+        "a token of the room",
     ]
 
 

@@ -111,8 +111,8 @@ def main() -> None:
     print(f"step {step * 1e3:.1f} ms, its matrix products {products * 1e3:.1f} ms")
     print(f"ratio {step / products:.2f} (at most 1.50 is wanted)")
     print(
-        f"{taught / step:.0f} supervised tokens a second, {options.rows} rows of "
-        f"{options.length} tokens"
+        f"{taught / step:.0f} supervised tokens a second, {options.rows} rows of {options.length} "
+        "tokens"
     )
 
 

@@ -91,8 +91,8 @@ def words(found: dict[str, Any]) -> list[str]:
         if row["outside"] and not row["control"]:
             lines.append(
                 f"{row['label']}: {row['outside']} of {row['draws']} draws have tokens that the "
-                "target's filtered distribution leaves out; in low precision its border moves with "
-                "rounding"
+                "target's filtered distribution leaves out; in low precision its border moves "
+                "with rounding"
             )
         if row["power"] is not None and row["verdict"] != "NOT NOTICED":
             lines.append(

@@ -53,8 +53,8 @@ def refuse_undrawable(drafted: Tensor, tokens: Tensor) -> None:
     if bool(bad.any()):
         raise ValueError(
             f"token {int(tokens[bad][0])} was drafted, but the q that it should come from gives it "
-            "probability 0: pass the same tensor that was drawn from, with the rows and the "
-            "order of the draw"
+            "probability 0: pass the same tensor that was drawn from, with the rows and the order "
+            "of the draw"
         )
 
 

@@ -91,8 +91,8 @@ READINGS: dict[Engine, Reads] = {
         ropes=("default", "linear"),
         square=True,
         notes=(
-            "EAGLE's loader looks into model.safetensors.index.json of the target, which one in a "
-            "single file lacks",
+            "EAGLE's loader looks into model.safetensors.index.json of the target, which one in "
+            "a single file lacks",
         ),
     ),
 }

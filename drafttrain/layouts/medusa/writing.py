@@ -100,7 +100,7 @@ def _plain(
         "FasterDecoding's own code reads a pickle, which is not written here; make it in the "
         'directory once: python -c "'
         f"import torch; from safetensors.torch import load_file; torch.save(load_file('{FILE}'), "
-        f"'medusa_lm_head.pt')\"",
+        "'medusa_lm_head.pt')\"",
     )
     command = source.command()
     return Exported(config, stored(tensors, source.dtype), command, file=FILE, notes=notes)
