@@ -1,9 +1,11 @@
 """The records that travel between rooms. Every field has its shape.
 
 Letters: b batch, s sequence, d width, v vocabulary, w draft vocabulary, n drafted tree nodes, k
-draft depth, r rows of q. Round state of every drafter: the target has read x_0..x_{n-1} and chosen
-x_n (the anchor); drafts are x_{n+1}..; the target's distribution after the anchor judges the first
-draft."""
+draft depth, r rows of q.
+
+Round state of every drafter: the target has read x_0..x_{n-1} and chosen x_n (the anchor); drafts
+are x_{n+1}..; the target's distribution after the anchor judges the first draft.
+"""
 
 from __future__ import annotations
 
@@ -112,8 +114,7 @@ class Needs:
 
     last_hidden: bool = False
     layers: tuple[int, ...] = ()
-    """0-based index l of the decoder layer whose *output* is meant (convention of design section
-    3)."""
+    """0-based index l of the decoder layer whose *output* is meant."""
     logits: bool = False
 
 

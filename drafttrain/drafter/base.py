@@ -112,8 +112,7 @@ class Drafter(nn.Module, abc.ABC):
     def select(self, state: Any, rows: Tensor) -> None:
         """Keep only some rows of a state."""
 
-    # What the loop, training and packages ask
-    # --------------------------------------------------------
+    # What the loop, training and packages ask -----------------------------------------------------
     @property
     def max_depth(self) -> int | None:
         """Deepest tree this drafter can fill; None is no limit of its own."""

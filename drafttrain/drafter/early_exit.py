@@ -77,7 +77,6 @@ class EarlyExitConfig:
     """(w) ascending ids that can be proposed; None is the whole vocabulary."""
 
     def __post_init__(self) -> None:
-        integer("exit_layer", self.exit_layer)
         for name in ("heads", "kv_heads", "mlp"):
             integer(name, getattr(self, name))
         integer("chunk", self.chunk, 1)
@@ -98,7 +97,7 @@ class EarlyExit(Inside):
     def __init__(self, target: Target, **settings: Any) -> None:
         super().__init__(target, **settings)
         exit_layer, count = self.config.exit_layer, len(target.decoder_layers)
-        if exit_layer >= count:
+        if type(exit_layer) is not int or not 0 <= exit_layer < count:
             raise InputError(
                 f"exit_layer={exit_layer}: needs the number of a layer of target {target.name}, "
                 f"from 0 to {count - 1}"

@@ -157,13 +157,16 @@ class Parallel(Block):
     ) -> tuple[Tensor, Candidates]:
         b, m = tokens.shape
         found = self.place(row, place)
-        same = Candidates(found.logits.expand(-1, m, -1), found.vocab_size, found.ids)
+        ids = found.ids
+        if ids is not None and ids.dim() == 3:
+            ids = ids.expand(-1, m, -1)
+        same = Candidates(found.logits.expand(-1, m, -1), found.vocab_size, ids)
         return row.new_empty(b, m, 0), same
 
 
 class Sequential(Block):
     """A cheap step corrects a place's row by the token before it, and by what the steps on the path
-    carry along (a recurrent state, the inputs of heads): `step` is all that it defines."""
+    carry along (a recurrent state, the inputs of heads). It defines `rows` and `step`."""
 
 
 def last_of(committed: Committed) -> Tensor:

@@ -29,7 +29,7 @@ class Medusa(VocabularyHeads, Parallel):
 
     def rows(self, state: BlockState, committed: Committed, depth: int) -> Tensor:
         hidden = last_of(committed).to(self.dtype)
-        return torch.stack([self.heads[k](hidden) for k in range(max(depth, 1))], 1)
+        return torch.stack([self.heads[k](hidden) for k in range(depth)], 1)
 
     def place(self, row: Tensor, place: int) -> Candidates:
         return self.candidates(self.project(row, place)[:, None])

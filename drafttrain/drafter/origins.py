@@ -461,6 +461,3 @@ def _check_tokenizer(folder: Path, target: Target) -> None:
             f"drafter.path={folder} has another tokenizer than target {target.name}: drafts are "
             "ids, so a drafter must share the target's vocabulary"
         )
-
-
-# Common -------------------------------------------------------------------------------------------

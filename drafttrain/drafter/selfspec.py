@@ -47,14 +47,8 @@ class SelfSpecConfig:
     def __post_init__(self) -> None:
         for name in SKIPS:
             given = getattr(self, name)
-            listed = isinstance(given, Sequence) and not isinstance(given, str)
-            numbers = listed and all(type(layer) is int and layer >= 0 for layer in given)
-            if not numbers or len(set(given)) < len(given):
-                raise InputError(
-                    f"{name}={given}: needs a list of layers of the target, numbers from 0, each "
-                    "once; [] for none"
-                )
-            object.__setattr__(self, name, sorted(given))
+            if isinstance(given, list | tuple) and all(type(layer) is int for layer in given):
+                object.__setattr__(self, name, sorted(given))
 
 
 class SelfSpec(Inside):
@@ -74,7 +68,9 @@ class SelfSpec(Inside):
         skips, count = self.config, len(target.decoder_layers)
         for name in SKIPS:
             given = getattr(skips, name)
-            if given and given[-1] >= count:
+            listed = isinstance(given, list)
+            numbers = listed and all(type(n) is int and 0 <= n < count for n in given)
+            if not numbers or len(set(given)) < len(given):
                 raise InputError(
                     f"{name}={given}: needs a list of layers of target {target.name}, numbers from "
                     f"0 to {count - 1}, each once; [] for none"

@@ -188,8 +188,8 @@ def refuse_with_boost(parts: Parts) -> None:
 
 def refuse_with_joint(parts: Parts) -> None:
     """Raise InputError for settings that a target which is trained too cannot serve."""
-    pack = parts.target.get("pack")
-    if parts.settings.trains_target and pack not in (None, "auto", False):
+    pack = parts.config.values["target"].get("pack", False)
+    if parts.settings.trains_target and pack not in ("auto", False):
         raise InputError(
             f"target.pack={pack}: packed weights cannot be trained jointly, set target.pack=auto "
             "or false"

@@ -34,7 +34,7 @@ from drafttrain.packaging.manifest import (
     place_of,
     read_config,
 )
-from drafttrain.packaging.settings import checked_settings, parameters_of
+from drafttrain.packaging.settings import checked_settings, json_types_of
 from drafttrain.target.adapter import Adapter, shapes_of, tuned
 from drafttrain.target.model import Target
 
@@ -198,7 +198,7 @@ def _described(node: dict[str, Any], draft_vocab: Any, folder: Path) -> _Describ
     where = f"{folder / CONFIG}: drafter"
     kind = class_of(node["_target_"], str(folder / CONFIG))
     settings = checked_settings(node, kind, where)
-    if MEMBERS not in parameters_of(kind):
+    if MEMBERS not in json_types_of(kind):
         return _Described(kind, settings, draft_vocab)
     listed, members = settings.pop(MEMBERS), []
     if not isinstance(listed, list) or not listed:
@@ -208,7 +208,7 @@ def _described(node: dict[str, Any], draft_vocab: Any, folder: Path) -> _Describ
         if not isinstance(inner, dict) or not isinstance(inner.get("_target_"), str):
             raise InputError(f"{here} lacks _target_, the name of its class")
         own = class_of(inner["_target_"], here)
-        if MEMBERS in parameters_of(own):
+        if MEMBERS in json_types_of(own):
             raise InputError(f"{here} is {own.__name__}: a member has no members of its own")
         given = checked_settings(inner, own, here, also=("draft_vocab",))
         members.append(
@@ -257,7 +257,7 @@ def _built(
         found: names, shapes and dtypes of the tensors in the file.
     """
     kind, settings, path = described.kind, dict(described.settings), folder / TENSORS
-    names = parameters_of(kind)
+    names = json_types_of(kind)
     if "draft_ids" in names:
         settings["draft_ids"] = _draft_ids(file, found, described, target, path)
     if "corpus_ids" in names:

@@ -20,7 +20,7 @@ _PLAIN: dict[str, tuple[type, ...]] = {
 _LISTS = ("Sequence[", "list[", "tuple[")
 
 
-def parameters_of(kind: type[Drafter]) -> dict[str, tuple[type, ...]]:
+def json_types_of(kind: type[Drafter]) -> dict[str, tuple[type, ...]]:
     """What a class of drafters takes apart from the target: the fields of its `Config`, or, without
     one, what its constructor takes.
 
@@ -62,7 +62,7 @@ def checked_settings(
         also: what else is given there.
     Raises: InputError unless they are exactly those that the class takes, each of its type.
     """
-    parameters = {name: types for name, types in parameters_of(kind).items() if name not in STORED}
+    parameters = {name: types for name, types in json_types_of(kind).items() if name not in STORED}
     check_keys(node, ("_target_", *also, *parameters), where)
     settings = {name: value for name, value in node.items() if name != "_target_"}
     for name, value in settings.items():

@@ -234,12 +234,12 @@ class Tuning:
                 f"member {number}: a model of {len(others)} rows marks the other {len(hidden)}"
             )
             seed = _seed(f"{self.seed}/{number}/{fold}")
-            job = Fit(
+            fold_fit = Fit(
                 f"member-{number}/fold-{fold + 1}", left.part(self.data, others), seed, begin, False
             )
-            for name, values in self._marked_by(self.fit(job), hidden).items():
+            for name, values in self._marked_by(self.fit(fold_fit), hidden).items():
                 found[name] += values
-            found["fits"].append(self.facts(job))
+            found["fits"].append(self.facts(fold_fit))
         return found
 
     def _marked_by(self, drafter: Drafter, places: Sequence[int]) -> dict[str, list[Any]]:

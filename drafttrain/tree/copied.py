@@ -7,7 +7,7 @@ where it knows of no further continuation, a node stays out, with all that would
   the first one each time.
 - A chain that ends by confidence: the first continuation each time, before the first whose share is
   below the threshold.
-- Dynamic: the `total` nodes whose shares on the way to them have the largest product, at most
+- Dynamic: the `total` nodes whose shares on the path to them have the largest product, at most
   `top_k` of a parent and `depth` deep; among equals the shallower, then the one found earlier.
   Reading costs nothing here, so that, unlike with a drafter that must be asked
   (`drafttrain.tree.dynamic`), no level is cut while growing.

@@ -1,7 +1,7 @@
 """EAGLE-2's tree (Li et al. 2024, arXiv:2406.16858): wide where the drafter is sure of a path,
 narrow where it is not.
 
-A node's value is the product of the drafter's probabilities on the way to it, at temperature 1.
+A node's value is the product of the drafter's probabilities on the path to it, at temperature 1.
 *Expand*: each level takes the `top_k` most likely children of the `top_k` most valuable nodes of
 the level before. *Rerank*: of all candidates the `total` most valuable stay; among equals the
 shallower, so that none stays without its parent.

@@ -94,7 +94,7 @@ def merge(proposals: Sequence[Proposal], vocab_size: int | None = None) -> Merge
     real = torch.cat([_real(one) for one in proposals], 1)
     merged_into = _first_of_path(tokens, parents, real)
     parents = torch.where(parents < 0, -1, merged_into.gather(1, parents.clamp(min=0)))
-    sampling, q, q_rows = _laws(proposals, tokens, vocab_size)
+    sampling, q, q_rows = _distributions(proposals, tokens, vocab_size)
     if any(one.counts is not None for one in proposals):
         # Padding goes after the real nodes of all drafters; their order stays.
         order = (~real).long().argsort(dim=1, stable=True)
@@ -156,7 +156,7 @@ def _first_of_path(tokens: Tensor, parents: Tensor, real: Tensor) -> Tensor:
         first = found
 
 
-def _laws(
+def _distributions(
     proposals: Sequence[Proposal], tokens: Tensor, vocab_size: int | None
 ) -> tuple[Sampling, Tensor | None, Tensor | None]:
     """The sampling of the merged proposal, and each node's own distribution as a row of q."""

@@ -27,10 +27,13 @@ def sequoia(rates: Rates, nodes: int, depth: int | None = None) -> Tree:
     """The tree that emits most tokens a pass, of all trees with that many nodes.
 
     With T[n, d, b] the best sum of path products over n nodes, root included, d levels and b
-    children of the root: T[n, d, b] = max over m of T[n - m, d, b - 1] + p_b * max over j of T[m, d
-    - 1, j]. Chen et al. 2024 (arXiv:2402.12374), Algorithm 1 and appendix F.1.1. Departs from it: p
-      may differ by depth; of equally good trees the
-    one whose later children have fewer descendants is taken.
+    children of the root:
+
+        T[n, d, b] = max over m of T[n - m, d, b - 1] + p_b * max over j of T[m, d - 1, j]
+
+    Chen et al. 2024 (arXiv:2402.12374), Algorithm 1 and appendix F.1.1. Departs from it: p may
+    differ by depth; of equally good trees the one whose later children have fewer descendants is
+    taken.
 
     Args:
         rates: how often the child of each rank is the accepted one, given that its parent was; one

@@ -88,7 +88,7 @@ class Growth(abc.ABC):
 
         A row's nodes down to its own depth must not depend on it, since `depth` is that of the row
         with the most room. A growth that cannot stop early without becoming another one stays
-        whole.
+        as it is.
         """
         return self if depth > 0 else Tree(())
 
@@ -151,7 +151,7 @@ class Tree(Growth):
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> Tree:
-        """Read a tree from the ranks on the way to each node, in any order.
+        """Read a tree from the ranks on the path to each node, in any order.
 
         [[0], [1], [0, 0]] is two children of the anchor and one child of the first.
 

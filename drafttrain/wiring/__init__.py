@@ -1,2 +1,2 @@
-"""Settings: composed, checked, built, and kept as they were composed. Hydra is imported only
-in this room and in the doors."""
+"""Settings: composed, checked, built, and kept as they were composed. Hydra is imported only in
+this room."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from drafttrain.errors import InputError
-from drafttrain.packaging.settings import checked_settings, parameters_of
+from drafttrain.packaging.settings import checked_settings, json_types_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ KINDS: list[Any] = [Described, Signed]
 
 
 def test_a_config_and_a_constructor_say_the_same() -> None:
-    described, signed = (parameters_of(kind) for kind in KINDS)
+    described, signed = (json_types_of(kind) for kind in KINDS)
     assert described == signed and list(described) == ["draft_ids", *GIVEN]
     assert described["noise"] == (int, float) and described["loss"] == ()
 
