@@ -26,11 +26,18 @@ API = (
     "drafttrain.target.model",
     "drafttrain.nn.sampling",
     "drafttrain.nn.losses",
+    "drafttrain.nn.layers",
+    "drafttrain.wiring.defaults",
     *(
         f"drafttrain.tree.{name}"
-        for name in ("topology", "dynamic", "confident", "forest", "search", "merge", "share")
+        for name in ("topology", "candidates", "dynamic", "confident", "forest", "search")
     ),
-    *(f"drafttrain.drafter.{name}" for name in ("base", "borrowing", "heads")),
+    *(f"drafttrain.tree.{name}" for name in ("merge", "share")),
+    *(
+        f"drafttrain.drafter.{name}"
+        for name in ("base", "growing", "retrieval", "borrowing", "heads", "inside")
+    ),
+    *(f"drafttrain.drafter.{name}" for name in ("remembered", "standalone")),
     *(
         f"drafttrain.drafter.{name}"
         for name in ("eagle1", "medusa", "hydra_heads", "ssm", "early_exit", "selfspec")
@@ -38,8 +45,9 @@ API = (
     *(f"drafttrain.drafter.{name}" for name in ("ensemble", "ngram", "suffix")),
     *(
         f"drafttrain.decoding.{name}"
-        for name in ("plan", "loop", "speculator", "measure", "members", "exactness", "rules")
+        for name in ("plan", "loop", "record", "speculator", "measure", "members", "exactness")
     ),
+    "drafttrain.decoding.rules",
     *(
         f"drafttrain.decoding.rules.{name}"
         for name in ("match", "chain", "tree", "spectr", "approximate")
@@ -47,7 +55,7 @@ API = (
     # data, training, packages, reports
     "drafttrain.data.conversations",
     "drafttrain.data.datamodule",
-    "drafttrain.training.boost",
+    *(f"drafttrain.training.{name}" for name in ("boost", "tuning", "references")),
     *(f"drafttrain.packaging.{name}" for name in ("reading", "writing", "collection")),
     *(f"drafttrain.reporting.{name}" for name in ("figures", "rows", "side_by_side")),
     "drafttrain.wiring.composing",

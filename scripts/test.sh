@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Every check of the repository: ruff (rules and format), mypy, pytest. It needs only Python;
-# further
-# words go to pytest:
+# Every check of the repository: ruff (rules and format), mypy, pytest. It needs only Python.
+# Further words go to pytest:
 #   scripts/test.sh                       everything but what takes minutes
 #   scripts/test.sh -m slow               what takes minutes
 #   scripts/test.sh tests/nn

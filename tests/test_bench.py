@@ -18,6 +18,7 @@ from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.medusa import Medusa
 from drafttrain.drafter.ngram import NGram
 from drafttrain.drafter.ssm import Ssm
+from drafttrain.drafter.suffix import Suffix
 from drafttrain.target import load
 from drafttrain.tree.topology import Tree
 from tests.drafter import make as drafters
@@ -185,3 +186,15 @@ def test_the_block_rule_and_the_ratio_rule_on_the_same_chains(
     assert gain == pytest.approx(block - ratio, abs=2e-4)
     assert really == pytest.approx(ratio, abs=0.35)
     assert RULES["ratio"].__name__ == "ratio", "the rule is put back"
+
+
+def test_rows_side_by_side_have_their_own_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = load.tiny()
+    for name, kind in {"eagle1": Eagle1, "suffix": Suffix}.items():
+        packed(tmp_path / name, drafters.make(kind, target), target, plan=Plan(Tree.chain(2)))
+        words = ["--package", tmp_path / name, "--target", "tiny", "--batch", 3]
+        run("batch.py", *words, "--new", 6, "--repeats", 1, patch=monkeypatch)
+        printed = capsys.readouterr().out
+        assert printed.count("3 of 3 rows have the same text") == 2

@@ -87,6 +87,7 @@ class Remembered:
         """Texts in it, the latest ones."""
 
     def add(self, text: Sequence[int]) -> None:
+        """Keep a text, the latest one from now on; the oldest leave where there is no room."""
         new = list(text[-self.room :])
         if not new:
             return

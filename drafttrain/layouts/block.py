@@ -87,8 +87,8 @@ def block_config(target: Target) -> dict[str, Any]:
     rows = target.embedding.weight.shape[0]
     if rows != target.vocab_size:
         raise InputError(
-            f"target {target.name} embeds {rows} tokens and proposes {target.vocab_size}: engines "
-            "know one vocabulary size"
+            f"target {target.name} has an embedding of {rows} rows and a vocabulary of "
+            f"{target.vocab_size}: engines know one vocabulary size"
         )
     heads = config.num_attention_heads
     found: dict[str, Any] = {

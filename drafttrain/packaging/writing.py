@@ -168,7 +168,7 @@ def check_place(folder: str | os.PathLike[str]) -> None:
     folder = Path(os.path.abspath(Path(folder).expanduser()))
     if folder.is_symlink():
         raise InputError(
-            f"{folder} is a link: give the folder itself, the target of a link is never replaced"
+            f"{folder} is a link: give the folder itself, what a link points to is never replaced"
         )
     if not folder.exists():
         above = next(parent for parent in folder.parents if parent.exists())

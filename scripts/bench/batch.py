@@ -1,6 +1,7 @@
 """Tokens a second of speculative decoding side by side, against the same prompts one by one.
 
 Usage: python scripts/bench/batch.py --package DIR [--batch 8] [--new 48] [--repeats 3]
+       [--target smollm2|tiny]
 
 Held-out prompts are decoded with the package's own tree and without an end token, so that every row
 has its full length. Each row must get the same tokens as when it is decoded by itself. Drafting and
@@ -18,6 +19,7 @@ import drafttrain
 from drafttrain.data.conversations import read_set
 from drafttrain.data.datamodule import set_folder
 from drafttrain.decoding.plan import Plan
+from drafttrain.drafter.remembered import without_memory
 from drafttrain.target import load
 from drafttrain.tree.topology import Tree
 
@@ -28,10 +30,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--new", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--target", choices=("smollm2", "tiny"), default="smollm2")
     words = parser.parse_args()
-    target = load.smollm2(dtype="float32", device="auto", attention="sdpa")
+    tiny = words.target == "tiny"
+    target = load.tiny() if tiny else load.smollm2(dtype="float32", device="auto", attention="sdpa")
     speculator = drafttrain.load(words.package, target)
-    prompts = read_set(set_folder("builtin:smollm2")).prompts(words.batch)
+    held_out = read_set(set_folder("builtin:smollm2")).prompts(words.batch)
+    prompts = [[i % 320 for i in ids] for ids in held_out] if tiny else held_out
     print(f"{len(prompts)} prompts, {words.new} tokens each, {torch.get_num_threads()} threads")
     for name, plan in {"drafts": speculator.plan, "plain": Plan(Tree.chain(0))}.items():
         texts: dict[str, list[list[int]]] = {}
@@ -41,7 +46,7 @@ def main() -> None:
         ) -> None:
             texts[key] = []
             # Nothing of an earlier round is copied.
-            speculator.drafter = speculator.drafter.without_memory()
+            speculator.drafter = without_memory(speculator.drafter)
             for group in groups:
                 outputs, _ = speculator.generate(
                     group, max_new_tokens=words.new, plan=plan, stop_ids=()
