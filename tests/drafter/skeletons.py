@@ -230,3 +230,12 @@ class Corrected(Sequential, Blocks):
         ids = self.to_target_ids(best.indices)
         carried = row.new_zeros(*tokens.shape, 0)
         return carried, Candidates(best.values, self.target.vocab_size, ids)
+
+
+class Chosen(Blocks):
+    """The same block again, with a few tokens chosen for each node and none else proposed."""
+
+    def place(self, row: Tensor, place: int) -> Candidates:
+        best = self.head(row).topk(6)
+        ids = self.to_target_ids(best.indices)[:, None]
+        return Candidates(best.values[:, None], self.target.vocab_size, ids)

@@ -17,9 +17,9 @@ from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
 from tests.decoding.models import PLAIN, PROMPTS, SMALL, p_value
-from tests.drafter.skeletons import Blocks, Corrected, Fused
+from tests.drafter.skeletons import Blocks, Chosen, Corrected, Fused
 
-KINDS = {"fused": Fused, "blocks": Blocks, "corrected": Corrected}
+KINDS = {"fused": Fused, "blocks": Blocks, "chosen": Chosen, "corrected": Corrected}
 TREES = {
     "chain": Tree.chain(4),
     "tree": Tree.expansion([3, 2, 1]),
