@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -146,7 +147,7 @@ def differences(mine: Path, theirs: Path) -> list[str]:
 def compared(name: str, words: list[str], other: Path, folder: Path) -> bool:
     runs = []
     for number, checkout in enumerate((HERE, other)):
-        out = folder / f"{name.replace(' ', '_').replace('/', '_')}-{number}"
+        out = folder / "runs" / f"{re.sub(r'[^a-z0-9]+', '-', name)}-{number}"
         run(checkout, ["-m", "drafttrain.fit", *words, f"run_dir={out}"])
         runs.append(out / "package")
     found = differences(*runs)
