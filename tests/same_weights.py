@@ -85,7 +85,8 @@ VARIANTS: dict[str, list[str]] = {
         "drafter=medusa",
         "drafter.own_head=true",
         "drafter.heads=4",
-        *("final.speed.chain_5=null",),
+        "final.speed.chain_5=null",
+        "final.acceptance.static_25=null",
     ],
     "ssm drafter.layers=2 drafter.on_policy=0.5": [
         *TRAINED,
