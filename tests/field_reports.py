@@ -1,6 +1,6 @@
 """Faults that people report of tools of this kind, and what happens here.
 
-A test that holds a report carries its number: `@pytest.mark.field("F07")`. All 69 can be shown on a
+A test that holds a report carries its number: `@pytest.mark.field("F07")`. All can be shown on a
 CPU, so none is without a test; `test_field_reports.py` compares the two.
 """
 
@@ -246,5 +246,144 @@ REPORTS: dict[str, tuple[str, str]] = {
     "F67": ("code inside a file", "only safetensors, and checkpoints without code, are read"),
     "F68": ("remote code", "not run without the switch, which the refusal explains"),
     "F69": ("an output folder with other files", "refused, naming them; links and parents too"),
+    # Wrong numbers, wrong text, lost work
+    "F70": (
+        "rotary tables that depend on the length read (longrope)",
+        "each row is read as plain decoding reads it, or the target is refused at loading; text "
+        "that differs in float32 is called that, and no guarantee is claimed",
+    ),
+    "F71": (
+        "a target that gives NaN or infinite values",
+        "the run ends with the prompt, the position and the first layer that is not finite; no "
+        "metric counts such a round",
+    ),
+    "F72": (
+        "a finite loss with a gradient that is not finite, on one process or all",
+        "no update from it; no checkpoint or package holds such values; the run ends and names the "
+        "last good checkpoint, which resumes",
+    ),
+    "F73": (
+        "a best checkpoint that is lost, foreign or damaged at resume",
+        "checked at the start of the resume by name, digest and run",
+    ),
+    "F74": (
+        "fresh layers with parameters that nobody initialised",
+        "every parameter of every fresh module comes from the seed, for all families",
+    ),
+    "F75": (
+        "tokenizers that differ in merges, normaliser or other parts",
+        "another fingerprint; the refusal names the part and one text that is tokenised otherwise",
+    ),
+    "F76": (
+        "conversations of several turns as held-out prompts",
+        "every turn is decoded, counted by turn; what a limit leaves out is counted",
+    ),
+    "F77": (
+        "stored features that are not what they say they are",
+        "some rows are compared at the start of a fit; a mismatch names the likely cause",
+    ),
+    "F78": (
+        "several sources of data and a limit",
+        "limits and splits take from all sources in proportion, by seed; counted by source",
+    ),
+    "F79": (
+        "columns that change the prompt, such as tools",
+        "given to the template where it takes them; broken or unused ones are counted",
+    ),
+    "F80": (
+        "plain texts, or token ids with a mask, as data",
+        "taken as they are and checked against the vocabulary",
+    ),
+    "F81": (
+        "reasoning mode and other arguments of the chat template",
+        "given to every rendering, kept in set, package and fingerprint; another mode is warned "
+        "about",
+    ),
+    # Ends badly
+    "F82": (
+        "a lone surrogate in a role or in the words of a template's refusal",
+        "left out with its row number; nothing that was written is lost",
+    ),
+    "F83": (
+        "a head that did not move, a schedule whose updates have rate 0",
+        "a package is written; such a schedule is warned about before training",
+    ),
+    "F84": (
+        "variables of processes that contradict each other, a rank without its peers",
+        "refused at once; waiting is reported after some seconds; TERM ends it",
+    ),
+    "F85": (
+        "a checkpoint whose optimiser lacks moments",
+        "refused, naming what is missing",
+    ),
+    "F86": (
+        "custom_generate with stop strings and a tokenizer",
+        "works as plain generate does",
+    ),
+    "F87": (
+        "a target that takes no tree mask, or has none of the usual attention",
+        "one line: it is not supported, and why",
+    ),
+    "F88": (
+        "huge finite weights; a list of draft ids next to a size, or with wrong ids",
+        "one line; settings that contradict each other are refused; ids are checked",
+    ),
+    "F89": (
+        "paths with quotes, spaces, letters outside ASCII, ~ or =",
+        "every door reads paths in the same way, or says how to quote them",
+    ),
+    "F90": (
+        "a full or limited disk in capture, synthesize, packaging",
+        "path, need, free space and reserve are named",
+    ),
+    # Shared machines, records, first impressions
+    "F91": (
+        "other values of umask, a shared cache",
+        "files are 0666 and folders 0777 less the umask, all alike in one output",
+    ),
+    "F92": (
+        "secrets in settings: tokens, passwords in addresses, keys from the environment",
+        "masked in everything that is written or sent",
+    ),
+    "F93": (
+        "the same target in another schema, dtype or folder",
+        "the same fingerprint; a change of dtype is reported as such and warned about",
+    ),
+    "F94": (
+        "slow doors: --help, and wrong values refused after the target was loaded",
+        "neither imports torch; all settings are checked before the target is loaded",
+    ),
+    "F95": (
+        "fewer heads than the default trees are deep",
+        "default trees are cut to what the drafter can fill, and that is reported",
+    ),
+    "F96": (
+        "a finished folder, another tokenizer, chat=false, turns left out",
+        "each is reported in its own words",
+    ),
+    "F97": (
+        "an adopted directory whose config lacks or contradicts the number of heads",
+        "adopt and check judge alike",
+    ),
+    "F98": (
+        "targets whose layers have other norms or biases",
+        "a fresh decoder layer that works for any of them, and no untrue reason",
+    ),
+    "F99": (
+        "a long run that cannot be tried first",
+        "fit dry_run=true does everything but training, and estimates sizes and time",
+    ),
+    "F100": (
+        "alternating or local attention that the cache does not know",
+        "counted over positions, or refused by the probe at loading",
+    ),
+    "F101": (
+        "a wide column that nothing reads, very many prompts",
+        "only named columns are read, in batches; progress after a second",
+    ),
+    "F102": (
+        "resume with a path, a folder or a name that does not exist",
+        "each cause has its own words; resume=best works",
+    ),
 }
 """{number: what people report, what happens here}"""
