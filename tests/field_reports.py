@@ -312,14 +312,8 @@ REPORTS: dict[str, tuple[str, str]] = {
         "variables of processes that contradict each other, a rank without its peers",
         "refused at once; waiting is reported after some seconds; TERM ends it",
     ),
-    "F85": (
-        "a checkpoint whose optimiser lacks moments",
-        "refused, naming what is missing",
-    ),
-    "F86": (
-        "custom_generate with stop strings and a tokenizer",
-        "works as plain generate does",
-    ),
+    "F85": ("a checkpoint whose optimiser lacks moments", "refused, naming what is missing"),
+    "F86": ("custom_generate with stop strings and a tokenizer", "works as plain generate does"),
     "F87": (
         "a target that takes no tree mask, or has none of the usual attention",
         "one line: it is not supported, and why",
