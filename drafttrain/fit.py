@@ -85,7 +85,8 @@ def main(cfg: DictConfig) -> None:
             laps.mark("measuring")
             if searched is not None:
                 worth.settings["search"] = searched.row()
-            package = pack(parts, ready, worth)
+            cost = ready.facts() if searched is None else searched.facts()
+            package = pack(parts, ready, worth, cost)
             laps.mark("packaging")
             say(f"the package is in {package}")
             publish(run, worth, laps)

@@ -35,7 +35,7 @@ class Parts:
     run_dir: str | None
     """The run's folder as it was given; None names one by door, experiment and time."""
     resume: str | None
-    """`last`, or a checkpoint's path; None starts a new run."""
+    """`last`, `best`, or a checkpoint's path; None starts a new run."""
     seed: int
     draft_vocab: int
     """Ids that the drafter can propose; 0 is all."""

@@ -14,6 +14,7 @@ from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.standalone import Standalone, trained_vocabulary
 from drafttrain.errors import InputError
+from drafttrain.nn.spoilt import SPOILT, spoilt
 from drafttrain.packaging.card import REQUIREMENTS, card, generate_file
 from drafttrain.packaging.checking import some
 from drafttrain.packaging.decoding import write_plan
@@ -98,16 +99,9 @@ def _kept(tensor: Tensor, dtype: str) -> Tensor:
 
 
 def _refuse_odd(tensors: Mapping[str, Tensor], what: str) -> None:
-    bad = [
-        name
-        for name, tensor in tensors.items()
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
-    ]
+    bad = spoilt(tensors)
     if bad:
-        raise InputError(
-            f"the {what} holds NaN or infinite weights in {some(bad)}: it is not packaged; train "
-            "it again"
-        )
+        raise InputError(f"{SPOILT} {some(bad)} of the {what}: it is not packaged; train it again")
 
 
 def _refuse_borrowed(name: str, tensor: Tensor, target: Target) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -234,6 +235,23 @@ def _put(scratch: Path, folder: Path) -> None:
         raise
     if old is not None:
         _remove(old)
+
+
+def clear_left(folder: Path) -> None:
+    """Remove what a writer of a package that was killed left next to it; an earlier package that it
+    had moved away and not yet replaced is put back.
+
+    Only for a folder that no other process can be writing to.
+    """
+    names = re.compile(rf"\.{re.escape(folder.name)}-(old-)?[a-z0-9_]{{8}}")
+    for left in sorted(folder.parent.glob(f".{folder.name}-*")):
+        if not names.fullmatch(left.name) or left.is_symlink() or not left.is_dir():
+            continue
+        with contextlib.suppress(OSError):
+            if "-old-" in left.name and is_package(left) and not folder.exists():
+                left.rename(folder)
+            else:
+                _remove(left)
 
 
 def _remove(folder: Path) -> None:

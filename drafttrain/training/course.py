@@ -172,6 +172,8 @@ class Stream:
         self.data, self.sampler, self.course = data, sampler, course
         self.position = 0
         """Where the next iteration starts."""
+        self.ended = False
+        """Is nothing left to train on, wherever that is?"""
 
     def __len__(self) -> int:
         if self.course.length is None:
@@ -184,6 +186,6 @@ class Stream:
         for place, (_, _, rows) in enumerate(
             self.sampler.from_step(epoch, first), start=self.position
         ):
-            if end is not None and place >= end:
+            if self.ended or (end is not None and place >= end):
                 return
             yield self.data.batch(rows)

@@ -133,7 +133,7 @@ class DecodeCallback(Callback):
             pl_module.updates > 0 and self._due(pl_module) and self.measured_at != pl_module.updates
         )
         if self.caught_up:
-            self.measure(pl_module)
+            self.measure(pl_module, last=pl_module.finished)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

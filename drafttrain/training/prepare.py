@@ -273,6 +273,8 @@ def take_over(training: Training, state: dict[str, Any], say: Say) -> None:
     if state["decode"] is not None:
         training.decode.load_state_dict(state["decode"])
     training.stream.position = module.position
+    if training.run.resumed_from is not None:
+        module.kept = training.run.resumed_from, module.updates
     epochs = module.course.epoch(module.position)
     say(f"goes on after update {module.updates}, {epochs:.2f} epochs")
 

@@ -92,6 +92,7 @@ def invocation_of(
             config, choices = _load(
                 door_name, [*search, *(_line(o, group=o in groups) for o in parsed)], None
             )
+    _leave_unchosen(config, values, [group for group in plain_choices if not choices.get(group)])
     _take_literal(config, literal, choices)
     if check_missing:
         _check_complete(door_name, config, choices)
@@ -113,6 +114,27 @@ def _read(
     ]
     literal, parsed = _parse([word for word in overrides if word not in picked], text)
     return literal, parsed + _parse(picked, ())[1]
+
+
+def _leave_unchosen(config: DictConfig, values: Sequence[Override], groups: Sequence[str]) -> None:
+    """A section that nothing was chosen for stays empty, though an experiment writes into it: with
+    joint=null its joint.* goes nowhere.
+
+    Args:
+        groups: that have no choice.
+    Raises: InputError for a setting of such a section on the command line.
+    """
+    for group in groups:
+        section: Any = config.get(group)
+        if not OmegaConf.is_dict(section) or "_target_" in section:
+            continue
+        for override in values:
+            if override.key_or_group.startswith(f"{group}."):
+                raise InputError(
+                    f"{override.input_line}: {group}=null has no settings; give {group}=<choice>, "
+                    "see --help"
+                )
+        config[group] = None
 
 
 def _take_literal(config: DictConfig, literal: Mapping[str, str], choices: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ def gradients(target: Target, batches: list[Batch]) -> dict[str, Tensor]:
     seen: dict[str, Tensor] = {}
 
     class Spy(AdamW):
-        def clip(self, parameters: Any) -> None:
+        def clip(self, parameters: Any, norm: Any) -> None:
             seen.update(
                 {n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None}
             )
