@@ -60,6 +60,12 @@ def learn(
         say=say,
     )
     say(outline(training.module.course, job.settings, job.data))
+    shortfall = training.module.rate.shortfall(training.module.course.updates)
+    if shortfall:
+        say(
+            f"WARNING: {shortfall}: see optim.schedule, optim.warmup and optim.end_factor, or "
+            "train longer"
+        )
     train(training)
     if training.module.stop_requested or training.module.stopped == "signal":
         say(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
-from drafttrain.drafter.standalone import Standalone, trained_vocabulary
+from drafttrain.drafter.standalone import Standalone
 from drafttrain.errors import InputError
 from drafttrain.nn.spoilt import SPOILT, spoilt
 from drafttrain.packaging.card import REQUIREMENTS, card, generate_file
@@ -49,14 +49,12 @@ LICENCES = {"smollm2": "Apache-2.0"}
 def tensors_of(drafter: Drafter, target: Target, dtype: str) -> dict[str, Tensor]:
     """A drafter's own tensors as they are stored.
 
-    Raises: InputError for weights that are not finite; ValueError for a copy of the target's.
+    Raises: InputError for weights that are not finite; ValueError for the target's own.
     """
     tensors = {name: _kept(tensor, dtype) for name, tensor in owned(drafter).items()}
     _refuse_odd(tensors, "drafter")
-    trained = trained_vocabulary(drafter)
     for name, tensor in owned(drafter).items():
-        if name not in trained:
-            _refuse_borrowed(name, tensor, target)
+        _refuse_borrowed(name, tensor, target)
     return tensors
 
 
@@ -105,11 +103,13 @@ def _refuse_odd(tensors: Mapping[str, Tensor], what: str) -> None:
 
 
 def _refuse_borrowed(name: str, tensor: Tensor, target: Target) -> None:
+    """By whose memory it is: a weight of the drafter's own may have the target's values, as before
+    its first update."""
     lent = [target.embedding.weight]
     if target.output is not None:
         lent.append(target.output.weight)
     for one in lent:
-        if tensor.shape == one.shape and torch.equal(tensor.to(one), one):
+        if tensor.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() != 0:
             raise ValueError(
                 f"{name} is the target's own embedding or head: it is borrowed, not packaged"
             )

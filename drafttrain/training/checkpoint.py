@@ -187,7 +187,8 @@ def digest_of(weights: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(weights):
         weight = weights[name].detach().cpu().contiguous()
         found.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
-        found.update(memoryview(weight.reshape(-1).view(torch.uint8).numpy()))
+        held: Any = weight.reshape(-1).view(torch.uint8).numpy()
+        found.update(held)
     return found.hexdigest()
 
 

@@ -133,6 +133,22 @@ class Rate:
         left = 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return self.end_factor + (1 - self.end_factor) * left
 
+    def shortfall(self, updates: int | None) -> str:
+        """How a run of that many updates misses the rate that is set, in words; empty where it
+        comes near it. Without a number of updates, what a constant rate lacks is not known."""
+        if updates is None:
+            return ""
+        highest = max(map(self, range(updates)))
+        count = "the only update has" if updates == 1 else f"all {updates} updates have"
+        if not highest:
+            return f"{count} rate 0, and nothing is learned"
+        if self.warmup > updates:
+            return (
+                f"warm-up of {self.warmup} updates is longer than the run of {updates}, whose rate "
+                f"ends at {highest:.0%} of optim.lr"
+            )
+        return f"{count} at most {highest:.0%} of optim.lr" if highest < 0.5 else ""
+
     def facts(self) -> dict[str, Any]:
         return {
             "schedule": self.schedule,

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from drafttrain import companions, runs
 from drafttrain.errors import InputError, LostCompanion, one_line, refused_by_system
-from drafttrain.processes import rank, world_size
+from drafttrain.processes import check_variables, rank, world_size
 from drafttrain.wiring.composing import invocation_of
 from drafttrain.wiring.usage import help_text
 
@@ -91,6 +91,7 @@ def _opened(
         print(OmegaConf.to_yaml(invocation.config, resolve=options["resolve"]), end="")
         return None
     runs.current = invocation
+    check_variables()
     with companions.together(name) if together else contextlib.nullcontext():
         return main(invocation.config)
 
