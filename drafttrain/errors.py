@@ -31,9 +31,9 @@ _REFUSED = {
 
 
 def refused_by_system(error: BaseException) -> str:
-    """A message if the error, or what led to it, says that disk or memory are full or a file may
-    not be used; else nothing."""
-    return disk_full(error) or _file_refused(error) or _memory_full(error)
+    """A message if the error, or what led to it, says that disk or memory are full, or that a file
+    or a port may not be used; else nothing."""
+    return disk_full(error) or _file_refused(error) or _memory_full(error) or _address_taken(error)
 
 
 _FREE = "free some space, or write elsewhere (run_dir=, cache folders)"
@@ -99,6 +99,17 @@ def _file_refused(error: BaseException) -> str:
             if not os.path.exists(folder):
                 return f"{one.filename} cannot be used: {folder} is gone"
         one = one.__cause__
+    return ""
+
+
+def _address_taken(error: BaseException) -> str:
+    for one in _chain(error):
+        number = one.errno if isinstance(one, OSError) else None
+        if number == errno.EADDRINUSE or "EADDRINUSE" in str(one):
+            return (
+                f"a port is taken ({first_line(one)[:160]}): give another MASTER_PORT, the same to "
+                "every process"
+            )
     return ""
 
 

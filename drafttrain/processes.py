@@ -112,9 +112,9 @@ def peak_memory() -> str:
 
 
 def on_another_machine() -> bool:
-    """True on a machine that does not hold rank 0 (torchrun's variables): files in the temporary
-    folder are not shared with it."""
-    return os.environ.get("GROUP_RANK", "0") != "0"
+    """True on a machine that does not hold rank 0: files in the temporary folder are not shared
+    with it."""
+    return 0 not in local_ranks()
 
 
 def give_word(word: str, *, refuse: bool = False) -> None:

@@ -47,6 +47,7 @@ class Rendezvous:
         from torch.distributed import PrefixStore
 
         self._say = say
+        self._calls = 0
         name = f"drafttrain/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         # The store stays: the process group is made at the same address.
         self._store: Any = PrefixStore(name, self._open())
@@ -74,20 +75,23 @@ class Rendezvous:
                 wait.on(f"rank 0, which keeps {host}:{port}", error)
 
     def gather(self, what: str, own: Any) -> dict[int, Any]:
-        """What every process gave here, by rank, once all have come.
+        """What every process gave here, by rank, once all have come: the n-th call of one meets the
+        n-th call of the others.
 
         Args:
-            what: names the place, the same words for all, each only once.
+            what: names the place in messages.
             own: plain values.
         Raises: LostCompanion if one never came.
         """
-        self._store.set(f"{what}/{rank()}", json.dumps(own))
+        self._calls += 1
+        keys = [f"{self._calls}/{other}" for other in range(world_size())]
+        self._store.set(keys[rank()], json.dumps(own))
         wait = _Wait(self._say)
-        while missing := [r for r in range(world_size()) if not self._store.check([f"{what}/{r}"])]:
+        while missing := [r for r, key in enumerate(keys) if not self._store.check([key])]:
             listed = ", ".join(f"rank {other}" for other in missing[:8])
             host, port = address()
             wait.on(f"{listed} of {world_size()} at {host}:{port}, before {what}")
-        return {r: json.loads(self._store.get(f"{what}/{r}")) for r in range(world_size())}
+        return {r: json.loads(self._store.get(key)) for r, key in enumerate(keys)}
 
 
 class _Wait:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from drafttrain import companions, processes, rendezvous
-from drafttrain.errors import InputError, LostCompanion
+from drafttrain.errors import InputError, LostCompanion, refused_by_system
 from drafttrain.wiring.doors import door
 from tests.messages import said
 
@@ -261,6 +262,9 @@ def test_a_rank_or_a_port_that_another_has_is_refused_at_once(
         taken.bind(("", port))
         taken.listen()
         refused(f"MASTER_PORT={port} cannot be used here")
+        with pytest.raises(Exception, match="EADDRINUSE") as late:  # Taken since it was tried.
+            torch.distributed.TCPStore("127.0.0.1", port, 1, True)
+        assert refused_by_system(late.value).startswith("a port is taken (")
     # What was refused is what the others read of it.
     set_by_hand(RANK="1", LOCAL_RANK="1")
     with pytest.raises(LostCompanion, match=r"rank 0 failed: MASTER_PORT|never came"):

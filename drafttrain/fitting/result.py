@@ -124,7 +124,7 @@ def pack(parts: Parts, ready: Ready, worth: Worth, cost: dict[str, Any] | None) 
     """
     folder = ready.run.folder / PACKAGE
     plan = chosen_since(folder, ready.drafter) or worth.plan
-    worth.settings["plan"] = write_plan(worth.plan)
+    worth.settings["chosen"] = {DECODING: write_plan(worth.plan)}
     return save_package(
         folder,
         drafter=ready.drafter,
@@ -140,8 +140,9 @@ def pack(parts: Parts, ready: Ready, worth: Worth, cost: dict[str, Any] | None) 
 def chosen_since(package: Path, drafter: Drafter) -> Plan | None:
     """The plan of a run's earlier package, if it is not the one that the run had chosen: `tune` or
     a person put it there, and it stays."""
-    own, path = read_metrics(package)["settings"].get("plan"), package / DECODING
-    if not isinstance(own, str) or not path.is_file():
+    noted, path = read_metrics(package)["settings"].get("chosen"), package / DECODING
+    own = noted.get(DECODING) if isinstance(noted, dict) else None
+    if own is None or not path.is_file():
         return None
     with contextlib.suppress(InputError, OSError, ValueError):
         if path.read_text(encoding="utf-8") != own:

@@ -91,7 +91,8 @@ def _opened(
         print(OmegaConf.to_yaml(invocation.config, resolve=options["resolve"]), end="")
         return None
     runs.current = invocation
-    check_variables()
+    if not together:
+        check_variables()
     with companions.together(name) if together else contextlib.nullcontext():
         return main(invocation.config)
 
