@@ -160,12 +160,13 @@ def read_prompts(
     found = source.read(settings.rows)
     if tokenizer is not None:
         ask_template(found, ChatPieces(tokenizer, ()), writing)
-    found.skipped.sort(key=lambda item: item.row)
+    found.skipped.sort(key=lambda item: (item.source, item.row))
     if found.skipped and settings.strict:
         first = found.skipped[0]
+        where = f"{first.source}, " * bool(first.source)
         raise InputError(
-            f"row {first.row}: {first.reason} (strict=true stops at the first row that cannot be "
-            "used)"
+            f"{where}row {first.row}: {first.reason} (strict=true stops at the first row that "
+            "cannot be used)"
         )
     if found.more:
         more = "the source has more rows, rows=null takes them all"
@@ -187,7 +188,7 @@ def ask_template(prompts: Prompts, pieces: ChatPieces, writing: SynthesisConfig)
             if len(ids) + 2 > writing.max_length:
                 raise InputError(f"prompt longer than max_length {writing.max_length}")
         except InputError as error:
-            prompts.skipped.append(Skipped(row, str(error)))
+            prompts.leave_out(row, str(error))
         else:
             kept.append((row, prompt))
     prompts.rows = kept
@@ -197,7 +198,9 @@ def ask_template(prompts: Prompts, pieces: ChatPieces, writing: SynthesisConfig)
             try:
                 pieces.render(messages, prompt=False)
             except InputError as error:
-                prompts.skipped[place] = Skipped(item.row, f"{item.reason}; {error}")
+                prompts.skipped[place] = dataclasses.replace(
+                    item, reason=f"{item.reason}; {error}", messages=()
+                )
 
 
 # --- the work -------------------------------------------------------------------------------------
@@ -348,6 +351,7 @@ def finish(job: Job, tokenizer: Any, speed: float | None) -> None:
             **{key: made[key] for key in ("date", "versions")},
         },
         held_out=held_out,
+        sources={row.row: prompts.origin[row.row][0] for row in rows if prompts.origin},
     )
     if not job.settings.keep_journal:
         folder.clear()
@@ -387,9 +391,15 @@ def report(
     rewritten = [row.row for row in rows if row.finish[-1] == "template"]
     supervised = f"{total} of {manifest['tokens']} ({total / manifest['tokens']:.0%})"
     lines: list[tuple[str, str]] = [
-        ("conversations", f"{len(rows)}, {manifest['held_out']} of them held out"),
-        ("supervised tokens", supervised),
+        ("conversations", f"{len(rows)}, {manifest['held_out']} of them held out")
     ]
+    numbers = sorted(row.row for row in rows)
+    kept_apart = prompts.counts(numbers[: manifest["held_out"]])
+    lines += [
+        (f"  from {name}", f"{count}, {kept_apart.get(name, 0)} of them held out")
+        for name, count in sorted(prompts.counts(numbers).items())
+    ]
+    lines.append(("supervised tokens", supervised))
     lines += [
         (f"  at temperature {temperature}", f"{count} ({count / total:.0%})")
         for temperature, count in manifest["supervised_by_temperature"].items()
@@ -400,12 +410,16 @@ def report(
         ("re-encoding would have changed", changed),
     ]
     if short:
-        lines.append(("later turns left out, too long", f"{len(short)} rows: {some(short)}"))
+        lines.append(
+            ("later turns left out, too long", f"{len(short)} rows: {prompts.places(short)}")
+        )
     if rewritten:
         why = "later turns left out: there the template shows the answer otherwise"
-        lines.append((why, f"{len(rewritten)} rows: {some(rewritten)}"))
-    for reason, numbers in (*manifest["skipped"].items(), *manifest["not_written"].items()):
+        lines.append((why, f"{len(rewritten)} rows: {prompts.places(rewritten)}"))
+    for reason, numbers in manifest["skipped"].items():
         lines.append((f"skipped: {reason}", f"{len(numbers)} rows: {some(numbers)}"))
+    for reason, numbers in manifest["not_written"].items():
+        lines.append((f"skipped: {reason}", f"{len(numbers)} rows: {prompts.places(numbers)}"))
     if speed is not None:
         share = " by this process" if world_size() > 1 else ""
         lines.append((f"tokens written a second{share}", amount(speed)))
@@ -452,7 +466,7 @@ def preview_prompts(
             break
         ids = pieces.check(prompt.system, prompt.users)
         more = f" ({len(prompt.users) - 1} more turns follow)" if len(prompt.users) > 1 else ""
-        title = f"row {row}: prompt of {len(ids)} tokens{more}"
+        title = f"row {prompts.places([row])}: prompt of {len(ids)} tokens{more}"
         show_row(title, ids, [False] * len(ids), tokenizer)
     console().print(
         "no rows have been written yet: what is shown is read by the target, the answers are "

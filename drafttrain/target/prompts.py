@@ -7,8 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drafttrain.checks import path_of
-from drafttrain.data.conversations import MANIFEST, ConversationSet, check_vocabulary, read_set
-from drafttrain.data.datamodule import BUILTIN, set_folder
+from drafttrain.data.conversations import (
+    HELD_OUT,
+    MANIFEST,
+    ConversationSet,
+    check_vocabulary,
+    read_set,
+)
+from drafttrain.data.datamodule import BUILTIN, set_folder, words_of
 from drafttrain.data.prompts import PromptFile, Prompts, Skipped, by_reason, nothing_left, some
 from drafttrain.data.template import ChatPieces
 from drafttrain.errors import InputError
@@ -65,6 +71,11 @@ class Source:
             )
         if not kept:
             raise InputError(f"{self.label}: nothing to evaluate; {'; '.join(self.left_out)}")
+        if self.data is not None:
+            places = self.data.indices(HELD_OUT)
+            sources = self.data.by_source(places[number - 1] for number, _ in found)
+            if sources:
+                say(f"{len(found)} held-out prompts{words_of(sources)}")
         for reason in self.left_out:
             say(f"left out {reason}")
         return kept

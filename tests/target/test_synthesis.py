@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from drafttrain import synthesize as door
-from drafttrain.data.conversations import Journal, Row, read_journals, read_set, rows_of
-from drafttrain.data.datamodule import set_folder
+from drafttrain.data.conversations import HELD_OUT, Journal, Row, read_journals, read_set, rows_of
+from drafttrain.data.datamodule import ConversationData, set_folder
 from drafttrain.data.shapes import Prompt
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy
@@ -538,6 +538,36 @@ def test_bad_rows_are_listed_and_strict_stops(
         door.main(arguments(folder, tmp_path / "strict", *source, "strict=true"))
     assert "row 3: empty conversation" in capsys.readouterr().err
     assert not (tmp_path / "strict").exists()
+
+
+@pytest.mark.field("F78")
+def test_two_sources_share_the_set_and_every_part_of_it(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "two"
+    prompts.mkdir()
+    for name in "AB":
+        lines = [json.dumps({"prompt": f"{name} {i}"}) + "\n" for i in range(50)]
+        (prompts / f"{name}.jsonl").write_text("".join(lines))
+    out = tmp_path / "out"
+    more = ("prompts=jsonl", f"prompts.path={prompts}", "held_out=4", "writing.max_answer=2")
+    door.main(arguments(folder, out, *more, "rows=20"))
+    shown = capsys.readouterr().out
+    assert all(f"from {name}.jsonl" in shown for name in "AB") and "10, 2 of them held out" in shown
+    data = read_set(out)
+    assert data.by_source(range(20)) == {"A.jsonl": 10, "B.jsonl": 10}
+    assert data.by_source(data.indices(HELD_OUT)) == {"A.jsonl": 2, "B.jsonl": 2}
+    assert (
+        ConversationData(data, limit_rows=6)
+        .summary()
+        .startswith("train: 6 rows (A.jsonl 3, B.jsonl 3), ")
+    )
+    aside = ConversationData(data, set_aside=4, take_set_aside=True)
+    assert data.by_source(aside.indices) == {"A.jsonl": 2, "B.jsonl": 2}
+    door.main(arguments(folder, out, *more, "rows=30"))  # Grows: no row is written again.
+    grown = read_set(out)
+    assert grown.by_source(range(30)) == {"A.jsonl": 15, "B.jsonl": 15}
+    assert list(rows_of(grown))[:20] == list(rows_of(data))
 
 
 @pytest.mark.field("F02", "F62")
