@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from drafttrain.data.journal import Lines, as_line, records
-from drafttrain.errors import InputError, writing
+from drafttrain.errors import InputError, writable, writing
 
 FORMAT = 1
 TENSORS = "conversations.safetensors"
@@ -485,5 +485,5 @@ def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Plain values as JSON; an earlier file is replaced at once."""
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    text = writable(json.dumps(value, indent=2, ensure_ascii=False)) + "\n"
     write_atomic(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))

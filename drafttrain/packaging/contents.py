@@ -13,7 +13,7 @@ from torch import Tensor
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.standalone import Standalone, trained_vocabulary
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, writable
 from drafttrain.packaging.card import REQUIREMENTS, card, generate_file
 from drafttrain.packaging.checking import some
 from drafttrain.packaging.decoding import write_plan
@@ -219,4 +219,4 @@ def texts_of_plan(
 
 
 def json_text(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return writable(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)) + "\n"

@@ -540,6 +540,52 @@ def test_bad_rows_are_listed_and_strict_stops(
     assert not (tmp_path / "strict").exists()
 
 
+# F82: a text that UTF-8 cannot hold reaches files and the terminal by what is said of a row. Tried,
+# all by the one way out (`errors.writable`): a role; words that a template's refusal quotes, of a
+# row that was to be left out anyway and of one that was to be written; a key given twice; what
+# another run has put into the journal; the same command again, on what is then finished.
+
+
+@pytest.mark.field("F82")
+def test_half_a_character_in_a_reason_loses_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    template = "{% if messages[0].role == 'system' or messages[0].content == 'no' %}"
+    template += "{{ raise_exception('not ' + messages[0].content + '\ud801') }}{% endif %}" + CHATML
+    folder = save_target(tiny_chat_target(), tmp_path / "target")
+    settings = folder / "tokenizer_config.json"
+    given = json.loads(settings.read_text()) | {"chat_template": template}
+    settings.write_text(json.dumps(given))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    lines: list[Any] = [
+        {"prompt": "the"},
+        {"messages": [{"role": "\ud800", "content": "a"}]},
+        {"messages": [{"role": "system", "content": "\udfff"}]},
+        {"prompt": "no"},
+        {"prompt": "an"},
+        {"prompt": "in"},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    twice = '{"\\ud800": 1, "\\ud800": 2}\n'
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + twice)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "journal-0001.jsonl").write_text('{"row":6,"skipped":"half \\ud83d of one"}\n')
+    words = arguments(folder, out, "prompts=jsonl", f"prompts.path={path}", "adopt=true")
+    for _ in range(2):
+        door.main(words)
+        assert "a turn of role \\ud800" in capfd.readouterr().out
+        manifest = read_set(out).manifest
+        assert manifest["skipped"] == {
+            "a turn of role \ud800": [2],
+            "no user turn; the chat template refuses: not \udfff\ud801": [3],
+            "the chat template refuses: not no\ud801": [4],
+            "key \ud800 is given twice": [7],
+        }
+        assert manifest["not_written"] == {"half \ud83d of one": [6]}
+        assert [row.row for row in contents(out)] == [1, 5]
+
+
 @pytest.mark.field("F78")
 def test_two_sources_share_the_set_and_every_part_of_it(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
