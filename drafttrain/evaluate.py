@@ -36,6 +36,7 @@ from drafttrain.nn.sampling import Policy, check_seed
 from drafttrain.packaging.decoding import read_plan, rule_of
 from drafttrain.packaging.manifest import DECODING, read_config
 from drafttrain.packaging.reading import load_drafter, target_for
+from drafttrain.reporting.console import reading
 from drafttrain.reporting.figures import acceptance_curve
 from drafttrain.runs import check_run_dir, new_folder, plain_value, provenance
 from drafttrain.target.model import Target
@@ -51,7 +52,7 @@ def main(cfg: DictConfig) -> None:
     asked = check_settings(cfg)
     package = checks.path_of("package", cfg.package)
     config = read_config(package)
-    source = open_prompts(cfg.prompts, plain_value(cfg.columns))
+    source = open_prompts(cfg.prompts, plain_value(cfg.columns), reading)
     target: Target = build(cfg.target, work="decode")
     target = target_for(package, target)
     drafter = load_drafter(package, target)

@@ -44,7 +44,7 @@ from drafttrain.packaging.collection import (
 from drafttrain.packaging.decoding import fit, read_plan, tree_of
 from drafttrain.packaging.manifest import DECODING
 from drafttrain.packaging.reading import load_drafter, target_for
-from drafttrain.reporting.console import table, track
+from drafttrain.reporting.console import reading, table, track
 from drafttrain.reporting.figures import comparison
 from drafttrain.reporting.page.document import PAGE, page, title_of
 from drafttrain.reporting.records import read_record
@@ -242,7 +242,7 @@ class Contest:
 
 def prepare(settings: Settings, entries: Sequence[Entry]) -> Contest:
     """Load everything, and refuse whatever can be refused, before anything is measured."""
-    source = open_prompts(settings.prompts, settings.columns)
+    source = open_prompts(settings.prompts, settings.columns, reading)
     target = settings.target()
 
     def enter(entry: Entry) -> list[tuple[Entrant, dict[str, Any]]]:

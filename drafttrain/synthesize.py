@@ -33,7 +33,7 @@ from drafttrain.data.prompts import Prompts, Skipped, Source, by_reason, nothing
 from drafttrain.data.template import ChatPieces, changed_by_reencoding
 from drafttrain.errors import InputError
 from drafttrain.processes import rank, world_size
-from drafttrain.reporting.console import Rate, amount, clock, console, table
+from drafttrain.reporting.console import Rate, amount, clock, console, reading, table
 from drafttrain.reporting.preview import show_row
 from drafttrain.runs import plain, provenance
 from drafttrain.target import fingerprint
@@ -157,7 +157,7 @@ def read_prompts(
 ) -> Prompts:
     """Rows that can be written. Raises InputError if there are none, or at the first that cannot be
     when `strict`."""
-    found = source.read(settings.rows)
+    found = source.read(settings.rows, reading)
     if tokenizer is not None:
         ask_template(found, ChatPieces(tokenizer, ()), writing)
     found.skipped.sort(key=lambda item: (item.source, item.row))
@@ -182,7 +182,7 @@ def ask_template(prompts: Prompts, pieces: ChatPieces, writing: SynthesisConfig)
     kept = []
     if any(prompt is None for _, prompt in prompts.rows):
         pieces.before_user(writing.system)  # Refused for all rows alike, or for none.
-    for row, prompt in prompts.rows:
+    for row, prompt in reading(prompts.rows):
         try:
             ids = pieces.check(prompt.system, prompt.users) if prompt is not None else []
             if len(ids) + 2 > writing.max_length:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from drafttrain.checks import integer, path_of, shown
 from drafttrain.data.conversations import sha256_of
 from drafttrain.data.row_files import file_rows
-from drafttrain.data.shapes import SHAPES, Prompt, UnknownShape, Unusable, named, parse
+from drafttrain.data.shapes import SHAPES, Prompt, UnknownShape, Unusable, named, parse, reads
 from drafttrain.data.sources import ENDINGS, by_source, drawn, files_of
 from drafttrain.errors import InputError, first_line
 
@@ -78,17 +78,27 @@ class Prompts:
         return dict(Counter(self.origin[row][0] for row in sorted(rows) if row in self.origin))
 
 
+Numbered = Iterable[tuple[int, Any]]
+Watch = Callable[[Numbered], Numbered]
+"""Rows -> the same, shown to a person as they are read."""
+
+
+def unwatched(rows: Numbered) -> Numbered:
+    """The rows, shown to nobody."""
+    return rows
+
+
 class Source(Protocol):
     """Where prompts come from."""
 
-    def read(self, limit: int | None) -> Prompts: ...
+    def read(self, limit: int | None, watch: Watch = unwatched) -> Prompts: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfWritten:
     """No prompts: the target writes the user turns from its own chat template."""
 
-    def read(self, limit: int | None) -> Prompts:
+    def read(self, limit: int | None, watch: Watch = unwatched) -> Prompts:
         if limit is None:
             raise InputError(
                 "self-written conversations never end by themselves: give rows=<number>"
@@ -102,7 +112,10 @@ class SelfWritten:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFile:
-    """JSON Lines, a JSON array (either may be packed with gzip) or parquet; or a folder of them."""
+    """JSON Lines, a JSON array (either may be packed with gzip) or parquet; or a folder of them.
+
+    Of parquet only the columns that are looked at are read.
+    """
 
     path: str
     columns: dict[str, Any] = field(default_factory=dict)
@@ -114,7 +127,7 @@ class PromptFile:
         object.__setattr__(self, "columns", named(self.columns))
         integer("prompts.seed", self.seed)
 
-    def read(self, limit: int | None) -> Prompts:
+    def read(self, limit: int | None, watch: Watch = unwatched) -> Prompts:
         """Rows numbered up to `limit`. Raises InputError if the file cannot be read or no row has a
         known shape."""
         path = path_of("prompts.path", self.path)
@@ -138,15 +151,20 @@ class PromptFile:
             source["columns"] = dict(self.columns)
         sources = by_source(map(str, files), path)
         if len(sources) == 1:
-            return self._rows(files, limit, source)
-        parts = {name: self._rows(map(Path, some), None, {}) for name, some in sources.items()}
+            return self._rows(files, limit, source, watch)
+        parts = {
+            name: self._rows(map(Path, some), None, {}, watch) for name, some in sources.items()
+        }
         return joined(parts, limit, self.seed, source)
 
-    def _rows(self, files: Iterable[Path], limit: int | None, source: dict[str, Any]) -> Prompts:
+    def _rows(
+        self, files: Iterable[Path], limit: int | None, source: dict[str, Any], watch: Watch
+    ) -> Prompts:
         """Of files that are one source."""
         files = list(files)
         try:
-            return _collect(_one_by_one(files), limit, self.columns, str(files[0]), source)
+            rows = watch(_one_by_one(files, self.columns))
+            return _collect(rows, limit, self.columns, str(files[0]), source)
         except (OSError, EOFError, zlib.error) as error:
             raise InputError(f"{files[0]} cannot be read: {error}") from error
 
@@ -178,7 +196,7 @@ class PromptDataset:
             ):
                 raise InputError(f"prompts.{name}={shown(value)}: needs text")
 
-    def read(self, limit: int | None) -> Prompts:
+    def read(self, limit: int | None, watch: Watch = unwatched) -> Prompts:
         """Rows numbered up to `limit`. Raises InputError if it cannot be loaded or no row has a
         known shape."""
         parts = self._load()
@@ -199,14 +217,20 @@ class PromptDataset:
         if len(parts) > 1:
             source |= {"seed": self.seed, "sources": {name: len(parts[name]) for name in parts}}
             read = {
-                name: _collect(enumerate(data, start=1), None, self.columns, f"{label}: {name}", {})
+                name: _collect(
+                    watch(_rows_of(data, len(data), self.columns)),
+                    None,
+                    self.columns,
+                    f"{label}: {name}",
+                    {},
+                )
                 for name, data in parts.items()
             }
             return joined(read, limit, self.seed, source)
         (data,) = parts.values()
         count = len(data) if limit is None else min(limit, len(data))
-        rows = ((number, data[number - 1]) for number in range(1, count + 1))
-        found = _collect(rows, limit, self.columns, label, source)
+        rows = _rows_of(data, count, self.columns)
+        found = _collect(watch(rows), limit, self.columns, label, source)
         found.more = count < len(data)
         return found
 
@@ -314,12 +338,20 @@ def some(rows: list[int], limit: int = 10) -> str:
     return listed + (f" and {len(rows) - limit} more" if len(rows) > limit else "")
 
 
-def _one_by_one(files: Iterable[Path]) -> Iterator[tuple[int, Any]]:
+def _rows_of(data: Any, count: int, columns: dict[str, str]) -> Iterator[tuple[int, Any]]:
+    """The first rows of a data set; columns that nothing looks at come as None and are not read."""
+    blank = dict.fromkeys(data.column_names)
+    read = [name for name in blank if name in reads(columns)]
+    rows = data.select(range(count)).select_columns(read) if read else ({} for _ in range(count))
+    yield from ((number, blank | row) for number, row in enumerate(rows, start=1))
+
+
+def _one_by_one(files: Iterable[Path], columns: dict[str, str]) -> Iterator[tuple[int, Any]]:
     """Rows of files, one after the other, numbered through."""
     before = 0
     for file in files:
         number = 0
-        for number, row in file_rows(file):
+        for number, row in file_rows(file, reads(columns)):
             yield before + number, row
         before += number
 

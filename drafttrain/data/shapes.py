@@ -182,6 +182,11 @@ def _from_messages(messages: list[tuple[str, str]], system: str | None) -> Promp
     return Prompt(users, system)
 
 
+def reads(columns: dict[str, str]) -> set[str]:
+    """The columns that are looked at; whatever else a row has is not read."""
+    return {columns.get(name, name) for name in COLUMNS}
+
+
 def named(columns: dict[str, Any]) -> dict[str, str]:
     """Columns that are named otherwise than their shape."""
     if not isinstance(columns, dict):

@@ -15,7 +15,16 @@ from drafttrain.data.conversations import (
     read_set,
 )
 from drafttrain.data.datamodule import BUILTIN, set_folder, words_of
-from drafttrain.data.prompts import PromptFile, Prompts, Skipped, by_reason, nothing_left, some
+from drafttrain.data.prompts import (
+    PromptFile,
+    Prompts,
+    Skipped,
+    Watch,
+    by_reason,
+    nothing_left,
+    some,
+    unwatched,
+)
 from drafttrain.data.template import ChatPieces
 from drafttrain.errors import InputError
 from drafttrain.target import fingerprint
@@ -30,6 +39,8 @@ class Source:
     data: ConversationSet | None = None
     prompts: Prompts | None = None
     left_out: list[str] = field(default_factory=list)
+    watch: Watch = unwatched
+    """Shows rows to a person as they are read."""
 
     @property
     def name(self) -> str:
@@ -86,7 +97,7 @@ class Source:
         pieces = ChatPieces(target.tokenizer, target.stop_ids)
         found: list[tuple[int, list[int]]] = []
         refused = list(self.prompts.skipped)
-        for number, prompt in self.prompts.rows:
+        for number, prompt in self.watch(self.prompts.rows):
             if prompt is None or (limit is not None and len(found) == limit):
                 continue
             try:
@@ -110,13 +121,16 @@ class Source:
         return found
 
 
-def open_prompts(prompts: object, columns: dict[str, str | None]) -> Source:
+def open_prompts(
+    prompts: object, columns: dict[str, str | None], watch: Watch = unwatched
+) -> Source:
     """Read the prompts' file or set; needs no target.
 
     Args:
         prompts: `builtin:<name>` or the folder of a conversation set, whose held-out prompts are
             meant; or a file.
         columns: what that file's columns are called, where it is not as usual.
+        watch: shows rows to a person as they are read.
     Raises: InputError if it cannot be used.
     """
     if not isinstance(prompts, str) or not prompts.strip():
@@ -136,7 +150,7 @@ def open_prompts(prompts: object, columns: dict[str, str | None]) -> Source:
         raise InputError(
             f"prompts={prompts} does not exist: give {BUILTIN}smollm2, a conversation set or a file"
         )
-    found = PromptFile(path=str(path), columns=columns).read(None)
+    found = PromptFile(path=str(path), columns=columns).read(None, watch)
     if not found.rows:
         raise nothing_left(prompts, found)
-    return Source(prompts, prompts=found)
+    return Source(prompts, prompts=found, watch=watch)

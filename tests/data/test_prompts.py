@@ -377,3 +377,72 @@ def test_one_source_keeps_its_order(tmp_path: Path) -> None:
     assert PromptFile(path=str(tmp_path / "b")).read(5) == expected
     assert PromptFile(path=str(tmp_path / "a")).read(5).rows == expected.rows
     assert PromptDataset(path=str(tmp_path / "a")).read(5).rows == expected.rows
+
+
+# --- what is read, and how long it takes ----------------------------------------------------------
+# F101: a column that nothing looks at must cost nothing, in parquet and in data sets, with columns
+# named otherwise and where no column is known (the first row's keys are still listed).
+
+
+@pytest.mark.field("F101")
+def test_columns_that_nothing_looks_at_are_not_read(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    rows = [{"question": f"question {i}", "wide": f"{i}" * 1000} for i in range(50)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, compression="none")
+    with pyarrow.parquet.ParquetFile(path) as file:
+        wide = file.metadata.row_group(0).column(1)
+    content = bytearray(path.read_bytes())
+    start = min(filter(None, (wide.dictionary_page_offset, wide.data_page_offset)))
+    content[start : start + 64] = b"\xff" * 64  # Whoever reads it fails.
+    path.write_bytes(content)
+    found = PromptFile(path=str(path), columns={"prompt": "question"}).read(None)
+    assert found.rows == [(i + 1, Prompt((f"question {i}",))) for i in range(50)]
+    assert found.first_keys == ("question", "wide")
+    with pytest.raises(InputError, match="first row's keys: question, wide"):
+        PromptFile(path=str(path)).read(None)
+    with pytest.raises(InputError, match=said("data.cut_parquet")):
+        PromptFile(path=str(path), columns={"prompt": "wide"}).read(None)
+
+
+@pytest.mark.field("F101")
+def test_columns_of_a_data_set_are_read_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    rows = [{"prompt": f"question {i}", "wide": "x" * 1000} for i in range(150)]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "a"))
+    asked: list[list[str]] = []
+    select = datasets.Dataset.select_columns
+    monkeypatch.setattr(
+        datasets.Dataset,
+        "select_columns",
+        lambda self, names: asked.append(names) or select(self, names),  # type: ignore[func-returns-value]
+    )
+    found = PromptDataset(path=str(tmp_path / "a")).read(140)
+    assert len(found.rows) == 140 and found.more and asked == [["prompt"]]
+    with pytest.raises(InputError, match="first row's keys: prompt, wide"):
+        PromptDataset(path=str(tmp_path / "a"), columns={"prompt": "none"}).read(None)
+
+
+@pytest.mark.field("F101")
+def test_every_source_shows_what_it_reads(tmp_path: Path) -> None:
+    """Files one by one and in a folder, and data sets."""
+    import datasets
+
+    folder = two_sources(tmp_path / "two", (3, 2))
+    datasets.Dataset.from_list([{"prompt": "a"}] * 5).save_to_disk(str(tmp_path / "saved"))
+    for source in (
+        PromptFile(path=str(folder)),
+        PromptDataset(path=str(folder)),
+        PromptDataset(path=str(tmp_path / "saved")),
+    ):
+        seen: list[int] = []
+
+        def watch(rows: Any, seen: list[int] = seen) -> Any:
+            return (row for row in rows if seen.append(row[0]) is None)  # type: ignore[func-returns-value]
+
+        assert len(source.read(None, watch).rows) == len(seen) == 5
