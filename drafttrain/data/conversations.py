@@ -100,11 +100,20 @@ class ConversationSet:
 
     def prompts(self, limit: int | None = None) -> list[list[int]]:
         """Ids before the first answer of each held-out row, to decode from."""
+        return [ids for _, turn, ids in self.asked() if turn == 1][:limit]
+
+    def asked(self) -> list[tuple[int, int, list[int]]]:
+        """Every turn of the held-out rows, to decode from: (which of those rows, turn, ids before
+        its answer). Both count from 1. All first turns come first, then all second ones, and so
+        on."""
         found = []
-        for index in self.indices(HELD_OUT)[:limit]:
+        for number, index in enumerate(self.indices(HELD_OUT), start=1):
             ids, mask = self.row(index)
-            found.append(ids[: int(mask.long().argmax())].tolist())
-        return found
+            spans = _spans(mask) or [(0, 0)]
+            for turn, (start, end) in enumerate(spans, start=1):
+                # A row that is answer from its first token on is decoded from that one.
+                found.append((number, turn, ids[: max(start, min(1, end))].tolist()))
+        return sorted(found, key=lambda one: one[1])
 
     def by_source(self, indices: Iterable[int]) -> dict[str, int]:
         """Rows by source, for the rows of these numbers; empty where there is only one source."""
@@ -348,10 +357,7 @@ def rows_of(data: ConversationSet) -> Iterator[Row]:
     """The rows that a set was written from."""
     for index in range(len(data)):
         ids, mask = data.row(index)
-        edges = np.flatnonzero(
-            np.diff(np.concatenate([[0], mask.numpy().astype(np.int8), [0]]))
-        ).reshape(-1, 2)
-        spans = tuple((int(start), int(end)) for start, end in edges)
+        spans = tuple(_spans(mask))
         last = FINISH[int(data.cut[index])]
         finish = ("stop",) * (len(spans) - 1) + (last,)
         yield Row(
@@ -361,6 +367,12 @@ def rows_of(data: ConversationSet) -> Iterator[Row]:
             finish,
             _plain(data.temperature[index]),
         )
+
+
+def _spans(mask: torch.Tensor) -> list[tuple[int, int]]:
+    """[start, end) of every answer that a loss mask (s) has."""
+    edges = np.diff(np.concatenate([[0], mask.numpy().astype(np.int8), [0]]))
+    return [(int(start), int(end)) for start, end in np.flatnonzero(edges).reshape(-1, 2)]
 
 
 def _plain(value: np.float32) -> float:

@@ -17,12 +17,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from drafttrain.checks import integer, path_of, shown
+from drafttrain.checks import MOST, integer, path_of, shown
 from drafttrain.data.conversations import sha256_of
 from drafttrain.data.row_files import file_rows
-from drafttrain.data.shapes import SHAPES, Prompt, UnknownShape, Unusable, named, parse, reads
+from drafttrain.data.shapes import (
+    SHAPES,
+    Prompt,
+    UnknownShape,
+    Unusable,
+    check_unicode,
+    named,
+    parse,
+    reads,
+)
 from drafttrain.data.sources import ENDINGS, by_source, drawn, files_of
 from drafttrain.errors import InputError, first_line
 
@@ -117,6 +126,8 @@ class PromptFile:
     Of parquet only the columns that are looked at are read.
     """
 
+    room: ClassVar[str] = "prompts"
+    """Where its settings are."""
     path: str
     columns: dict[str, Any] = field(default_factory=dict)
     """{name in COLUMNS: column of the file} for columns that are named otherwise."""
@@ -125,22 +136,30 @@ class PromptFile:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", named(self.columns))
-        integer("prompts.seed", self.seed)
+        integer(f"{self.room}.seed", self.seed)
+
+    def reads(self) -> set[str]:
+        """The columns that are looked at."""
+        return reads(self.columns)
+
+    def parse(self, row: Any) -> Any:
+        """What a row holds. Raises `Unusable` for one that cannot be used."""
+        return parse(as_object(row), self.columns)
 
     def read(self, limit: int | None, watch: Watch = unwatched) -> Prompts:
         """Rows numbered up to `limit`. Raises InputError if the file cannot be read or no row has a
         known shape."""
-        path = path_of("prompts.path", self.path)
+        path = path_of(f"{self.room}.path", self.path)
         if not path.is_file() and not path.is_dir():
             raise InputError(
-                f"prompts.path={self.path} does not exist: give a JSON Lines, JSON (either may be "
-                ".gz) or parquet file, or a folder of them"
+                f"{self.room}.path={self.path} does not exist: give a JSON Lines, JSON (either may "
+                "be .gz) or parquet file, or a folder of them"
             )
         files = files_of(path) if path.is_dir() else [path]
         if not files:
             raise InputError(
-                f"prompts.path={self.path} is a folder without files that end in "
-                f"{', '.join(ENDINGS)}: give a file, or for a data set prompts=dataset "
+                f"{self.room}.path={self.path} is a folder without files that end in "
+                f"{', '.join(ENDINGS)}: give a file, or for prompts of a data set prompts=dataset "
                 f"prompts.path={self.path}"
             )
         source: dict[str, Any] = {"kind": "file", "sha256": _sha256(files[0])}
@@ -163,10 +182,43 @@ class PromptFile:
         """Of files that are one source."""
         files = list(files)
         try:
-            rows = watch(_one_by_one(files, self.columns))
-            return _collect(rows, limit, self.columns, str(files[0]), source)
+            rows = watch(_one_by_one(files, self.reads()))
+            return _collect(rows, limit, self.parse, str(files[0]), source)
         except (OSError, EOFError, zlib.error) as error:
             raise InputError(f"{files[0]} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFile(PromptFile):
+    """Plain texts, which the target goes on with; no chat template is needed.
+
+    Files as of prompts; a row is a text, or has one in a column.
+    """
+
+    column: str = "text"
+    tokens: int | None = 64
+    """Of each text, how many are read at most; None takes all of it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        integer("prompts.tokens", self.tokens, 1, null="all of a text")
+        if not isinstance(self.column, str) or not self.column:
+            raise InputError(f"prompts.column={shown(self.column)}: needs the name of a column")
+
+    def reads(self) -> set[str]:
+        return {self.column}
+
+    def parse(self, row: Any) -> Prompt:
+        text = row.get(self.column) if isinstance(row, dict) else row
+        if not isinstance(text, str) or not text.strip():
+            raise Unusable(f"no text in column {self.column}")
+        check_unicode(text)
+        return Prompt((text,), read=self.tokens or MOST)
+
+    def read(self, limit: int | None, watch: Watch = unwatched) -> Prompts:
+        found = super().read(limit, watch)
+        found.source |= {"kind": "text", "column": self.column, "tokens": self.tokens}
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +272,7 @@ class PromptDataset:
                 name: _collect(
                     watch(_rows_of(data, len(data), self.columns)),
                     None,
-                    self.columns,
+                    self.parse,
                     f"{label}: {name}",
                     {},
                 )
@@ -230,9 +282,12 @@ class PromptDataset:
         (data,) = parts.values()
         count = len(data) if limit is None else min(limit, len(data))
         rows = _rows_of(data, count, self.columns)
-        found = _collect(watch(rows), limit, self.columns, label, source)
+        found = _collect(watch(rows), limit, self.parse, label, source)
         found.more = count < len(data)
         return found
+
+    def parse(self, row: Any) -> Prompt:
+        return parse(as_object(row), self.columns)
 
     def _load(self) -> dict[str, Any]:
         """{name of a source: its rows}"""
@@ -346,12 +401,19 @@ def _rows_of(data: Any, count: int, columns: dict[str, str]) -> Iterator[tuple[i
     yield from ((number, blank | row) for number, row in enumerate(rows, start=1))
 
 
-def _one_by_one(files: Iterable[Path], columns: dict[str, str]) -> Iterator[tuple[int, Any]]:
+def as_object(row: Any) -> dict[str, Any]:
+    """A row with keys. Raises `Unusable` for another one."""
+    if not isinstance(row, dict):
+        raise Unusable(f"not an object with keys but a {type(row).__name__}")
+    return row
+
+
+def _one_by_one(files: Iterable[Path], columns: set[str]) -> Iterator[tuple[int, Any]]:
     """Rows of files, one after the other, numbered through."""
     before = 0
     for file in files:
         number = 0
-        for number, row in file_rows(file, reads(columns)):
+        for number, row in file_rows(file, columns):
             yield before + number, row
         before += number
 
@@ -359,7 +421,7 @@ def _one_by_one(files: Iterable[Path], columns: dict[str, str]) -> Iterator[tupl
 def _collect(
     numbered: Iterable[tuple[int, Any]],
     limit: int | None,
-    columns: dict[str, str],
+    parse: Callable[[Any], Any],
     label: str,
     source: dict[str, Any],
 ) -> Prompts:
@@ -373,11 +435,9 @@ def _collect(
         try:
             if isinstance(row, Unusable):
                 raise row
-            if not isinstance(row, dict):
-                raise Unusable(f"not an object with keys but a {type(row).__name__}")
-            found.first_keys = found.first_keys or tuple(map(str, row))
-            prompt = parse(row, columns)
-            found.rows.append((number, prompt))
+            if isinstance(row, dict):
+                found.first_keys = found.first_keys or tuple(map(str, row))
+            found.rows.append((number, parse(row)))
             shaped = True
         except UnknownShape as error:
             unknown = unknown or row
@@ -388,7 +448,8 @@ def _collect(
     if unknown is not None and not shaped:
         hint = (
             " A text does not say where the prompt ends; to take all of it: "
-            "prompts.columns.prompt=text." * ("text" in unknown)
+            "prompts.columns.prompt=text; to have the target go on with it: prompts=text."
+            * ("text" in unknown)
         )
         raise InputError(
             f"{label}: no row has a known shape. Accepted: {'; '.join(SHAPES)}. The first row's "

@@ -17,15 +17,19 @@ import torch
 from drafttrain import synthesize as door
 from drafttrain.data.conversations import HELD_OUT, Journal, Row, read_journals, read_set, rows_of
 from drafttrain.data.datamodule import ConversationData, set_folder
+from drafttrain.data.prompts import Prompts
 from drafttrain.data.shapes import Prompt
+from drafttrain.decoding.loop import decode
+from drafttrain.decoding.plan import Plan
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import generation, load
 from drafttrain.target.generation import Segment, choose
 from drafttrain.target.model import Target
 from drafttrain.target.synthesis import SynthesisConfig, synthesize
+from drafttrain.tree.topology import Tree
 from tests.forked import Forked, pair
-from tests.helpers import ALTERNATING, BARE, CHATML, save_target, tiny_chat_target
+from tests.helpers import ALTERNATING, BARE, CHATML, save_target, tiny_chat_target, tiny_tokenizer
 
 SMALL = ["writing.max_answer=24", "writing.max_length=160", "writing.max_user=32"]
 
@@ -538,6 +542,100 @@ def test_bad_rows_are_listed_and_strict_stops(
         door.main(arguments(folder, tmp_path / "strict", *source, "strict=true"))
     assert "row 3: empty conversation" in capsys.readouterr().err
     assert not (tmp_path / "strict").exists()
+
+
+# F96: whoever reads the table learns what the run did and what the rows lack. Tried: all rows there
+# already, some, a lower limit; turns left out for each way in which an answer may end, of given and
+# of self-written conversations.
+
+
+@pytest.mark.field("F96")
+def test_a_finished_folder_is_said_to_be_finished(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    for rows, finished in ((4, False), (4, True), (5, False), (3, True)):
+        door.main(arguments(folder, out, f"rows={rows}", "writing.max_answer=2"))
+        assert ("the target writes none" in capsys.readouterr().err) == finished, rows
+
+
+@pytest.mark.field("F96")
+def test_turns_left_out_are_listed_by_reason() -> None:
+    written = config(turns=[3], temperatures=[0.0])
+    prompts = {row: Prompt(("a", "b")) for row in (1, 2, 3, 4)} | {5: None, 6: None}
+    job = door.Job(
+        settings=None,  # type: ignore[arg-type]
+        writing=written,
+        folder=None,  # type: ignore[arg-type]
+        prompts=Prompts(list(prompts.items())),
+    )
+    rows = [
+        Row(1, (1, 2, 3), ((1, 2),), ("length",)),
+        Row(2, (1, 2, 3), ((1, 2),), ("template",)),
+        Row(3, (1, 2, 3), ((1, 2),), ("stop",)),
+        Row(4, (1, 2, 3, 4), ((1, 2), (3, 4)), ("stop", "length")),  # Complete.
+        Row(5, (1, 2, 3), ((1, 2),), ("length",)),
+        Row(6, tuple(range(7)), ((1, 2), (3, 4), (5, 6)), ("stop", "stop", "stop")),
+        Row(9, (1, 2, 3), ((1, 2),), ("length",)),  # Of an earlier, higher limit.
+    ]
+    assert door.turns_left_out(rows, job) == {
+        "after an answer cut by a limit": [1, 5],
+        "since there the template shows the answer otherwise": [2],
+        "too long, or without a user turn": [3],
+    }
+
+
+@pytest.mark.field("F96")
+def test_a_cut_answer_ends_a_conversation_in_the_table(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"turns": ["the", "an"]}) + "\n" + json.dumps({"turns": ["a"]}))
+    words = ("prompts=jsonl", f"prompts.path={path}", "writing.max_answer=1")
+    door.main(arguments(folder, tmp_path / "out", *words, "writing.temperatures=[0]"))
+    assert "after an answer cut by a limit" in (shown := capsys.readouterr().out)
+    assert "1 rows: 1" in shown
+
+
+# F80: a target without a chat template had no set at all. Tried: texts as strings, in a column, of
+# another name, too long, without tokens, bare and with half of a surrogate pair; a start token that
+# the tokenizer adds; what the advice says; a preview; that answers are what the target goes on with.
+
+
+@pytest.mark.field("F80")
+def test_a_base_model_goes_on_with_plain_texts(
+    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = Target(target.model, tiny_tokenizer(""), target.name)
+    folder = save_target(bare, tmp_path / "target")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    lines: list[Any] = [
+        *("the inner error then " * 9, {"text": "an"}, {"text": " "}, {"other": "the"}),
+        {"text": "\ud800"},
+        "in",
+    ]
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = (f"prompts.path={path}", "writing.temperatures=[0]", "writing.max_answer=6")
+    with pytest.raises(SystemExit):
+        door.main(arguments(folder, tmp_path / "out", "prompts=jsonl", *words))
+    assert "prompts=text" in capsys.readouterr().err
+    texts = arguments(folder, tmp_path / "out", "prompts=text", "prompts.tokens=9", *words)
+    door.main([*texts, "preview=2"])
+    assert "prompt of 9 tokens" in capsys.readouterr().out
+    door.main(texts)
+    data = read_set(tmp_path / "out")
+    assert data.manifest["skipped"] == {
+        "no text in column text": [3, 4],
+        "text that is not Unicode (half of a surrogate pair)": [5],
+    }
+    assert data.manifest["prompts"]["kind"] == "text"
+    tokenizer: Any = bare.tokenizer
+    for row, text in zip(rows_of(data), (lines[0], "an", "in"), strict=True):
+        lead = tokenizer(text)["input_ids"][:9]
+        (output,), _ = decode(bare, None, [lead], Plan(Tree.chain(0)), max_new_tokens=6)
+        assert row.ids == (*lead, *output.ids)
+        assert row.spans == ((len(lead), len(row.ids)),)
 
 
 # F82: a text that UTF-8 cannot hold reaches files and the terminal by what is said of a row. Tried,
