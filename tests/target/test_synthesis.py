@@ -599,7 +599,7 @@ def test_a_cut_answer_ends_a_conversation_in_the_table(
 
 # F80: a target without a chat template had no set at all. Tried: texts as strings, in a column, of
 # another name, too long, without tokens, bare and with half of a surrogate pair; a start token that
-# the tokenizer adds; what the advice says; a preview; that answers are what the target goes on with.
+# the tokenizer adds; what the advice says; a preview; answers are how the target goes on.
 
 
 @pytest.mark.field("F80")
