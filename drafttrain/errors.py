@@ -147,7 +147,13 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f\x80-\x9f]+")
 def one_line(text: str) -> str:
     """A text that may quote anything, as one line for a terminal: names in files may hold line ends
     and control characters."""
-    return _CONTROLS.sub(" ", text)
+    return _CONTROLS.sub(" ", writable(text))
+
+
+def writable(text: str) -> str:
+    """A text that may quote anything, as UTF-8 can hold it: half of a surrogate pair becomes its
+    escape, which JSON reads as the very same."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def first_line(error: BaseException) -> str:

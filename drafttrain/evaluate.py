@@ -36,6 +36,7 @@ from drafttrain.nn.sampling import Policy, check_seed
 from drafttrain.packaging.decoding import read_plan, rule_of
 from drafttrain.packaging.manifest import DECODING, read_config
 from drafttrain.packaging.reading import load_drafter, target_for
+from drafttrain.reporting.console import reading
 from drafttrain.reporting.figures import acceptance_curve
 from drafttrain.runs import check_run_dir, new_folder, plain_value, provenance
 from drafttrain.target.model import Target
@@ -51,18 +52,18 @@ def main(cfg: DictConfig) -> None:
     asked = check_settings(cfg)
     package = checks.path_of("package", cfg.package)
     config = read_config(package)
-    source = open_prompts(cfg.prompts, plain_value(cfg.columns))
+    source = open_prompts(cfg.prompts, plain_value(cfg.columns), reading)
     target: Target = build(cfg.target, work="decode")
     target = target_for(package, target)
     drafter = load_drafter(package, target)
     plan = read_plan(package / DECODING, drafter)
     speculator = Speculator(target, drafter, plan, dtype=cfg.dtype)
-    prompts = source.ids(target, cfg.limit, say)
+    prompts = source.ids(target, cfg.limit, say, turns=cfg.turns, answer=asked.max_new_tokens)
     warn_of_length(config, prompts, asked.max_new_tokens)
     growths = filled_trees(asked.trees, speculator, drafter, package)
     asked.check_rules(growths, drafter)
     with new_folder(cfg.run_dir) as folder:
-        rows = measure(speculator, prompts, growths, asked)
+        rows = measure(speculator, prompts, growths, asked, source.by_turn)
         few = prompts[: asked.parity_prompts]
         result = {
             "settings": settings_of(asked, Path(cfg.package), source, prompts, speculator),
@@ -95,6 +96,7 @@ def check_settings(cfg: DictConfig) -> Compared:
     for key, at_least in least.items():
         checks.integer(key, cfg[key], at_least)
     checks.integer("limit", cfg.limit, 1, null="all")
+    checks.integer("turns", cfg.turns, 1, null="all")
     if type(cfg.exactness) is not bool:
         raise InputError(f"exactness={cfg.exactness}: give true or false")
     exactness.check_draws(cfg.exactness_draws, cfg.exactness_prompts)

@@ -25,6 +25,7 @@ from drafttrain.decoding.loop import Listener, Output
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.decoding.unfolding import Unfolding
+from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.flow import Tally
 from drafttrain.nn.sampling import Policy, check_seed
@@ -59,6 +60,8 @@ def main(cfg: DictConfig) -> None:
     plan = read_plan(package / DECODING, drafter)
     speculator = Speculator(target, drafter, plan, dtype=cfg.dtype)
     plan = asked.plan(speculator)
+    if not cfg.chat:
+        warn_of_texts(target, drafter)
     screen = Screen(mark=cfg.mark)
     conversation = Conversation(target, chat=cfg.chat, system=cfg.system)
     for number, said in enumerate([prompt] if prompt is not None else turns()):
@@ -175,6 +178,17 @@ def need_tokenizer(target: dict[str, Any]) -> None:
     """
     if tokenizer_only(target) is None:
         raise InputError("this target came without a tokenizer: text cannot be read or written")
+
+
+def warn_of_texts(target: Target, drafter: Drafter) -> None:
+    """A drafter that has learned from conversations is asked to go on with a text."""
+    if drafter.learns and getattr(target.tokenizer, "chat_template", None):
+        print(
+            "generate: chat=false: sets for this target hold conversations in its chat template; "
+            "where the package was trained on them, fewer drafts may be accepted in a text without "
+            "it. The text is the target's either way",
+            file=sys.stderr,
+        )
 
 
 def turns() -> Iterator[str]:

@@ -34,7 +34,7 @@ from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
 from drafttrain.packaging.manifest import DECODING, read_config
 from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.packaging.writing import change_plan, check_change
-from drafttrain.reporting.console import table, track
+from drafttrain.reporting.console import reading, table, track
 from drafttrain.reporting.rows import memories
 from drafttrain.runs import check_run_dir, new_folder, plain_value, provenance
 from drafttrain.target.model import Target
@@ -63,7 +63,7 @@ def main(cfg: DictConfig) -> None:
     read_config(package)
     if cfg.write:
         check_change(package)
-    source = open_prompts(cfg.prompts, plain_value(cfg.columns))
+    source = open_prompts(cfg.prompts, plain_value(cfg.columns), reading)
     target: Target = build(cfg.target, work="decode")
     target = target_for(package, target)
     drafter = load_drafter(package, target)

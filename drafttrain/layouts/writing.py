@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafttrain.drafter.base import Drafter
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, writable
 from drafttrain.layouts import engines
 from drafttrain.layouts.directory import CONFIG, Directory, open_directory
 from drafttrain.layouts.engines import Engine, Reading
@@ -235,4 +235,4 @@ def put(
 
 
 def as_json(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return writable(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)) + "\n"

@@ -13,7 +13,7 @@ from torch import Tensor
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.standalone import Standalone
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, writable
 from drafttrain.nn.spoilt import SPOILT, spoilt
 from drafttrain.packaging.card import REQUIREMENTS, card, generate_file
 from drafttrain.packaging.checking import some
@@ -213,4 +213,4 @@ def texts_of_plan(
 
 
 def json_text(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return writable(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)) + "\n"

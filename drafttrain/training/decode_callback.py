@@ -53,12 +53,15 @@ class EvalConfig:
     """Measure speed at every n-th evaluation and at the end; None is only at the end."""
     patience: int | None
     """Evaluations without a better val/tau after which the run ends; None never ends it."""
+    turns: int | None = None
+    """Of a held-out conversation, decoded here and at the end of the run; None is all."""
 
     def __post_init__(self) -> None:
         least = {"prompts": 0, "max_new_tokens": 1, "batch": 1, "sim_rows": 0, "speed_prompts": 0}
         for name, low in least.items():
             integer(f"eval.{name}", getattr(self, name), low)
         never = {"every": "only at the end", "speed_every": "only at the end", "patience": "never"}
+        never["turns"] = "all"
         for name, null in never.items():
             integer(f"eval.{name}", getattr(self, name), 1, null=null)
 
