@@ -85,7 +85,7 @@ def main(cfg: DictConfig) -> None:
             laps.mark("measuring")
             if searched is not None:
                 worth.settings["search"] = searched.row()
-            package = pack(parts, ready, worth)
+            package = pack(parts, ready, worth, data)
             laps.mark("packaging")
             say(f"the package is in {package}")
             publish(run, worth, laps)

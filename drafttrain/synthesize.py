@@ -29,7 +29,16 @@ from drafttrain.checks import integer, path_of, switch
 from drafttrain.data.conversations import Journal, Row
 from drafttrain.data.datamodule import set_folder
 from drafttrain.data.folder import SetFolder
-from drafttrain.data.prompts import Prompts, Skipped, Source, by_reason, nothing_left, some
+from drafttrain.data.prompts import (
+    Prompts,
+    Skipped,
+    Source,
+    by_reason,
+    nothing_left,
+    some,
+    unread_columns,
+)
+from drafttrain.data.shapes import Prompt
 from drafttrain.data.template import ChatPieces, changed_by_reencoding
 from drafttrain.errors import InputError
 from drafttrain.processes import rank, world_size
@@ -183,7 +192,7 @@ def ask_template(prompts: Prompts, pieces: ChatPieces, writing: SynthesisConfig)
         pieces.before_user(writing.system)  # Refused for all rows alike, or for none.
     for row, prompt in prompts.rows:
         try:
-            ids = pieces.check(prompt.system, prompt.users) if prompt is not None else []
+            ids = checked(pieces, prompt) if prompt is not None else []
             if len(ids) + 2 > writing.max_length:
                 raise InputError(f"prompt longer than max_length {writing.max_length}")
         except InputError as error:
@@ -198,6 +207,11 @@ def ask_template(prompts: Prompts, pieces: ChatPieces, writing: SynthesisConfig)
                 pieces.render(messages, prompt=False)
             except InputError as error:
                 prompts.skipped[place] = Skipped(item.row, f"{item.reason}; {error}")
+
+
+def checked(pieces: ChatPieces, prompt: Prompt) -> list[int]:
+    """A prompt's ids up to its first answer. Raises InputError if the template refuses a turn."""
+    return pieces.given(prompt.arguments).check(prompt.system, prompt.users)
 
 
 # --- the work -------------------------------------------------------------------------------------
@@ -241,7 +255,12 @@ def write_missing(
         )
     there = folder.await_settings(say)
     fingerprint.refuse_other(
-        there["target"]["fingerprint"], target.fingerprint, f"out={folder.path}", dtype=True
+        there["target"]["fingerprint"],
+        target.fingerprint,
+        f"out={folder.path}",
+        dtype=True,
+        mode=True,
+        own=target.tokenizer,
     )
     warn_of_dtype(target)
     warn_of_ends(target)
@@ -259,7 +278,9 @@ def refuse_other_tokenizer(there: dict[str, Any], tokenizer: Any, folder: SetFol
         "tokenizer": fingerprint.of_tokenizer(tokenizer),
         "chat_template": fingerprint.of_template(tokenizer),
     }
-    fingerprint.refuse_other(known, {**known, **here}, f"out={folder.path}")
+    here[fingerprint.EARLIER] = fingerprint.earlier_of(tokenizer)
+    what = f"out={folder.path}"
+    fingerprint.refuse_other(known, {**known, **here}, what, mode=True, own=tokenizer)
 
 
 def warn_of_dtype(target: Target) -> None:
@@ -342,6 +363,7 @@ def finish(job: Job, tokenizer: Any, speed: float | None) -> None:
             **there,
             **precision(there),
             "skipped": by_reason(prompts.skipped),
+            "columns_not_read": unread_columns(prompts, ChatPieces(tokenizer, ())),
             "not_written": by_reason(refused),
             "supervised_by_temperature": by_temperature(rows),
             "reencoding_would_change_rows": changed_by_reencoding(tokenizer, rows),
@@ -406,6 +428,9 @@ def report(
         lines.append((why, f"{len(rewritten)} rows: {some(rewritten)}"))
     for reason, numbers in (*manifest["skipped"].items(), *manifest["not_written"].items()):
         lines.append((f"skipped: {reason}", f"{len(numbers)} rows: {some(numbers)}"))
+    for name, numbers in manifest["columns_not_read"].items():
+        why = f"{name} is not read by the chat template"
+        lines.append((why, f"{len(numbers)} rows: {some(numbers)}"))
     if speed is not None:
         share = " by this process" if world_size() > 1 else ""
         lines.append((f"tokens written a second{share}", amount(speed)))
@@ -450,7 +475,7 @@ def preview_prompts(
             ids = pieces.before_user(writing.system)
             show_row("before every self-written user turn", ids, [False] * len(ids), tokenizer)
             break
-        ids = pieces.check(prompt.system, prompt.users)
+        ids = checked(pieces, prompt)
         more = f" ({len(prompt.users) - 1} more turns follow)" if len(prompt.users) > 1 else ""
         title = f"row {row}: prompt of {len(ids)} tokens{more}"
         show_row(title, ids, [False] * len(ids), tokenizer)

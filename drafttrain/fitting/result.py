@@ -111,7 +111,7 @@ def shown(row: dict[str, Any]) -> list[Any]:
     ]
 
 
-def pack(parts: Parts, ready: Ready, worth: Worth) -> Path:
+def pack(parts: Parts, ready: Ready, worth: Worth, data: ConversationData) -> Path:
     """Write the package, with how it was made. Returns its folder."""
     return save_package(
         ready.run.folder / PACKAGE,
@@ -121,6 +121,7 @@ def pack(parts: Parts, ready: Ready, worth: Worth) -> Path:
         metrics=worth.metrics,
         provenance=provenance(parts.config.values) | {"training": ready.facts()},
         trained_length=ready.trained_length,
+        trained_on=data.fingerprint,
         export_assistant=parts.export_assistant,
     )
 

@@ -35,6 +35,7 @@ from drafttrain.packaging.manifest import (
     place_of,
 )
 from drafttrain.target.adapter import Adapter
+from drafttrain.target.fingerprint import in_mode_of
 from drafttrain.target.model import Target
 from drafttrain.target.naming import short
 from drafttrain.version import version
@@ -132,6 +133,7 @@ def config_of(
     trained_length: int | None,
     licence: str | None,
     provenance: dict[str, Any],
+    trained_on: Mapping[str, str] | None,
 ) -> dict[str, Any]:
     """config.json of a package, before paths are shortened; arguments as for `save_package`."""
     adapter, original = target.adapter, target.original or target
@@ -155,7 +157,7 @@ def config_of(
             "name": short(target.name),
             "model_type": target.config.model_type,
             "licence": licence or LICENCES.get(target.name),
-            "fingerprint": original.fingerprint,
+            "fingerprint": in_mode_of(original.fingerprint, trained_on or {}),
         },
         "training": provenance,
     }

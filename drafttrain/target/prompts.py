@@ -9,7 +9,15 @@ from pathlib import Path
 from drafttrain.checks import path_of
 from drafttrain.data.conversations import MANIFEST, ConversationSet, check_vocabulary, read_set
 from drafttrain.data.datamodule import BUILTIN, set_folder
-from drafttrain.data.prompts import PromptFile, Prompts, Skipped, by_reason, nothing_left, some
+from drafttrain.data.prompts import (
+    PromptFile,
+    Prompts,
+    Skipped,
+    by_reason,
+    nothing_left,
+    some,
+    unread_columns,
+)
 from drafttrain.data.template import ChatPieces
 from drafttrain.errors import InputError
 from drafttrain.target import fingerprint
@@ -43,7 +51,9 @@ class Source:
         if self.data is not None:
             # A tuned target is asked what its original was asked.
             own = (target.original or target).fingerprint
-            fingerprint.refuse_other(self.data.manifest["target"]["fingerprint"], own, self.label)
+            fingerprint.refuse_other(
+                self.data.manifest["target"]["fingerprint"], own, self.label, own=target.tokenizer
+            )
             check_vocabulary(self.data, target.vocab_size, self.label)
             found = [
                 (number, ids) for number, ids in enumerate(self.data.prompts(limit), start=1) if ids
@@ -79,7 +89,7 @@ class Source:
             if prompt is None or (limit is not None and len(found) == limit):
                 continue
             try:
-                ids = pieces.first_prompt(
+                ids = pieces.given(prompt.arguments).first_prompt(
                     [*prompt.lead(), {"role": "user", "content": prompt.users[0]}]
                 )
                 if not ids:
@@ -92,6 +102,10 @@ class Source:
         if not found:
             self.prompts.skipped = refused
             raise nothing_left(self.label, self.prompts)
+        for name, rows in unread_columns(self.prompts, pieces).items():
+            self.left_out.append(
+                f"column {name} of rows {some(rows)}, which the chat template does not read"
+            )
         if refused:
             self.left_out += [
                 f"rows {some(rows)}: {reason}" for reason, rows in by_reason(refused).items()

@@ -18,7 +18,8 @@ def check_set(
 ) -> None:
     """Raise InputError unless this very target wrote the set, and its rows fit into the target's
     context."""
-    fingerprint.refuse_other(data.fingerprint, target.fingerprint, f"data.path={path}")
+    own = target.tokenizer
+    fingerprint.refuse_other(data.fingerprint, target.fingerprint, f"data.path={path}", own=own)
     data.check_vocabulary(target.vocab_size)
     longest = max(*data.lengths, *([] if held_out is None else held_out.lengths), 0)
     if longest > target.context:
