@@ -163,7 +163,9 @@ def capture(
             there["target"]["fingerprint"], target.fingerprint, f"out={folder.path}", dtype=True
         )
     contents = contents_of(settings, target)
+    # The same target keeps the words that its folder was started with, whatever it is called here.
     name = {"name": target.name, "fingerprint": target.fingerprint}
+    name = name if there is None else there["target"]
     record = settings_of(name, data, contents, settings.batches)
     folder.compare(record)
     plan = planned(data, contents, settings.batches, stamp_of(record))

@@ -86,7 +86,7 @@ def main(cfg: DictConfig) -> None:
             if searched is not None:
                 worth.settings["search"] = searched.row()
             cost = ready.facts() if searched is None else searched.facts()
-            package = pack(parts, ready, worth, cost)
+            package = pack(parts, ready, worth, cost, data)
             laps.mark("packaging")
             say(f"the package is in {package}")
             publish(run, worth, laps)

@@ -29,7 +29,15 @@ from drafttrain.checks import integer, path_of, switch
 from drafttrain.data.conversations import Journal, Row
 from drafttrain.data.datamodule import set_folder
 from drafttrain.data.folder import SetFolder
-from drafttrain.data.prompts import Prompts, Skipped, Source, by_reason, nothing_left, some
+from drafttrain.data.prompts import (
+    Prompts,
+    Skipped,
+    Source,
+    by_reason,
+    nothing_left,
+    some,
+    unread_columns,
+)
 from drafttrain.data.shapes import Prompt
 from drafttrain.data.template import ChatPieces, changed_by_reencoding, text_ids
 from drafttrain.errors import InputError
@@ -211,7 +219,7 @@ def ids_of(prompt: Prompt, tokenizer: Any, pieces: ChatPieces | None) -> list[in
     if prompt.read is not None:
         return text_ids(tokenizer, prompt.users[0], prompt.read)
     assert pieces is not None
-    return pieces.check(prompt.system, prompt.users)
+    return pieces.given(prompt.arguments).check(prompt.system, prompt.users)
 
 
 # --- the work -------------------------------------------------------------------------------------
@@ -258,7 +266,12 @@ def write_missing(
         )
     there = folder.await_settings(say)
     fingerprint.refuse_other(
-        there["target"]["fingerprint"], target.fingerprint, f"out={folder.path}", dtype=True
+        there["target"]["fingerprint"],
+        target.fingerprint,
+        f"out={folder.path}",
+        dtype=True,
+        mode=True,
+        own=target.tokenizer,
     )
     warn_of_dtype(target)
     warn_of_ends(target)
@@ -276,7 +289,9 @@ def refuse_other_tokenizer(there: dict[str, Any], tokenizer: Any, folder: SetFol
         "tokenizer": fingerprint.of_tokenizer(tokenizer),
         "chat_template": fingerprint.of_template(tokenizer),
     }
-    fingerprint.refuse_other(known, {**known, **here}, f"out={folder.path}")
+    here[fingerprint.EARLIER] = fingerprint.earlier_of(tokenizer)
+    what = f"out={folder.path}"
+    fingerprint.refuse_other(known, {**known, **here}, what, mode=True, own=tokenizer)
 
 
 def warn_of_dtype(target: Target) -> None:
@@ -359,6 +374,7 @@ def finish(job: Job, tokenizer: Any, speed: float | None) -> None:
             **there,
             **precision(there),
             "skipped": by_reason(prompts.skipped),
+            "columns_not_read": unread_columns(prompts, ChatPieces(tokenizer, ())),
             "not_written": by_reason(refused),
             "supervised_by_temperature": by_temperature(rows),
             "reencoding_would_change_rows": changed_by_reencoding(tokenizer, rows),
@@ -420,6 +436,9 @@ def report(
         lines.append((f"skipped: {reason}", f"{len(numbers)} rows: {some(numbers)}"))
     for reason, numbers in manifest["not_written"].items():
         lines.append((f"skipped: {reason}", f"{len(numbers)} rows: {prompts.places(numbers)}"))
+    for name, numbers in manifest["columns_not_read"].items():
+        why = f"{name} is not read by the chat template"
+        lines.append((why, f"{len(numbers)} rows: {some(numbers)}"))
     if speed is not None:
         share = " by this process" if world_size() > 1 else ""
         lines.append((f"tokens written a second{share}", amount(speed)))

@@ -33,6 +33,7 @@ from drafttrain.data.shapes import (
     reads,
 )
 from drafttrain.data.sources import ENDINGS, by_source, drawn, files_of
+from drafttrain.data.template import ChatPieces
 from drafttrain.errors import InputError, first_line
 
 MOST_ROWS = 10_000_000
@@ -385,6 +386,16 @@ def by_reason(skipped: Iterable[Skipped]) -> dict[str, list[int]]:
         reason = f"{item.reason}, in {item.source}" if item.source else item.reason
         found.setdefault(reason, []).append(item.row)
     return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
+
+
+def unread_columns(prompts: Prompts, pieces: ChatPieces) -> dict[str, list[int]]:
+    """{argument that rows bring and the chat template does not read: row numbers}."""
+    found: dict[str, list[int]] = {}
+    for row, prompt in prompts.rows:
+        if prompt is not None and prompt.arguments:
+            for name in pieces.given(prompt.arguments).unread(prompt.arguments):
+                found.setdefault(name, []).append(row)
+    return found
 
 
 def some(rows: list[int], limit: int = 10) -> str:

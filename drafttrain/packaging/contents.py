@@ -36,6 +36,7 @@ from drafttrain.packaging.manifest import (
     place_of,
 )
 from drafttrain.target.adapter import Adapter
+from drafttrain.target.fingerprint import in_mode_of
 from drafttrain.target.model import Target
 from drafttrain.target.naming import short
 from drafttrain.version import version
@@ -126,6 +127,7 @@ def config_of(
     trained_length: int | None,
     licence: str | None,
     provenance: dict[str, Any],
+    trained_on: Mapping[str, str] | None,
 ) -> dict[str, Any]:
     """config.json of a package, before paths are shortened; arguments as for `save_package`."""
     adapter, original = target.adapter, target.original or target
@@ -149,7 +151,7 @@ def config_of(
             "name": short(target.name),
             "model_type": target.config.model_type,
             "licence": licence or LICENCES.get(target.name),
-            "fingerprint": original.fingerprint,
+            "fingerprint": in_mode_of(original.fingerprint, trained_on or {}),
         },
         "training": provenance,
     }

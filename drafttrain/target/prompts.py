@@ -24,6 +24,7 @@ from drafttrain.data.prompts import (
     nothing_left,
     some,
     unwatched,
+    unread_columns,
 )
 from drafttrain.data.template import ChatPieces
 from drafttrain.errors import InputError
@@ -77,7 +78,9 @@ class Source:
         if self.data is not None:
             # A tuned target is asked what its original was asked.
             own = (target.original or target).fingerprint
-            fingerprint.refuse_other(self.data.manifest["target"]["fingerprint"], own, self.label)
+            fingerprint.refuse_other(
+                self.data.manifest["target"]["fingerprint"], own, self.label, own=target.tokenizer
+            )
             check_vocabulary(self.data, target.vocab_size, self.label)
             every = [one for one in self.data.asked() if one[2]]
             found = [one for one in every if turns is None or one[1] <= turns][:limit]
@@ -150,7 +153,7 @@ class Source:
             if prompt is None or (limit is not None and len(found) == limit):
                 continue
             try:
-                ids = pieces.first_prompt(
+                ids = pieces.given(prompt.arguments).first_prompt(
                     [*prompt.lead(), {"role": "user", "content": prompt.users[0]}]
                 )
                 if not ids:
@@ -163,6 +166,10 @@ class Source:
         if not found:
             self.prompts.skipped = refused
             raise nothing_left(self.label, self.prompts)
+        for name, rows in unread_columns(self.prompts, pieces).items():
+            self.left_out.append(
+                f"column {name} of rows {some(rows)}, which the chat template does not read"
+            )
         if refused:
             self.left_out += [
                 f"rows {some(rows)}: {reason}" for reason, rows in by_reason(refused).items()

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.data.datamodule import ConversationData
+from drafttrain.data.datamodule import ConversationData, collate
 from drafttrain.data.joining import laid_out
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Needs
 from drafttrain.processes import world_size
 from drafttrain.target.features import GB, LAST, check_layers, names_of
 from drafttrain.target.fingerprint import refuse_other
+from drafttrain.target.matching import ROWS, TOKENS, check_rows
 from drafttrain.target.model import Target
 from drafttrain.target.store import Contents, Store
 
@@ -80,8 +81,26 @@ class StoredFeatures:
         """Where the last hidden state comes from."""
         self._refuse_lacking(has, recomputed)
         look = self.store.verify if verify else self.store.mapped
-        for number in share(self.store.shards_of(data)):
+        mine = share(self.store.shards_of(data))
+        for number in mine:
             look(number)
+        self._compare(data, mine)
+
+    def _compare(self, data: ConversationData, shards: Sequence[int]) -> None:
+        """Raise InputError if the target computes other features than are stored, of a few rows."""
+        if not shards or not names_of(self.needs):
+            return
+        apart = max(1, len(shards) // ROWS)
+        rows = [
+            (ids[:TOKENS], mask[:TOKENS], data.indices[place])
+            for place in self.store.sample(data, shards[::apart][:ROWS])
+            for ids, mask in [data.row(place)]
+        ]
+        batch = collate(rows)
+        wanted = self.store.contents.words()
+        again = f"make the store again: python -m drafttrain.capture out=<folder> {wanted}"
+        what = f"features.path={self.store.path}"
+        check_rows(self.target, batch, self.features(batch), self.needs, what, again)
 
     def _refuse_lacking(self, has: Contents, recomputed: bool) -> None:
         lacking: list[str] = [

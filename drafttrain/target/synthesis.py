@@ -224,7 +224,8 @@ class _Writer:
     def _rewritten(self, prompt: Prompt | None, answer: list[int]) -> bool:
         """Would a later turn see other text than what was read and written up to here?"""
         system = self.config.system if prompt is None else prompt.system
-        if not self.pieces.grows(with_system=bool(system)):
+        pieces = self.pieces if prompt is None else self.pieces.given(prompt.arguments)
+        if not pieces.grows(with_system=bool(system)):
             return True
         return not self.pieces.keeps_reasoning and REASONING_END in self.pieces.tokenizer.decode(
             answer
@@ -250,6 +251,7 @@ class _Writer:
             yield text_ids(self.target.tokenizer, prompt.users[0], prompt.read), False
             return
         first, *rest = prompt.users
-        yield self.pieces.first_prompt([*prompt.lead(), {"role": "user", "content": first}]), False
+        pieces = self.pieces.given(prompt.arguments)
+        yield pieces.first_prompt([*prompt.lead(), {"role": "user", "content": first}]), False
         for user in rest:
-            yield self.pieces.answer_to_answer(user), False
+            yield pieces.answer_to_answer(user), False

@@ -10,6 +10,7 @@ from typing import Any
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError
 from drafttrain.runs import differences
+from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import BEST, LAST, check_complete, digest_of, read_checkpoint
 from drafttrain.training.module import DraftModule
@@ -60,15 +61,19 @@ def refuse_other_run(
     say: Callable[[str], None],
 ) -> None:
     """List what differs from the earlier part of the run; refuse what would make it another run."""
-    important = differences(resumed["facts"], facts)
+    before, now = ({**one, "target": None} for one in (resumed["facts"], facts))
+    important = differences(before, now)
     other = differences(resumed["settings"], config)
     for key in ("resume", "run_dir", "target.dtype", "target.device"):
         other.pop(key, None)
     if other:
         say(f"settings differ from the earlier part of this run: {_listed(other)}")
-    if important:
+    said = [_listed(important)] if important else []
+    if target := fingerprint.run_changes(resumed["facts"].get("target"), facts["target"]):
+        said.insert(0, f"target: {target}")
+    if said:
         raise InputError(
-            f"this would not be the same run ({_listed(important)}): start a new one with another "
+            f"this would not be the same run ({'; '.join(said)}): start a new one with another "
             "run_dir, or set these back"
         )
 

@@ -861,3 +861,32 @@ def test_chosen_tokens_follow_the_policys_distribution(policy):
     )
     share = torch.bincount(torch.tensor(chosen), minlength=12) / grid
     torch.testing.assert_close(share, policy.probs(logits)[0], atol=2 / grid, rtol=0)
+
+
+@pytest.mark.field("F79", "F81")
+def test_a_set_is_written_with_tools_and_in_its_mode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of two modes are not mixed; the manifest says which one it is, and which columns were
+    not read."""
+    template = CHATML + "{% if tools %}T{% endif %}{% if not deep %}<quick>{% endif %}"
+    place = save_target(tiny_chat_target(template), tmp_path / "target")
+    tool = {"name": "add"}
+    rows = [{"prompt": "a", "tools": [tool]}, {"prompt": "a", "documents": [tool]}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out"
+    words = ["prompts=jsonl", f"prompts.path={tmp_path / 'p.jsonl'}", "rows=null", "held_out=0"]
+    door.main(arguments(place, out, *words, "target.template.deep=true"))
+    found = read_set(out)
+    marks = json.loads(found.manifest["target"]["fingerprint"]["chat_template"])
+    assert marks["arguments"] == {"deep": True}
+    assert found.manifest["columns_not_read"] == {"documents": [2]}
+    starts = [
+        tiny_chat_target().tokenizer.decode(row.ids[: row.spans[0][0]])  # type: ignore[union-attr]
+        for row in rows_of(found)
+    ]
+    assert starts[0].endswith("assistant\nT") and starts[1].endswith("assistant\n")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        door.main(arguments(place, out, *words, "target.template.deep=false"))
+    assert "deep true there, false here" in capsys.readouterr().err
