@@ -16,6 +16,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from drafttrain.wiring.doors import door
+
+DOOR = door("evaluate", text=("package", "prompts"))
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
 from drafttrain import checks
 from drafttrain.data.conversations import write_json
 from drafttrain.decoding import exactness
@@ -41,12 +47,11 @@ from drafttrain.runs import check_run_dir, new_folder, plain_value, provenance
 from drafttrain.target.model import Target
 from drafttrain.target.prompts import open_prompts
 from drafttrain.wiring.building import build
-from drafttrain.wiring.doors import door
 
 RESULT, PICTURE = "evaluation.json", "acceptance.png"
 
 
-@door("evaluate", text=("package", "prompts"))
+@DOOR
 def main(cfg: DictConfig) -> None:
     asked = check_settings(cfg)
     package = checks.path_of("package", cfg.package)

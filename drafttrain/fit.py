@@ -20,6 +20,12 @@ import time
 
 from omegaconf import DictConfig
 
+from drafttrain.wiring.doors import door
+
+DOOR = door("fit", together=True)
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
 from drafttrain.fitting.agreement import check_agreement
 from drafttrain.fitting.boosting import boost
 from drafttrain.fitting.given import (
@@ -43,10 +49,9 @@ from drafttrain.reporting.console import clock
 from drafttrain.reporting.records import Laps
 from drafttrain.training.job import Job
 from drafttrain.training.prepare import Ready
-from drafttrain.wiring.doors import door
 
 
-@door("fit", together=True)
+@DOOR
 def main(cfg: DictConfig) -> None:
     began, laps = time.monotonic(), Laps()
     parts = read_settings(cfg)
