@@ -31,6 +31,7 @@ from drafttrain.fitting.boosting import boost
 from drafttrain.fitting.given import (
     check_batches,
     check_store,
+    fit_trees,
     load_target,
     make_drafter,
     read_calibration,
@@ -64,6 +65,7 @@ def main(cfg: DictConfig) -> None:
         check_place(run.folder / PACKAGE)
         target = load_target(parts, data, held_out)
         drafter = make_drafter(parts, target, data, held_out)
+        parts = fit_trees(parts, drafter)
         check_export(drafter, parts.export_assistant)
         laps.mark("loading")
         job = Job(

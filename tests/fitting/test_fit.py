@@ -453,7 +453,7 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
             ["drafter=medusa", "drafter.head=3"],
             "there is no setting drafter.head. Did you mean drafter.heads",
         ),
-        (["drafter=medusa", "drafter.heads=2"], "4 deep, this drafter fills 2"),
+        (["drafter=medusa", "drafter.heads=2", "tree.k=4"], "4 deep, this drafter fills 2"),
         (["data.limit_rows=x"], "limit_rows=x"),
         (["data.temperatures=[a]"], "temperatures=['a']"),
         (["data.labels=questions"], "labels=questions"),

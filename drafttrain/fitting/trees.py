@@ -1,0 +1,61 @@
+"""Trees that nobody asked for are cut to what the drafter can fill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from drafttrain.drafter.base import Drafter
+from drafttrain.training.job import Settings
+from drafttrain.tree.topology import Growth
+
+
+def cut_defaults(
+    settings: Settings, drafter: Drafter, overrides: Sequence[str]
+) -> tuple[Settings, str]:
+    """The settings with no default tree deeper than the drafter fills, and what was cut, in words.
+
+    Trees that the command names stay as they are: `Drafter.check` refuses those that are too deep.
+
+    Args:
+        overrides: the words of the command.
+    Returns: the words are empty where nothing was cut.
+    """
+    deepest = drafter.max_depth
+    if deepest is None:
+        return settings, ""
+    keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
+    cut: list[str] = []
+
+    def fitted(where: str, tree: Growth) -> Growth:
+        if tree.max_depth <= deepest or _names(keys, where):
+            return tree
+        cut.append(f"{where} ({tree.title})")
+        return tree.capped(deepest)
+
+    def fitted_all(where: str, trees: Mapping[str, Growth | None]) -> dict[str, Growth | None]:
+        """A tree that is cut has a name that says so, and is left out where another is the same."""
+        found = {name: tree and fitted(f"{where}.{name}", tree) for name, tree in trees.items()}
+        kept = {name: tree for name, tree in found.items() if tree is trees[name]}
+        for name, tree in found.items():
+            if tree not in kept.values():
+                kept[f"{name}_to_{deepest}"] = tree
+        return kept
+
+    final = settings.final
+    settings = replace(
+        settings,
+        tree=fitted("tree", settings.tree),
+        final=replace(
+            final,
+            acceptance=fitted_all("final.acceptance", final.acceptance),
+            speed=fitted_all("final.speed", final.speed),
+        ),
+    )
+    said = f"default trees are cut to a depth of {deepest}, all that this drafter fills: "
+    return settings, said + ", ".join(cut) if cut else ""
+
+
+def _names(keys: Sequence[str], where: str) -> bool:
+    """Is a setting, a part of it or all around it among the keys of a command?"""
+    return any(f"{key}.".startswith(f"{where}.") or where.startswith(f"{key}.") for key in keys)
