@@ -10,6 +10,9 @@ With boost=collective several drafters are trained one after the other, each in 
 members/, and packaged as one. A drafter that learns nothing, since it copies its drafts from text,
 is made of packages or is the target with layers left out, is measured and packaged as it is.
 
+With dry_run=true everything is done but training, nothing is written, and a table says what the run
+would take.
+
 Several processes, of accelerate launch or torchrun, end together where one is lost, and say which:
 `drafttrain.companions`.
 """
@@ -43,6 +46,7 @@ from drafttrain.fitting.result import evaluate, pack, publish
 from drafttrain.fitting.saying import say
 from drafttrain.fitting.searching import search
 from drafttrain.fitting.settings import read_settings
+from drafttrain.fitting.trying import open_trial, try_out
 from drafttrain.packaging.manifest import PACKAGE
 from drafttrain.packaging.writing import check_export, check_place
 from drafttrain.processes import peak_memory, rank
@@ -61,7 +65,8 @@ def main(cfg: DictConfig) -> None:
     check_batches(parts, data)
     calibration = read_calibration(parts)
     parts = check_store(parts, data)
-    with open_run(parts) as (run, parts), logged(parts, run):
+    opened = open_trial(parts) if parts.dry_run else open_run(parts)
+    with opened as (run, parts), logged(parts, run):
         check_place(run.folder / PACKAGE)
         target = load_target(parts, data, held_out)
         drafter = make_drafter(parts, target, data, held_out)
@@ -78,6 +83,9 @@ def main(cfg: DictConfig) -> None:
             held_out=held_out,
             calibration=calibration,
         )
+        if parts.dry_run:
+            try_out(parts, job)
+            return
         job, searched = search(job)
         laps.mark("loading" if searched is None else "searching")
         if job.settings.boost is not None:

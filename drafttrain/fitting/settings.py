@@ -76,7 +76,8 @@ def check_values(values: Values) -> None:
     """Raise InputError for single settings that cannot be used."""
     integer("seed", values["seed"], 0, LARGEST_SEED)
     integer("draft_vocab", values["draft_vocab"])
-    switch("export_assistant", values["export_assistant"])
+    for name in ("export_assistant", "dry_run"):
+        switch(name, values[name])
     if values["run_dir"] not in (None, ""):
         path_of("run_dir", values["run_dir"])
     if values["resume"] is not None:

@@ -59,7 +59,7 @@ def refuse_other_run(
     """List what differs from the earlier part of the run; refuse what would make it another run."""
     important = differences(resumed["facts"], facts)
     other = differences(resumed["settings"], config)
-    for key in ("resume", "run_dir", "target.dtype", "target.device"):
+    for key in ("resume", "run_dir", "dry_run", "target.dtype", "target.device"):
         other.pop(key, None)
     if other:
         listed = "; ".join(f"{key} was {before}, is {now}" for key, (before, now) in other.items())
