@@ -153,7 +153,7 @@ def make_drafter(
 
 def fit_trees(parts: Parts, drafter: Drafter) -> Parts:
     """With default trees cut to what the drafter can fill."""
-    settings, words = cut_defaults(parts.settings, drafter, runs.current.overrides)
+    settings, words = cut_defaults(parts.settings, drafter.max_depth, runs.current.overrides)
     if words:
         say(words)
     return replace(parts, settings=settings)

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from drafttrain import runs
 from drafttrain.checks import integer, path_of, switch
 from drafttrain.checks import shown as text_of
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.fitting.parts import Parts
+from drafttrain.fitting.trees import check_rooms, cut_defaults
 from drafttrain.packaging.beginning import check_beginning
 from drafttrain.packaging.gathering import check_packages
 from drafttrain.packaging.manifest import class_of
@@ -25,7 +27,7 @@ from drafttrain.training.trainer import check_trainer
 from drafttrain.tree.forest import Forest
 from drafttrain.tree.topology import check_size
 from drafttrain.wiring.config import Config, Recipe
-from drafttrain.wiring.parameters import parameters_of
+from drafttrain.wiring.parameters import parameters_of, settings_of
 
 ONLY_LEARNING = {
     "resume": ("null", "there is no run to continue"),
@@ -56,7 +58,10 @@ def read_settings(cfg: DictConfig) -> Parts:
     if "packages" in values["drafter"]:
         check_packages(values["drafter"]["packages"])
     check_joint(values)
+    for section in ("drafter", "features"):
+        Recipe[Any](config, section).check()
     settings = build_settings(config)
+    check_trees(settings, Recipe(config, "drafter"))
     parts = Parts.of(config, settings, kind, learns)
     if settings.boost is not None:
         settings.boost.check_kind(kind)
@@ -76,6 +81,8 @@ def check_values(values: Values) -> None:
     """Raise InputError for single settings that cannot be used."""
     integer("seed", values["seed"], 0, LARGEST_SEED)
     integer("draft_vocab", values["draft_vocab"])
+    if values["draft_vocab"] == 1:
+        raise InputError("draft_vocab=1: needs 0 for all ids, or an integer of at least 2")
     for name in ("export_assistant", "dry_run"):
         switch(name, values[name])
     if values["run_dir"] not in (None, ""):
@@ -112,6 +119,17 @@ def check_vocabulary(kind: type[Drafter], values: Values) -> None:
             f"draft_vocab={values['draft_vocab']}: {kind.__name__} has no draft vocabulary, set it "
             "to 0"
         )
+
+
+def check_trees(settings: Settings, drafter: Recipe[Drafter]) -> None:
+    """Raise InputError for a tree that the command names and drafters of these settings cannot
+    fill."""
+    kind = drafter.kind
+    own = {field.name: drafter.get(field.name) for field in settings_of(kind)}
+    deepest = kind.deepest(kind.Config(**own)) if own else None
+    choices = drafter.config.values["draft_vocab"] or None
+    cut, _ = cut_defaults(settings, deepest, runs.current.overrides)
+    check_rooms(cut, deepest, choices)
 
 
 def check_joint(values: Values) -> None:

@@ -1,27 +1,27 @@
-"""Trees that nobody asked for are cut to what the drafter can fill."""
+"""Trees that nobody asked for are cut to what the drafter can fill; those that the command names
+are refused where they are too deep or too wide."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from drafttrain.drafter.base import Drafter
 from drafttrain.training.job import Settings
-from drafttrain.tree.topology import Growth
+from drafttrain.tree.topology import Growth, check_room
 
 
 def cut_defaults(
-    settings: Settings, drafter: Drafter, overrides: Sequence[str]
+    settings: Settings, deepest: int | None, overrides: Sequence[str]
 ) -> tuple[Settings, str]:
     """The settings with no default tree deeper than the drafter fills, and what was cut, in words.
 
-    Trees that the command names stay as they are: `Drafter.check` refuses those that are too deep.
+    Trees that the command names stay as they are.
 
     Args:
+        deepest: of the nodes that the drafter fills; None is no limit.
         overrides: the words of the command.
     Returns: the words are empty where nothing was cut.
     """
-    deepest = drafter.max_depth
     if deepest is None:
         return settings, ""
     keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
@@ -54,6 +54,16 @@ def cut_defaults(
     )
     said = f"default trees are cut to a depth of {deepest}, all that this drafter fills: "
     return settings, said + ", ".join(cut) if cut else ""
+
+
+def check_rooms(settings: Settings, deepest: int | None, choices: int | None) -> None:
+    """Raise InputError for a tree that a drafter cannot fill, see `tree.topology.check_room`."""
+    check_room(settings.tree, deepest, choices, "the tree")
+    final = settings.final
+    for table, trees in {"acceptance": final.acceptance, "speed": final.speed}.items():
+        for name, tree in trees.items():
+            if tree is not None:
+                check_room(tree, deepest, choices, f"final.{table}.{name}")
 
 
 def _names(keys: Sequence[str], where: str) -> bool:

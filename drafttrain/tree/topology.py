@@ -29,6 +29,23 @@ def check_size(nodes: int, where: str = "the tree") -> None:
         )
 
 
+def check_room(tree: Growth, deepest: int | None, choices: int | None, where: str) -> None:
+    """Raise InputError if a tree is deeper, or a node has more children, than a drafter can fill.
+
+    Args:
+        deepest, choices: its deepest node, and the tokens that it proposes from; None is no limit.
+    """
+    if deepest is not None and tree.max_depth > deepest:
+        raise InputError(
+            f"{where} is {tree.max_depth} deep, this drafter fills {deepest}: give a shallower tree"
+        )
+    if choices is not None and tree.max_children > choices:
+        raise InputError(
+            f"{where}: a node has {tree.max_children} children, this drafter proposes from "
+            f"{choices} tokens: give a narrower tree, or train with a larger draft_vocab"
+        )
+
+
 class Growth(abc.ABC):
     """What a plan knows of its trees before a token is drafted: their budget, and whether their
     tokens may be drawn.

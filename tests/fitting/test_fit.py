@@ -371,7 +371,7 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["draft_vocab=1"], "draft_vocab is 1"),
+        (["draft_vocab=1"], "draft_vocab=1"),
         (["draft_vocab=100000"], "draft_vocab is 100000"),
         (["optim.lr=0"], "optim.lr=0"),
         (["optim.schedule=step"], "optim.schedule=step"),

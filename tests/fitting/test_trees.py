@@ -49,7 +49,7 @@ def shallow(target: Target) -> list[Drafter]:
 def test_default_trees_are_cut_to_what_the_drafter_fills(target: Target) -> None:
     given, overrides = composed()
     for drafter in shallow(target):
-        settings, said = cut_defaults(given, drafter, overrides)
+        settings, said = cut_defaults(given, drafter.max_depth, overrides)
         drafter.check(settings.tree)
         settings.final.check(drafter)
         assert settings.tree == Tree.chain(2), "the recipe's own is nobody's wish either"
@@ -60,8 +60,8 @@ def test_default_trees_are_cut_to_what_the_drafter_fills(target: Target) -> None
             "cut to a depth of 2, all" in said and "final.acceptance.static_25 (static 25)" in said
         ), said
         assert "tree (chain 4)" in said and "chain_2" not in said, said
-    assert cut_defaults(given, make(NGram, target), overrides) == (given, "")
-    assert cut_defaults(given, make(Medusa, target, heads=6), overrides)[1] == ""
+    assert cut_defaults(given, make(NGram, target).max_depth, overrides) == (given, "")
+    assert cut_defaults(given, 6, overrides)[1] == ""
 
 
 @pytest.mark.field("F95")
@@ -79,7 +79,7 @@ def test_a_tree_that_the_command_names_stays_and_is_refused(
 ) -> None:
     given, overrides = composed(word)
     drafter = make(Medusa, target, heads=2)
-    settings, _ = cut_defaults(given, drafter, overrides)
+    settings, _ = cut_defaults(given, drafter.max_depth, overrides)
     with pytest.raises(InputError, match=rf"{named}.* deep, this drafter fills"):
         drafter.check(settings.tree)
         settings.final.check(drafter)
