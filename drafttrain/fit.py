@@ -23,9 +23,10 @@ import time
 
 from omegaconf import DictConfig
 
+from drafttrain.fitting.first import check_first
 from drafttrain.wiring.doors import door
 
-DOOR = door("fit", together=True)
+DOOR = door("fit", together=True, check=check_first)
 if __name__ == "__main__":
     DOOR.greet(__doc__)
 

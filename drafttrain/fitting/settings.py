@@ -9,10 +9,10 @@ import torch
 from omegaconf import DictConfig
 
 from drafttrain import runs
-from drafttrain.checks import integer, path_of, switch
 from drafttrain.checks import shown as text_of
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
+from drafttrain.fitting.first import check_values
 from drafttrain.fitting.parts import Parts
 from drafttrain.fitting.trees import check_rooms, cut_defaults
 from drafttrain.packaging.beginning import check_beginning
@@ -37,7 +37,6 @@ ONLY_LEARNING = {
     "export_assistant": ("false", "there is no language model to write"),
 }
 """Settings that must be off for a drafter that learns nothing, and why."""
-LARGEST_SEED = (1 << 32) - 1
 Values = dict[str, Any]
 """A configuration as plain values."""
 
@@ -75,20 +74,6 @@ def read_settings(cfg: DictConfig) -> Parts:
     if parts.init_from is not None:
         check_beginning(parts.init_from)
     return parts
-
-
-def check_values(values: Values) -> None:
-    """Raise InputError for single settings that cannot be used."""
-    integer("seed", values["seed"], 0, LARGEST_SEED)
-    integer("draft_vocab", values["draft_vocab"])
-    if values["draft_vocab"] == 1:
-        raise InputError("draft_vocab=1: needs 0 for all ids, or an integer of at least 2")
-    for name in ("export_assistant", "dry_run"):
-        switch(name, values[name])
-    if values["run_dir"] not in (None, ""):
-        path_of("run_dir", values["run_dir"])
-    if values["resume"] is not None:
-        path_of("resume", values["resume"])
 
 
 def kind_of(drafter: Recipe[Drafter]) -> type[Drafter]:

@@ -16,7 +16,6 @@ import signal
 import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,12 +24,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
-from drafttrain.checks import integer
 from drafttrain.data.conversations import write_atomic
 from drafttrain.errors import InputError, writing
 from drafttrain.processes import rank
 from drafttrain.training.decode_callback import DecodeCallback
 from drafttrain.training.module import DraftModule
+from drafttrain.training.settings import CheckpointConfig
 
 _PARTS: dict[str, tuple[str, ...]] = {
     "weights": (),
@@ -48,21 +47,6 @@ _MOST_VALUES, _DEEPEST = 1 << 17, 64
 _MOST_BATCHES = 1 << 40
 """Of a run, which no number in a checkpoint exceeds."""
 LAST, BEST = "last.ckpt", "best.ckpt"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """When checkpoints are written and how many stay."""
-
-    every: int | None
-    """Updates between them; None writes one at each evaluation, and at the end."""
-    keep: int
-    """Numbered ones to keep in addition to last and best, the newest; a link costs no room while it
-    is the newest."""
-
-    def __post_init__(self) -> None:
-        integer("checkpoint.every", self.every, 1, null="one at each evaluation")
-        integer("checkpoint.keep", self.keep)
 
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from drafttrain.checks import integer, number, shown
 from drafttrain.errors import InputError
+from drafttrain.later import torch
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SCHEDULES = ("cosine", "linear", "constant")
 
@@ -99,9 +100,9 @@ class AdamW:
     def clip(self, parameters: Iterable[nn.Parameter]) -> None:
         parameters = list(parameters)
         if self.clip_value is not None:
-            nn.utils.clip_grad_value_(parameters, self.clip_value)
+            torch.nn.utils.clip_grad_value_(parameters, self.clip_value)
         if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+            torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm)
 
 
 @dataclass(frozen=True)

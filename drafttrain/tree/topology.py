@@ -11,11 +11,13 @@ import abc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from drafttrain.errors import InputError
+from drafttrain.later import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_NODES = 1024
 """Nodes of the largest tree: a target pass checks all of them at once."""

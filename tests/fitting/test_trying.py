@@ -36,6 +36,7 @@ KINDS = {
         "data=set",
         "data.set_aside=4",
         "data.temperatures=null",
+        "draft_vocab=64",
     ],
     "specinfer": [
         "experiment=specinfer",
