@@ -18,8 +18,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from omegaconf import DictConfig, ListConfig
+
+from drafttrain.wiring.doors import door
+
+DOOR = door("capture")
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
+import torch
 
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.data.journal import Lines
@@ -37,7 +44,6 @@ from drafttrain.target.stored import gives_last
 from drafttrain.target.together import admit, auto_dtype, enter
 from drafttrain.training.pairing import check_set
 from drafttrain.wiring.building import build
-from drafttrain.wiring.doors import door
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,7 @@ class Settings:
     batches: Batches
 
 
-@door("capture")
+@DOOR
 def main(cfg: DictConfig) -> None:
     settings = read_settings(cfg)
     folder = StoreFolder(settings.out)

@@ -16,6 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+
+from drafttrain.wiring.doors import door
+
+DOOR = door("generate", text=("prompt", "system", "package", "tree", "rule"))
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
 from rich.console import Console
 from rich.text import Text
 
@@ -37,7 +44,6 @@ from drafttrain.target.load import tokenizer_only
 from drafttrain.target.model import Target, outside
 from drafttrain.tree.topology import Growth, Tree
 from drafttrain.wiring.building import build
-from drafttrain.wiring.doors import door
 
 MARKS = ("auto", "colour", "brackets", "none")
 STYLE = "green underline"
@@ -47,7 +53,7 @@ _CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in 
 """Control characters as pictures: a text cannot move the cursor or set colours."""
 
 
-@door("generate", text=("prompt", "system", "package", "tree", "rule"))
+@DOOR
 def main(cfg: DictConfig) -> None:
     asked = check_settings(cfg)
     package = path_of("package", cfg.package)

@@ -23,6 +23,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from drafttrain.wiring.doors import door
+
+DOOR = door("report", text=("runs", "prompts"))
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
 from drafttrain import runs
 from drafttrain.checks import shown
 from drafttrain.data.conversations import write_json
@@ -55,7 +61,6 @@ from drafttrain.target.model import Target
 from drafttrain.target.prompts import Source, open_prompts
 from drafttrain.target.turns import counted
 from drafttrain.wiring.building import build, named_by
-from drafttrain.wiring.doors import door
 
 RESULT, TEXT, PICTURE = "report.json", "report.md", "report.png"
 FILES = (PICTURE, TEXT, RESULT, PAGE)
@@ -88,7 +93,7 @@ class Settings:
     dtype: str
 
 
-@door("report", text=("runs", "prompts"))
+@DOOR
 def main(cfg: DictConfig) -> None:
     settings = read_settings(cfg)
     entries = read_entries(find_packages(settings.runs, say), measured=not settings.measure)

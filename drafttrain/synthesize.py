@@ -25,6 +25,12 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from drafttrain.wiring.doors import door
+
+DOOR = door("synthesize")
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
 from drafttrain.checks import integer, path_of, switch
 from drafttrain.data.conversations import Journal, Row
 from drafttrain.data.datamodule import set_folder
@@ -57,7 +63,6 @@ from drafttrain.target.synthesis import (
 )
 from drafttrain.target.together import admit, auto_dtype, enter
 from drafttrain.wiring.building import build
-from drafttrain.wiring.doors import door
 
 HELD_OUT_SHARE = 5
 """At most one row in five is held out."""
@@ -108,7 +113,7 @@ class Job:
         return {"prompts": self.prompts.source, "writing": writing}
 
 
-@door("synthesize")
+@DOOR
 def main(cfg: DictConfig) -> None:
     settings = check_settings(cfg)
     writing: SynthesisConfig = build(cfg.writing)

@@ -19,6 +19,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from drafttrain.wiring.doors import door
+
+DOOR = door("tune", text=("package", "prompts"))
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
 from drafttrain.checks import integer, path_of, switch
 from drafttrain.data.conversations import write_json
 from drafttrain.decoding.costs import measure_costs
@@ -45,7 +51,6 @@ from drafttrain.tree.search import expected_tokens
 from drafttrain.tree.share import Followed, candidate_forests, expected
 from drafttrain.tree.topology import Growth, Tree, check_size
 from drafttrain.wiring.building import build
-from drafttrain.wiring.doors import door
 
 RESULT = "tuning.json"
 NO_ROUND = (
@@ -56,7 +61,7 @@ RECORDED = ("temperature", "top_k", "top_p", "max_new_tokens", "seed")
 SHOWN = 12
 
 
-@door("tune", text=("package", "prompts"))
+@DOOR
 def main(cfg: DictConfig) -> None:
     asked = check_settings(cfg)
     package = path_of("package", cfg.package)

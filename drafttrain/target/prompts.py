@@ -23,8 +23,8 @@ from drafttrain.data.prompts import (
     by_reason,
     nothing_left,
     some,
-    unwatched,
     unread_columns,
+    unwatched,
 )
 from drafttrain.data.template import ChatPieces
 from drafttrain.errors import InputError

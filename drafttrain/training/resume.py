@@ -64,7 +64,7 @@ def refuse_other_run(
     before, now = ({**one, "target": None} for one in (resumed["facts"], facts))
     important = differences(before, now)
     other = differences(resumed["settings"], config)
-    for key in ("resume", "run_dir", "target.dtype", "target.device"):
+    for key in ("resume", "run_dir", "dry_run", "target.dtype", "target.device"):
         other.pop(key, None)
     if other:
         say(f"settings differ from the earlier part of this run: {_listed(other)}")
