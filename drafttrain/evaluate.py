@@ -17,7 +17,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from drafttrain import checks
-from drafttrain.data.conversations import write_json
 from drafttrain.decoding import exactness
 from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.errors import InputError
@@ -32,6 +31,7 @@ from drafttrain.evaluating.measuring import changed, exact, measure, settings_of
 from drafttrain.evaluating.parity import parity
 from drafttrain.evaluating.saying import say
 from drafttrain.evaluating.showing import show
+from drafttrain.files import write_json
 from drafttrain.nn.sampling import Policy, check_seed
 from drafttrain.packaging.decoding import read_plan, rule_of
 from drafttrain.packaging.manifest import DECODING, read_config

@@ -25,13 +25,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from drafttrain import runs
 from drafttrain.checks import shown
-from drafttrain.data.conversations import write_json
 from drafttrain.decoding.conditions import conditions, dtype_name
 from drafttrain.decoding.measure import Entrant, behind, race
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
+from drafttrain.files import write_json
 from drafttrain.nn.sampling import Policy, check_seed
 from drafttrain.packaging.collection import (
     Entry,

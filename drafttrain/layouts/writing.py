@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
+from drafttrain.files import even_modes, new_folder
 from drafttrain.layouts import engines
 from drafttrain.layouts.directory import CONFIG, Directory, open_directory
 from drafttrain.layouts.engines import Engine, Reading
@@ -185,7 +185,7 @@ def _scratch(out: Path, above: Path) -> Path:
     InputError."""
     try:
         above.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f".{out.name[:32]}-", dir=above))
+        return new_folder(above, out.name)
     except OSError as error:
         raise InputError(
             f"out={out} cannot be made: no folder can be made in {above} ({error.strerror})"
@@ -220,8 +220,7 @@ def put(
         for file in filter(Path.is_file, scratch.rglob("*")):
             with file.open("rb") as written:
                 os.fsync(written.fileno())
-            file.chmod(0o644)
-        scratch.chmod(0o755)
+        even_modes(scratch)
         refuse(check(open_directory(scratch, "out")), f"this export to {out} would not work")
         check_out(out)
         was_there = out.exists()

@@ -22,8 +22,8 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from drafttrain.checks import shown
-from drafttrain.data.conversations import write_atomic
 from drafttrain.errors import InputError, writing
+from drafttrain.files import write_atomic
 from drafttrain.processes import rank
 
 PathLike = str | os.PathLike[str]

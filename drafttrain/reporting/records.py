@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drafttrain.data.conversations import write_json
 from drafttrain.errors import InputError
+from drafttrain.files import write_json
 from drafttrain.packaging.checking import read_json
 from drafttrain.packaging.collection import Entry, with_rows
 from drafttrain.packaging.manifest import DECODING, class_of

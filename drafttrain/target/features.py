@@ -100,7 +100,7 @@ def take_room(path: Path, size: int) -> None:
 
     Raises: OSError if there is no room; the file is then gone.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(handle, 0, size)

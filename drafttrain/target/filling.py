@@ -31,11 +31,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from drafttrain.data.conversations import MANIFEST, sha256_of, write_atomic
+from drafttrain.data.conversations import MANIFEST, sha256_of
 from drafttrain.data.datamodule import ConversationData, EpochSampler
 from drafttrain.data.growing import SETTINGS, GrowingFolder
 from drafttrain.data.journal import Lines, journals, records
 from drafttrain.errors import InputError
+from drafttrain.files import write_atomic
 from drafttrain.flow import Batch
 from drafttrain.target.features import has_room, take_room
 from drafttrain.target.store import (

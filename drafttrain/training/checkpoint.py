@@ -26,8 +26,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
 from drafttrain.checks import integer
-from drafttrain.data.conversations import write_atomic
 from drafttrain.errors import InputError, writing
+from drafttrain.files import write_atomic
 from drafttrain.processes import rank
 from drafttrain.training.decode_callback import DecodeCallback
 from drafttrain.training.module import DraftModule
