@@ -119,7 +119,7 @@ def pack(parts: Parts, ready: Ready, worth: Worth) -> Path:
         target=ready.target,
         plan=worth.plan,
         metrics=worth.metrics,
-        provenance=provenance(parts.config.values) | {"training": ready.facts()},
+        provenance=provenance(parts.config.kept) | {"training": ready.facts()},
         trained_length=ready.trained_length,
         export_assistant=parts.export_assistant,
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError
-from drafttrain.runs import differences
+from drafttrain.runs import differences, masked
 from drafttrain.target.model import Target
 from drafttrain.training.module import DraftModule
 
@@ -23,10 +23,10 @@ def facts_of(
 ) -> dict[str, Any]:
     """What decides which update comes next, the facts of the source of features included.
 
-    A run is only resumed where all of it is the same.
+    A run is only resumed where all of it is the same. Secrets are no part of it.
     """
     in_rate = ("warmup", "schedule", "end_factor", "horizon")
-    return {
+    facts: dict[str, Any] = {
         "target": target.fingerprint,
         "data": data.set.digest,
         "rows": {
@@ -48,6 +48,7 @@ def facts_of(
         "seed": config["seed"],
         **({} if data.digest is None else {"part": data.digest}),
     }
+    return masked(facts)
 
 
 def refuse_other_run(
@@ -57,8 +58,9 @@ def refuse_other_run(
     say: Callable[[str], None],
 ) -> None:
     """List what differs from the earlier part of the run; refuse what would make it another run."""
-    important = differences(resumed["facts"], facts)
-    other = differences(resumed["settings"], config)
+    # Earlier versions kept secrets in checkpoints.
+    important = differences(masked(resumed["facts"]), facts)
+    other = differences(masked(resumed["settings"]), config)
     for key in ("resume", "run_dir", "target.dtype", "target.device"):
         other.pop(key, None)
     if other:

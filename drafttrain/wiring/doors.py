@@ -13,12 +13,12 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from drafttrain import companions, runs
+from drafttrain import companions, masking, runs
 from drafttrain.errors import InputError, LostCompanion, one_line, refused_by_system
 from drafttrain.processes import rank, world_size
 from drafttrain.wiring.composing import invocation_of
@@ -58,6 +58,7 @@ def door(
                 except (KeyboardInterrupt, _Terminated, Exception) as error:
                     code = _exit_code(name, error)
                     if code is None:
+                        sys.excepthook = functools.partial(_show_fault, runs.current.secrets)
                         raise
                     raise SystemExit(code) from None
                 finally:
@@ -77,8 +78,9 @@ def _opened(
 ) -> Any:
     """Do what the words on the command line ask for."""
     options, overrides = _options_of(words)
+    runs.current = runs.Invocation(name, tuple(overrides))  # Its refusals name no secrets.
     if options["help"]:
-        print(help_text(name, main, overrides, text, options["config_dir"]))
+        print(runs.hidden(help_text(name, main, overrides, text, options["config_dir"])))
         return None
     invocation = invocation_of(
         name,
@@ -87,10 +89,10 @@ def _opened(
         config_dir=options["config_dir"],
         check_missing=not options["cfg"],
     )
-    if options["cfg"]:
-        print(OmegaConf.to_yaml(invocation.config, resolve=options["resolve"]), end="")
-        return None
     runs.current = invocation
+    if options["cfg"]:
+        print(_shown(invocation.config, resolve=options["resolve"]), end="")
+        return None
     with companions.together(name) if together else contextlib.nullcontext():
         return main(invocation.config)
 
@@ -113,9 +115,21 @@ def _exit_code(name: str, error: BaseException) -> int | None:
     if not message:
         return None
     if any(os.environ.get(name, "0") != "0" for name in (TRACEBACK_VARIABLE, "HYDRA_FULL_ERROR")):
-        traceback.print_exc()
+        print(runs.hidden(traceback.format_exc()), end="", file=sys.stderr)
     _complain(name, message)
     return 2
+
+
+def _shown(config: DictConfig, *, resolve: bool) -> str:
+    """A configuration as YAML, without secrets."""
+    values = OmegaConf.to_container(config, resolve=resolve)
+    return OmegaConf.to_yaml(OmegaConf.create(runs.masked(values)))
+
+
+def _show_fault(secrets: Collection[str], *error: Any) -> None:
+    """Python's own traceback, without secrets."""
+    text = "".join(traceback.format_exception(*error))
+    print(masking.hidden(text, secrets), end="", file=sys.stderr)
 
 
 class _Terminated(BaseException):
@@ -163,7 +177,8 @@ def _any_character() -> Iterator[None]:
 
 def _complain(name: str, message: str) -> None:
     place = f" (rank {rank()})" if world_size() > 1 else ""
-    print(f"drafttrain.{name}{place}: {one_line(message).strip()}", file=sys.stderr, flush=True)
+    line = one_line(runs.hidden(message)).strip()
+    print(f"drafttrain.{name}{place}: {line}", file=sys.stderr, flush=True)
 
 
 def _options_of(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
