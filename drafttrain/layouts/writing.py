@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafttrain.drafter.base import Drafter
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, writing
 from drafttrain.files import even_modes, new_folder
 from drafttrain.layouts import engines
 from drafttrain.layouts.directory import CONFIG, Directory, open_directory
@@ -212,13 +212,16 @@ def put(
     scratch = _scratch(out, out.parent)
     try:
         for name, tensors in {exported.file: exported.tensors, **exported.shards}.items():
-            save_file(tensors, scratch / name, metadata={"format": "pt"})
+            with writing(out / name):
+                save_file(tensors, scratch / name, metadata={"format": "pt"})
         for name, text in {CONFIG: as_json(exported.config), **exported.texts, **texts}.items():
-            (scratch / name).write_text(text, encoding="utf-8")
+            with writing(out / name):
+                (scratch / name).write_text(text, encoding="utf-8")
         if exported.tokenizer and tokenizer is not None:
-            tokenizer.save_pretrained(scratch)
+            with writing(out):
+                tokenizer.save_pretrained(scratch)
         for file in filter(Path.is_file, scratch.rglob("*")):
-            with file.open("rb") as written:
+            with writing(out / file.name), file.open("rb") as written:
                 os.fsync(written.fileno())
         even_modes(scratch)
         refuse(check(open_directory(scratch, "out")), f"this export to {out} would not work")

@@ -14,7 +14,7 @@ from torch import Tensor
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.standalone import Standalone
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, refuse_full_disk, writing
 from drafttrain.files import even_modes, new_folder
 from drafttrain.packaging.checking import some
 from drafttrain.packaging.contents import (
@@ -103,22 +103,34 @@ def _check_given(dtype: str, metrics: Any) -> None:
 def _write(folder: Path, texts: Mapping[str, str], files: Mapping[str, dict[str, Tensor]]) -> None:
     """Everything into a scratch folder, onto the disk, and then into its place."""
     folder.parent.mkdir(parents=True, exist_ok=True)
+    refuse_full_disk(
+        folder.parent,
+        sum(_bytes(tensor) for held in files.values() for tensor in held.values()),
+        what=f"package {folder}",
+        remedy="Free some space, or give a folder on another disk (a run: resume=last)",
+    )
     scratch = new_folder(folder.parent, folder.name)
     try:
         for name in {str(Path(name).parent) for name in (*texts, *files)} - {"."}:
             (scratch / name).mkdir()
         for name, held in files.items():
-            save_file(held, scratch / name, metadata={"format": "pt"})
+            with writing(folder / name, sum(map(_bytes, held.values()))):
+                save_file(held, scratch / name, metadata={"format": "pt"})
         for name, text in texts.items():
-            (scratch / name).write_text(text, encoding="utf-8")
+            with writing(folder / name):
+                (scratch / name).write_text(text, encoding="utf-8")
         for name in (*texts, *files):
-            with (scratch / name).open("rb") as file:
+            with writing(folder / name), (scratch / name).open("rb") as file:
                 os.fsync(file.fileno())
         even_modes(scratch)
         check_place(folder)
         _put(scratch, folder)
     finally:
         _remove(scratch)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def change_plan(folder: str | os.PathLike[str], plan: Plan) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, writing
 from drafttrain.files import even_modes, new_folder
 from drafttrain.target.reading import without_bars
 
@@ -50,7 +50,8 @@ def converted() -> Path:
     goal.parent.mkdir(parents=True, exist_ok=True)
     scratch = new_folder(goal.parent, goal.name)
     try:
-        _convert(source, scratch)
+        with writing(goal):
+            _convert(source, scratch)
         even_modes(scratch)
         try:
             scratch.rename(goal)
