@@ -30,9 +30,9 @@ import torch
 
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.data.journal import Lines
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, room
 from drafttrain.processes import rank, world_size
-from drafttrain.reporting.console import amount, room, table, track
+from drafttrain.reporting.console import amount, table, track
 from drafttrain.runs import provenance
 from drafttrain.target.encoding import ENCODINGS
 from drafttrain.target.features import check_layers, computed
@@ -185,7 +185,7 @@ def capture(
     missing = folder.missing(plan)
     needed = folder.needed(plan, missing)
     announce(folder, plan, target, data, needed)
-    folder.refuse_full_disk(needed, room(needed))
+    folder.check_room(needed)
     if there is None:
         folder.record(record)
     mine = [shard for shard in missing if finished or shard.number % world_size() == rank()]

@@ -23,13 +23,13 @@ if __name__ == "__main__":
     DOOR.greet(__doc__)
 
 from drafttrain import checks
-from drafttrain.data.conversations import write_json
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.evaluating.comparing import filled_trees, warn_of_length
 from drafttrain.evaluating.measuring import changed, exact, measure, settings_of
 from drafttrain.evaluating.parity import parity
 from drafttrain.evaluating.saying import say
 from drafttrain.evaluating.showing import show
+from drafttrain.files import write_json
 from drafttrain.packaging.decoding import read_plan
 from drafttrain.packaging.manifest import DECODING, read_config
 from drafttrain.packaging.reading import load_drafter, target_for

@@ -76,6 +76,7 @@ def main(cfg: DictConfig) -> None:
         laps.mark("loading")
         job = Job(
             config=parts.config.values,
+            kept=parts.config.kept,
             settings=parts.settings,
             run=run,
             target=target,

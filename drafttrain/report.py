@@ -31,13 +31,13 @@ if __name__ == "__main__":
 
 from drafttrain import runs
 from drafttrain.checks import shown
-from drafttrain.data.conversations import write_json
 from drafttrain.decoding.conditions import conditions, dtype_name
 from drafttrain.decoding.measure import Entrant, behind, race
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.drafter.base import Drafter
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, writing
+from drafttrain.files import write_json
 from drafttrain.nn.sampling import Policy, check_seed
 from drafttrain.packaging.collection import (
     Entry,
@@ -372,7 +372,7 @@ def publish(
     ]
     shared = ordered if compared else ()
     html = page(title_of(records), records, rows=shared, settings=conditions, notes=notes)
-    with tempfile.TemporaryDirectory(prefix=".report-", dir=folder) as scratch:
+    with writing(folder), tempfile.TemporaryDirectory(prefix=".report-", dir=folder) as scratch:
         made = Path(scratch)
         write_json(
             made / RESULT, {"settings": conditions, "rows": ordered, "provenance": provenance()}

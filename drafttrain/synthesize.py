@@ -50,7 +50,7 @@ from drafttrain.errors import InputError
 from drafttrain.processes import rank, world_size
 from drafttrain.reporting.console import Rate, amount, clock, console, reading, table
 from drafttrain.reporting.preview import show_row
-from drafttrain.runs import plain, provenance
+from drafttrain.runs import masked, plain, provenance
 from drafttrain.target import fingerprint
 from drafttrain.target.load import resolve_device, tokenizer_only
 from drafttrain.target.model import Target
@@ -110,7 +110,7 @@ class Job:
     def parts(self) -> dict[str, Any]:
         """Of settings.json and the manifest, without the target: plain JSON values."""
         writing = json.loads(json.dumps(dataclasses.asdict(self.writing)))
-        return {"prompts": self.prompts.source, "writing": writing}
+        return {"prompts": masked(self.prompts.source), "writing": writing}
 
 
 @DOOR

@@ -26,7 +26,6 @@ if __name__ == "__main__":
     DOOR.greet(__doc__)
 
 from drafttrain.checks import integer, path_of, switch
-from drafttrain.data.conversations import write_json
 from drafttrain.decoding.costs import measure_costs
 from drafttrain.decoding.measure import Measurement
 from drafttrain.decoding.members import followed
@@ -35,6 +34,7 @@ from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.ensemble import Ensemble
 from drafttrain.errors import InputError
+from drafttrain.files import write_json
 from drafttrain.nn.sampling import Policy, check_seed
 from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
 from drafttrain.packaging.manifest import DECODING, read_config

@@ -11,9 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from drafttrain.data.journal import Lines, as_line, records
-from drafttrain.errors import InputError, writable, writing
+from drafttrain.errors import InputError
+from drafttrain.files import write_atomic, write_json
 
 FORMAT = 1
 TENSORS = "conversations.safetensors"
@@ -477,25 +476,3 @@ def _from_record(record: Any) -> Row | tuple[int, str]:
 
 def _count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
-
-
-def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write next to the goal, then rename: a kill or a full disk leaves the old file intact."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    os.close(handle)
-    scratch = Path(name)
-    try:
-        with writing(path):
-            write(scratch)
-            with scratch.open("rb") as file:
-                os.fsync(file.fileno())
-        scratch.chmod(0o644)
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Plain values as JSON; an earlier file is replaced at once."""
-    text = writable(json.dumps(value, indent=2, ensure_ascii=False)) + "\n"
-    write_atomic(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))

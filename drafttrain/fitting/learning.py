@@ -85,7 +85,7 @@ def learn(
 def untrained(job: Job) -> Ready:
     """A drafter that learns nothing, as it is."""
     ready = prepare_untrained(job, say)
-    log_config(job.run.loggers, job.config)
+    log_config(job.run.loggers, job.kept)
     return ready
 
 

@@ -133,7 +133,7 @@ def pack(
         target=ready.target,
         plan=plan,
         metrics=worth.metrics,
-        provenance=provenance(parts.config.values) | {"training": cost},
+        provenance=provenance(parts.config.kept) | {"training": cost},
         trained_length=ready.trained_length,
         trained_on=data.fingerprint,
         export_assistant=parts.export_assistant,

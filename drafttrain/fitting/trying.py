@@ -21,7 +21,7 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from drafttrain.decoding.plan import Plan
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, room
 from drafttrain.fitting import boosting
 from drafttrain.fitting.given import make_adapter
 from drafttrain.fitting.learning import outline
@@ -34,7 +34,7 @@ from drafttrain.packaging.contents import files_of, language_model_of, tensors_o
 from drafttrain.packaging.manifest import PACKAGE
 from drafttrain.packaging.writing import check_place
 from drafttrain.processes import peak_memory, world_size
-from drafttrain.reporting.console import clock, room, table
+from drafttrain.reporting.console import clock, table
 from drafttrain.reporting.progress import ConsoleProgress
 from drafttrain.runs import check_run_dir
 from drafttrain.training.boost import Boost

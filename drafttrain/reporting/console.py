@@ -75,15 +75,6 @@ def amount(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def room(size: float) -> str:
-    """Bytes as 512 bytes, 3.2 MB or 1.05 TB."""
-    units = ["bytes", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1000
-        units.pop(0)
-    return f"{size:.0f} bytes" if units[0] == "bytes" else f"{size:.3g} {units[0]}"
-
-
 def track(
     iterable: Iterable[T],
     *,

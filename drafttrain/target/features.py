@@ -21,7 +21,7 @@ from torch import Tensor
 from drafttrain.checks import shown
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.data.joining import laid_out, taken_apart
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, writing
 from drafttrain.flow import Batch, Features, Needs
 from drafttrain.target.model import Target
 
@@ -30,6 +30,8 @@ KEEP = ("bfloat16", "float16", "float32")
 LAST = "last_hidden"
 SPARE = 1 << 28
 """Bytes of a disk that are left free."""
+SLACK = 1.02
+"""A file takes more of a disk than its bytes."""
 
 
 class FeatureSource(Protocol):
@@ -92,7 +94,7 @@ def computed(target: Target, batch: Batch, needs: Needs) -> dict[str | int, Tens
 
 def has_room(folder: Path, size: float) -> bool:
     """Does a disk have room for that many more bytes?"""
-    return shutil.disk_usage(folder).free >= size * 1.02 + SPARE
+    return shutil.disk_usage(folder).free >= size * SLACK + SPARE
 
 
 def take_room(path: Path, size: int) -> None:
@@ -101,12 +103,13 @@ def take_room(path: Path, size: int) -> None:
 
     Raises: OSError if there is no room; the file is then gone.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(handle, 0, size)
-        else:
-            os.ftruncate(handle, size)
+        with writing(path, size):
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(handle, 0, size)
+            else:
+                os.ftruncate(handle, size)
     except OSError:
         path.unlink(missing_ok=True)
         raise

@@ -25,8 +25,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
-from drafttrain.data.conversations import write_atomic
 from drafttrain.errors import InputError, writing
+from drafttrain.files import write_atomic
 from drafttrain.nn.spoilt import SPOILT, spoilt
 from drafttrain.packaging.checking import some
 from drafttrain.processes import rank

@@ -54,7 +54,9 @@ class Job:
     """One fit, before it is prepared."""
 
     config: dict[str, Any]
-    """The run's configuration as plain values, as checkpoints and packages keep it."""
+    """The run's configuration as plain values."""
+    kept: dict[str, Any]
+    """The same as checkpoints and trackers keep it, without secrets."""
     settings: Settings
     run: Run
     target: Target

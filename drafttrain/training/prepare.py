@@ -179,7 +179,7 @@ def prepare(
         decode,
         patience=settings.eval.patience,
         facts=facts_of(job.config, job.target, stream.data, module, world_size(), source.facts()),
-        settings=job.config,
+        settings=job.kept,
     )
     refuse_full_disk(run.folder, module)
     training = Training(
@@ -263,7 +263,7 @@ def module_of(
 def take_over(training: Training, state: dict[str, Any], say: Say) -> None:
     """Go on where a checkpoint was. Raises InputError if it is another run's."""
     module = training.module
-    refuse_other_run(state, training.keeper.facts, training.config, say)
+    refuse_other_run(state, training.keeper.facts, training.keeper.settings, say)
     try:
         module.continue_from(state)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from drafttrain.errors import InputError, first_line
-from drafttrain.runs import Invocation
+from drafttrain.runs import Invocation, literal_text
 from drafttrain.wiring.conf import comments_of, conf_dir
 from drafttrain.wiring.names import dotted_keys, has_key, join, nearest, unknown_choice, unknown_key
 
@@ -148,7 +148,7 @@ def _take_literal(config: DictConfig, literal: Mapping[str, str], choices: dict[
     for key, value in literal.items():
         if not has_key(settings, key):
             raise InputError(unknown_key(f"{key}={value}", key, config, choices))
-        OmegaConf.update(config, key, _escape(value))
+        OmegaConf.update(config, key, literal_text(value))
 
 
 def _check_complete(door_name: str, config: DictConfig, choices: dict[str, Any]) -> None:
@@ -432,12 +432,6 @@ def _quote(choice: Any) -> str:
     if isinstance(choice, list):
         return "[" + ",".join(map(str, choice)) + "]"
     return str(choice)
-
-
-def _escape(value: str) -> str:
-    """Text as OmegaConf must hold it to give the same text back: interpolation marks are data
-    here."""
-    return re.sub(r"(\\*)\$\{", lambda match: match.group(1) * 2 + r"\${", value)
 
 
 def _stems(folder: Path) -> list[str]:

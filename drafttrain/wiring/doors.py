@@ -13,12 +13,12 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from drafttrain import companions, runs
+from drafttrain import companions, masking, runs
 from drafttrain.errors import InputError, LostCompanion, one_line, refused_by_system
 from drafttrain.processes import check_variables, rank, world_size
 from drafttrain.wiring.composing import invocation_of
@@ -83,7 +83,6 @@ class door:
                     invocation = self._asked(words, about)
                     if invocation is None:
                         return None
-                    runs.current = invocation
                     if not self.together:
                         check_variables()
                     together = companions.together if self.together else contextlib.nullcontext
@@ -97,8 +96,10 @@ class door:
     def _asked(self, words: list[str], about: str | None) -> runs.Invocation | None:
         """What the words on the command line ask for; None where it was something to print."""
         options, overrides = _options_of(words)
+        runs.current = runs.Invocation(self.name, tuple(overrides))  # Its refusals name no secrets.
         if options["help"]:
-            print(help_text(self.name, about, overrides, self.text, options["config_dir"]))
+            shown = help_text(self.name, about, overrides, self.text, options["config_dir"])
+            print(runs.hidden(shown))
             return None
         invocation = invocation_of(
             self.name,
@@ -107,8 +108,9 @@ class door:
             config_dir=options["config_dir"],
             check_missing=not options["cfg"],
         )
+        runs.current = invocation
         if options["cfg"]:
-            print(OmegaConf.to_yaml(invocation.config, resolve=options["resolve"]), end="")
+            print(_shown(invocation.config, resolve=options["resolve"]), end="")
             return None
         return invocation
 
@@ -122,6 +124,7 @@ class door:
             except (KeyboardInterrupt, _Terminated, Exception) as error:
                 code = _exit_code(self.name, error)
                 if code is None:
+                    sys.excepthook = functools.partial(_show_fault, runs.current.secrets)
                     raise
                 raise SystemExit(code) from None
 
@@ -144,9 +147,21 @@ def _exit_code(name: str, error: BaseException) -> int | None:
     if not message:
         return None
     if any(os.environ.get(name, "0") != "0" for name in (TRACEBACK_VARIABLE, "HYDRA_FULL_ERROR")):
-        traceback.print_exc()
+        print(runs.hidden(traceback.format_exc()), end="", file=sys.stderr)
     _complain(name, message)
     return 2
+
+
+def _shown(config: DictConfig, *, resolve: bool) -> str:
+    """A configuration as YAML, without secrets."""
+    values = OmegaConf.to_container(config, resolve=resolve)
+    return OmegaConf.to_yaml(OmegaConf.create(runs.masked(values)))
+
+
+def _show_fault(secrets: Collection[str], *error: Any) -> None:
+    """Python's own traceback, without secrets."""
+    text = "".join(traceback.format_exception(*error))
+    print(masking.hidden(text, secrets), end="", file=sys.stderr)
 
 
 class _Terminated(BaseException):
@@ -194,7 +209,8 @@ def _any_character() -> Iterator[None]:
 
 def _complain(name: str, message: str) -> None:
     place = f" (rank {rank()})" if world_size() > 1 else ""
-    print(f"drafttrain.{name}{place}: {one_line(message).strip()}", file=sys.stderr, flush=True)
+    line = one_line(runs.hidden(message)).strip()
+    print(f"drafttrain.{name}{place}: {line}", file=sys.stderr, flush=True)
 
 
 def _options_of(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -13,7 +13,8 @@ from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console
 from torch.utils.data import DataLoader
 
-from drafttrain.reporting.console import Rate, amount, cell, clock, reading, room, table, track
+from drafttrain.errors import room
+from drafttrain.reporting.console import Rate, amount, cell, clock, reading, table, track
 from drafttrain.reporting.progress import ConsoleProgress
 from tests import messages
 
