@@ -103,7 +103,8 @@ def check(target: Target, config: SynthesisConfig) -> ChatPieces:
     """Raise InputError if this target cannot write conversations of these settings."""
     if config.max_length > target.context:
         raise InputError(
-            f"max_length {config.max_length} is beyond the target's context of {target.context}"
+            f"max_length {config.max_length} is beyond the target's context of "
+            f"{target.context_words}"
         )
     return ChatPieces(target.tokenizer, target.stop_ids)
 
