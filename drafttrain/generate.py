@@ -29,7 +29,7 @@ from rich.text import Text
 from drafttrain.checks import integer, path_of
 from drafttrain.data.template import ChatPieces
 from drafttrain.decoding.loop import Listener, Output
-from drafttrain.decoding.plan import Plan
+from drafttrain.decoding.plan import UNKEPT, Plan
 from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.decoding.unfolding import Unfolding
 from drafttrain.drafter.base import Drafter
@@ -247,12 +247,13 @@ class Conversation:
             raise InputError(outside(max(ids), self.target))
         if len(ids) >= self.target.context:
             raise InputError(
-                f"{len(ids)} tokens, the target's context holds {self.target.context}: shorten, or "
-                "start again"
+                f"{len(ids)} tokens, the target's context holds {self.target.context_words}: "
+                "shorten, or start again"
             )
         if len(ids) + room > self.target.context:
             print(
-                f"generate: only {self.target.context - len(ids)} tokens fit the target's context",
+                f"generate: only {self.target.context - len(ids)} tokens fit the target's context "
+                f"of {self.target.context_words}",
                 file=sys.stderr,
             )
         return ids
@@ -368,9 +369,8 @@ def close(
         f"{count} tokens in {seconds:.1f} s",
         f"ended by {output.finish}",
     ]
-    screen.line(
-        "\n" + ", ".join(words) + f"; guarantee: {wanted.plan.guarantee_on(speculator.target)}"
-    )
+    guarantee = wanted.plan.guarantee_on(speculator.target)
+    screen.line("\n" + ", ".join(words) + f"; guarantee: {guarantee}")
     if not compare:
         return
     policy = wanted.plan.policy
@@ -379,9 +379,12 @@ def close(
     verdict = "" if speed >= 1 else ": drafting was SLOWER here"
     same = ""
     if policy.greedy:
+        unkept = wanted.plan.guarantee_on(speculator.target, differed=True) == UNKEPT
         same = (
             ", the same text"
             if plain.ids == output.ids
+            else ", ANOTHER TEXT, which rounding does not explain: the guarantee does not hold"
+            if unkept
             else ", another text (a near-tie in low precision)"
         )
     screen.line(

@@ -85,7 +85,6 @@ def _rows(
     best = max((one for one in accepted[1:] if one is not None), key=lambda one: one.tally.tau or 0)
     return [
         row_of(plan, one, speed)
-        | {"guarantee": plan.guarantee_on(speculator.target)}
         | behind(best, one if plan.tree.size else None)
         | by_turn(one, turns)
         for plan, one, speed in zip(plans, accepted, speeds, strict=True)
@@ -118,7 +117,7 @@ def row_of(plan: Plan, accepted: Measurement | None, speed: Measurement | None) 
     timed = speed.row()
     taken = (
         *("speedup", "speedup_interval", "tokens_per_second", "plain_tokens_per_second"),
-        *("seconds", "tokens", "plain_seconds", "plain_tokens", "same_as_plain"),
+        *("seconds", "tokens", "plain_seconds", "plain_tokens", "same_as_plain", "guarantee"),
     )
     return row | {name: timed[name] for name in taken} | {"speed_prompts": timed["prompts"]}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from drafttrain.target.reading import read_tokenizer
 
 TINY = seeded.TINY
 
+log = logging.getLogger(__name__)
 
 AUTO_DTYPE_VARIABLE = "DRAFTTRAIN_AUTO_DTYPE"
 """Environment variable that decides what dtype=auto comes out as."""
@@ -166,7 +168,10 @@ def hf(
             size = sum(p.numel() * p.element_size() for p in model.parameters())
             if packed.should_pack(pack, size):
                 packed.pack(model)
-    return Target(model, tokenizer, name or path)
+    target = Target(model, tokenizer, name or path)
+    if target.context_words != str(target.context):
+        log.warning("target %s: texts are limited to %s tokens", target.name, target.context_words)
+    return target
 
 
 def tiny(

@@ -104,7 +104,7 @@ class Source:
         if len(kept) < len(found):
             rows = [str(number) for number, _, ids in found if len(ids) >= target.context]
             self.left_out.append(
-                f"{len(rows)} prompts as long as the target's context of {target.context}: "
+                f"{len(rows)} prompts as long as the target's context of {target.context_words}: "
                 f"{', '.join(rows[:8])}"
             )
         if not kept:

@@ -119,7 +119,8 @@ def check(
     pieces of its chat template; None where only texts are continued."""
     if config.max_length > target.context:
         raise InputError(
-            f"max_length {config.max_length} is beyond the target's context of {target.context}"
+            f"max_length {config.max_length} is beyond the target's context of "
+            f"{target.context_words}"
         )
     if all(prompt is not None and prompt.read for prompt in prompts):
         return None

@@ -27,7 +27,7 @@ def check_set(
     if longest > target.context:
         raise InputError(
             f"data.path={path} has rows of up to {longest} tokens, the target's context holds "
-            f"{target.context}: set data.max_length={target.context}"
+            f"{target.context_words}: set data.max_length={target.context}"
         )
 
 

@@ -327,8 +327,8 @@ def usable_prompts(
     ):
         raise InputError(
             f"none of the {len(prompts)} held-out prompts leaves {room} of the target's "
-            f"{target.context} tokens of context: lower eval.max_new_tokens, final.max_new_tokens "
-            "and final.speed_new_tokens"
+            f"context of {target.context_words} tokens: lower eval.max_new_tokens, "
+            "final.max_new_tokens and final.speed_new_tokens"
         )
     if len(usable) < len(prompts):
         say(
