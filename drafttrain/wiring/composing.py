@@ -89,11 +89,10 @@ def invocation_of(
             _check_key(override, chosen, settings, choices)
         config = _with_values(chosen, values, options_of)
         if config is None:
-            known = dotted_keys(chosen)
             lines = [_line(o, group=o in groups) for o in parsed]
             lines = [
-                # A key of an open section, which Hydra would not add.
-                f"++{line}" if o in values and _is_new(o, known) else line
+                # Keys were checked: one that is not there is put into an open section.
+                f"++{line}" if o in values and _is_nested(o) else line
                 for o, line in zip(parsed, lines, strict=True)
             ]
             config, choices = _load(door_name, [*search, *lines], None)
@@ -289,10 +288,9 @@ def _with_values(
     return config
 
 
-def _is_new(override: Override, known: Sequence[str]) -> bool:
-    """Does it set a key that no file has, without saying so?"""
-    key = override.key_or_group
-    return override.type == OverrideType.CHANGE and "." in key and key not in known
+def _is_nested(override: Override) -> bool:
+    """Does it set a key within a section?"""
+    return override.type == OverrideType.CHANGE and "." in override.key_or_group
 
 
 def _line(override: Override, *, group: bool = False) -> str:
