@@ -14,15 +14,15 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from drafttrain.asking.adopt import check_settings
 from drafttrain.wiring.doors import door
 
-DOOR = door("adopt", text=("head", "out"))
+DOOR = door("adopt", text=("head", "out"), check=check_settings)
 if __name__ == "__main__":
     DOOR.greet(__doc__)
 
 import torch
 
-from drafttrain.checks import path_of
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
@@ -33,7 +33,7 @@ from drafttrain.layouts.writing import check_out
 from drafttrain.packaging.writing import save_package
 from drafttrain.runs import provenance
 from drafttrain.target.model import Target
-from drafttrain.tree.topology import MOST_NODES, Tree
+from drafttrain.tree.topology import Tree
 from drafttrain.wiring.building import build
 
 
@@ -59,19 +59,6 @@ def main(cfg: DictConfig) -> None:
         f"package={folder}"
     )
     say(f"train it further: python -m drafttrain.fit init_from={folder} {fit_words(drafter, head)}")
-
-
-def check_settings(cfg: DictConfig) -> None:
-    for key in ("head", "out"):
-        if not isinstance(cfg[key], str) or not cfg[key].strip():
-            raise InputError(f"{key}={str(cfg[key])[:80]}: needs the path of a folder")
-        path_of(key, cfg[key])
-    for key, most in (("chain", MOST_NODES), ("trained_length", 1 << 31)):
-        value = cfg[key]
-        if not (value is None and key == "trained_length") and (
-            type(value) is not int or not 1 <= value <= most
-        ):
-            raise InputError(f"{key}={str(value)[:40]}: needs an integer from 1 to {most}")
 
 
 def read_head(cfg: DictConfig) -> Directory:

@@ -25,13 +25,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from drafttrain.asking.synthesize import Settings, check_first, check_settings
 from drafttrain.wiring.doors import door
 
-DOOR = door("synthesize")
+DOOR = door("synthesize", check=check_first)
 if __name__ == "__main__":
     DOOR.greet(__doc__)
 
-from drafttrain.checks import integer, path_of, switch
 from drafttrain.data.conversations import Journal, Row
 from drafttrain.data.datamodule import set_folder
 from drafttrain.data.folder import SetFolder
@@ -66,35 +66,6 @@ from drafttrain.wiring.building import build
 
 HELD_OUT_SHARE = 5
 """At most one row in five is held out."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the door is given, apart from target, prompts and writing."""
-
-    out: str
-    """Empty only where prompts are previewed."""
-    rows: int | None
-    held_out: int
-    slots: int
-    preview: int
-    strict: bool
-    resume: bool
-    adopt: bool
-    keep_journal: bool
-
-    def __post_init__(self) -> None:
-        for key, least in (("rows", 1), ("held_out", 0), ("slots", 1), ("preview", 0)):
-            null = "every row there is" if key == "rows" else ""
-            integer(key, getattr(self, key), least, null=null)
-        for key in ("strict", "resume", "adopt", "keep_journal"):
-            switch(key, getattr(self, key))
-        if self.out is None and self.preview:
-            object.__setattr__(self, "out", "")
-        elif not str(self.out or "").strip():
-            raise InputError("needs out=<folder of the set>")
-        else:
-            path_of("out", self.out)
 
 
 @dataclass(frozen=True)
@@ -142,10 +113,6 @@ def main(cfg: DictConfig) -> None:
 
 
 # --- before long work starts ----------------------------------------------------------------------
-
-
-def check_settings(cfg: DictConfig) -> Settings:
-    return Settings(**{field.name: cfg[field.name] for field in dataclasses.fields(Settings)})
 
 
 def open_folder(settings: Settings) -> SetFolder:

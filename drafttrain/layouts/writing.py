@@ -31,8 +31,6 @@ from drafttrain.target.model import Target
 
 MODEL = "model.safetensors"
 CARD = "README.md"
-VOCABULARIES = ("auto", "whole", "reduced")
-
 
 R_co = TypeVar("R_co", bound=Reading, covariant=True)
 
