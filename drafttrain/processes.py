@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, writing
 
 WAIT_SECONDS = 120.0
 """How long the others wait for a rank 0 of which nothing is known; for one that is at work they
@@ -181,7 +181,7 @@ def is_alive(note: dict[str, Any] | None) -> bool:
 def write_note(path: Path, note: dict[str, Any]) -> None:
     """Replace a file at once."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w") as file:
+    with writing(path), os.fdopen(handle, "w") as file:
         json.dump(note, file)
     os.replace(temporary, path)
 

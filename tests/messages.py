@@ -89,6 +89,14 @@ TARGET: dict[str, str] = {
 }
 
 NN: dict[str, str] = {
+    "backend": r"with attention=sdpa, not with eager: set attention=eager",
+    "counts_positions": r"its code takes no positions and counts them itself; it is not supported",
+    "not_finite_itself": r"gives NaN or infinite logits by itself in {dtype}: .* set dtype=float32",
+    "not_one_row": r"logits in a batch with a longer row differ from its own",
+    "not_represented": r"target old \(.*\) cannot be represented: ",
+    "rotary_of_length": r"its rotary table depends on the length of the text read",
+    "unknown_window": r"window_size=16, which is not known here; it is not supported",
+    "unknown_long_window": r"its config has window_size=2048, a kind of attention .* not known",
     "cache_full": r"cache holds 2 entries",
     "generators": r"2 generators given for 3 rows",
     "layer_below": r"layer 0 asked for",

@@ -33,6 +33,7 @@ from drafttrain.flow import Batch, Features, Loss, Needs, Packing
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.causal import CausalLM
 from drafttrain.nn.mixture import TEXT, Mixture, mixed
+from drafttrain.nn.probing import probe
 from drafttrain.target.model import Target
 from drafttrain.tree.candidates import Candidates
 
@@ -201,7 +202,7 @@ class Ssm(Standalone, BorrowsHead, Autoregressive):
         self.to(target.device)
         self.network = Network(self.model, f"the drafter ({self._called})")
         self._check_vocabulary()
-        self.network.probe()
+        probe(self.network)
 
     @classmethod
     def check_held(

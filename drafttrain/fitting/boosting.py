@@ -119,9 +119,9 @@ def register(job: Job) -> None:
     """Write which run this is; refuse to go on with another one."""
     facts = procedure_facts(job.config, job.target, job.data)
     if job.run.resumed is not None:
-        refuse_other_run(job.run.resumed, facts, job.config, say)
-    write_checkpoint(job.run.checkpoints / LAST, {"facts": facts, "settings": job.config})
-    log_config(job.run.loggers, job.config)
+        refuse_other_run(job.run.resumed, facts, job.kept, say)
+    write_checkpoint(job.run.checkpoints / LAST, {"facts": facts, "settings": job.kept})
+    log_config(job.run.loggers, job.kept)
 
 
 @dataclass
@@ -141,6 +141,7 @@ class Fits:
         job = replace(
             self.job,
             config=own.config.values,
+            kept=own.config.kept,
             settings=self.job.settings if fit.member else self.job.settings.unmeasured,
             run=run,
             drafter=make_drafter(own, self.job.target, self.job.data, self.job.held_out),

@@ -33,7 +33,11 @@ from drafttrain.wiring.doors import STOPPED_BY_SIGNAL
 
 @contextlib.contextmanager
 def logged(parts: Parts, run: Run) -> Iterator[None]:
-    """The run's loggers while it lasts; its configuration is kept once they could be made."""
+    """The run's loggers while it lasts; its configuration is kept once they could be made. A run
+    that is only tried has neither."""
+    if parts.dry_run:
+        yield
+        return
     run.loggers = parts.loggers(run_dir=run.folder)
     try:
         run.keep_config(parts.config.yaml)
@@ -81,7 +85,7 @@ def learn(
 def untrained(job: Job) -> Ready:
     """A drafter that learns nothing, as it is."""
     ready = prepare_untrained(job, say)
-    log_config(job.run.loggers, job.config)
+    log_config(job.run.loggers, job.kept)
     return ready
 
 

@@ -42,6 +42,8 @@ class Parts:
     init_from: str | None
     """A package whose weights training starts with."""
     export_assistant: bool
+    dry_run: bool
+    """Only try the run, see `fitting.trying`."""
 
     @classmethod
     def of(cls, config: Config, settings: Settings, kind: type[Drafter], learns: bool) -> Parts:
@@ -63,6 +65,7 @@ class Parts:
             draft_vocab=values["draft_vocab"],
             init_from=None if values["init_from"] is None else str(values["init_from"]),
             export_assistant=values["export_assistant"],
+            dry_run=values["dry_run"],
         )
 
     def settled(self, changes: Mapping[str, Any]) -> Parts:

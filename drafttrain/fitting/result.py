@@ -116,7 +116,9 @@ def shown(row: dict[str, Any]) -> list[Any]:
     ]
 
 
-def pack(parts: Parts, ready: Ready, worth: Worth, cost: dict[str, Any] | None) -> Path:
+def pack(
+    parts: Parts, ready: Ready, worth: Worth, cost: dict[str, Any] | None, data: ConversationData
+) -> Path:
     """Write the package, with how it was made. Returns its folder.
 
     Args:
@@ -131,8 +133,9 @@ def pack(parts: Parts, ready: Ready, worth: Worth, cost: dict[str, Any] | None) 
         target=ready.target,
         plan=plan,
         metrics=worth.metrics,
-        provenance=provenance(parts.config.values) | {"training": cost},
+        provenance=provenance(parts.config.kept) | {"training": cost},
         trained_length=ready.trained_length,
+        trained_on=data.fingerprint,
         export_assistant=parts.export_assistant,
     )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from drafttrain.data.conversations import write_json
 from drafttrain.drafter.selfspec import SelfSpec
+from drafttrain.files import write_json
 from drafttrain.fitting.saying import say
 from drafttrain.processes import rank
 from drafttrain.reporting.console import clock, track

@@ -13,7 +13,7 @@ from torch import Tensor
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.standalone import Standalone
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, writable
 from drafttrain.nn.spoilt import SPOILT, spoilt
 from drafttrain.packaging.card import REQUIREMENTS, card, generate_file
 from drafttrain.packaging.checking import some
@@ -36,6 +36,7 @@ from drafttrain.packaging.manifest import (
     place_of,
 )
 from drafttrain.target.adapter import Adapter
+from drafttrain.target.fingerprint import in_mode_of
 from drafttrain.target.model import Target
 from drafttrain.target.naming import short
 from drafttrain.version import version
@@ -126,6 +127,7 @@ def config_of(
     trained_length: int | None,
     licence: str | None,
     provenance: dict[str, Any],
+    trained_on: Mapping[str, str] | None,
 ) -> dict[str, Any]:
     """config.json of a package, before paths are shortened; arguments as for `save_package`."""
     adapter, original = target.adapter, target.original or target
@@ -149,7 +151,7 @@ def config_of(
             "name": short(target.name),
             "model_type": target.config.model_type,
             "licence": licence or LICENCES.get(target.name),
-            "fingerprint": original.fingerprint,
+            "fingerprint": in_mode_of(original.fingerprint, trained_on or {}),
         },
         "training": provenance,
     }
@@ -213,4 +215,4 @@ def texts_of_plan(
 
 
 def json_text(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return writable(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)) + "\n"

@@ -314,7 +314,7 @@ def check_target(
         )
     name = str(config["target"]["name"])[:80]
     try:
-        fingerprint.refuse_other(stored, here, str(folder))
+        fingerprint.refuse_other(stored, here, str(folder), own=target.tokenizer)
     except InputError as error:
         raise InputError(
             f"{error}. The package was trained for {name}, this is {target.name}"

@@ -17,7 +17,6 @@ import signal
 import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,15 +25,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
-from drafttrain.checks import integer
-from drafttrain.data.conversations import write_atomic
 from drafttrain.errors import InputError, writing
+from drafttrain.files import write_atomic
 from drafttrain.nn.spoilt import SPOILT, spoilt
 from drafttrain.packaging.checking import some
 from drafttrain.processes import rank
 from drafttrain.training.decode_callback import DecodeCallback
 from drafttrain.training.module import DraftModule
 from drafttrain.training.optim import MOMENTS
+from drafttrain.training.settings import CheckpointConfig
 
 _PARTS: dict[str, tuple[str, ...]] = {
     "weights": (),
@@ -54,21 +53,6 @@ _MOST_BATCHES = 1 << 40
 LAST, BEST = "last.ckpt", "best.ckpt"
 NAMED = {"last": LAST, "best": BEST}
 """What `resume` may name, and the file in the run's folder."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """When checkpoints are written and how many stay."""
-
-    every: int | None
-    """Updates between them; None writes one at each evaluation, and at the end."""
-    keep: int
-    """Numbered ones to keep in addition to last and best, the newest; a link costs no room while it
-    is the newest."""
-
-    def __post_init__(self) -> None:
-        integer("checkpoint.every", self.every, 1, null="one at each evaluation")
-        integer("checkpoint.keep", self.keep)
 
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from drafttrain.checks import integer, number, shown
 from drafttrain.errors import InputError
+from drafttrain.later import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """What the optimiser keeps of every weight."""
@@ -101,16 +102,16 @@ class AdamW:
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """() of the gradient of all parameters together. It is not finite where an entry is not,
         nor where the squares of the entries, which moments are made of, are too large."""
-        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
     def clip(self, parameters: Iterable[nn.Parameter], norm: Tensor) -> None:
         """Clip gradients whose norm is known."""
         parameters = list(parameters)
         if self.clip_value is not None:
-            nn.utils.clip_grad_value_(parameters, self.clip_value)
+            torch.nn.utils.clip_grad_value_(parameters, self.clip_value)
             norm = self.norm(parameters)
         if self.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
 
 
 @dataclass(frozen=True)

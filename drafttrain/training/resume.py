@@ -9,7 +9,8 @@ from typing import Any
 
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError
-from drafttrain.runs import differences
+from drafttrain.runs import differences, masked
+from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import BEST, LAST, check_complete, digest_of, read_checkpoint
 from drafttrain.training.module import DraftModule
@@ -26,10 +27,10 @@ def facts_of(
 ) -> dict[str, Any]:
     """What decides which update comes next, the facts of the source of features included.
 
-    A run is only resumed where all of it is the same.
+    A run is only resumed where all of it is the same. Secrets are no part of it.
     """
     in_rate = ("warmup", "schedule", "end_factor", "horizon")
-    return {
+    facts: dict[str, Any] = {
         "target": target.fingerprint,
         "data": data.set.digest,
         "rows": {
@@ -51,6 +52,7 @@ def facts_of(
         "seed": config["seed"],
         **({} if data.digest is None else {"part": data.digest}),
     }
+    return masked(facts)
 
 
 def refuse_other_run(
@@ -60,15 +62,20 @@ def refuse_other_run(
     say: Callable[[str], None],
 ) -> None:
     """List what differs from the earlier part of the run; refuse what would make it another run."""
-    important = differences(resumed["facts"], facts)
-    other = differences(resumed["settings"], config)
-    for key in ("resume", "run_dir", "target.dtype", "target.device"):
+    # Earlier versions kept secrets in checkpoints.
+    before, now = ({**one, "target": None} for one in (masked(resumed["facts"]), facts))
+    important = differences(before, now)
+    other = differences(masked(resumed["settings"]), config)
+    for key in ("resume", "run_dir", "dry_run", "target.dtype", "target.device"):
         other.pop(key, None)
     if other:
         say(f"settings differ from the earlier part of this run: {_listed(other)}")
-    if important:
+    said = [_listed(important)] if important else []
+    if target := fingerprint.run_changes(resumed["facts"].get("target"), facts["target"]):
+        said.insert(0, f"target: {target}")
+    if said:
         raise InputError(
-            f"this would not be the same run ({_listed(important)}): start a new one with another "
+            f"this would not be the same run ({'; '.join(said)}): start a new one with another "
             "run_dir, or set these back"
         )
 

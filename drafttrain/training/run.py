@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from drafttrain.data.conversations import write_atomic
+from drafttrain.files import write_atomic
 from drafttrain.packaging.manifest import PACKAGE
 from drafttrain.packaging.writing import clear_left
 from drafttrain.processes import rank

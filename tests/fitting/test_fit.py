@@ -373,7 +373,7 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["draft_vocab=1"], "draft_vocab is 1"),
+        (["draft_vocab=1"], "draft_vocab=1"),
         (["draft_vocab=100000"], "draft_vocab is 100000"),
         (["optim.lr=0"], "optim.lr=0"),
         (["optim.schedule=step"], "optim.schedule=step"),
@@ -455,7 +455,7 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
             ["drafter=medusa", "drafter.head=3"],
             "there is no setting drafter.head. Did you mean drafter.heads",
         ),
-        (["drafter=medusa", "drafter.heads=2"], "4 deep, this drafter fills 2"),
+        (["drafter=medusa", "drafter.heads=2", "tree.k=4"], "4 deep, this drafter fills 2"),
         (["data.limit_rows=x"], "limit_rows=x"),
         (["data.temperatures=[a]"], "temperatures=['a']"),
         (["data.labels=questions"], "labels=questions"),
