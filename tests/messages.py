@@ -203,6 +203,7 @@ TRAINING: dict[str, str] = {
     "another_s_best": r"best.ckpt is of another run \(seed was 0, is 1\)",
     "no_best": "is no best checkpoint: it holds other weights than it says",
     "other_best": "holds other weights of update 2 than the run remembers",
+    "odd_weights": r"holds weights that are no tensors \((odd|3)\)",
     "odd_step": "says that weight 0 was changed .* times in 1 updates",
     "spoilt_checkpoint": "NaN or infinite values in .* after update 4: not written",
     "spoilt_file": "NaN or infinite values in drafter.*, exp_avg_sq of weight 1: give another",

@@ -185,6 +185,13 @@ def check_complete(state: Mapping[str, Any], path: Path) -> None:
     """Raise InputError unless a checkpoint holds all that a run goes on from."""
     _check_parts(state, path, _PARTS)
     _check_counts(state, path)
+    held = state["weights"]
+    odd = [name for name in held if not (isinstance(name, str) and _is_numbers(held[name]))]
+    if odd:
+        raise InputError(
+            f"{path} holds weights that are no tensors ({some(odd)}): it is damaged, give another "
+            "one"
+        )
     _check_optimiser(state, path)
     odd = spoilt(tensors_of(state))
     if odd:
@@ -230,7 +237,10 @@ def _check_optimiser(state: Mapping[str, Any], path: Path) -> None:
     optimiser, updates = state["optimiser"], state["progress"]["updates"]
     held, groups = optimiser.get("state"), optimiser.get("param_groups")
     counted = isinstance(groups, list) and all(
-        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and all(map(_is_count, group["params"]))
+        for group in groups
     )
     if not (isinstance(held, dict) and counted):
         raise InputError(
@@ -241,7 +251,7 @@ def _check_optimiser(state: Mapping[str, Any], path: Path) -> None:
         f"{name} of weight {number}"
         for number in numbers
         for name in MOMENTS
-        if not isinstance(_entry(held, number, name), torch.Tensor)
+        if not _is_numbers(_entry(held, number, name))
     ]
     if lacking:
         raise InputError(
@@ -250,7 +260,7 @@ def _check_optimiser(state: Mapping[str, Any], path: Path) -> None:
         )
     for number in numbers:
         step = held[number]["step"]
-        if step.numel() != 1 or not 1 <= float(step) <= updates:
+        if step.numel() != 1 or not 1 <= step.item() <= updates:
             raise InputError(
                 f"{path} says that weight {number} was changed {str(step.tolist())[:40]} times in "
                 f"{updates} updates: it is damaged, give another one"
@@ -264,10 +274,21 @@ def _entry(held: Mapping[Any, Any], number: object, name: str) -> object:
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Weights and moments of a checkpoint, by names that people can read."""
-    found = dict(state["weights"])
+    found = {str(name): value for name, value in state["weights"].items()}
     for number, moments in state["optimiser"]["state"].items():
-        found |= {f"{name} of weight {number}": value for name, value in moments.items()}
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        own = moments.items() if isinstance(moments, dict) else ()
+        found |= {f"{name} of weight {number}": value for name, value in own}
+    return {name: value for name, value in found.items() if _is_numbers(value)}
+
+
+def _is_numbers(value: object) -> bool:
+    """Is it a tensor whose numbers can be read and compared?"""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and not (value.is_quantized or value.is_complex() or value.is_meta)
+        and not (value.is_floating_point() and value.dtype.itemsize == 1)
+    )
 
 
 def _is_count(value: object) -> bool:
