@@ -121,7 +121,7 @@ def check(
         raise InputError(
             f"max_length {config.max_length} is beyond the target's context of {target.context}"
         )
-    if all(prompt is not None and prompt.read for prompt in prompts):
+    if any(prompt is not None and prompt.read is not None for prompt in prompts):
         return None
     return ChatPieces(target.tokenizer, target.stop_ids)
 
