@@ -263,8 +263,10 @@ def prepare(settings: Settings, entries: Sequence[Entry]) -> Contest:
     entrants = [one for some in for_all(entries, enter) for one in some]
     if settings.baseline is not None:
         entrants.append(baseline(settings.baseline(target=target), settings))
-    asked = {"turns": settings.turns, "answer": settings.max_new_tokens}
-    return Contest(source, target, source.ids(target, settings.limit, say, **asked), entrants)
+    prompts = source.ids(
+        target, settings.limit, say, turns=settings.turns, answer=settings.max_new_tokens
+    )
+    return Contest(source, target, prompts, entrants)
 
 
 def plans_of(settings: Settings, speculator: Speculator) -> list[Plan]:
