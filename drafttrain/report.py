@@ -58,7 +58,7 @@ from drafttrain.reporting.side_by_side import COLUMNS, fastest_first, line, mark
 from drafttrain.runs import new_folder, plain_value, provenance
 from drafttrain.target.model import Target
 from drafttrain.target.prompts import Source, open_prompts
-from drafttrain.target.turns import counted
+from drafttrain.target.turns import turn_words
 from drafttrain.wiring.building import build, named_by
 
 RESULT, TEXT, PICTURE = "report.json", "report.md", "report.png"
@@ -213,8 +213,10 @@ def prepare(settings: Settings, entries: Sequence[Entry]) -> Contest:
     entrants = [one for some in for_all(entries, enter) for one in some]
     if settings.baseline is not None:
         entrants.append(baseline(settings.baseline(target=target), settings))
-    asked = {"turns": settings.turns, "answer": settings.max_new_tokens}
-    return Contest(source, target, source.ids(target, settings.limit, say, **asked), entrants)
+    prompts = source.ids(
+        target, settings.limit, say, turns=settings.turns, answer=settings.max_new_tokens
+    )
+    return Contest(source, target, prompts, entrants)
 
 
 def plans_of(settings: Settings, speculator: Speculator) -> list[Plan]:
@@ -279,8 +281,7 @@ def conditions_of(contest: Contest, settings: Settings) -> dict[str, Any]:
         "measured": "here, in turn",
         "prompts": contest.source.name,
         "prompt_count": len(contest.prompts),
-        "prompts_by_turn": counted(contest.source.by_turn),
-        "turns_left_out": contest.source.turns_left_out,
+        **turns_of(contest.source.by_turn, contest.source.turns_left_out),
         "max_new_tokens": settings.max_new_tokens,
         "temperature": policy.temperature,
         "top_k": policy.top_k,
@@ -288,6 +289,12 @@ def conditions_of(contest: Contest, settings: Settings) -> dict[str, Any]:
         "seed": settings.seed,
         **conditions(contest.target, contest.prompts),
     }
+
+
+def turns_of(taken: Sequence[int], left_out: int) -> dict[str, Any]:
+    """Where there are conversations of several turns: prompts by turn, and turns left out."""
+    several = left_out or max(taken, default=1) > 1
+    return {"prompts_by_turn": turn_words(taken), "turns_left_out": left_out} if several else {}
 
 
 # --- what is shown --------------------------------------------------------------------------------

@@ -161,8 +161,7 @@ def ask_tokenizer(prompts: Prompts, tokenizer: Any, writing: SynthesisConfig) ->
     """Move rows that the tokenizer or its chat template refuses, or that leave no room for an
     answer, to the skipped ones."""
     kept = []
-    texts = all(prompt is not None and prompt.read for _, prompt in prompts.rows)
-    pieces = None if texts else ChatPieces(tokenizer, ())
+    pieces = None if prompts.texts else ChatPieces(tokenizer, ())
     if pieces is not None and any(prompt is None for _, prompt in prompts.rows):
         pieces.before_user(writing.system)  # Refused for all rows alike, or for none.
     for row, prompt in reading(prompts.rows):
@@ -466,10 +465,8 @@ def preview_prompts(
     prompts: Prompts, writing: SynthesisConfig, tokenizer: Any | None, count: int
 ) -> None:
     """Show what the target would read; nothing in it is supervised."""
-    some_rows = prompts.rows[:count]
-    texts = all(prompt is not None and prompt.read for _, prompt in some_rows)
-    pieces = None if texts else ChatPieces(tokenizer, ())
-    for row, prompt in some_rows:
+    pieces = None if prompts.texts else ChatPieces(tokenizer, ())
+    for row, prompt in prompts.rows[:count]:
         if prompt is None:
             assert pieces is not None
             ids = pieces.before_user(writing.system)

@@ -46,7 +46,7 @@ def check(
             f"max_length {config.max_length} is beyond the target's context of "
             f"{target.context_words}"
         )
-    if all(prompt is not None and prompt.read for prompt in prompts):
+    if any(prompt is not None and prompt.read is not None for prompt in prompts):
         return None
     return ChatPieces(target.tokenizer, target.stop_ids)
 
