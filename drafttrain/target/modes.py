@@ -72,8 +72,9 @@ def difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
         words.append("the chat template is another")
     for old, new in zip(there.get("texts") or (), here.get("texts") or (), strict=False):
         if old != new:
-            start = next((k for k, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), 0)
-            start = max(0, start - 10)
+            pairs = enumerate(zip(old, new, strict=False))
+            first = next((k for k, (a, b) in pairs if a != b), min(len(old), len(new)))
+            start = max(0, first - 10)
             words.append(f"it makes {_cut(old, start)} there, {_cut(new, start)} here")
             break
     return ", ".join(words)

@@ -104,7 +104,7 @@ def test_what_an_earlier_version_recorded_is_still_recognised(tmp_path: Path) ->
     fingerprint.refuse_other(target.fingerprint, before, "the package")
     resumed = {"facts": {"target": before}, "settings": {}}
     refuse_other_run(resumed, {"target": target.fingerprint}, {}, lambda _: None)
-    shifted = Target(target.model, other_tokenizer("merge"), "other")
+    shifted = Target(target.model, other_tokenizer("added tokens"), "other")
     with pytest.raises(InputError, match=r"\(tokenizer .* there, another here\)"):
         fingerprint.refuse_other(before, shifted.fingerprint, "the set")
 
@@ -176,7 +176,7 @@ DIFFERENCES = {
     "order": r"merges: 5 there, 5 here, in another order",
     "normaliser": r"normaliser is none there, .*Replace.* here.*the text \"\?\" has other ids",
     "pre-tokeniser": r"pre-tokeniser is .*false.* there, .*true.* here.*the text .* has other ids",
-    "post-processor": r"post-processor is none there, .*TemplateProcessing.* here",
+    "post-processor": r"post-processor is none there, .*SpecialToken.* here",
     "added tokens": r"added tokens: 3 there, 4 here, only here .*zx",
 }
 
@@ -238,7 +238,10 @@ def test_another_mode_is_warned_about_and_not_refused(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         fingerprint.refuse_other(off, on, "the package")
     words = warned(caplog)
-    assert "the package was made in another mode (enable_thinking false there, true here" in words
+    assert (
+        "the package was made in another mode (chat_template: enable_thinking false there, true"
+        in words
+    )
     assert "target.template.enable_thinking=false" in words
     with pytest.raises(InputError, match="enable_thinking false there, true here"):
         fingerprint.refuse_other(off, on, "out=set", mode=True)  # Rows are not mixed.
