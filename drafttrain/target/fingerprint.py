@@ -128,6 +128,13 @@ def difference(
     Args:
         own: the tokenizer that is here, where it is at hand.
     """
+    try:
+        return _difference(part, given, here, own)
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        return f"{part}: it was edited and cannot be read"
+
+
+def _difference(part: str, given: Mapping[str, str], here: Mapping[str, str], own: Any) -> str:
     there, mine = given.get(part, "none"), here.get(part, "none")
     if there == mine or (part == "weights" and _same_in_float16(given, here)):
         return ""
@@ -151,7 +158,7 @@ def difference(
 
 def _form(text: str) -> dict[str, Any] | None:
     """A part that is kept in words; None for a digest, or for none."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(text) if text.startswith("{") else None
         return found if isinstance(found, dict) else None
     return None

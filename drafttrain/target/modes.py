@@ -91,5 +91,7 @@ def _cut(text: str, start: int) -> str:
 
 def words(mode: Mapping[str, Any]) -> str:
     """A mode's arguments as settings; empty where the template has none."""
-    arguments = mode.get("arguments") or {}
+    arguments = mode.get("arguments")
+    if not isinstance(arguments, Mapping):
+        return ""
     return " ".join(f"target.template.{name}={json.dumps(v)}" for name, v in arguments.items())

@@ -12,6 +12,7 @@ refuses, arguments misspelt or taken by others.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -138,6 +139,20 @@ def test_another_dtype_is_the_same_target_and_is_reported(
     if dtype == "float16":
         with pytest.raises(InputError, match=r"compare with target\.dtype=float32"):
             fingerprint.refuse_other(changed, other, "the set")
+
+
+@pytest.mark.field("F93")
+@pytest.mark.parametrize("part", ["config", "tokenizer", "chat_template", "earlier"])
+@pytest.mark.parametrize("text", ['{"merges": 3, "arguments": 3, "texts": 3}', "{", "{}"])
+    "text", ['{"merges": 3, "arguments": 3, "texts": 3}', "{", '{"a": [', "{}"]
+)
+def test_an_edited_fingerprint_is_another_in_words(part: str, text: str) -> None:
+    own = tiny_chat_target()
+    for given in (own.fingerprint, recorded_before(own)):
+        edited = {**given, part: text}
+        with contextlib.suppress(InputError):
+            fingerprint.refuse_other(edited, own.fingerprint, "a", mode=True, own=own.tokenizer)
+        fingerprint.mode_settings(edited)
 
 
 # --- tokenizers -----------------------------------------------------------------------------------
