@@ -227,7 +227,7 @@ def write_missing(
         folder.reopen(rows.values(), skipped)
     there = folder.recorded()
     if not mine and there is not None and tokenizer is not None:
-        refuse_other_tokenizer(there, tokenizer, folder)
+        refuse_other_tokenizer(there, tokenizer, folder, mode=True)
         return tokenizer, None
     target = load()
     check(target, writing, [prompt for _, prompt in every])
@@ -254,7 +254,11 @@ def write_missing(
     return target.tokenizer, progress.speed
 
 
-def refuse_other_tokenizer(there: dict[str, Any], tokenizer: Any, folder: SetFolder) -> None:
+def refuse_other_tokenizer(
+    there: dict[str, Any], tokenizer: Any, folder: SetFolder, *, mode: bool
+) -> None:
+    """Raise InputError for another tokenizer than the folder's, or, as `mode` asks, for another
+    chat template or arguments of it."""
     known: dict[str, str] = there["target"]["fingerprint"]
     here: dict[str, str] = {
         "tokenizer": fingerprint.of_tokenizer(tokenizer),
@@ -262,7 +266,7 @@ def refuse_other_tokenizer(there: dict[str, Any], tokenizer: Any, folder: SetFol
     }
     here[fingerprint.EARLIER] = fingerprint.earlier_of(tokenizer)
     what = f"out={folder.path}"
-    fingerprint.refuse_other(known, {**known, **here}, what, mode=True, own=tokenizer)
+    fingerprint.refuse_other(known, {**known, **here}, what, mode=mode, own=tokenizer)
 
 
 def warn_of_dtype(target: Target) -> None:
@@ -449,7 +453,7 @@ def preview_rows(folder: SetFolder, tokenizer: Any | None, count: int) -> bool:
             "target=hf target.path=..."
         )
     if there is not None:
-        refuse_other_tokenizer(there, tokenizer, folder)
+        refuse_other_tokenizer(there, tokenizer, folder, mode=False)
     for number in sorted(rows)[:count]:
         row = rows[number]
         places = range(len(row.ids))

@@ -80,7 +80,7 @@ TARGET: dict[str, str] = {
     ),
     "store_lacks_rows": "lacks 8 of the 12 rows",
     "store_not_finished": r"not a finished store of features.*drafttrain\.capture",
-    "store_of_another_dtype": r"another target \(dtype float32 there, bfloat16 here\)",
+    "store_of_another_dtype": r"made by this target in dtype float32, it is loaded in bfloat16",
     "store_of_another_kind": "is no store's, it lacks set, contents, batches",
     "store_of_another_set": "of another conversation set",
     "store_of_another_width": "the target's width is 32",

@@ -27,9 +27,9 @@ from drafttrain.data.conversations import MANIFEST, sha256_of
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError
 from drafttrain.flow import Needs
+from drafttrain.target.configs import digest
 from drafttrain.target.encoding import ENCODINGS, SCALE, Encoding
 from drafttrain.target.features import names_of
-from drafttrain.target.fingerprint import digest
 
 FORMAT = 1
 PARTS = ("target", "set", "contents", "batches")

@@ -104,8 +104,8 @@ def test_stored_features_are_online_features_bit_for_bit(
 def test_the_target_reads_nothing(
     target: Target, data: ConversationData, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(target, "features", lambda *given: pytest.fail("the target did a pass"))
     source = StoredFeatures(target, BOTH, data=data, path=kept)
+    monkeypatch.setattr(target, "features", lambda *given: pytest.fail("the target did a pass"))
     for places in EpochSampler(data.lengths, batch_tokens=64).batches(0):
         source.features(data.batch(places))
 
