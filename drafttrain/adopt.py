@@ -10,12 +10,11 @@ config.json and safetensors are read, and nothing of the directory is run.
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
-from drafttrain.checks import path_of
+from drafttrain.checks import pasted, path_of
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
@@ -31,7 +30,7 @@ from drafttrain.wiring.building import build
 from drafttrain.wiring.doors import door
 
 
-@door("adopt", text=("head", "out"))
+@door("adopt")
 def main(cfg: DictConfig) -> None:
     head = read_head(cfg)
     origin = read_origin(head)
@@ -50,15 +49,16 @@ def main(cfg: DictConfig) -> None:
     )
     say(
         f"{type(drafter).__name__} for {target.name}; measure it: python -m drafttrain.evaluate "
-        f"package={folder}"
+        f"{pasted('package', folder)}"
     )
-    say(f"train it further: python -m drafttrain.fit init_from={folder} {fit_words(drafter, head)}")
+    say(
+        f"train it further: python -m drafttrain.fit {pasted('init_from', folder)} "
+        f"{fit_words(drafter, head)}"
+    )
 
 
 def check_settings(cfg: DictConfig) -> None:
     for key in ("head", "out"):
-        if not isinstance(cfg[key], str) or not cfg[key].strip():
-            raise InputError(f"{key}={str(cfg[key])[:80]}: needs the path of a folder")
         path_of(key, cfg[key])
     for key, most in (("chain", MOST_NODES), ("trained_length", 1 << 31)):
         value = cfg[key]
@@ -120,15 +120,8 @@ def fit_words(drafter: Drafter, head: Directory) -> str:
     words = [f"drafter={type(drafter).__module__.rpartition('.')[2]}", f"draft_vocab={own}"]
     for layout in holding(type(drafter)):
         shape = layout.shape(drafter, head)
-        words += [f"drafter.{name}={_word(value)}" for name, value in shape.items()]
+        words += [pasted(f"drafter.{name}", value) for name, value in shape.items()]
     return " ".join(words)
-
-
-def _word(value: Any) -> str:
-    """A setting's value as the command line takes it."""
-    return (
-        str(value).lower() if isinstance(value, bool) else "null" if value is None else f"{value}"
-    )
 
 
 def say(text: str) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from omegaconf import DictConfig, ListConfig
 
+from drafttrain.checks import pasted, path_of
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.data.journal import Lines
 from drafttrain.errors import InputError, room
@@ -83,6 +84,7 @@ def read_settings(cfg: DictConfig) -> Settings:
     """Everything that can be refused by looking only at the configuration."""
     if not str(cfg.out or "").strip():
         raise InputError("needs out=<folder of the store>")
+    path_of("out", cfg.out)
     for key in ("last_hidden", "recompute_last", "resume"):
         if not isinstance(cfg[key], bool):
             raise InputError(f"{key}={cfg[key]}: needs true or false")
@@ -237,8 +239,8 @@ def report(folder: StoreFolder, plan: Plan, data: ConversationData, speed: float
         lines.append((f"tokens read a second{share}", amount(speed)))
     table(str(folder.path), ("", "value"), lines)
     say(
-        f"train from it with python -m drafttrain.fit features=store features.path={folder.path} "
-        "and the same target and data"
+        "train from it with python -m drafttrain.fit features=store "
+        f"{pasted('features.path', folder.path)} and the same target and data"
     )
 
 

@@ -46,7 +46,7 @@ from drafttrain.wiring.doors import door
 RESULT, PICTURE = "evaluation.json", "acceptance.png"
 
 
-@door("evaluate", text=("package", "prompts"))
+@door("evaluate", text=("prompts",))
 def main(cfg: DictConfig) -> None:
     asked = check_settings(cfg)
     package = checks.path_of("package", cfg.package)

@@ -52,7 +52,7 @@ Exported by drafttrain from a package with its measurements. Of no use with anot
 """
 
 
-@door("export", text=("package", "out", "check", "against"))
+@door("export")
 def main(cfg: DictConfig) -> None:
     check_settings(cfg)
     if cfg.check is not None:
@@ -78,9 +78,7 @@ def main(cfg: DictConfig) -> None:
 
 def check_settings(cfg: DictConfig) -> None:
     for key in ("package", "out", "check", "against"):
-        if not (cfg[key] is None or isinstance(cfg[key], str)):
-            raise InputError(f"{key}={str(cfg[key])[:80]}: needs the path of a folder")
-        if cfg[key]:
+        if cfg[key] not in (None, ""):
             path_of(key, cfg[key])
     if cfg.check is not None:
         if cfg.package is not None or cfg.out is not None:

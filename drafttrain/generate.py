@@ -46,7 +46,7 @@ _CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in 
 """Control characters as pictures: a text cannot move the cursor or set colours."""
 
 
-@door("generate", text=("prompt", "system", "package", "tree", "rule"))
+@door("generate", text=("prompt", "system", "tree", "rule"))
 def main(cfg: DictConfig) -> None:
     asked = check_settings(cfg)
     package = path_of("package", cfg.package)

@@ -56,7 +56,7 @@ RECORDED = ("temperature", "top_k", "top_p", "max_new_tokens", "seed")
 SHOWN = 12
 
 
-@door("tune", text=("package", "prompts"))
+@door("tune", text=("prompts",))
 def main(cfg: DictConfig) -> None:
     asked = check_settings(cfg)
     package = path_of("package", cfg.package)

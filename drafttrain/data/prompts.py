@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from drafttrain.checks import path_of, shown
+from drafttrain.checks import pasted, path_of, shown
 from drafttrain.data.conversations import sha256_of
 from drafttrain.data.row_files import file_rows
 from drafttrain.data.shapes import SHAPES, Prompt, UnknownShape, Unusable, named, parse
@@ -92,7 +92,7 @@ class PromptFile:
         if path.is_dir():
             raise InputError(
                 f"prompts.path={self.path} is a folder: give a file, or use prompts=dataset "
-                f"prompts.path={self.path}"
+                f"{pasted('prompts.path', self.path)}"
             )
         if not path.is_file():
             raise InputError(

@@ -24,13 +24,12 @@ import inspect
 import json
 import os
 import re
-import shlex
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from torch import Tensor
 
-from drafttrain.checks import path_of
+from drafttrain.checks import pasted, path_of
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.standalone import owns_all
 from drafttrain.errors import InputError
@@ -144,7 +143,7 @@ def _check_folder(folder: Path) -> None:
         if (folder / EXPORTED).is_file():
             hint = (
                 "it is an export for an engine; give the package it was made from, or make one of "
-                f"it: python -m drafttrain.adopt head={shlex.quote(str(folder))} out=<new folder>"
+                f"it: python -m drafttrain.adopt {pasted('head', folder)} out=<new folder>"
             )
         raise InputError(f"{folder} is not a package, it lacks {', '.join(lacking)}: {hint}")
 
