@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from pathlib import Path
+from typing import TypeGuard
 
 from drafttrain.errors import InputError
 
@@ -36,6 +37,11 @@ def integer(name: str, value: object, least: int = 0, most: int = MOST, *, null:
         f"{name}={shown(value)}: needs an integer {bounds}"
         + (f", or null for {null}" if null else "")
     )
+
+
+def is_count(value: object, most: float = math.inf) -> TypeGuard[int]:
+    """Is a value from a file an integer of at least 0, less than `most`?"""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < most
 
 
 def number(

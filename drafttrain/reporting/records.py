@@ -25,8 +25,6 @@ from drafttrain.target import change
 
 NOTED, METRICS, CONFIG, MEMBERS = "run.json", "metrics.csv", "config.yaml", "members"
 FORMAT = 1
-STAGES = ("prefill", "draft", "verify", "host")
-"""Of decoding, in their order."""
 FIT_STAGES = ("loading", "searching", "training", "measuring", "packaging")
 """Of a run, in their order."""
 _LARGEST = 16 << 20

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafttrain.checks import is_count
 from drafttrain.data.conversations import MANIFEST, sha256_of
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError
@@ -188,9 +189,9 @@ def digest_of(manifest: Mapping[str, Any]) -> str:
     return digest(json.dumps(said, sort_keys=True).encode())
 
 
-def is_count(value: Any) -> bool:
+def fits(value: Any) -> bool:
     """An integer that may count rows or tokens, or be a checksum of 32 bits?"""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32
+    return is_count(value, 1 << 32)
 
 
 def is_sha256(value: Any) -> bool:
@@ -296,11 +297,11 @@ class Store:
         layers = said.get("layers")
         right = (
             set(said) == {"width", "last_hidden", "layers", "encoding"}
-            and is_count(said["width"])
+            and fits(said["width"])
             and said["width"] > 0
             and isinstance(said["last_hidden"], bool)
             and isinstance(layers, list)
-            and all(map(is_count, layers))
+            and all(map(fits, layers))
             and layers == sorted(set(layers))
             and (said["last_hidden"] or layers)
         )
@@ -323,11 +324,7 @@ class Store:
         right = (
             isinstance(rows, list) and isinstance(lengths, list) and len(rows) == len(lengths) > 0
         )
-        if (
-            not right
-            or not all(map(is_count, rows))
-            or not all(is_count(n) and n > 0 for n in lengths)
-        ):
+        if not right or not all(map(fits, rows)) or not all(fits(n) and n > 0 for n in lengths):
             raise self._damaged(f"rows and lengths of shard {number}")
         shard = Shard(number, tuple(rows), tuple(lengths))
         if said["file"] != shard.name:

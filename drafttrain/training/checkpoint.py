@@ -25,7 +25,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
-from drafttrain.checks import integer
+from drafttrain.checks import integer, is_count
 from drafttrain.errors import InputError, writing
 from drafttrain.files import write_atomic
 from drafttrain.processes import rank
@@ -184,7 +184,7 @@ def check_complete(state: Mapping[str, Any], path: Path) -> None:
     """Raise InputError unless a checkpoint holds all that a run goes on from."""
     _check_parts(state, path, _PARTS)
     progress, keeper, decode = state["progress"], state["keeper"], state["decode"]
-    at = [_is_count(progress[name]) for name in ("position", "updates", "empty_windows")]
+    at = [is_count(progress[name]) for name in ("position", "updates", "empty_windows")]
     took = [_is_amount(progress[name]) for name in ("supervised", "seconds")]
     if not all((*at, *took)) or not progress["updates"] <= progress["position"] < _MOST_BATCHES:
         raise InputError(
@@ -193,16 +193,16 @@ def check_complete(state: Mapping[str, Any], path: Path) -> None:
         )
     best, at_update = keeper["best"], keeper["best_update"]
     found = (best is None and at_update is None) or (
-        _is_amount(best) and _is_count(at_update) and at_update <= progress["updates"]
+        _is_amount(best) and is_count(at_update) and at_update <= progress["updates"]
     )
-    if not (found and _is_count(keeper["without_progress"])):
+    if not (found and is_count(keeper["without_progress"])):
         raise InputError(
             f"{path} says that its best was {str(keeper)[:120]}: it is damaged, give another one"
         )
     if decode is None:
         return
     never = decode["measured_at"] is None
-    counted = _is_count(decode["evaluations"]) and (never or _is_count(decode["measured_at"]))
+    counted = is_count(decode["evaluations"]) and (never or is_count(decode["measured_at"]))
     if not (
         counted
         and _is_amount(decode["seconds"])
@@ -211,10 +211,6 @@ def check_complete(state: Mapping[str, Any], path: Path) -> None:
         raise InputError(
             f"{path} says that it had measured {str(decode)[:120]}: it is damaged, give another one"
         )
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
 
 
 def _is_amount(value: object) -> bool:

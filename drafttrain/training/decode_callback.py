@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from drafttrain.checks import integer
 from drafttrain.data.datamodule import ConversationData
+from drafttrain.decoding.clock import STAGES
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
@@ -29,8 +30,6 @@ from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Tally
 from drafttrain.processes import rank, world_size
 from drafttrain.training.module import DraftModule, Source, over_processes
-
-STAGES = ("prefill", "draft", "verify", "host")
 
 
 @dataclass(frozen=True, kw_only=True)
