@@ -11,8 +11,15 @@ from __future__ import annotations
 
 import sys
 
-import torch
 from omegaconf import DictConfig
+
+from drafttrain.wiring.doors import door
+
+DOOR = door("adopt")
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
+import torch
 
 from drafttrain.checks import pasted, path_of
 from drafttrain.decoding.plan import Plan
@@ -27,10 +34,9 @@ from drafttrain.runs import provenance
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import MOST_NODES, Tree
 from drafttrain.wiring.building import build
-from drafttrain.wiring.doors import door
 
 
-@door("adopt")
+@DOOR
 def main(cfg: DictConfig) -> None:
     head = read_head(cfg)
     origin = read_origin(head)

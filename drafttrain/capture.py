@@ -18,8 +18,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from omegaconf import DictConfig, ListConfig
+
+from drafttrain.wiring.doors import door
+
+DOOR = door("capture")
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
+import torch
 
 from drafttrain.checks import pasted, path_of
 from drafttrain.data.datamodule import ConversationData
@@ -38,7 +45,6 @@ from drafttrain.target.stored import gives_last
 from drafttrain.target.together import admit, auto_dtype, enter
 from drafttrain.training.pairing import check_set
 from drafttrain.wiring.building import build
-from drafttrain.wiring.doors import door
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +60,7 @@ class Settings:
     batches: Batches
 
 
-@door("capture")
+@DOOR
 def main(cfg: DictConfig) -> None:
     settings = read_settings(cfg)
     folder = StoreFolder(settings.out)
@@ -165,7 +171,9 @@ def capture(
             there["target"]["fingerprint"], target.fingerprint, f"out={folder.path}", dtype=True
         )
     contents = contents_of(settings, target)
+    # The same target keeps the words that its folder was started with, whatever it is called here.
     name = {"name": target.name, "fingerprint": target.fingerprint}
+    name = name if there is None else there["target"]
     record = settings_of(name, data, contents, settings.batches)
     folder.compare(record)
     plan = planned(data, contents, settings.batches, stamp_of(record))

@@ -46,9 +46,9 @@ _REFUSED = {
 
 
 def refused_by_system(error: BaseException) -> str:
-    """A message if the error, or what led to it, says that disk or memory are full or a file may
-    not be used; else nothing."""
-    return disk_full(error) or _file_refused(error) or _memory_full(error)
+    """A message if the error, or what led to it, says that disk or memory are full, or that a file
+    or a port may not be used; else nothing."""
+    return disk_full(error) or _file_refused(error) or _memory_full(error) or _address_taken(error)
 
 
 _FREE = "free some space, or write elsewhere (run_dir=, cache folders)"
@@ -174,6 +174,17 @@ def _file_refused(error: BaseException) -> str:
     return ""
 
 
+def _address_taken(error: BaseException) -> str:
+    for one in _chain(error):
+        number = one.errno if isinstance(one, OSError) else None
+        if number == errno.EADDRINUSE or "EADDRINUSE" in str(one):
+            return (
+                f"a port is taken ({first_line(one)[:160]}): give another MASTER_PORT, the same to "
+                "every process"
+            )
+    return ""
+
+
 def _memory_full(error: BaseException) -> str:
     for one in _chain(error):
         # By name, since torch is not imported for it.
@@ -208,7 +219,13 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f\x80-\x9f]+")
 def one_line(text: str) -> str:
     """A text that may quote anything, as one line for a terminal: names in files may hold line ends
     and control characters."""
-    return _CONTROLS.sub(" ", text)
+    return _CONTROLS.sub(" ", writable(text))
+
+
+def writable(text: str) -> str:
+    """A text that may quote anything, as UTF-8 can hold it: half of a surrogate pair becomes its
+    escape, which JSON reads as the very same."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def first_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from drafttrain.errors import writing
+from drafttrain.errors import writable, writing
 
 _LONGEST = 40
 """Characters of a name that are kept in that of its scratch file."""
@@ -62,12 +62,12 @@ def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
 
 def json_text(value: Any) -> str:
     """Plain values as JSON. Raises ValueError for a number that JSON has not, such as NaN."""
-    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return writable(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
 def write_json(path: Path, value: Any) -> None:
     """Plain values as JSON; an earlier file is replaced at once."""
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    text = writable(json.dumps(value, indent=2, ensure_ascii=False)) + "\n"
     write_atomic(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))
 
 

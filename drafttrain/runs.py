@@ -262,9 +262,10 @@ def check_run_dir(given: object, *, resume: bool) -> Path | None:
             "resume=last"
         )
     if resume and not held:
+        what = "is empty" if folder.exists() else "does not exist"
         raise InputError(
-            f"run_dir={given} holds nothing to resume: give the folder of an earlier run, or leave "
-            "resume out"
+            f"run_dir={given} {what}, so there is nothing to resume: give the folder of an earlier "
+            "run, or leave resume out"
         )
     if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(f"run_dir={given} cannot be written to: give another folder")

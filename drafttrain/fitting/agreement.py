@@ -13,7 +13,7 @@ from drafttrain.runs import differences, masked
 
 
 def check_agreement(values: dict[str, Any]) -> None:
-    """Raise InputError unless every process on this machine was given the same settings.
+    """Raise InputError unless every process, on all machines, was given the same settings.
 
     Otherwise each would train something else, or they would wait for each other without end.
 

@@ -24,11 +24,11 @@ from drafttrain.training.boosted import (
     prompts_to_share_on,
     together,
 )
-from drafttrain.training.checkpoint import LAST, check_complete, read_checkpoint, write_checkpoint
+from drafttrain.training.checkpoint import LAST, write_checkpoint
 from drafttrain.training.job import Job
 from drafttrain.training.prepare import Training
 from drafttrain.training.references import references
-from drafttrain.training.resume import refuse_other_run
+from drafttrain.training.resume import go_on_from, refuse_other_run
 from drafttrain.training.run import Run
 from drafttrain.training.tuning import Fit, Tuning
 
@@ -162,8 +162,7 @@ class Fits:
         run.folder.mkdir(parents=True, exist_ok=True)
         last = run.checkpoints / LAST
         if self.job.run.resumed is not None and last.exists():
-            run.resumed = read_checkpoint(last)
-            check_complete(run.resumed, last)
+            go_on_from(run, last, say)
         return run
 
     def dropped(self, fit: Fit) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from drafttrain.layouts.directory import CONFIG, Directory, open_directory
 from drafttrain.layouts.engines import Engine, Reading
 from drafttrain.layouts.finding import Finding
 from drafttrain.layouts.inspection import refuse
+from drafttrain.nn.spoilt import SPOILT, spoilt
 from drafttrain.packaging.checking import some
 from drafttrain.target.model import Target
 
@@ -132,16 +133,11 @@ def stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         tensor = tensor.detach()
         copied = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
         kept[name] = copied.clone(memory_format=torch.contiguous_format)
-    bad = [
-        name
-        for name, tensor in kept.items()
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
-    ]
+    bad = spoilt(kept)
     if bad:
         word = str(dtype).removeprefix("torch.")
         raise InputError(
-            f"NaN or infinite weights in {some(bad)} as {word}: give dtype=float32, or train the "
-            "drafter again"
+            f"{SPOILT} {some(bad)} as {word}: give dtype=float32, or train the drafter again"
         )
     return kept
 

@@ -11,13 +11,14 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from drafttrain.errors import InputError
+from drafttrain.later import torch
 from drafttrain.nn.processing import Processor, Text, biased, penalised, processed, unfinished
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _COLDEST = 1e-30
 _HEAD = 512

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def save_package(
     metrics: dict[str, Any],
     provenance: dict[str, Any],
     trained_length: int | None = None,
+    trained_on: Mapping[str, str] | None = None,
     dtype: str = "float32",
     licence: str | None = None,
     export_assistant: bool = False,
@@ -63,6 +65,8 @@ def save_package(
         provenance: how it was trained, plain JSON values. Of absolute paths, here and in metrics,
             only the last name is kept.
         trained_length: most tokens of a row in training; by itself that of provenance, if any.
+        trained_on: fingerprint of the target in the set that was trained on, whose mode (chat
+            template and arguments) the package names; None is the target's own.
         dtype: of the stored weights: float32 (bit for bit) or bfloat16 (half the size).
         licence: the target's; None looks it up by the target's name.
         export_assistant: write a drafter that is a language model as a directory of transformers
@@ -83,7 +87,7 @@ def save_package(
     if model is not None:
         files[STANDALONE_TENSORS] = model[1]
     length = provenance.get("trained_length") if trained_length is None else trained_length
-    config = config_of(drafter, target, tensors, dtype, length, licence, provenance)
+    config = config_of(drafter, target, tensors, dtype, length, licence, provenance, trained_on)
     text = None if model is None else model[0]
     texts = texts_of(portable(config), portable(metrics), plan, text)
     _write(folder, texts, files)
@@ -245,6 +249,23 @@ def _put(scratch: Path, folder: Path) -> None:
         raise
     if old is not None:
         _remove(old)
+
+
+def clear_left(folder: Path) -> None:
+    """Remove what a writer of a package that was killed left next to it; an earlier package that it
+    had moved away and not yet replaced is put back.
+
+    Only for a folder that no other process can be writing to.
+    """
+    names = re.compile(rf"\.{re.escape(folder.name)}-(old-)?[a-z0-9_]{{8}}")
+    for left in sorted(folder.parent.glob(f".{folder.name}-*")):
+        if not names.fullmatch(left.name) or left.is_symlink() or not left.is_dir():
+            continue
+        with contextlib.suppress(OSError):
+            if "-old-" in left.name and is_package(left) and not folder.exists():
+                left.rename(folder)
+            else:
+                _remove(left)
 
 
 def _remove(folder: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -147,6 +148,30 @@ class LiveFeatures:
         """Nothing is held."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class OnlineConfig:
+    """Settings of `OnlineFeatures`."""
+
+    budget_gb: float = 3.0
+    """Keep features in memory if those of all rows take at most this."""
+    disk_gb: float = 50.0
+    """Otherwise keep them in a file if they take at most this and the disk has room."""
+    keep_dtype: str = "bfloat16"
+    """How features are kept. bfloat16 has the precision of most targets' passes and half the size
+    of float32; its rounding (relative 2^-9) is far below the noise that training adds. It applies
+    also where nothing is kept, so that results do not depend on whether features are kept."""
+
+    def __post_init__(self) -> None:
+        if self.keep_dtype not in KEEP:
+            raise InputError(
+                f"features.keep_dtype={shown(self.keep_dtype)}: give one of {', '.join(KEEP)}"
+            )
+        for name in ("budget_gb", "disk_gb"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not value >= 0:
+                raise InputError(f"features.{name}={shown(value)}: needs a number of at least 0")
+
+
 class OnlineFeatures:
     """The features of a data set's rows, computed when first needed.
 
@@ -157,17 +182,13 @@ class OnlineFeatures:
         groups: batches of row places of the first epoch, over all processes. A row that is asked
             for and missing is computed together with the rows of its group. None: together with the
             rows of the batch asked for.
-        budget_gb: keep features in memory if those of all rows take at most this.
-        disk_gb: otherwise keep them in a file in `spill_dir` if they take at most this and the disk
-            has room.
-        keep_dtype: how features are kept. bfloat16 has the precision of most targets' passes and
-            half the size of float32; its rounding (relative 2^-9) is far below the noise that
-            training adds. The setting applies also where nothing is kept, so that results do not
-            depend on whether features are kept.
         spill_dir: a folder of the run for the file; None forbids one.
         shared: several processes on one machine share what they compute, through a file in
             `spill_dir`. It may hold their earlier work, but not another run's.
+        settings: the fields of `Config`.
     """
+
+    Config = OnlineConfig
 
     def __init__(
         self,
@@ -176,20 +197,14 @@ class OnlineFeatures:
         *,
         data: ConversationData,
         groups: Sequence[Sequence[int]] | None = None,
-        budget_gb: float = 3.0,
-        disk_gb: float = 50.0,
-        keep_dtype: str = "bfloat16",
         spill_dir: Path | str | None = None,
         shared: bool = False,
+        **settings: Any,
     ) -> None:
-        if keep_dtype not in KEEP:
-            raise InputError(f"features.keep_dtype={keep_dtype}: give one of {', '.join(KEEP)}")
-        for name, value in (("budget_gb", budget_gb), ("disk_gb", disk_gb)):
-            if type(value) not in (int, float) or not value >= 0:
-                raise InputError(f"features.{name}={shown(value)}: needs a number of at least 0")
+        config = OnlineConfig(**settings)
         check_layers(needs.layers, target)
         self.target, self.needs, self.data = target, needs, data
-        self.dtype: torch.dtype = getattr(torch, keep_dtype)
+        self.dtype: torch.dtype = getattr(torch, config.keep_dtype)
         self.rows_computed = 0
         """Rows that the target has read, each time counted."""
         self._names = names_of(needs)
@@ -208,7 +223,7 @@ class OnlineFeatures:
         self.bytes = starts[-1] * target.width * self.dtype.itemsize * len(self._names)
         """Size of all rows' features."""
         self._file: Path | None = None
-        self.mode = self._choose(budget_gb * GB, disk_gb * GB, spill_dir, shared)
+        self.mode = self._choose(config.budget_gb * GB, config.disk_gb * GB, spill_dir, shared)
         """"memory", "file" or "recompute"."""
 
     def features(self, batch: Batch) -> Features:

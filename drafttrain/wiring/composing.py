@@ -97,9 +97,15 @@ def invocation_of(
             _check_key(override, chosen, settings, choices)
         config = _with_values(chosen, values, options_of)
         if config is None:
-            config, choices = _load(
-                door_name, [*search, *(_line(o, group=o in groups) for o in parsed)], None
-            )
+            known = dotted_keys(chosen)
+            lines = [_line(o, group=o in groups) for o in parsed]
+            lines = [
+                # A key of an open section, which Hydra would not add.
+                f"++{line}" if o in values and _is_new(o, known) else line
+                for o, line in zip(parsed, lines, strict=True)
+            ]
+            config, choices = _load(door_name, [*search, *lines], None)
+    _leave_unchosen(config, values, [group for group in plain_choices if not choices.get(group)])
     _take_literal(config, literal, choices)
     if check_missing:
         _check_complete(door_name, config, choices)
@@ -121,6 +127,27 @@ def _read(
     ]
     literal, parsed = _parse([word for word in overrides if word not in picked], text)
     return literal, parsed + _parse(picked, ())[1]
+
+
+def _leave_unchosen(config: DictConfig, values: Sequence[Override], groups: Sequence[str]) -> None:
+    """A section that nothing was chosen for stays empty, though an experiment writes into it: with
+    joint=null its joint.* goes nowhere.
+
+    Args:
+        groups: that have no choice.
+    Raises: InputError for a setting of such a section on the command line.
+    """
+    for group in groups:
+        section: Any = config.get(group)
+        if not OmegaConf.is_dict(section) or "_target_" in section:
+            continue
+        for override in values:
+            if override.key_or_group.startswith(f"{group}."):
+                raise InputError(
+                    f"{override.input_line}: {group}=null has no settings; give {group}=<choice>, "
+                    "see --help"
+                )
+        config[group] = None
 
 
 def _take_literal(config: DictConfig, literal: Mapping[str, str], choices: dict[str, Any]) -> None:
@@ -283,10 +310,18 @@ def _with_values(
     config = copy.deepcopy(config)
     try:
         for override in values:
-            OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
+            # Keys were checked: one that is not there is put into an open section.
+            name, value = override.key_or_group, override.value()
+            OmegaConf.update(config, name, value, merge=True, force_add=True)
     except OmegaConfBaseException:
         return None
     return config
+
+
+def _is_new(override: Override, known: Sequence[str]) -> bool:
+    """Does it set a key that no file has, without saying so?"""
+    key = override.key_or_group
+    return override.type == OverrideType.CHANGE and "." in key and key not in known
 
 
 def _line(override: Override, *, group: bool = False) -> str:

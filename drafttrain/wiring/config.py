@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 from omegaconf import DictConfig, OmegaConf
 
 from drafttrain.runs import kept, masked, plain, written_of
-from drafttrain.wiring.building import build, named_by
-from drafttrain.wiring.parameters import parameters_of
+from drafttrain.wiring.building import build, check_calls, named_by
+from drafttrain.wiring.parameters import parameters_of, settings_of
 
 T = TypeVar("T")
 
@@ -88,6 +88,15 @@ class Recipe(Generic[T]):
     def takes(self, name: str) -> bool:
         """Has what builds it a parameter of this name?"""
         return name in parameters_of(self.kind)
+
+    def check(self) -> None:
+        """Raise InputError for what is wrong whatever else it is built with: names that it does not
+        take, and values that its `Config` refuses."""
+        node = OmegaConf.create({self.key: {**self.config.written[self.key], "_partial_": True}})
+        check_calls(node[self.key])
+        kind = self.kind
+        if fields := settings_of(kind):
+            kind.Config(**{field.name: self.get(field.name) for field in fields})
 
     def get(self, name: str) -> Any:
         """A setting of the section; None where it has none of this name."""
