@@ -28,6 +28,7 @@ if __name__ == "__main__":
 
 import torch
 
+from drafttrain.checks import pasted
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.data.journal import Lines
 from drafttrain.errors import room
@@ -194,8 +195,8 @@ def report(folder: StoreFolder, plan: Plan, data: ConversationData, speed: float
         lines.append((f"tokens read a second{share}", amount(speed)))
     table(str(folder.path), ("", "value"), lines)
     say(
-        f"train from it with python -m drafttrain.fit features=store features.path={folder.path} "
-        "and the same target and data"
+        "train from it with python -m drafttrain.fit features=store "
+        f"{pasted('features.path', folder.path)} and the same target and data"
     )
 
 

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from drafttrain.asking.export import check_settings
 from drafttrain.wiring.doors import door
 
-DOOR = door("export", text=("package", "out", "check", "against"), check=check_settings)
+DOOR = door("export", check=check_settings)
 if __name__ == "__main__":
     DOOR.greet(__doc__)
 

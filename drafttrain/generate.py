@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from drafttrain.asking.generate import check_settings, readable
 from drafttrain.wiring.doors import door
 
-DOOR = door("generate", text=("prompt", "system", "package", "tree", "rule"), check=check_settings)
+DOOR = door("generate", text=("prompt", "system", "tree", "rule"), check=check_settings)
 if __name__ == "__main__":
     DOOR.greet(__doc__)
 

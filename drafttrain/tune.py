@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from drafttrain.asking.tune import Asked, check_settings
 from drafttrain.wiring.doors import door
 
-DOOR = door("tune", text=("package", "prompts"), check=check_settings)
+DOOR = door("tune", text=("prompts",), check=check_settings)
 if __name__ == "__main__":
     DOOR.greet(__doc__)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, ListConfig
 
+from drafttrain.checks import path_of
 from drafttrain.errors import InputError
 from drafttrain.target.batches import Batches
 
@@ -30,6 +31,7 @@ def read_settings(cfg: DictConfig) -> Settings:
     """Everything that can be refused by looking only at the configuration."""
     if not str(cfg.out or "").strip():
         raise InputError("needs out=<folder of the store>")
+    path_of("out", cfg.out)
     for key in ("last_hidden", "recompute_last", "resume"):
         if not isinstance(cfg[key], bool):
             raise InputError(f"{key}={cfg[key]}: needs true or false")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from drafttrain.checks import MOST, integer, path_of, shown
+from drafttrain.checks import MOST, integer, pasted, path_of, shown
 from drafttrain.data.conversations import sha256_of
 from drafttrain.data.row_files import file_rows
 from drafttrain.data.shapes import (
@@ -168,7 +168,7 @@ class PromptFile:
             raise InputError(
                 f"{self.room}.path={self.path} is a folder without files that end in "
                 f"{', '.join(ENDINGS)}: give a file, or for prompts of a data set prompts=dataset "
-                f"prompts.path={self.path}"
+                f"{pasted('prompts.path', self.path)}"
             )
         source: dict[str, Any] = {"kind": "file", "sha256": _sha256(files[0])}
         if len(files) > 1:

@@ -48,7 +48,7 @@ from drafttrain.target.store import (
     Shard,
     Store,
     digest_of,
-    is_count,
+    fits,
     is_sha256,
     layout_of,
     set_facts,
@@ -364,11 +364,11 @@ def _has_layout(path: Path, layout: Layout) -> bool:
 
 def _parsed(record: Any) -> tuple[str, int, Any]:
     """Check a journal's record. Raises ValueError saying what is wrong with it."""
-    for kind, name, check in (("batch", "crc", is_count), ("shard", "sha256", is_sha256)):
+    for kind, name, check in (("batch", "crc", fits), ("shard", "sha256", is_sha256)):
         if (
             isinstance(record, dict)
             and set(record) == {kind, name}
-            and is_count(record[kind])
+            and fits(record[kind])
             and check(record[name])
         ):
             return kind, record[kind], record[name]
