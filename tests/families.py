@@ -37,7 +37,7 @@ AFTER: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "olmo3": {"sliding_window": 24},
     "exaone4": {"sliding_window": 24, "head_dim": 8},
-    "seed_oss": {"head_dim": 16},
+    "seed_oss": {"head_dim": 16, "residual_dropout": 0.1},
     "glm4": {"head_dim": 8},
 }
 """Norms after the sub-layers, biases, q/k norms."""

@@ -85,10 +85,10 @@ def layer_config(
     full_attention: bool = True,
     plain: bool = False,
 ) -> Any:
-    """The config of `new_layers`, a copy; arguments as there."""
+    """The config of `new_layers`, a copy without dropout; arguments as there."""
     if plain:
         return plain_config(model, count, rotary=rotary)
-    config = copy.deepcopy(model.config)
+    config = without_dropout(copy.deepcopy(model.config))
     config.num_hidden_layers = count
     kinds = getattr(config, "layer_types", None)
     if kinds:
@@ -97,6 +97,18 @@ def layer_config(
     config._attn_implementation = model.attention
     if rotary is not None:
         config.rope_parameters = {**(getattr(config, "rope_parameters", None) or {}), **rotary}
+    return config
+
+
+def without_dropout(config: Any) -> Any:
+    """Dropout would draw from a source of chance that a resumed run does not put back."""
+    for name, value in list(vars(config).items()):
+        if (
+            ("dropout" in name or "pdrop" in name)
+            and isinstance(value, int | float)
+            and not isinstance(value, bool)
+        ):
+            setattr(config, name, 0.0)
     return config
 
 
