@@ -132,7 +132,6 @@ DRAFTER = {
     "no_loss": r"all weights of the loss are 0",
     "no_members": r"an ensemble has no members",
     "no_origin": r"the drafter's origin is not given",
-    "no_rotary_layer": r"needs a target with rotary positions",
     "no_weights": r"holds no weights",
     "not_attached": r"attach\(state, cache\)",
     "nothing_to_train": r"has no weights: there is nothing to train",

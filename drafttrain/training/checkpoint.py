@@ -240,7 +240,7 @@ def _check_optimiser(state: Mapping[str, Any], path: Path) -> None:
     counted = isinstance(groups, list) and all(
         isinstance(group, dict)
         and isinstance(group.get("params"), list)
-        and all(map(_is_count, group["params"]))
+        and all(map(is_count, group["params"]))
         for group in groups
     )
     if not (isinstance(held, dict) and counted):
