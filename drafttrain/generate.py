@@ -27,7 +27,7 @@ from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.decoding.unfolding import Unfolding
 from drafttrain.errors import InputError
 from drafttrain.flow import Tally
-from drafttrain.nn.sampling import Policy, check_seed
+from drafttrain.nn.sampling import Policy, check_seed, fresh_seed
 from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
 from drafttrain.packaging.manifest import DECODING, read_config
 from drafttrain.packaging.reading import load_drafter, target_for
@@ -61,6 +61,7 @@ def main(cfg: DictConfig) -> None:
     plan = asked.plan(speculator)
     screen = Screen(mark=cfg.mark)
     conversation = Conversation(target, chat=cfg.chat, system=cfg.system)
+    seed = fresh_seed() if cfg.seed is None else cfg.seed
     for number, said in enumerate([prompt] if prompt is not None else turns()):
         try:
             ids = conversation.prompt(readable(said), cfg.max_new_tokens)
@@ -69,7 +70,7 @@ def main(cfg: DictConfig) -> None:
                 raise
             print(f"generate: {error}", file=sys.stderr)
             continue
-        wanted = Wanted(ids, plan, cfg.max_new_tokens, cfg.seed + number)
+        wanted = Wanted(ids, plan, cfg.max_new_tokens, seed + number)
         output, tally, seconds = answer(speculator, wanted, screen)
         conversation.keep(ids, output)
         close(speculator, wanted, screen, (output, tally, seconds), compare=cfg.compare)
@@ -129,7 +130,8 @@ def check_settings(cfg: DictConfig) -> Asked:
         )
     if cfg.system is not None:
         readable(str(cfg.system), "system")
-    check_seed(cfg.seed)
+    if cfg.seed is not None:
+        check_seed(cfg.seed)
     check_dtype(cfg.dtype)
     return asked
 
@@ -348,6 +350,8 @@ def close(
         f"{count} tokens in {seconds:.1f} s",
         f"ended by {output.finish}",
     ]
+    if not wanted.plan.policy.greedy:
+        words.append(f"seed {wanted.seed}")
     screen.line(
         "\n" + ", ".join(words) + f"; guarantee: {wanted.plan.guarantee_on(speculator.target)}"
     )

@@ -89,8 +89,11 @@ TARGET: dict[str, str] = {
 }
 
 NN: dict[str, str] = {
+    "again": "though read again it gives finite ones",
     "cache_full": r"cache holds 2 entries",
+    "drafter": r"NaN or infinite values after prompt 0 with its answer",
     "generators": r"2 generators given for 3 rows",
+    "half": r"float16 holds numbers up to 65,504: load it in bfloat16 or float32",
     "layer_below": r"layer 0 asked for",
     "no_distribution": r"not all 0",
     "no_input_norm": r"target old \(gpt2\): .* no norm before attention",
@@ -192,7 +195,7 @@ TRAINING: dict[str, str] = {
     "longest_row": "trainer.batch_tokens=.* is less than the longest row",
     "low_precision": "trainable weights are .*: train in float32",
     "not_finite": "the loss of update 2 is nan",
-    "rows_not_finite": "of rows {rows} are not finite",
+    "rows_not_finite": "values in row {rows} of the set",
     "not_joined": "does not learn from joined rows",
     "other_target": "data.path=here belongs to another target",
     "too_long": "data.path=here has rows of up to .* tokens",

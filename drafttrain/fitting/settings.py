@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from drafttrain.checks import integer, path_of, switch
 from drafttrain.checks import shown as text_of
 from drafttrain.drafter.base import Drafter
+from drafttrain.drafter.borrowing import check_ids
 from drafttrain.errors import InputError
 from drafttrain.fitting.parts import Parts
 from drafttrain.packaging.beginning import check_beginning
@@ -105,12 +106,21 @@ def kind_of(drafter: Recipe[Drafter]) -> type[Drafter]:
 
 
 def check_vocabulary(kind: type[Drafter], values: Values) -> None:
-    """Raise InputError for a draft vocabulary that drafters of a class cannot have."""
+    """Raise InputError for a draft vocabulary that drafters of a class cannot have, and for two of
+    them."""
     if values["draft_vocab"] and "draft_ids" not in parameters_of(kind):
         raise InputError(
             f"draft_vocab={values['draft_vocab']}: {kind.__name__} has no draft vocabulary, set it "
             "to 0"
         )
+    listed = values["drafter"].get("draft_ids")
+    for name, off in (("draft_vocab", 0), ("init_from", None)):
+        if listed is not None and values[name] not in (0, None):
+            raise InputError(
+                f"drafter.draft_ids and {name}={values[name]} each choose the ids that are "
+                f"proposed: leave out the list, or set {name}={'null' if off is None else off}"
+            )
+    check_ids(listed)
 
 
 def check_joint(values: Values) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from drafttrain.errors import InputError, first_line
 from drafttrain.flow import Packing
-from drafttrain.nn import isolation
+from drafttrain.nn import finite, isolation
 from drafttrain.nn.attention import as_attention, check_backend, computed_by
 from drafttrain.nn.cache import KVCache
 
@@ -275,6 +275,8 @@ class CausalLM:
         )
         with torch.inference_mode():
             reference = self.model(input_ids=ids, use_cache=False).logits.float()
+            if not bool(finite.usable(reference).all()):
+                raise finite.fault(self, ids[0].tolist(), "the text that it is tried with")
             plain = self.head(self.full_pass(ids)).float()
             cache = self.new_cache(1, 16)
             first = self.read(ids[:, :3], cache)
