@@ -12,8 +12,15 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
+
+from drafttrain.wiring.doors import door
+
+DOOR = door("adopt", text=("head", "out"))
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
+import torch
 
 from drafttrain.checks import path_of
 from drafttrain.decoding.plan import Plan
@@ -28,10 +35,9 @@ from drafttrain.runs import provenance
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import MOST_NODES, Tree
 from drafttrain.wiring.building import build
-from drafttrain.wiring.doors import door
 
 
-@door("adopt", text=("head", "out"))
+@DOOR
 def main(cfg: DictConfig) -> None:
     head = read_head(cfg)
     origin = read_origin(head)

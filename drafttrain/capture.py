@@ -18,14 +18,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from omegaconf import DictConfig, ListConfig
+
+from drafttrain.wiring.doors import door
+
+DOOR = door("capture")
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
+import torch
 
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.data.journal import Lines
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, room
 from drafttrain.processes import rank, world_size
-from drafttrain.reporting.console import amount, room, table, track
+from drafttrain.reporting.console import amount, table, track
 from drafttrain.runs import provenance
 from drafttrain.target.encoding import ENCODINGS
 from drafttrain.target.features import check_layers, computed
@@ -37,7 +44,6 @@ from drafttrain.target.stored import gives_last
 from drafttrain.target.together import admit, auto_dtype, enter
 from drafttrain.training.pairing import check_set
 from drafttrain.wiring.building import build
-from drafttrain.wiring.doors import door
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,7 @@ class Settings:
     batches: Batches
 
 
-@door("capture")
+@DOOR
 def main(cfg: DictConfig) -> None:
     settings = read_settings(cfg)
     folder = StoreFolder(settings.out)
@@ -163,7 +169,9 @@ def capture(
             there["target"]["fingerprint"], target.fingerprint, f"out={folder.path}", dtype=True
         )
     contents = contents_of(settings, target)
+    # The same target keeps the words that its folder was started with, whatever it is called here.
     name = {"name": target.name, "fingerprint": target.fingerprint}
+    name = name if there is None else there["target"]
     record = settings_of(name, data, contents, settings.batches)
     folder.compare(record)
     plan = planned(data, contents, settings.batches, stamp_of(record))
@@ -177,7 +185,7 @@ def capture(
     missing = folder.missing(plan)
     needed = folder.needed(plan, missing)
     announce(folder, plan, target, data, needed)
-    folder.refuse_full_disk(needed, room(needed))
+    folder.check_room(needed)
     if there is None:
         folder.record(record)
     mine = [shard for shard in missing if finished or shard.number % world_size() == rank()]

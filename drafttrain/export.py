@@ -17,8 +17,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
+
+from drafttrain.wiring.doors import door
+
+DOOR = door("export", text=("package", "out", "check", "against"))
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
+import torch
 
 from drafttrain.checks import path_of
 from drafttrain.errors import InputError
@@ -35,7 +42,6 @@ from drafttrain.target.model import Target
 from drafttrain.target.naming import public
 from drafttrain.tree.topology import MOST_NODES, Growth
 from drafttrain.wiring.building import build
-from drafttrain.wiring.doors import door
 
 DTYPES = ("package", "float32", "bfloat16", "float16")
 FEWEST = 3
@@ -52,7 +58,7 @@ Exported by drafttrain from a package with its measurements. Of no use with anot
 """
 
 
-@door("export", text=("package", "out", "check", "against"))
+@DOOR
 def main(cfg: DictConfig) -> None:
     check_settings(cfg)
     if cfg.check is not None:

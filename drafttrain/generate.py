@@ -16,15 +16,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+
+from drafttrain.wiring.doors import door
+
+DOOR = door("generate", text=("prompt", "system", "package", "tree", "rule"))
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
 from rich.console import Console
 from rich.text import Text
 
 from drafttrain.checks import integer, path_of
 from drafttrain.data.template import ChatPieces
 from drafttrain.decoding.loop import Listener, Output
-from drafttrain.decoding.plan import Plan
+from drafttrain.decoding.plan import UNKEPT, Plan
 from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.decoding.unfolding import Unfolding
+from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.flow import Tally
 from drafttrain.nn.sampling import Policy, check_seed, fresh_seed
@@ -36,7 +44,6 @@ from drafttrain.target.load import tokenizer_only
 from drafttrain.target.model import Target, outside
 from drafttrain.tree.topology import Growth, Tree
 from drafttrain.wiring.building import build
-from drafttrain.wiring.doors import door
 
 MARKS = ("auto", "colour", "brackets", "none")
 STYLE = "green underline"
@@ -46,7 +53,7 @@ _CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in 
 """Control characters as pictures: a text cannot move the cursor or set colours."""
 
 
-@door("generate", text=("prompt", "system", "package", "tree", "rule"))
+@DOOR
 def main(cfg: DictConfig) -> None:
     asked = check_settings(cfg)
     package = path_of("package", cfg.package)
@@ -59,6 +66,8 @@ def main(cfg: DictConfig) -> None:
     plan = read_plan(package / DECODING, drafter)
     speculator = Speculator(target, drafter, plan, dtype=cfg.dtype)
     plan = asked.plan(speculator)
+    if not cfg.chat:
+        warn_of_texts(target, drafter)
     screen = Screen(mark=cfg.mark)
     conversation = Conversation(target, chat=cfg.chat, system=cfg.system)
     seed = fresh_seed() if cfg.seed is None else cfg.seed
@@ -179,6 +188,17 @@ def need_tokenizer(target: dict[str, Any]) -> None:
         raise InputError("this target came without a tokenizer: text cannot be read or written")
 
 
+def warn_of_texts(target: Target, drafter: Drafter) -> None:
+    """A drafter that has learned from conversations is asked to go on with a text."""
+    if drafter.learns and getattr(target.tokenizer, "chat_template", None):
+        print(
+            "generate: chat=false: sets for this target hold conversations in its chat template; "
+            "where the package was trained on them, fewer drafts may be accepted in a text without "
+            "it. The text is the target's either way",
+            file=sys.stderr,
+        )
+
+
 def turns() -> Iterator[str]:
     """What a person types, until an empty line or the end of input."""
     print("generate: type what the target is to answer; an empty line ends", file=sys.stderr)
@@ -229,12 +249,13 @@ class Conversation:
             raise InputError(outside(max(ids), self.target))
         if len(ids) >= self.target.context:
             raise InputError(
-                f"{len(ids)} tokens, the target's context holds {self.target.context}: shorten, or "
-                "start again"
+                f"{len(ids)} tokens, the target's context holds {self.target.context_words}: "
+                "shorten, or start again"
             )
         if len(ids) + room > self.target.context:
             print(
-                f"generate: only {self.target.context - len(ids)} tokens fit the target's context",
+                f"generate: only {self.target.context - len(ids)} tokens fit the target's context "
+                f"of {self.target.context_words}",
                 file=sys.stderr,
             )
         return ids
@@ -352,9 +373,8 @@ def close(
     ]
     if not wanted.plan.policy.greedy:
         words.append(f"seed {wanted.seed}")
-    screen.line(
-        "\n" + ", ".join(words) + f"; guarantee: {wanted.plan.guarantee_on(speculator.target)}"
-    )
+    guarantee = wanted.plan.guarantee_on(speculator.target)
+    screen.line("\n" + ", ".join(words) + f"; guarantee: {guarantee}")
     if not compare:
         return
     policy = wanted.plan.policy
@@ -363,9 +383,12 @@ def close(
     verdict = "" if speed >= 1 else ": drafting was SLOWER here"
     same = ""
     if policy.greedy:
+        unkept = wanted.plan.guarantee_on(speculator.target, differed=True) == UNKEPT
         same = (
             ", the same text"
             if plain.ids == output.ids
+            else ", ANOTHER TEXT, which rounding does not explain: the guarantee does not hold"
+            if unkept
             else ", another text (a near-tie in low precision)"
         )
     screen.line(

@@ -23,15 +23,21 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from drafttrain.wiring.doors import door
+
+DOOR = door("report", text=("runs", "prompts"))
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
 from drafttrain import runs
 from drafttrain.checks import shown
-from drafttrain.data.conversations import write_json
 from drafttrain.decoding.conditions import conditions, dtype_name
 from drafttrain.decoding.measure import Entrant, behind, race
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.drafter.base import Drafter
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, writing
+from drafttrain.files import write_json
 from drafttrain.nn.sampling import Policy, check_seed
 from drafttrain.packaging.collection import (
     Entry,
@@ -44,7 +50,7 @@ from drafttrain.packaging.collection import (
 from drafttrain.packaging.decoding import fit, read_plan, tree_of
 from drafttrain.packaging.manifest import DECODING
 from drafttrain.packaging.reading import load_drafter, target_for
-from drafttrain.reporting.console import table, track
+from drafttrain.reporting.console import reading, table, track
 from drafttrain.reporting.figures import comparison
 from drafttrain.reporting.page.document import PAGE, page, title_of
 from drafttrain.reporting.records import read_record
@@ -53,8 +59,8 @@ from drafttrain.reporting.side_by_side import COLUMNS, fastest_first, line, mark
 from drafttrain.runs import check_run_dir, new_folder, plain_value, provenance
 from drafttrain.target.model import Target
 from drafttrain.target.prompts import Source, open_prompts
+from drafttrain.target.turns import counted
 from drafttrain.wiring.building import build, named_by
-from drafttrain.wiring.doors import door
 
 RESULT, TEXT, PICTURE = "report.json", "report.md", "report.png"
 FILES = (PICTURE, TEXT, RESULT, PAGE)
@@ -80,12 +86,14 @@ class Settings:
     prompts: str
     columns: dict[str, Any]
     limit: int | None
+    turns: int | None
+    """Of a conversation, at most; None takes all."""
     max_new_tokens: int
     seed: int
     dtype: str
 
 
-@door("report", text=("runs", "prompts"))
+@DOOR
 def main(cfg: DictConfig) -> None:
     settings = read_settings(cfg)
     entries = read_entries(find_packages(settings.runs, say), measured=not settings.measure)
@@ -109,9 +117,11 @@ def read_settings(cfg: DictConfig) -> Settings:
         raise InputError(f"measure={cfg.measure}: give true or false")
     if not cfg.measure:
         refuse_idle()
-    for key in ("limit", "max_new_tokens"):
+    for key in ("limit", "turns", "max_new_tokens"):
         value = cfg[key]
-        if not (key == "limit" and value is None) and (type(value) is not int or value < 1):
+        if not (key != "max_new_tokens" and value is None) and (
+            type(value) is not int or value < 1
+        ):
             raise InputError(f"{key}={value}: needs an integer of at least 1")
     check_seed(cfg.seed)
     check_dtype(cfg.dtype)
@@ -132,6 +142,7 @@ def read_settings(cfg: DictConfig) -> Settings:
         prompts=cfg.prompts,
         columns=plain_value(cfg.columns),
         limit=cfg.limit,
+        turns=cfg.turns,
         max_new_tokens=cfg.max_new_tokens,
         seed=cfg.seed,
         dtype=cfg.dtype,
@@ -242,7 +253,7 @@ class Contest:
 
 def prepare(settings: Settings, entries: Sequence[Entry]) -> Contest:
     """Load everything, and refuse whatever can be refused, before anything is measured."""
-    source = open_prompts(settings.prompts, settings.columns)
+    source = open_prompts(settings.prompts, settings.columns, reading)
     target = settings.target()
 
     def enter(entry: Entry) -> list[tuple[Entrant, dict[str, Any]]]:
@@ -257,7 +268,8 @@ def prepare(settings: Settings, entries: Sequence[Entry]) -> Contest:
     entrants = [one for some in for_all(entries, enter) for one in some]
     if settings.baseline is not None:
         entrants.append(baseline(settings.baseline(target=target), settings))
-    return Contest(source, target, source.ids(target, settings.limit, say), entrants)
+    asked = {"turns": settings.turns, "answer": settings.max_new_tokens}
+    return Contest(source, target, source.ids(target, settings.limit, say, **asked), entrants)
 
 
 def plans_of(settings: Settings, speculator: Speculator) -> list[Plan]:
@@ -322,6 +334,8 @@ def conditions_of(contest: Contest, settings: Settings) -> dict[str, Any]:
         "measured": "here, in turn",
         "prompts": contest.source.name,
         "prompt_count": len(contest.prompts),
+        "prompts_by_turn": counted(contest.source.by_turn),
+        "turns_left_out": contest.source.turns_left_out,
         "max_new_tokens": settings.max_new_tokens,
         "temperature": policy.temperature,
         "top_k": policy.top_k,
@@ -358,7 +372,7 @@ def publish(
     ]
     shared = ordered if compared else ()
     html = page(title_of(records), records, rows=shared, settings=conditions, notes=notes)
-    with tempfile.TemporaryDirectory(prefix=".report-", dir=folder) as scratch:
+    with writing(folder), tempfile.TemporaryDirectory(prefix=".report-", dir=folder) as scratch:
         made = Path(scratch)
         write_json(
             made / RESULT, {"settings": conditions, "rows": ordered, "provenance": provenance()}

@@ -19,8 +19,13 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from drafttrain.wiring.doors import door
+
+DOOR = door("tune", text=("package", "prompts"))
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
 from drafttrain.checks import integer, path_of, switch
-from drafttrain.data.conversations import write_json
 from drafttrain.decoding.costs import measure_costs
 from drafttrain.decoding.measure import Measurement
 from drafttrain.decoding.members import followed
@@ -29,12 +34,13 @@ from drafttrain.decoding.speculator import Speculator, check_dtype
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.ensemble import Ensemble
 from drafttrain.errors import InputError
+from drafttrain.files import write_json
 from drafttrain.nn.sampling import Policy, check_seed
 from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
 from drafttrain.packaging.manifest import DECODING, read_config
 from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.packaging.writing import change_plan, check_change
-from drafttrain.reporting.console import table, track
+from drafttrain.reporting.console import reading, table, track
 from drafttrain.reporting.rows import memories
 from drafttrain.runs import check_run_dir, new_folder, plain_value, provenance
 from drafttrain.target.model import Target
@@ -45,7 +51,6 @@ from drafttrain.tree.search import expected_tokens
 from drafttrain.tree.share import Followed, candidate_forests, expected
 from drafttrain.tree.topology import Growth, Tree, check_size
 from drafttrain.wiring.building import build
-from drafttrain.wiring.doors import door
 
 RESULT = "tuning.json"
 NO_ROUND = (
@@ -56,14 +61,14 @@ RECORDED = ("temperature", "top_k", "top_p", "max_new_tokens", "seed")
 SHOWN = 12
 
 
-@door("tune", text=("package", "prompts"))
+@DOOR
 def main(cfg: DictConfig) -> None:
     asked = check_settings(cfg)
     package = path_of("package", cfg.package)
     read_config(package)
     if cfg.write:
         check_change(package)
-    source = open_prompts(cfg.prompts, plain_value(cfg.columns))
+    source = open_prompts(cfg.prompts, plain_value(cfg.columns), reading)
     target: Target = build(cfg.target, work="decode")
     target = target_for(package, target)
     drafter = load_drafter(package, target)

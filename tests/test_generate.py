@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import re
@@ -77,6 +78,20 @@ def test_the_text_is_plain_decodings_with_accepted_drafts_marked(
     )
     assert re.search(r"[\d.]+ tokens/s, \d+ tokens in", closing) and "guarantee: greedy" in closing
     assert re.search(r"plain decoding: [\d.]+ tokens/s, the same text; speed [\d.]+x", closing)
+
+
+@pytest.mark.field("F96")
+def test_a_text_without_the_template_is_said_to_be_none_it_was_trained_on(
+    place: Path, target: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neighbours: a drafter that has learned nothing, a target without a template: no word."""
+    generate.main(place_words(place, f"prompt={PROMPT}", "chat=false", max_new_tokens=2))
+    assert "chat=false" in capsys.readouterr().err
+    generate.warn_of_texts(target, drafters.make(NGram, target))
+    bare = copy.copy(target)
+    bare.tokenizer = tiny_tokenizer("")
+    generate.warn_of_texts(bare, drafters.make(Eagle1, target))
+    assert not capsys.readouterr().err
 
 
 def test_drafts_that_are_copied(

@@ -22,9 +22,8 @@ from drafttrain.decoding.record import Ends, Listener, Output, Record
 from drafttrain.drafter.base import Committed, Drafter
 from drafttrain.drafter.inside import Inside
 from drafttrain.drafter.remembered import remember_texts
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, NotFinite
 from drafttrain.flow import Acceptance, Features, Proposal, Sampling, Tally
-from drafttrain.nn.finite import NotFinite
 from drafttrain.nn.processing import Text
 from drafttrain.nn.sampling import Chance, draw
 from drafttrain.target.model import Pass, Target

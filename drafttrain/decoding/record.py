@@ -152,7 +152,7 @@ def _check_prompts(target: Target, prompts: Sequence[Sequence[int]]) -> None:
         if len(prompt) >= target.context:
             raise InputError(
                 f"prompt {number} has {len(prompt)} tokens, the target's context holds "
-                f"{target.context}: shorten it"
+                f"{target.context_words}: shorten it"
             )
         if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
             raise InputError(

@@ -14,21 +14,12 @@ from torch import Tensor
 
 from drafttrain.decoding.loop import Ends, Listener, Output, decode
 from drafttrain.decoding.measure import Measurement, Prompts, measure_acceptance, measure_speed
-from drafttrain.decoding.plan import Plan
+from drafttrain.decoding.plan import Plan, check_dtype
 from drafttrain.drafter.base import Drafter
-from drafttrain.errors import InputError
 from drafttrain.flow import Tally
 from drafttrain.nn.sampling import fresh_seed
 from drafttrain.target.load import forced_dtype
 from drafttrain.target.model import Target
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-def check_dtype(name: object) -> None:
-    """Raises: InputError for a dtype that no drafter decodes in."""
-    if name not in DTYPES:
-        raise InputError(f"dtype={name}: give one of {', '.join(DTYPES)}")
 
 
 class Speculator:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from drafttrain.checks import shown
+from drafttrain.checks import check_ids
 from drafttrain.drafter.growing import Growing
-from drafttrain.errors import InputError
 from drafttrain.nn.packed import FrozenProduct
 from drafttrain.target.model import Target
 from drafttrain.tree.candidates import Candidates
@@ -73,27 +72,6 @@ class DraftVocabulary(Growing, abc.ABC):
         if bias is None:
             return None
         return (bias if self.draft_ids is None else bias[self.draft_ids]).detach().to(hidden)
-
-
-def check_ids(given: Any, vocab_size: int | None = None) -> None:
-    """Raise InputError unless a draft vocabulary is None, or ids of the target by rising number.
-
-    Args:
-        vocab_size: the target's; None where it is not known yet.
-    """
-    if given is None:
-        return
-    end = "the target's vocabulary" if vocab_size is None else vocab_size - 1
-    needs = f"needs ids of the target, from 0 to {end}, each once and rising"
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise InputError(f"drafter.draft_ids={shown(given)}: {needs}")
-    before = -1
-    for token in given:
-        if type(token) is not int or token < 0 or (vocab_size is not None and token >= vocab_size):
-            raise InputError(f"drafter.draft_ids holds {shown(token)}: {needs}")
-        if token <= before:
-            raise InputError(f"drafter.draft_ids holds {token} after {before}: {needs}")
-        before = token
 
 
 class BorrowsHead(DraftVocabulary, abc.ABC):

@@ -120,7 +120,7 @@ class Eagle1(BorrowsHead, Autoregressive):
                     1, 1, x.shape[1], x.shape[1], dtype=torch.bool, device=x.device
                 ).tril()
             mask = as_attention(mask, self.target.attention, self.dtype)
-        positions = positions.expand(x.shape[0], -1)
+        positions = positions.expand(x.shape[0], -1).clamp_max(self.target.context - 1)
         rotary = self.target.base.rotary_emb(x, position_ids=positions)
         return call(self.layer, x, positions=positions, rotary=rotary, mask=mask, cache=cache)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.data.datamodule import collate
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, NotFinite
 from drafttrain.flow import Batch
 from drafttrain.nn import finite
 from drafttrain.nn.cache import KVCache
@@ -127,7 +127,7 @@ def write_answers(
     try:
         for _ in generation.run(_Pen(drafter), scripts, slots=len(prompts), capacity=capacity):
             pass
-    except finite.NotFinite as error:
+    except NotFinite as error:
         raise finite.drafter_fault(drafter, drafter.dtype, "text that it writes") from error
     made: list[tuple[Tensor, Tensor, int]] = []
     numbers: list[Any] = batch.row_ids[rows.to(batch.row_ids.device)].tolist()

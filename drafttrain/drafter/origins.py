@@ -24,7 +24,7 @@ from drafttrain.drafter.networks import (
     without_dropout,
 )
 from drafttrain.errors import InputError, first_line
-from drafttrain.target import fingerprint
+from drafttrain.target import tokenising
 from drafttrain.target.model import Target
 from drafttrain.target.reading import check_layers
 
@@ -456,8 +456,9 @@ def _check_tokenizer(folder: Path, target: Target) -> None:
         raise InputError(
             f"drafter.path={folder}: its tokenizer cannot be read: {first_line(error)}"
         ) from error
-    if fingerprint.of_tokenizer(tokenizer) != fingerprint.of_tokenizer(target.tokenizer):
+    theirs, own = (tokenising.parts_of(one) for one in (tokenizer, target.tokenizer))
+    if words := tokenising.difference(theirs, own, target.tokenizer):
         raise InputError(
-            f"drafter.path={folder} has another tokenizer than target {target.name}: drafts are "
-            "ids, so a drafter must share the target's vocabulary"
+            f"drafter.path={folder} has another tokenizer than target {target.name} ({words}): "
+            "drafts are ids, so a drafter must share the target's vocabulary"
         )

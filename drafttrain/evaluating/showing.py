@@ -32,6 +32,10 @@ def show(result: dict[str, Any]) -> None:
         "guarantee",
     ]
     table(title, columns, [acceptance_line(row, deepest) for row in rows])
+    if len(settings["prompts_by_turn"]) > 1:
+        columns = ["tau by turn", *(f"{turn}" for turn in settings["prompts_by_turn"])]
+        lines = [[row["label"], *(one["tau"] for one in _turns(row, columns[1:]))] for row in rows]
+        table("acceptance by turn of the conversation", columns, lines)
     if settings["speed_prompts"]:
         where = f"{settings['device']}, {settings['threads']} threads, {settings['target_dtype']}"
         title = f"speed: {settings['speed_prompts']} prompts, one at a time ({where})"
@@ -52,6 +56,12 @@ def show(result: dict[str, Any]) -> None:
         say(line)
     if result["exactness"]:
         show_exactness(result["exactness"])
+
+
+def _turns(row: dict[str, Any], turns: list[str]) -> list[dict[str, Any]]:
+    """What a row has of each turn; a row that was only timed may lack the later ones."""
+    found = {str(one["turn"]): one for one in row.get("by_turn", ())}
+    return [found.get(turn, {"tau": None}) for turn in turns]
 
 
 def acceptance_line(row: dict[str, Any], deepest: int) -> list[Any]:

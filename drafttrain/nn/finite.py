@@ -17,18 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.errors import InputError
-
-
-class NotFinite(ValueError):
-    """Logits or weights that no token can be chosen from.
-
-    Args:
-        ids: the text that they follow, where the one who notices knows it.
-    """
-
-    def __init__(self, said: str, ids: Sequence[int] = ()) -> None:
-        super().__init__(said)
-        self.ids = list(ids)
+from drafttrain.nn.spoilt import SPOILT
 
 
 class Reads(Protocol):
@@ -84,10 +73,10 @@ def fault(model: Reads, ids: Sequence[int], where: str, more: str = "") -> Input
 def fault_of(model: Reads, found: Origin | None, where: str, more: str = "") -> InputError:
     """The same error for what `trace` has found already; None: nothing in the text."""
     if found is None:
-        known = f"NaN or infinite values in {where}, though read again it gives finite ones{more}"
+        known = f"{SPOILT} {where}, though read again it gives finite ones{more}"
         return InputError(f"{model.called}: {known}; {_way_out(model.dtype, _AGAIN)}")
     place = f"position {found.position} (token {found.token})"
-    known = f"NaN or infinite values in {where}, {place}, first in {found.part}{more}"
+    known = f"{SPOILT} {where}, {place}, first in {found.part}{more}"
     if found.damaged:
         return InputError(
             f"{model.called}: {known}; weights of {found.part} are not finite: get its files again"

@@ -11,14 +11,14 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from drafttrain.errors import InputError
-from drafttrain.nn.finite import NotFinite
+from drafttrain.errors import InputError, NotFinite
+from drafttrain.later import torch
 from drafttrain.nn.processing import Processor, Text, biased, penalised, processed, unfinished
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _COLDEST = 1e-30
 _HEAD = 512

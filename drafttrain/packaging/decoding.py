@@ -8,13 +8,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from drafttrain.decoding import rules
 from drafttrain.decoding.plan import Plan
-from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.checking import check_keys
@@ -23,6 +22,9 @@ from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.files import read_yaml
 from drafttrain.tree.forest import Forest
 from drafttrain.tree.topology import MOST_NODES, Growth, Tree, check_size
+
+if TYPE_CHECKING:
+    from drafttrain.drafter.base import Drafter
 
 log = logging.getLogger(__name__)
 

@@ -147,7 +147,7 @@ def _check_context(speculator: Speculator, longest: int, limit: int) -> None:
     if longest + limit > context:
         raise InputError(
             f"a prompt of {longest} tokens and {limit} new ones exceed the target's context of "
-            f"{context}: lower max_new_tokens"
+            f"{speculator.target.context_words}: lower max_new_tokens"
         )
 
 

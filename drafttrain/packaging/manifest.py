@@ -259,14 +259,16 @@ def parameter_count(config: dict[str, Any]) -> int | None:
 def training_of(config: dict[str, Any]) -> tuple[float | None, int | None]:
     """Seconds that training took, without the decoding of held-out prompts in between; supervised
     tokens that were read, those of every epoch counted. Of several fits the sum, those that only
-    marked rows counted. Both are 0 where nothing was learned, None where they were not recorded."""
+    marked rows counted. Where nothing was learned, the seconds of a search, or 0; None where they
+    were not recorded."""
+    noted = config["training"].get("training")
+    noted = noted if isinstance(noted, dict) else {}
     if (
         not class_of(config["drafter"]["_target_"], CONFIG).learns
         and not config["shape"]["parameters"]
     ):
-        return 0.0, 0
-    noted = config["training"].get("training")
-    noted = noted if isinstance(noted, dict) else {}
+        searched = noted.get("search_seconds")
+        return float(searched) if _amount(searched) else 0.0, 0
     fits, marking = noted.get("members"), noted.get("marking", [])
     fits = [*fits, *marking] if isinstance(fits, list) and isinstance(marking, list) else [noted]
     each = [_cost_of(fit if isinstance(fit, dict) else {}) for fit in fits]
@@ -312,7 +314,7 @@ def check_target(
         )
     name = str(config["target"]["name"])[:80]
     try:
-        fingerprint.refuse_other(stored, here, str(folder))
+        fingerprint.refuse_other(stored, here, str(folder), own=target.tokenizer)
     except InputError as error:
         raise InputError(
             f"{error}. The package was trained for {name}, this is {target.name}"

@@ -31,13 +31,14 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from drafttrain.data.conversations import MANIFEST, sha256_of, write_atomic
+from drafttrain.data.conversations import MANIFEST, sha256_of
 from drafttrain.data.datamodule import ConversationData, EpochSampler
 from drafttrain.data.growing import SETTINGS, GrowingFolder
 from drafttrain.data.journal import Lines, journals, records
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, refuse_full_disk, writing
+from drafttrain.files import write_atomic
 from drafttrain.flow import Batch
-from drafttrain.target.features import has_room, take_room
+from drafttrain.target.features import SLACK, SPARE, take_room
 from drafttrain.target.store import (
     FORMAT,
     PARTS,
@@ -219,13 +220,17 @@ class StoreFolder(GrowingFolder):
                 )
         return total
 
-    def refuse_full_disk(self, needed: int, said: str) -> None:
+    def check_room(self, needed: int) -> None:
         """Raise InputError unless the disk has room for this many bytes more."""
-        if needed and not has_room(self.path, needed):
-            raise InputError(
-                f"out={self.path}: the disk has no room for {said} more. Free some space, give "
-                "out=<folder on another disk>, keep less (encoding=bf16, int8 or fp8; fewer "
-                "layers; data.limit_rows=...), or train without a store (features=online)"
+        if needed:
+            refuse_full_disk(
+                self.path,
+                needed * SLACK,
+                what=f"out={self.path}",
+                remedy="Free some space, give out=<folder on another disk>, keep less "
+                "(encoding=bf16, int8 or fp8; fewer layers; data.limit_rows=...), or train without "
+                "a store (features=online)",
+                reserve=SPARE,
             )
 
     def unread(self, plan: Plan, shards: Iterable[Shard]) -> int:
@@ -271,7 +276,9 @@ class StoreFolder(GrowingFolder):
                     take_room(part, layout.size)
                 with part.open("r+b") as file:
                     if not started:
-                        file.write(layout.head)
+                        with writing(part, layout.size):
+                            file.write(layout.head)
+                            file.flush()
                     at = 0
                     for number, group in enumerate(
                         plan.batches[shard.number], start=plan.first[shard.number]
@@ -285,8 +292,8 @@ class StoreFolder(GrowingFolder):
                         crc = place.write(plan.contents, batch.lengths.tolist(), read(batch))
                         journal.write({"batch": number, "crc": crc})
                         yield tokens
-                    file.flush()
-                    os.fsync(file.fileno())
+                    with writing(part, layout.size):
+                        os.fsync(file.fileno())
                 part.replace(path)
                 sums.pop(shard.number, None)
             if shard.number not in sums:
@@ -356,10 +363,11 @@ class _Place:
                 raise ValueError(
                     f"{name}: {len(content)} bytes for {self.tokens} tokens of {piece.width}"
                 )
-            self.file.seek(piece.start + self.at * piece.width)
-            self.file.write(content)
+            with writing(self.file.name, self.layout.size):
+                self.file.seek(piece.start + self.at * piece.width)
+                self.file.write(content)
+                self.file.flush()  # Before the journal names the batch.
             crc = zlib.crc32(content, crc)
-        self.file.flush()  # Before the journal names the batch.
         return crc
 
     def checksum(self) -> int:

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from drafttrain.errors import NotFinite
 from drafttrain.nn import finite
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.sampling import Policy, draw
@@ -143,7 +144,7 @@ def _step(target: Writer, cache: KVCache, table: list[_Slot | None], active: lis
     usable = finite.usable(logits)
     if not bool(usable.all()):
         slot = slots[int((~usable).nonzero()[0])]
-        slot.script.throw(finite.NotFinite("no token can be chosen from these logits", slot.text))
+        slot.script.throw(NotFinite("no token can be chosen from these logits", slot.text))
     uniforms = [slot.chance.random() for slot in slots]
     chosen = choose(logits, [slot.segment.policy for slot in slots], uniforms)
     written = 0

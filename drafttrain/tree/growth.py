@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, NotFinite
 from drafttrain.flow import Proposal, Sampling
-from drafttrain.nn.finite import NotFinite, usable
+from drafttrain.nn.finite import usable
 from drafttrain.nn.processing import Text
 from drafttrain.nn.sampling import Policy, draw, draw_without_replacement
 from drafttrain.tree.candidates import Candidates, Expands

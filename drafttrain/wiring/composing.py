@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from drafttrain.errors import InputError, first_line
-from drafttrain.runs import Invocation
+from drafttrain.runs import Invocation, literal_text
 from drafttrain.wiring.conf import comments_of, conf_dir
 from drafttrain.wiring.names import dotted_keys, has_key, join, nearest, unknown_choice, unknown_key
 
@@ -89,9 +89,15 @@ def invocation_of(
             _check_key(override, chosen, settings, choices)
         config = _with_values(chosen, values, options_of)
         if config is None:
-            config, choices = _load(
-                door_name, [*search, *(_line(o, group=o in groups) for o in parsed)], None
-            )
+            known = dotted_keys(chosen)
+            lines = [_line(o, group=o in groups) for o in parsed]
+            lines = [
+                # A key of an open section, which Hydra would not add.
+                f"++{line}" if o in values and _is_new(o, known) else line
+                for o, line in zip(parsed, lines, strict=True)
+            ]
+            config, choices = _load(door_name, [*search, *lines], None)
+    _leave_unchosen(config, values, [group for group in plain_choices if not choices.get(group)])
     _take_literal(config, literal, choices)
     if check_missing:
         _check_complete(door_name, config, choices)
@@ -115,13 +121,34 @@ def _read(
     return literal, parsed + _parse(picked, ())[1]
 
 
+def _leave_unchosen(config: DictConfig, values: Sequence[Override], groups: Sequence[str]) -> None:
+    """A section that nothing was chosen for stays empty, though an experiment writes into it: with
+    joint=null its joint.* goes nowhere.
+
+    Args:
+        groups: that have no choice.
+    Raises: InputError for a setting of such a section on the command line.
+    """
+    for group in groups:
+        section: Any = config.get(group)
+        if not OmegaConf.is_dict(section) or "_target_" in section:
+            continue
+        for override in values:
+            if override.key_or_group.startswith(f"{group}."):
+                raise InputError(
+                    f"{override.input_line}: {group}=null has no settings; give {group}=<choice>, "
+                    "see --help"
+                )
+        config[group] = None
+
+
 def _take_literal(config: DictConfig, literal: Mapping[str, str], choices: dict[str, Any]) -> None:
     """Set keys whose value is taken as it was written."""
     settings = OmegaConf.to_container(config) if literal else {}
     for key, value in literal.items():
         if not has_key(settings, key):
             raise InputError(unknown_key(f"{key}={value}", key, config, choices))
-        OmegaConf.update(config, key, _escape(value))
+        OmegaConf.update(config, key, literal_text(value))
 
 
 def _check_complete(door_name: str, config: DictConfig, choices: dict[str, Any]) -> None:
@@ -254,10 +281,18 @@ def _with_values(
     config = copy.deepcopy(config)
     try:
         for override in values:
-            OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
+            # Keys were checked: one that is not there is put into an open section.
+            name, value = override.key_or_group, override.value()
+            OmegaConf.update(config, name, value, merge=True, force_add=True)
     except OmegaConfBaseException:
         return None
     return config
+
+
+def _is_new(override: Override, known: Sequence[str]) -> bool:
+    """Does it set a key that no file has, without saying so?"""
+    key = override.key_or_group
+    return override.type == OverrideType.CHANGE and "." in key and key not in known
 
 
 def _line(override: Override, *, group: bool = False) -> str:
@@ -397,12 +432,6 @@ def _quote(choice: Any) -> str:
     if isinstance(choice, list):
         return "[" + ",".join(map(str, choice)) + "]"
     return str(choice)
-
-
-def _escape(value: str) -> str:
-    """Text as OmegaConf must hold it to give the same text back: interpolation marks are data
-    here."""
-    return re.sub(r"(\\*)\$\{", lambda match: match.group(1) * 2 + r"\${", value)
 
 
 def _stems(folder: Path) -> list[str]:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from drafttrain.decoding import measure
+from drafttrain.decoding import measure, rules
 from drafttrain.decoding.conditions import conditions, digest_of, dtype_name
 from drafttrain.decoding.loop import Output
 from drafttrain.decoding.measure import (
@@ -17,11 +17,12 @@ from drafttrain.decoding.measure import (
     rank_rates,
     tau_behind,
 )
-from drafttrain.decoding.plan import Plan
+from drafttrain.decoding.plan import UNKEPT, Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.ngram import NGram
-from drafttrain.flow import Tally
+from drafttrain.evaluating.measuring import row_of
+from drafttrain.flow import Acceptance, Tally
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.tree.dynamic import Dynamic
@@ -82,6 +83,28 @@ def test_speed_is_interleaved_and_compares_the_same_tokens(pair):
             set(row["seconds"]) == {"prefill", "draft", "verify", "host"}
             and row["guarantee"] == "greedy"
         )
+
+
+@pytest.mark.field("F70")
+@pytest.mark.parametrize(("dtype", "claimed"), [("float32", UNKEPT), ("bfloat16", "greedy")])
+def test_a_guarantee_that_was_seen_not_to_hold_is_not_claimed(monkeypatch, dtype, claimed):
+    """A rule that writes another token after its drafts: in float32 no rounding does that."""
+    target = load.tiny(dtype=dtype)
+    drafter = drafters.make(Eagle1, target).eval()
+    right = rules.greedy
+
+    def wrong(best, proposal):
+        found = right(best, proposal)
+        token = (found.next_token + (proposal.size > 0)) % 320
+        return Acceptance(found.path, found.count, token)
+
+    monkeypatch.setattr(rules, "greedy", wrong)
+    (one,) = measure_speed(
+        target, drafter, PROMPTS[:2], [Plan(Tree.chain(2))], max_new_tokens=6, stop_ids=()
+    )
+    assert one.same_as_plain == 0 and one.row()["guarantee"] == claimed
+    row = row_of(one.plan, dataclasses.replace(one, guarantee="greedy"), one)
+    assert row["guarantee"] == claimed, "also where acceptance was measured apart"
 
 
 def test_differences_are_told_prompt_by_prompt():

@@ -31,6 +31,25 @@ def test_parts_are_what_was_composed() -> None:
     assert parts.target.get("dtype") == cfg.target.dtype and parts.data.get("path") == "x"
 
 
+# The kind: a section of which nothing was chosen, and into which an experiment writes. Neighbours:
+# joint, boost and search; a setting of such a section on the command line.
+@pytest.mark.parametrize(
+    ("experiment", "section"),
+    [("medusa2", "joint"), ("specinfer", "boost"), ("selfspec", "search")],
+)
+def test_what_is_chosen_to_be_none_stays_none(experiment: str, section: str) -> None:
+    words = [f"experiment={experiment}", f"{section}=null"]
+    parts = read_settings(compose("fit", words))
+    assert getattr(parts.settings, section) is None and parts.config.values[section] is None
+    key = next(iter(plain(compose("fit", words[:1]))[section].keys() - {"_target_"} & KEYS))
+    with pytest.raises(InputError, match=f"{section}=null has no settings; give {section}=<choic"):
+        compose("fit", [*words, f"{section}.{key}=1"])
+
+
+KEYS = {"lambda_0", "match", "trials"}
+"""That the experiments set."""
+
+
 def test_nothing_is_written_to_after_the_door() -> None:
     parts = read_settings(compose("fit", ["experiment=smoke", "data.path=x"]))
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from drafttrain.errors import InputError
 from drafttrain.flow import Proposal, Sampling
+from drafttrain.later import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INSTEAD = {
     Sampling.IID: "multi_step, or block or ratio on a chain",

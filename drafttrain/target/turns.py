@@ -1,0 +1,84 @@
+"""Later turns of conversations as prompts: each after the answers to the turns before it.
+
+Where prompts are only the user's side, the target writes those answers, greedily. A set holds them
+(`ConversationSet.asked`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from drafttrain.data.shapes import Prompt
+from drafttrain.data.template import REASONING_END, ChatPieces
+from drafttrain.nn.sampling import Policy
+from drafttrain.target import generation
+from drafttrain.target.generation import Script, Segment
+from drafttrain.target.model import Target
+
+Turn = tuple[int, int, list[int]]
+"""(number of the row, turn, ids up to its answer's first token); turns count from 1."""
+
+
+def later_turns(
+    target: Target,
+    pieces: ChatPieces,
+    rows: Sequence[tuple[int, Prompt, list[int]]],
+    *,
+    answer: int,
+    slots: int = 8,
+) -> list[Turn]:
+    """All second turns, then all third ones, and so on.
+
+    A turn is missing where the template shows the earlier answer otherwise than it was written, and
+    where the target's context has no room for it.
+
+    Args:
+        rows: (number, prompt, ids up to its first answer) of each.
+        answer: tokens of an earlier answer at most; one that is cut is closed as the template does.
+    """
+    found: list[Turn] = []
+    end = pieces.turn_end()
+
+    def script(number: int, prompt: Prompt, first: list[int]) -> Script:
+        text, read = list(first), first
+        for turn, user in enumerate(prompt.users[1:], start=2):
+            written = yield Segment(read, answer, Policy(), target.stop_ids)
+            text += written
+            hidden = not pieces.keeps_reasoning and REASONING_END in pieces.tokenizer.decode(
+                written
+            )
+            if hidden or not pieces.grows(with_system=bool(prompt.system)):
+                return
+            cut = written[-1:] and written[-1] not in target.stop_ids and end is not None
+            read = [*([end] if cut else []), *pieces.answer_to_answer(user)]  # type: ignore[list-item]
+            text += read
+            if len(text) >= target.context or max(read) >= target.vocab_size:
+                return
+            found.append((number, turn, list(text)))
+
+    todo = [row for row in rows if len(row[1].users) > 1 and len(row[2]) < target.context]
+    if todo:
+        capacity = max(_most(pieces, prompt, first, answer) for _, prompt, first in todo)
+        scripts = ((script(*row), random.Random(0)) for row in todo)
+        capacity = min(capacity, target.context) + 2
+        for _ in generation.run(target, scripts, slots=min(slots, len(todo)), capacity=capacity):
+            pass
+    return sorted(found, key=lambda one: (one[1], one[0]))
+
+
+def _most(pieces: ChatPieces, prompt: Prompt, first: list[int], answer: int) -> int:
+    """Tokens of a conversation at most."""
+    rest = sum(len(pieces.answer_to_answer(user)) + answer + 1 for user in prompt.users[1:])
+    return len(first) + rest
+
+
+def counted(turns: Iterable[int]) -> dict[str, int]:
+    """{turn: prompts}, with names as JSON has them."""
+    return {str(turn): count for turn, count in sorted(Counter(turns).items())}
+
+
+def turn_words(turns: Iterable[int]) -> str:
+    """The same in words: "turn 1: 6, turn 2: 6"."""
+    return ", ".join(f"turn {turn}: {count}" for turn, count in counted(turns).items())
