@@ -47,7 +47,8 @@ def check_values(values: dict[str, Any]) -> None:
 
 def _check_listed(values: dict[str, Any]) -> None:
     """Raise InputError for a list of draft ids that is none, or next to another choice of them."""
-    listed = (values["drafter"] or {}).get("draft_ids")
+    drafter = values["drafter"]
+    listed = drafter.get("draft_ids") if isinstance(drafter, dict) else None
     for name, off in (("draft_vocab", 0), ("init_from", None)):
         if listed is not None and values[name] not in (0, None):
             raise InputError(
