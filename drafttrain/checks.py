@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -127,3 +128,24 @@ def word_of(value: object) -> str:
 def shown(value: object) -> str:
     """A value as messages show it."""
     return str(value)[:80]
+
+
+def check_ids(given: object, vocab_size: int | None = None) -> None:
+    """Raise InputError unless a draft vocabulary is None, or ids of the target by rising number.
+
+    Args:
+        vocab_size: the target's; None where it is not known yet.
+    """
+    if given is None:
+        return
+    end = "the target's vocabulary" if vocab_size is None else vocab_size - 1
+    needs = f"needs ids of the target, from 0 to {end}, each once and rising"
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise InputError(f"drafter.draft_ids={shown(given)}: {needs}")
+    before = -1
+    for token in given:
+        if type(token) is not int or token < 0 or (vocab_size is not None and token >= vocab_size):
+            raise InputError(f"drafter.draft_ids holds {shown(token)}: {needs}")
+        if token <= before:
+            raise InputError(f"drafter.draft_ids holds {token} after {before}: {needs}")
+        before = token

@@ -36,6 +36,7 @@ from drafttrain.decoding.unfolding import Unfolding
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.flow import Tally
+from drafttrain.nn.sampling import fresh_seed
 from drafttrain.packaging.decoding import read_plan
 from drafttrain.packaging.manifest import DECODING, read_config
 from drafttrain.packaging.reading import load_drafter, target_for
@@ -68,6 +69,7 @@ def main(cfg: DictConfig) -> None:
         warn_of_texts(target, drafter)
     screen = Screen(mark=cfg.mark)
     conversation = Conversation(target, chat=cfg.chat, system=cfg.system)
+    seed = fresh_seed() if cfg.seed is None else cfg.seed
     for number, said in enumerate([prompt] if prompt is not None else turns()):
         try:
             ids = conversation.prompt(readable(said), cfg.max_new_tokens)
@@ -76,7 +78,7 @@ def main(cfg: DictConfig) -> None:
                 raise
             print(f"generate: {error}", file=sys.stderr)
             continue
-        wanted = Wanted(ids, plan, cfg.max_new_tokens, cfg.seed + number)
+        wanted = Wanted(ids, plan, cfg.max_new_tokens, seed + number)
         output, tally, seconds = answer(speculator, wanted, screen)
         conversation.keep(ids, output)
         close(speculator, wanted, screen, (output, tally, seconds), compare=cfg.compare)
@@ -296,6 +298,8 @@ def close(
         f"{count} tokens in {seconds:.1f} s",
         f"ended by {output.finish}",
     ]
+    if not wanted.plan.policy.greedy:
+        words.append(f"seed {wanted.seed}")
     guarantee = wanted.plan.guarantee_on(speculator.target)
     screen.line("\n" + ", ".join(words) + f"; guarantee: {guarantee}")
     if not compare:

@@ -73,7 +73,8 @@ def check_settings(cfg: DictConfig) -> Asked:
         )
     if cfg.system is not None:
         readable(str(cfg.system), "system")
-    check_seed(cfg.seed)
+    if cfg.seed is not None:
+        check_seed(cfg.seed)
     check_dtype(cfg.dtype)
     return asked
 

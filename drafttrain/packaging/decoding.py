@@ -57,7 +57,7 @@ budget: {{nodes: {nodes}, depth: {depth}}}
 policy: {{temperature: {temperature!r}, top_k: {top_k}, top_p: {top_p!r}{more}}}
 # auto: drafts are made as suits the rule, drawn whenever the temperature is above 0 if that is \
 auto too; the rule is
-# the exact one that fits them. Another rule is given by its name: ratio, block, multi_step, \
+# the exact one that fits them. Another rule is given by its name: block, ratio, multi_step, \
 one_hot, k_seq, ...
 sampled: {sampled}
 rule: {rule}

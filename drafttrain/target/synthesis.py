@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from drafttrain.data.conversations import Journal, Row
 from drafttrain.data.shapes import Prompt
 from drafttrain.data.template import REASONING_END, ChatPieces, text_ids
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, NotFinite
+from drafttrain.nn import finite
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import generation
 from drafttrain.target.generation import Script, Segment
@@ -136,6 +137,8 @@ class _Writer:
                     break
         except InputError as error:
             problem = str(error)
+        except NotFinite as error:
+            raise finite.fault(self.target, error.ids, f"row {row}") from error
         except generation.Full:
             problem = f"conversation longer than max_length {self.config.max_length}"
         if spans:
