@@ -50,7 +50,7 @@ def decisive(config: Any, model: Any = None) -> str:
 
     base = set(getattr(PreTrainedConfig, "__dataclass_fields__", ()))
     own = set(getattr(type(config), "__dataclass_fields__", ())) - base
-    code = "" if model is None else _code_of(type(model))
+    code = "" if model is None else _code_of(type(model).__module__)
     found: dict[str, Any] = {"model_type": config.model_type}
     for name, value in config.to_dict().items():
         known = name in own or (name not in base and _names(code, name))
@@ -69,9 +69,9 @@ def decisive(config: Any, model: Any = None) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _code_of(kind: type) -> str:
+def _code_of(module: str) -> str:
     with contextlib.suppress(OSError, TypeError):
-        return inspect.getsource(sys.modules[kind.__module__])
+        return inspect.getsource(sys.modules[module])
     return ""
 
 

@@ -41,9 +41,10 @@ def check_rows(
     Raises: InputError naming a row, the features, and what they most likely are.
     """
     layers = tuple(range(len(target.decoder_layers)))
+    names: list[str | int] = [LAST, *layers]
     found = target.features(batch.input_ids, batch.lengths, Needs(last_hidden=True, layers=layers))
     for row, length in enumerate(batch.lengths.tolist()):
-        own = {name: _of(found, name)[row, :length].float() for name in (LAST, *layers)}
+        own = {name: _of(found, name)[row, :length].float() for name in names}
         for name in names_of(needs):
             values = _of(stored, name)[row, :length].float().to(own[name].device)
             cause = _cause(name, values, own, target)

@@ -144,8 +144,6 @@ def test_another_dtype_is_the_same_target_and_is_reported(
 @pytest.mark.field("F93")
 @pytest.mark.parametrize("part", ["config", "tokenizer", "chat_template", "earlier"])
 @pytest.mark.parametrize("text", ['{"merges": 3, "arguments": 3, "texts": 3}', "{", "{}"])
-    "text", ['{"merges": 3, "arguments": 3, "texts": 3}', "{", '{"a": [', "{}"]
-)
 def test_an_edited_fingerprint_is_another_in_words(part: str, text: str) -> None:
     own = tiny_chat_target()
     for given in (own.fingerprint, recorded_before(own)):
