@@ -106,7 +106,7 @@ def test_a_suggested_word_is_read_as_it_was_meant(value: str) -> None:
         (word,) = shlex.split(pasted(key, value))
         assert compose(door, [word], check_missing=False)[key] == value
     (word,) = shlex.split(pasted("data.temperatures", [0.5, value, None, True, 3]))
-    assert compose("fit", [word]).data.temperatures == [0.5, value, None, True, 3]
+    assert [*compose("fit", [word]).data.temperatures] == [0.5, value, None, True, 3]
 
 
 def test_values_of_any_characters_can_be_pasted() -> None:
