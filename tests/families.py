@@ -33,7 +33,11 @@ def model_of(family: str, backend: str = "eager", **settings: Any) -> Any:
 
 
 AFTER: dict[str, dict[str, Any]] = {
-    "gemma3_text": {"head_dim": 16, "sliding_window": 24},
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "olmo2": {},
     "olmo3": {"sliding_window": 24},
     "exaone4": {"sliding_window": 24, "head_dim": 8},

@@ -41,6 +41,9 @@ def effective(config: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
     there is none."""
     parameters = config.get("rope_parameters")
     parameters = parameters if isinstance(parameters, Mapping) else {}
+    if kinds := [kind for kind in parameters.values() if isinstance(kind, Mapping)]:
+        # Of layers of several kinds a head has the one that reads everything.
+        parameters = parameters.get("full_attention") or kinds[0]
     scaling = config.get("rope_scaling")
     theta = parameters.get("rope_theta", config.get("rope_theta", FALLBACK))
     kind = _scaling(scaling) or _scaling(parameters)
