@@ -9,6 +9,8 @@ config.json and safetensors are read, and nothing of the directory is run.
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 
 from omegaconf import DictConfig
@@ -22,6 +24,7 @@ if __name__ == "__main__":
 
 import torch
 
+from drafttrain import runs
 from drafttrain.checks import pasted
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
@@ -56,11 +59,11 @@ def main(cfg: DictConfig) -> None:
     )
     say(
         f"{type(drafter).__name__} for {target.name}; measure it: python -m drafttrain.evaluate "
-        f"{pasted('package', folder)}"
+        f"{pasted('package', folder)}{target_words()}"
     )
     say(
         f"train it further: python -m drafttrain.fit {pasted('init_from', folder)} "
-        f"{fit_words(drafter, head)}"
+        f"{fit_words(drafter, head)}{target_words()}"
     )
 
 
@@ -108,6 +111,13 @@ def dtype_of(head: Directory) -> str:
         entry.dtype for entry in head.tensors.values() if entry.dtype in ("F32", "F16", "BF16")
     }
     return "bfloat16" if kinds == {"BF16"} else "float32"
+
+
+def target_words() -> str:
+    """The words of this command that name the target, as a shell takes them; none for the default
+    one."""
+    words = [word for word in runs.current.overrides if re.match(r"[+]{0,2}target[.=]", word)]
+    return "".join(f" {shlex.quote(word)}" for word in words)
 
 
 def fit_words(drafter: Drafter, head: Directory) -> str:

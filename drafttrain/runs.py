@@ -258,8 +258,8 @@ def check_run_dir(given: object, *, resume: bool) -> Path | None:
     if held and not resume:
         listed = ", ".join(held[:6]) + (f" and {len(held) - 6} more" if len(held) > 6 else "")
         raise InputError(
-            f"run_dir={given} already holds {listed}: give another run_dir, or continue it with "
-            "resume=last"
+            f"run_dir={given} already holds {listed}: give another run_dir"
+            + (", or continue it with resume=last" if current.door == "fit" else "")
         )
     if resume and not held:
         what = "is empty" if folder.exists() else "does not exist"

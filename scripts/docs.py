@@ -67,7 +67,10 @@ everything."""
 
 def build(folder: Path) -> list[str]:
     """Write the pages, including index.html. Returns the warnings of pdoc."""
-    import pdoc
+    try:
+        import pdoc
+    except ImportError:
+        raise SystemExit("docs.py needs pdoc: pip install -e '.[dev]'") from None
 
     # Warnings during these imports are not about the pages.
     modules = [importlib.import_module(name) for name in API]

@@ -28,6 +28,8 @@ def open_run(parts: Parts) -> Iterator[tuple[Run, Parts]]:
     parts = in_its_folder(parts)
     folder = run_dir(parts.run_dir, resume=parts.resume is not None)
     run = Run(folder)
+    if not parts.run_dir:
+        say(f"the run's folder is {folder}")
     with locked(folder) if rank() == 0 else contextlib.nullcontext():
         try:
             if parts.resume is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drafttrain.checks import is_count, path_of
+from drafttrain.checks import is_count, pasted, path_of
 from drafttrain.errors import InputError
 from drafttrain.packaging.checking import some
 from drafttrain.packaging.manifest import (
@@ -116,7 +116,8 @@ def _packages_of(given: str, say: Callable[[str], None]) -> list[Path]:
             raise InputError(f"runs={given}: no folder has such a name")
     else:
         what = "is a file" if path.exists() else "does not exist"
-        raise InputError(f"runs={given} {what}: give folders of runs or packages")
+        several = f", several as {pasted('runs', given.split(','))}" if "," in given else ""
+        raise InputError(f"runs={given} {what}: give folders of runs or packages{several}")
     inside = {folder: _package_in(folder) for folder in folders}
     held = [package for package in inside.values() if package is not None]
     if not held:

@@ -138,6 +138,8 @@ def _check_folder(folder: Path) -> None:
     lacking = [name for name in (CONFIG, TENSORS, DECODING) if not (folder / name).is_file()]
     if lacking:
         hint = "a package is made by python -m drafttrain.fit"
+        if is_package(folder / PACKAGE):
+            hint = f"it is a run's folder: give {pasted('package', folder / PACKAGE)}"
         if CONFIG not in lacking and not is_package(folder):
             hint = "this looks like a target, which is given as target=hf target.path=<folder>"
         if (folder / EXPORTED).is_file():

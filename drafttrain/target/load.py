@@ -43,7 +43,7 @@ def resolve_device(device: str) -> torch.device:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
         raise InputError(
-            f"device={shown(device)} cannot be used here: {first_line(error)}"
+            f"device={shown(device)} cannot be used here: {first_line(error)}: give auto, or cpu"
         ) from error
     return found
 

@@ -39,6 +39,14 @@ def without_bars() -> Iterator[None]:
         theirs.set_tqdm_hook(before)
 
 
+def _why(local: Path, error: BaseException) -> str:
+    """Why a config could not be read, as far as that is known."""
+    said = first_line(error)
+    if local.exists():
+        return said
+    return f"there is no such directory here, and as a name on the hub it could not be had ({said})"
+
+
 def read_config(path: str, *, revision: str | None, trust_remote_code: bool) -> tuple[str, Any]:
     """A target's directory or hub id, and its config. Whatever can be refused before weights are
     read is refused here."""
@@ -71,7 +79,7 @@ def read_config(path: str, *, revision: str | None, trust_remote_code: bool) -> 
                 f"target {path} brings its own Python code, which is not run unless you set "
                 "target.trust_remote_code=true (read the code first)"
             ) from error
-        raise InputError(f"target {path} cannot be read: {first_line(error)}") from error
+        raise InputError(f"target {path} cannot be read: {_why(local, error)}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(
             f"target {path} is an encoder-decoder ({config.model_type}): give a decoder-only "

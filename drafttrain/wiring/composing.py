@@ -11,6 +11,7 @@ import copy
 import functools
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -107,7 +108,7 @@ def invocation_of(
     _leave_unchosen(config, values, [group for group in plain_choices if not choices.get(group)])
     _take_literal(config, literal, choices)
     if check_missing:
-        _check_complete(door_name, config, choices)
+        _check_complete(door_name, config, choices, overrides)
     return Invocation(door_name, tuple(overrides), copy.deepcopy(choices), config)
 
 
@@ -158,8 +159,14 @@ def _take_literal(config: DictConfig, literal: Mapping[str, str], choices: dict[
         OmegaConf.update(config, key, value)
 
 
-def _check_complete(door_name: str, config: DictConfig, choices: dict[str, Any]) -> None:
-    """Raise InputError for settings without a value, and for references to nothing."""
+def _check_complete(
+    door_name: str, config: DictConfig, choices: dict[str, Any], given: Sequence[str]
+) -> None:
+    """Raise InputError for settings without a value, and for references to nothing.
+
+    Args:
+        given: the words of the command, which the one that is shown repeats.
+    """
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         said = comments_of(door_name, choices)
@@ -168,7 +175,7 @@ def _check_complete(door_name: str, config: DictConfig, choices: dict[str, Any])
         )
         raise InputError(
             f"needs {wanted}: python -m drafttrain.{door_name} "
-            f"{' '.join(f'{k}=...' for k in missing)}"
+            + " ".join([*map(shlex.quote, given), *(f"{key}=..." for key in missing)])
         )
     try:
         OmegaConf.to_container(config, resolve=True)
@@ -193,10 +200,7 @@ def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str
     for word in overrides:
         key, equals, value = word.partition("=")
         if not equals and not word.startswith("~"):
-            raise InputError(
-                f"cannot read {word!r}: settings are written key=value, e.g. experiment=quickstart "
-                "(see --help)"
-            )
+            raise InputError(f"cannot read {word!r}: settings are written key=value (see --help)")
         is_path = _is_path(key, text)
         if is_path or key not in text:
             try:

@@ -233,7 +233,10 @@ def _options_of(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
                 )
             options["cfg"] = True
         elif flag in ("--config-dir", "-cd"):
-            options["config_dir"] = value if equals else (queue.pop(0) if queue else "")
+            folder = value if equals else (queue.pop(0) if queue else "")
+            if not folder:
+                raise InputError(f"{flag} needs a folder: {flag} <folder>")
+            options["config_dir"] = folder
         elif word in ("--multirun", "-m"):
             raise InputError(f"{word}: one command makes one run; for a sweep, loop in the shell")
         elif word.startswith("-"):
