@@ -291,6 +291,7 @@ PACKAGING: dict[str, str] = {
     "no_drafts_drawn": r"copies its drafts and draws none",
     "no_fingerprint": r"fingerprint lacks",
     "no_package": r"is not a package",
+    "a_run": r"it is a run's folder: give package=.*/run/package",
     "no_package_inside": r"holds no package",
     "no_parent": r"has no parent",
     "no_path": r"is not a path",

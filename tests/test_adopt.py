@@ -84,6 +84,7 @@ def test_a_foreign_head_decodes_and_begins_a_training(
     adopt.main(words(place, head=place / kind, out=package, chain=3))
     said = capsys.readouterr().err
     assert f"init_from={package} drafter={kind} draft_vocab=0" in said
+    assert said.count(" target=hf target.path=") == 2, "both commands need the target, too"
     saved = read_config(package)
     assert (
         saved["shape"]["dtype"] == "bfloat16"

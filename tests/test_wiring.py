@@ -278,6 +278,9 @@ def test_what_a_door_needs_stays(conf: Path, override: str, wanted: str) -> None
 def test_missing_setting_is_named_with_its_meaning(conf: Path) -> None:
     message = refusal(name="generate")
     assert "needs package=... (a folder that fit made)" in message
+    # What is shown to be typed repeats what was given.
+    shown = refusal("target=large", "prompt=two words", name="generate")
+    assert "python -m drafttrain.generate target=large 'prompt=two words' package=..." in shown
 
 
 @pytest.mark.parametrize(
@@ -638,6 +641,7 @@ def test_run_dir_is_named_and_used_folders_are_refused(conf: Path, tmp_path: Pat
         return str(caught.value)
 
     assert "already holds checkpoints/, config.yaml" in refused("run_dir=used")
+    assert "resume=last" not in refused("run_dir=used"), "no door but fit can go on"
     assert folder_of(compose("fit", ["run_dir=used", "resume=last"])) == used
     assert "nothing to resume" in refused("run_dir=new", "resume=last")
     assert not (tmp_path / "new").exists()

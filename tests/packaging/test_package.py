@@ -832,6 +832,9 @@ def test_what_is_no_package_says_what_it_is(tmp_path: Path, target: Target) -> N
         drafttrain.load(tmp_path / "file", target)
     with pytest.raises(InputError, match=said("packaging.no_package")):
         drafttrain.load(tmp_path, target)
+    packed(tmp_path / "run" / "package", drafters.make(Eagle1, target), target)
+    with pytest.raises(InputError, match=said("packaging.a_run")):
+        drafttrain.load(tmp_path / "run", target)
     with pytest.raises(InputError, match=said("packaging.looks_like_target")):
         drafttrain.load(save_target(tiny_chat_target(), tmp_path / "target"), target)
 
