@@ -8,7 +8,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 try:
     import resource
@@ -18,6 +18,19 @@ except ImportError:  # Not on Windows.
 
 class InputError(Exception):
     """Wrong input, settings or files. Doors print only the message and leave with exit code 2."""
+
+
+class NotFinite(ValueError):
+    """Logits or weights that no token can be chosen from; who knows the text makes an InputError of
+    it, see `nn.finite`.
+
+    Args:
+        ids: the text that they follow, where the one who notices knows it.
+    """
+
+    def __init__(self, said: str, ids: Sequence[int] = ()) -> None:
+        super().__init__(said)
+        self.ids = list(ids)
 
 
 class LostCompanion(Exception):

@@ -134,6 +134,19 @@ def test_other_settings(
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_without_a_seed_another_text_each_time(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def written(*more: str) -> tuple[str, str]:
+        generate.main(place_words(place, "prompt=a", "temperature=1.0", "mark=none", *more))
+        text, _, closing = capsys.readouterr().out.rpartition("\n\ntau ")
+        return text, closing.partition("seed ")[2].partition(";")[0]
+
+    first, second = written(), written()
+    assert first != second and first == written(f"seed={first[1]}")
+    assert not written("temperature=0.0")[1], "greedy text has none"
+
+
 def test_policies_that_read_the_text(
     place: Path, target: Target, ids: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:

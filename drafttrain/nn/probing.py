@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.errors import InputError, first_line, refused_by_system
+from drafttrain.nn import finite
 from drafttrain.nn.attention import computed_by
 from drafttrain.nn.causal import CausalLM
 
@@ -92,13 +93,10 @@ def _fault(model: CausalLM, lengths: tuple[int, int]) -> str:
         with torch.inference_mode():
             ids, ends = _texts(model, *lengths)
             own = [_own(model, ids[row : row + 1, :end]) for row, end in enumerate(ends)]
-            if not all(bool(logits.isfinite().all()) for logits in own):
-                word = str(model.dtype).removeprefix("torch.")
-                raise InputError(
-                    f"{_named(model)} gives NaN or infinite logits by itself in {word}: its "
-                    "weights are damaged, or need a wider dtype: get them again, or set "
-                    "dtype=float32"
-                )
+            for row, logits in enumerate(own):
+                if not bool(finite.usable(logits).all()):
+                    text = ids[row, : ends[row]].tolist()
+                    raise finite.fault(model, text, "the text that it is tried with")
             doing = "its code fails where each token is given a mask and a position"
             for what, found, expected in _trial(model, ids, lengths, own):
                 if not bool(found.isfinite().all()):
@@ -216,15 +214,15 @@ def _check_rotary(model: CausalLM) -> None:
     if "layer_type" in inspect.signature(type(rotary).forward).parameters:
         kinds = [(kind,) for kind in sorted(set(model.config.layer_types))]
     for kind in kinds:
-        tables: list[Any] = []
+        same = True
+        # A module of another make is not understood here; what it does is seen in the passes.
         with torch.no_grad(), contextlib.suppress(TypeError, IndexError, RuntimeError):
             # The last one restores what a longer one may have left there.
-            for places in (few, all_at_once, few):
-                tables.append(rotary(x, places[None], *kind))
-        if len(tables) == 3 and not all(
-            torch.equal(one[:, :3], other[:, :3])
-            for one, other in zip(_parts(tables[0]), _parts(tables[1]), strict=True)
-        ):
+            short, long, _ = (
+                _parts(rotary(x, places[None], *kind)) for places in (few, all_at_once, few)
+            )
+            same = all(map(torch.equal, short, [part[:, :3] for part in long]))
+        if not same:
             raise InputError(
                 f"{_named(model)} cannot be represented: its rotary table depends on the length of "
                 f"the text read, within its context of {model.context}, so that a longer row of a "

@@ -23,6 +23,7 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.data.joining import laid_out, taken_apart
 from drafttrain.errors import InputError, writing
 from drafttrain.flow import Batch, Features, Needs
+from drafttrain.nn import finite
 from drafttrain.target.model import Target
 
 GB = 1 << 30
@@ -78,18 +79,22 @@ def computed(target: Target, batch: Batch, needs: Needs) -> dict[str | int, Tens
     values: dict[str | int, Tensor] = {layer: value for layer, value in found.layers.items()}
     if found.last_hidden is not None:
         values[LAST] = found.last_hidden
-    for name, value in values.items():
+    for value in values.values():
         if not bool(torch.isfinite(value.sum())):
             padding = batch.padding.to(value.device)[:, :, None]
             bad = ~torch.isfinite(value.masked_fill(~padding, 0)).all(-1)  # b s
             if bool(bad.any()):
-                rows = batch.rows_with(bad.to(batch.input_ids.device))
-                raise InputError(
-                    f"the target's features ({name}) of rows {', '.join(map(str, rows))} are not "
-                    "finite: run the target in float32 (target.dtype=float32), or leave these "
-                    "rows out of the set"
-                )
+                raise _not_finite(target, batch, bad.to(batch.input_ids.device))
     return values
+
+
+def _not_finite(target: Target, batch: Batch, bad: Tensor) -> InputError:
+    """For features (b s) that are not finite: names all their rows, traces the first."""
+    first, *rest = batch.rows_with(bad)
+    place = batch.row_ids.tolist().index(first)
+    own = taken_apart(batch.input_ids[:, :, None], batch)[place][:, 0].tolist()
+    more = f"; also in rows {', '.join(map(str, rest))}" if rest else ""
+    return finite.fault(target, own, f"row {first} of the set", more)
 
 
 def has_room(folder: Path, size: float) -> bool:
@@ -126,13 +131,10 @@ class LiveFeatures:
 
     def features(self, batch: Batch) -> Features:
         """What the drafter needs of a batch's rows: (b s d), zero on padding, without grad."""
-        found = self.target.features(batch.input_ids, batch.lengths, self.needs)
+        found = computed(self.target, batch, self.needs)
         padding = ~batch.padding.to(self.target.device)[:, :, None]
-        hidden = found.last_hidden
-        return Features(
-            None if hidden is None else hidden.masked_fill(padding, 0),
-            {layer: value.masked_fill(padding, 0) for layer, value in found.layers.items()},
-        )
+        values = {name: value.masked_fill(padding, 0) for name, value in found.items()}
+        return Features(values.get(LAST), {layer: values[layer] for layer in self.needs.layers})
 
     def describe(self) -> str:
         """One line."""

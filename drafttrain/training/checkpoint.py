@@ -25,6 +25,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
+from drafttrain.checks import is_count
 from drafttrain.errors import InputError, writing
 from drafttrain.files import write_atomic
 from drafttrain.nn.spoilt import SPOILT, spoilt
@@ -200,8 +201,8 @@ def check_complete(state: Mapping[str, Any], path: Path) -> None:
 
 def _check_counts(state: Mapping[str, Any], path: Path) -> None:
     progress, keeper, decode = state["progress"], state["keeper"], state["decode"]
-    at = [_is_count(progress[name]) for name in ("position", "updates", "empty_windows")]
-    at.append(_is_count(progress.get("spoilt_windows", 0)))  # Earlier versions counted none.
+    at = [is_count(progress[name]) for name in ("position", "updates", "empty_windows")]
+    at.append(is_count(progress.get("spoilt_windows", 0)))  # Earlier versions counted none.
     took = [_is_amount(progress[name]) for name in ("supervised", "seconds")]
     if not all((*at, *took)) or not progress["updates"] <= progress["position"] < _MOST_BATCHES:
         raise InputError(
@@ -210,18 +211,18 @@ def _check_counts(state: Mapping[str, Any], path: Path) -> None:
         )
     best, at_update = keeper["best"], keeper["best_update"]
     found = (best is None and at_update is None) or (
-        _is_amount(best) and _is_count(at_update) and at_update <= progress["updates"]
+        _is_amount(best) and is_count(at_update) and at_update <= progress["updates"]
     )
     digest = keeper.get("best_digest")  # Earlier versions noted none.
     named = digest is None or isinstance(digest, str)
-    if not (found and named and _is_count(keeper["without_progress"])):
+    if not (found and named and is_count(keeper["without_progress"])):
         raise InputError(
             f"{path} says that its best was {str(keeper)[:120]}: it is damaged, give another one"
         )
     if decode is None:
         return
     never = decode["measured_at"] is None
-    counted = _is_count(decode["evaluations"]) and (never or _is_count(decode["measured_at"]))
+    counted = is_count(decode["evaluations"]) and (never or is_count(decode["measured_at"]))
     if not (
         counted
         and _is_amount(decode["seconds"])
@@ -239,7 +240,7 @@ def _check_optimiser(state: Mapping[str, Any], path: Path) -> None:
     counted = isinstance(groups, list) and all(
         isinstance(group, dict)
         and isinstance(group.get("params"), list)
-        and all(map(_is_count, group["params"]))
+        and all(map(is_count, group["params"]))
         for group in groups
     )
     if not (isinstance(held, dict) and counted):
@@ -289,10 +290,6 @@ def _is_numbers(value: object) -> bool:
         and not (value.is_quantized or value.is_complex() or value.is_meta)
         and not (value.is_floating_point() and value.dtype.itemsize == 1)
     )
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
 
 
 def _is_amount(value: object) -> bool:

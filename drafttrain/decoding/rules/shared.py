@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 INSTEAD = {
-    Sampling.IID: "multi_step, or ratio or block on a chain",
+    Sampling.IID: "multi_step, or block or ratio on a chain",
     Sampling.WOR: "multi_step",
     Sampling.ONE_HOT: "one_hot",
     Sampling.UNKNOWN: "sample_and_match",
