@@ -80,7 +80,7 @@ class Found:
     """That it took."""
 
     def facts(self) -> dict[str, Any]:
-        """What stands in the place of training, plain JSON values."""
+        """What it took, in the place of training, plain JSON values."""
         return {"search_seconds": round(self.seconds, 1), "trials": len(self.trials)}
 
     def row(self) -> dict[str, Any]:
