@@ -39,7 +39,8 @@ def later_turns(
         rows: (number, prompt, ids up to its first answer) of each.
         answer: tokens of an earlier answer at most; one that is cut is closed as the template does.
     """
-    more = {number: _later_users(pieces, prompt) for number, prompt, _ in rows}
+    own = {number: pieces.given(prompt.arguments) for number, prompt, _ in rows}
+    more = {number: _later_users(own[number], prompt) for number, prompt, _ in rows}
     todo = [row for row in rows if more[row[0]] and len(row[2]) < target.context]
     if not todo:
         return []
@@ -52,10 +53,10 @@ def later_turns(
         for turn, later in enumerate(more[number], start=2):
             written = yield Segment(read, answer, Policy(), target.stop_ids)
             text += written
-            hidden = not pieces.keeps_reasoning and REASONING_END in pieces.tokenizer.decode(
+            hidden = not own[number].keeps_reasoning and REASONING_END in pieces.tokenizer.decode(
                 written
             )
-            if hidden or not pieces.grows(with_system=bool(prompt.system)):
+            if hidden or not own[number].grows(with_system=bool(prompt.system)):
                 return
             read = [*([] if written[-1] in target.stop_ids else closing), *later]
             text += read

@@ -65,6 +65,17 @@ def test_a_later_turn_follows_the_targets_own_answers(target: Target, answer: in
 
 
 @pytest.mark.field("F76")
+def test_a_later_turn_is_shown_with_the_rows_own_arguments() -> None:
+    """Here every turn begins with them."""
+    target = tiny_chat_target(CHATML.replace("{{ message.content", "{{ mark }}{{ message.content"))
+    pieces = ChatPieces(target.tokenizer, target.stop_ids)
+    prompt = Prompt(("the", "an"), arguments={"mark": "in "})
+    first = pieces.given(prompt.arguments).first_prompt([{"role": "user", "content": "the"}])
+    ((_, _, ids),) = later_turns(target, pieces, [(1, prompt, first)], answer=3)
+    assert pieces.tokenizer.decode(ids).count("user\nin ") == 2
+
+
+@pytest.mark.field("F76")
 def test_no_later_turn_where_earlier_answers_are_shown_otherwise() -> None:
     target = tiny_chat_target("{{ 'x' * (messages | length) }}" + CHATML)
     pieces = ChatPieces(target.tokenizer, target.stop_ids)
