@@ -79,7 +79,10 @@ def test_every_door_reads_paths_in_the_same_way(
     assert read(door, {key: f'"{path}"' for key, path in paths.items()}, capsys) == paths
     others = [("'2024'", "2024"), ("2024", 2024), ("null", None), ("${oc.env:A,b}/ü x",) * 2]
     for written, found in others[start % 2 :: 2]:
-        assert read(door, dict.fromkeys(keys, written), capsys) == dict.fromkeys(keys, found)
+        wanted = dict.fromkeys(keys, found)
+        if not isinstance(found, str):  # These are text whatever they look like.
+            wanted |= {key: written for key in ("prompts", "runs") if key in keys}
+        assert read(door, dict.fromkeys(keys, written), capsys) == wanted
 
 
 @pytest.mark.parametrize("path", PLAIN)

@@ -91,7 +91,8 @@ def procedure_facts(
         "boost": {name: value for name, value in config["boost"].items() if name not in ends},
         **{name: config[name] for name in names},
     }
-    return masked(facts)
+    found: dict[str, Any] = masked(facts)
+    return found
 
 
 def note_member(run: Run, number: int, row: Mapping[str, Any]) -> None:

@@ -52,7 +52,8 @@ def facts_of(
         "seed": config["seed"],
         **({} if data.digest is None else {"part": data.digest}),
     }
-    return masked(facts)
+    found: dict[str, Any] = masked(facts)
+    return found
 
 
 def refuse_other_run(

@@ -210,7 +210,7 @@ def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str
         held = _path_in(value) if is_path else None
         if held is not None:
             literal[key] = held
-        elif key in text and not is_path:
+        elif key in text:
             literal[key] = literal_text(value)
         else:
             words.append(word)

@@ -119,7 +119,7 @@ def test_small_encodings_serve_what_the_target_computed_to_their_bounds(
         StoredFeatures(target, Needs(True, (0,)), data=data, path=path),
         online(target, data, Needs(True, (0,))),
     )
-    batch = data.batch(range(len(data)))
+    batch = data.batch(list(range(len(data))))
     a, b = source.features(batch), reference.features(batch)
     for found, right in ((a.last_hidden, b.last_hidden), (a.layers[0], b.layers[0])):
         assert found is not None and right is not None and found.dtype == torch.float32
