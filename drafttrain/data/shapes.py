@@ -10,17 +10,20 @@
     instruction: "...", input: "..."
         joined by an empty line; an output is left out
 
-each with an optional `system` text. Answers are left out. A row with only a `text` is refused,
-because it does not say where the prompt ends.
+each with an optional `system` text, and with columns that change how the template writes the
+prompt: `tools`, `documents`, `chat_template_kwargs` (values, or their JSON). Answers are left out.
+A row with only a `text` is refused, because it does not say where the prompt ends.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from drafttrain.checks import shown
+from drafttrain.data.arguments import OF_TEMPLATE, read_arguments
 from drafttrain.errors import InputError
 
 SHAPES = (
@@ -30,7 +33,8 @@ SHAPES = (
     "turns [text]",
     "instruction (+ input)",
 )
-COLUMNS = ("conversations", "messages", "prompt", "turns", "instruction", "input", "system")
+_PROMPTS = ("conversations", "messages", "prompt", "turns", "instruction")
+COLUMNS = (*_PROMPTS, "input", "system", *OF_TEMPLATE)
 _USER = {"user", "human", "prompter"}
 _ASSISTANT = {"assistant", "gpt", "model", "bot", "chatgpt", "bard", "bing"}
 _SYSTEM = {"system", "developer"}
@@ -43,6 +47,11 @@ class Prompt:
     users: tuple[str, ...]
     """User turns in order, at least one."""
     system: str | None = None
+    read: int | None = None
+    """Of a text that the target goes on with, without a chat template: how many tokens are read at
+    most. None is a conversation."""
+    arguments: dict[str, Any] = field(default_factory=dict, hash=False)
+    """What the row gives to the chat template, by the argument's name."""
 
     def lead(self) -> list[dict[str, str]]:
         return [{"role": "system", "content": self.system}] if self.system else []
@@ -67,6 +76,17 @@ def parse(row: dict[str, Any], columns: dict[str, str] | None = None) -> Prompt:
     def get(name: str) -> Any:
         return row.get(columns.get(name, name))
 
+    prompt = _conversation(row, columns, get)
+    try:
+        arguments = read_arguments(get)
+    except ValueError as error:
+        raise Unusable(str(error)) from None
+    return replace(prompt, arguments=arguments) if arguments else prompt
+
+
+def _conversation(
+    row: dict[str, Any], columns: dict[str, str], get: Callable[[str], Any]
+) -> Prompt:
     system = get("system")
     if system is not None and not isinstance(system, str):
         raise Unusable("a system column that is not text")
@@ -86,7 +106,7 @@ def parse(row: dict[str, Any], columns: dict[str, str] | None = None) -> Prompt:
             raise Unusable("an instruction or input that is not text")
         text = f"{instruction}\n\n{more}" if more and more.strip() else instruction
         return _from_messages([("user", text)], system)
-    if any(columns.get(name, name) in row for name in COLUMNS[:-2]):
+    if any(columns.get(name, name) in row for name in _PROMPTS):
         raise Unusable("an empty prompt column")
     raise UnknownShape("no prompt column")
 
@@ -175,11 +195,21 @@ def _from_messages(messages: list[tuple[str, str]], system: str | None) -> Promp
     users = tuple(content for role, content in turns if role == "user")
     if not all(user.strip() for user in users):
         raise Unusable("an empty user turn", messages)
+    check_unicode("".join((*users, system or "")))
+    return Prompt(users, system)
+
+
+def check_unicode(text: str) -> None:
+    """Raise `Unusable` for a text that UTF-8 cannot hold."""
     try:
-        "".join((*users, system or "")).encode()
+        text.encode()
     except UnicodeEncodeError:
         raise Unusable("text that is not Unicode (half of a surrogate pair)") from None
-    return Prompt(users, system)
+
+
+def reads(columns: dict[str, str]) -> set[str]:
+    """The columns that are looked at; whatever else a row has is not read."""
+    return {columns.get(name, name) for name in COLUMNS}
 
 
 def named(columns: dict[str, Any]) -> dict[str, str]:

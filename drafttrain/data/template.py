@@ -7,9 +7,13 @@ writes is kept as the ids it chose. Nothing written is ever decoded and encoded 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import json
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from drafttrain.checks import shown
+from drafttrain.data.arguments import RESERVED, is_list_of_objects
 from drafttrain.data.bounded import within
 from drafttrain.data.conversations import Row
 from drafttrain.errors import InputError, first_line, panicked
@@ -23,21 +27,88 @@ MOST_SECONDS, MOST_MEMORY = 10.0, 2 << 30
 """That a template may take for one text: it is a program of the tokenizer's, and may have loops."""
 MOST_CHARACTERS = 16 << 20
 """Of what it makes of one conversation."""
+_ARGUMENTS = "_drafttrain_template_arguments"
+
+
+def arguments_of(tokenizer: Any) -> dict[str, Any]:
+    """What every rendering of a tokenizer's template is given; see `give_arguments`."""
+    return dict(getattr(tokenizer, _ARGUMENTS, None) or {})
+
+
+def give_arguments(tokenizer: Any | None, given: object) -> None:
+    """Settings `target.template.*`, to be given to every rendering of a tokenizer's chat template.
+
+    Raises: InputError for what the template does not take.
+    """
+    if given is None or given == {}:
+        return
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InputError(
+            f"target.template={shown(given)}: needs arguments of the chat template by name, such "
+            "as target.template.enable_thinking=false"
+        )
+    template = getattr(tokenizer, "chat_template", None)
+    for name, value in given.items():
+        where = f"target.template.{name}={shown(value)}"
+        if not template:
+            raise InputError(f"{where}: this target has no chat template that could take it")
+        if name in RESERVED:
+            raise InputError(f"{where}: {name} is decided here and cannot be given")
+        if name == "chat_template":
+            names = sorted(template) if isinstance(template, dict) else []
+            if value not in names:
+                raise InputError(
+                    f"{where}: the tokenizer has no template of that name; its named templates "
+                    f"are: {', '.join(names) or 'none'}"
+                )
+        elif name in ("tools", "documents") and not is_list_of_objects(value):
+            raise InputError(f"{where}: needs a list of objects")
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{where}: needs plain values, as JSON has them") from error
+    setattr(tokenizer, _ARGUMENTS, dict(given))
+    if unread := ChatPieces(tokenizer, ()).unread(given):
+        delattr(tokenizer, _ARGUMENTS)
+        raise InputError(
+            f"target.template.{unread[0]}: the chat template reads no {unread[0]}: leave it out, "
+            "or give a name that the template has"
+        )
 
 
 class ChatPieces:
-    """Ids to feed between turns. `stop_ids` end a turn and are part of what the writer wrote."""
+    """Ids to feed between turns. `stop_ids` end a turn and are part of what the writer wrote.
+    `arguments` are given to every rendering, next to those of the tokenizer."""
 
-    def __init__(self, tokenizer: Any, stop_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, tokenizer: Any, stop_ids: tuple[int, ...], arguments: Mapping[str, Any] | None = None
+    ) -> None:
         if tokenizer is None:
             raise InputError("this target came without a tokenizer: text cannot be read or written")
         if not getattr(tokenizer, "chat_template", None):
             raise InputError(
                 "the target's tokenizer has no chat template: give a chat model, or set "
-                "tokenizer.chat_template"
+                "tokenizer.chat_template; a base model goes on with plain texts: synthesize "
+                "prompts=text prompts.path=<file>, fit data=tokens, generate chat=false"
             )
         self.tokenizer = tokenizer
+        self.arguments = {**arguments_of(tokenizer), **(arguments or {})}
+        self.stop_ids = stop_ids
         self.stop_texts = sorted((tokenizer.decode([i]) for i in stop_ids), key=len, reverse=True)
+
+    def given(self, arguments: Mapping[str, Any]) -> ChatPieces:
+        """The same for a row that brings arguments of its own."""
+        return ChatPieces(self.tokenizer, self.stop_ids, arguments) if arguments else self
+
+    def unread(self, names: Iterable[str]) -> list[str]:
+        """Those of some arguments that the template does not read."""
+        chosen, tools = self.arguments.get("chat_template"), self.arguments.get("tools")
+        try:
+            text = self.tokenizer.get_chat_template(chosen, tools)
+        except ValueError:  # Several templates and none chosen: rendering says so.
+            return []
+        taken = [name for name in names if name != "chat_template"]
+        return [name for name in taken if not re.search(rf"\b{re.escape(name)}\b", text)]
 
     def render(self, messages: list[Message], *, prompt: bool) -> str:
         """The template's text; `prompt` ends it with the header of the next answer.
@@ -48,7 +119,7 @@ class ChatPieces:
         try:
             with within(MOST_SECONDS, MOST_MEMORY):
                 text = self.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=prompt
+                    messages, tokenize=False, add_generation_prompt=prompt, **self.arguments
                 )
         except MemoryError as error:
             raise InputError(
@@ -178,6 +249,24 @@ class ChatPieces:
 
 def _system(text: str | None) -> list[Message]:
     return [{"role": "system", "content": text}] if text else []
+
+
+def text_ids(tokenizer: Any, text: str, most: int) -> list[int]:
+    """The first ids of a text that a target goes on with, as its tokenizer begins a text.
+
+    Raises: InputError if the tokenizer fails on it, or there are none.
+    """
+    try:
+        ids = list(tokenizer(text)["input_ids"])
+    except BaseException as error:
+        if not isinstance(error, Exception) and not panicked(error):
+            raise
+        raise InputError(f"the tokenizer refuses: {first_line(error)}") from error
+    if ids[-1:] == [tokenizer.eos_token_id] and len(ids) > 1:
+        ids.pop()  # A text that goes on has no end.
+    if not ids:
+        raise InputError("a text without tokens")
+    return ids[:most]
 
 
 def changed_by_reencoding(tokenizer: Any, rows: Iterable[Row], group: int = 512) -> int:

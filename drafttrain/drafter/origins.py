@@ -19,7 +19,7 @@ from drafttrain.drafter.lending import LentEmbedding, LentHead, LentNorm
 from drafttrain.drafter.networks import class_of, config_with_layers, new_network, refuse_kernels
 from drafttrain.errors import InputError, first_line
 from drafttrain.nn.layers import without_dropout
-from drafttrain.target import fingerprint
+from drafttrain.target import tokenising
 from drafttrain.target.model import Target
 from drafttrain.target.reading import check_layers
 
@@ -451,8 +451,9 @@ def _check_tokenizer(folder: Path, target: Target) -> None:
         raise InputError(
             f"drafter.path={folder}: its tokenizer cannot be read: {first_line(error)}"
         ) from error
-    if fingerprint.of_tokenizer(tokenizer) != fingerprint.of_tokenizer(target.tokenizer):
+    theirs, own = (tokenising.parts_of(one) for one in (tokenizer, target.tokenizer))
+    if words := tokenising.difference(theirs, own, target.tokenizer):
         raise InputError(
-            f"drafter.path={folder} has another tokenizer than target {target.name}: drafts are "
-            "ids, so a drafter must share the target's vocabulary"
+            f"drafter.path={folder} has another tokenizer than target {target.name} ({words}): "
+            "drafts are ids, so a drafter must share the target's vocabulary"
         )

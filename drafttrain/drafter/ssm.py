@@ -237,14 +237,6 @@ class Ssm(Standalone, BorrowsHead, Autoregressive):
             del tensors[f"{head}.weight"]
         return networks.config_of_standalone(self.model, tied), tensors
 
-    @property
-    def trained_vocabulary(self) -> tuple[str, ...]:
-        parts = {"embedding": self.network.embedding, "head": self.network.output}
-        mine = [module for part, module in parts.items() if part in self.own]
-        return tuple(
-            f"model.{name}.weight" for name, module in self.model.named_modules() if module in mine
-        )
-
     def describe(self) -> dict[str, Any]:
         lent = [part for part in origins.PARTS if part not in self.own]
         return {

@@ -131,9 +131,9 @@ class Suffix(Remembers, Retrieval):
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "corpus_ids": self.known.size}
 
-    @property
-    def max_depth(self) -> int:
-        return self.config.deepest
+    @classmethod
+    def deepest(cls, config: SuffixConfig) -> int:
+        return config.deepest
 
     @property
     def longest(self) -> int:
@@ -295,7 +295,10 @@ def _read_corpus(corpus: str, target: Target, tokens: int) -> Tensor:
     """(t) int64 the first training rows of a set, a separator after each."""
     read = read_set(set_folder(corpus, "drafter.corpus"))
     fingerprint.refuse_other(
-        read.manifest["target"]["fingerprint"], target.fingerprint, f"corpus={corpus}"
+        read.manifest["target"]["fingerprint"],
+        target.fingerprint,
+        f"corpus={corpus}",
+        own=target.tokenizer,
     )
     taken: list[Tensor] = []
     total = 0

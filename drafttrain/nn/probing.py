@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.errors import InputError, first_line, refused_by_system
+from drafttrain.nn import finite
 from drafttrain.nn.attention import computed_by
 from drafttrain.nn.causal import CausalLM
 
@@ -92,13 +93,10 @@ def _fault(model: CausalLM, lengths: tuple[int, int]) -> str:
         with torch.inference_mode():
             ids, ends = _texts(model, *lengths)
             own = [_own(model, ids[row : row + 1, :end]) for row, end in enumerate(ends)]
-            if not all(bool(logits.isfinite().all()) for logits in own):
-                word = str(model.dtype).removeprefix("torch.")
-                raise InputError(
-                    f"{_named(model)} gives NaN or infinite logits by itself in {word}: its "
-                    "weights are damaged, or need a wider dtype: get them again, or set "
-                    "dtype=float32"
-                )
+            for row, logits in enumerate(own):
+                if not bool(finite.usable(logits).all()):
+                    text = ids[row, : ends[row]].tolist()
+                    raise finite.fault(model, text, "the text that it is tried with")
             doing = "its code fails where each token is given a mask and a position"
             for what, found, expected in _trial(model, ids, lengths, own):
                 if not bool(found.isfinite().all()):

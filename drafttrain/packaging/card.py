@@ -8,6 +8,7 @@ from typing import Any
 
 from drafttrain.decoding.plan import TUNED, UNKEPT, Plan
 from drafttrain.target.change import words
+from drafttrain.target.fingerprint import mode_settings
 from drafttrain.target.naming import HUB_IDS
 from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
@@ -201,7 +202,19 @@ def _facts(config: dict[str, Any], as_model: bool) -> list[str]:
         "text is still the target's, but fewer drafts may be kept."
         if length
         else "The length of the rows it was trained on was not recorded.",
+        *_mode(config),
         *_remembered(config),
+    ]
+
+
+def _mode(config: dict[str, Any]) -> list[str]:
+    """With which arguments of the chat template it was trained, where there were any."""
+    given = mode_settings(config["target"]["fingerprint"])
+    if not given:
+        return []
+    return [
+        f"Trained with the chat template's arguments `{given}`. With others the text is still the "
+        "target's, but fewer drafts may be kept."
     ]
 
 

@@ -1,71 +1,110 @@
-"""The identity of a target: short digests of what a drafter depends on, so that nothing made for
-another target is used."""
+"""The identity of a target: what a drafter depends on, by meaning, so that nothing made for another
+target is used, and nothing of the same one is refused.
+
+A fingerprint is {part: text}. Config, tokenizer and chat template are kept in words (JSON), so that
+a difference can be named. Earlier versions kept digests of them; these are in `earlier`, and what
+was written then is still recognised by them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from drafttrain.errors import InputError
+from drafttrain.processes import rank
+from drafttrain.target import modes, tokenising
+from drafttrain.target.configs import decisive, digest, earlier_digests
+from drafttrain.target.tokenising import PROBE
+
+log = logging.getLogger(__name__)
 
 SAMPLE = 65536
 """Elements read of each tensor: all of a small one, an even spread over a large one."""
 
-IDENTITY = ("config", "weights", "tokenizer", "chat_template", "quantisation")
-"""Parts that must agree. `dtype` is recorded too, but a drafter also works with its target in
-another dtype."""
+IDENTITY = ("config", "weights", "tokenizer", "quantisation")
+"""Parts that must agree."""
+MODE = "chat_template"
+"""The chat template and its arguments. What was made in another mode has other texts, of the same
+ids and weights."""
+RECORDED = ("config", "weights", "tokenizer", MODE, "quantisation")
+"""Parts that every fingerprint has. `dtype` is recorded too, but a drafter also works with its
+target in another dtype."""
 
 ADAPTER = "adapter"
 """A further part, only in the fingerprint of a target that was tuned."""
+HALF = "weights_float16"
+"""The weights' digest after rounding to float16: what a target that is loaded in it has."""
+EARLIER = "earlier"
+"""{part: digests} of forms that earlier versions recorded, as JSON."""
 
-PROBE = "The quick brown fox, 12345 \n\tnaïve ünïcödé 🙂."
-"""A tokenizer is identified by its ids of this text."""
-
-_VOLATILE = {
-    "_name_or_path",
-    "transformers_version",
-    "dtype",
-    "torch_dtype",
-    "use_cache",
-    "architectures",
-}
+# --- the parts ------------------------------------------------------------------------------------
 
 
-def digest(*parts: bytes) -> str:
-    sha = hashlib.sha256()
-    for part in parts:
-        sha.update(len(part).to_bytes(8, "little"))
-        sha.update(part)
-    return sha.hexdigest()[:16]
-
-
-def of_config(config: Any) -> str:
-    settings = {
-        k: v for k, v in config.to_dict().items() if k not in _VOLATILE and not k.startswith("_")
-    }
-    return digest(json.dumps(settings, sort_keys=True, default=str).encode())
-
-
-def of_weights(model: nn.Module) -> str:
+def of_weights(model: nn.Module, by: torch.dtype = torch.bfloat16) -> str:
     """Names, shapes and an even sample of the values, rounded to bfloat16 so that the loading dtype
-    does not matter."""
+    does not matter.
+
+    Args:
+        by: a dtype that they are rounded to first.
+    """
     sha = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.detach().reshape(-1)
         stride = max(1, flat.numel() // SAMPLE)
         sample = flat[::stride].to("cpu")
         if sample.is_floating_point():
-            sample = sample.to(torch.bfloat16).view(torch.int16)
+            sample = sample.to(by).to(torch.bfloat16).view(torch.int16)
         sha.update(f"{name}{tuple(tensor.shape)}".encode())
         sha.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:16]
 
 
 def of_tokenizer(tokenizer: Any | None) -> str:
+    """Every part of a tokenizer that decides ids; see `tokenising`."""
+    return "none" if tokenizer is None else json.dumps(tokenising.parts_of(tokenizer))
+
+
+def of_template(tokenizer: Any | None) -> str:
+    """The mode of a target; see `modes`."""
+    return json.dumps(found, sort_keys=True) if (found := modes.mode_of(tokenizer)) else "none"
+
+
+def of_target(model: Any, config: Any, tokenizer: Any | None, dtype: torch.dtype) -> dict[str, str]:
+    """The fingerprint of a target as it was loaded."""
+    quantisation = getattr(model.config, "quantization_config", None)
+    return {
+        "config": decisive(config, model),
+        "weights": of_weights(model),
+        "tokenizer": of_tokenizer(tokenizer),
+        MODE: of_template(tokenizer),
+        "quantisation": "none" if quantisation is None else digest(str(quantisation).encode()),
+        "dtype": str(dtype).removeprefix("torch."),
+        HALF: of_weights(model, torch.float16),
+        EARLIER: earlier_of(tokenizer, config),
+    }
+
+
+# --- forms that earlier versions recorded ---------------------------------------------------------
+
+
+def earlier_of(tokenizer: Any | None, config: Any = None) -> str:
+    """The digests of the parts of a fingerprint that are kept in words now."""
+    digests = {"tokenizer": [_earlier_tokenizer(tokenizer)], MODE: [_earlier_template(tokenizer)]}
+    if config is not None:
+        digests["config"] = earlier_digests(config)
+    return json.dumps(digests)
+
+
+def _earlier_tokenizer(tokenizer: Any | None) -> str:
     if tokenizer is None:
         return "none"
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
@@ -73,33 +112,195 @@ def of_tokenizer(tokenizer: Any | None) -> str:
     return digest(vocabulary.encode("utf-8", "surrogatepass"), probe.encode())
 
 
-def of_template(tokenizer: Any | None) -> str:
+def _earlier_template(tokenizer: Any | None) -> str:
     template = getattr(tokenizer, "chat_template", None)
     return digest(json.dumps(template, sort_keys=True).encode()) if template else "none"
 
 
+# --- two of them ----------------------------------------------------------------------------------
+
+
+def difference(
+    part: str, given: Mapping[str, str], here: Mapping[str, str], own: Any = None
+) -> str:
+    """How two fingerprints differ in a part, in words; empty where they do not.
+
+    Args:
+        own: the tokenizer that is here, where it is at hand.
+    """
+    try:
+        return _difference(part, given, here, own)
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        return f"{part}: it was edited and cannot be read"
+
+
+def _difference(part: str, given: Mapping[str, str], here: Mapping[str, str], own: Any) -> str:
+    there, mine = given.get(part, "none"), here.get(part, "none")
+    if there == mine or (part == "weights" and _same_in_float16(given, here)):
+        return ""
+    old, new = _form(there), _form(mine)
+    if (old is None) != (new is None) and part in ("config", "tokenizer", MODE):
+        # One was recorded by an earlier version.
+        digests, known = (there, here) if old is None else (mine, given)
+        if digests in _earlier(known).get(part, ()):
+            return "" if part != MODE else _unrecorded(old, new)
+    if old is None or new is None:
+        advice = _in_float16(part, given, here)
+        return f"{part} {_named(there)} there, {_named(mine)} here{advice}"
+    if part == MODE:
+        words = modes.difference(old, new)
+    elif part == "tokenizer":
+        words = tokenising.difference(old, new, own)
+    else:
+        words = _first(old, new)
+    return words and f"{part}: {words}"
+
+
+def _form(text: str) -> dict[str, Any] | None:
+    """A part that is kept in words; None for a digest, or for none."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(text) if text.startswith("{") else None
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def _named(text: str) -> str:
+    return text if _form(text) is None else "another"
+
+
+def _in_float16(part: str, given: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """What to do where weights cannot be compared."""
+    half = here.get("dtype") == "float16" and given.get("dtype") != "float16"
+    if part == "weights" and half and HALF not in given:
+        return ", which says nothing in float16: compare with target.dtype=float32"
+    return ""
+
+
+def _earlier(fingerprint: Mapping[str, str]) -> dict[str, Any]:
+    return _form(fingerprint.get(EARLIER, "")) or {}
+
+
+def _unrecorded(old: dict[str, Any] | None, new: dict[str, Any] | None) -> str:
+    """The difference of two modes with one template, one of them recorded without its arguments,
+    since there was no setting for any."""
+    before, after = ({} if one is None else one.get("arguments") or {} for one in (old, new))
+    words = modes.difference({"arguments": before}, {"arguments": after})
+    return words and f"{MODE}: {words}"
+
+
+def _same_in_float16(given: Mapping[str, str], here: Mapping[str, str]) -> bool:
+    """Are the weights the same once those of the other are rounded to float16, as one's are?"""
+    pairs = ((given, here), (here, given))
+    return any(
+        one.get("dtype") == "float16" and one.get("weights") == other.get(HALF, "")
+        for one, other in pairs
+    )
+
+
+def _first(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """The first setting of two configs that differs, and how many more do."""
+    before, after = _flat(there), _flat(here)
+    odd = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+    if not odd:
+        return ""
+    said = [str(one.get(odd[0], "not given"))[:80] for one in (before, after)]
+    more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+    return f"{odd[0]} {said[0]} there, {said[1]} here{more}"
+
+
+def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        inner = isinstance(value, Mapping)
+        found |= _flat(value, f"{before}{name}.") if inner else {f"{before}{name}": value}
+    return found
+
+
 def refuse_other(
-    given: dict[str, str], here: dict[str, str], what: str, *, dtype: bool = False
+    given: dict[str, str],
+    here: dict[str, str],
+    what: str,
+    *,
+    dtype: bool = False,
+    mode: bool = False,
+    own: Any = None,
 ) -> None:
-    """Raise InputError naming the parts of two fingerprints that differ.
+    """Raise InputError saying in which parts two fingerprints differ, and how. A difference that
+    leaves ids and weights as they are is warned about, once.
 
     Args:
         given: the fingerprint stored in `what` (a package, a store, a conversation set).
         here: the fingerprint of the target in use.
         dtype: also require the same dtype (stored features have the precision of the pass that made
             them).
+        mode: also require the same chat template and arguments (rows of one set have one form).
+        own: the target's tokenizer, where it is at hand.
     """
-    parts = (*IDENTITY, "dtype") if dtype else IDENTITY
-    missing = [part for part in parts if part not in given]
+    missing = [part for part in (*RECORDED, *(("dtype",) if dtype else ())) if part not in given]
     if missing:
         raise InputError(
             f"{what}: its target fingerprint lacks {', '.join(missing)}; make it again"
         )
-    there, own = ({ADAPTER: "none", **marks} for marks in (given, here))
-    other = [part for part in (*parts, ADAPTER) if there[part] != own[part]]
-    if other:
-        detail = "; ".join(f"{part} {there[part]} there, {own[part]} here" for part in other)
+    parts = (*IDENTITY, ADAPTER, *((MODE,) if mode else ()))
+    if other := [words for part in parts if (words := difference(part, given, here, own))]:
         raise InputError(
-            f"{what} belongs to another target ({detail}): use the target it was made with, or "
-            "make it again"
+            f"{what} belongs to another target ({'; '.join(other)}): use the target it was made "
+            "with, or make it again"
         )
+    there, mine = given.get("dtype"), here.get("dtype")
+    if there != mine and dtype:
+        raise InputError(
+            f"{what} was made by this target in dtype {there}, it is loaded in {mine} here: set "
+            f"target.dtype={there}, or make it again in another folder"
+        )
+    if there != mine and there and mine:
+        warn(
+            f"{what} was made with the target in {there}, here it is in {mine}: ids and drafters "
+            f"fit any dtype, near ties may fall otherwise; target.dtype={there} is as it was made"
+        )
+    if not mode and (words := difference(MODE, given, here)):
+        advice = mode_settings(given)
+        warn(
+            f"{what} was made in another mode ({words}): it fits this target, but fewer drafts may "
+            f"be accepted where texts have another form"
+            + (advice and f"; it was made with {advice}")
+        )
+
+
+def mode_settings(given: Mapping[str, str]) -> str:
+    """A recorded mode as settings; empty where its template was given no arguments."""
+    return modes.words(_form(given.get(MODE, "")) or {})
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
+
+
+def warn(text: str) -> None:
+    """Say it on the first process, once."""
+    if rank() == 0:
+        _warn_once(text)
+
+
+def in_mode_of(own: dict[str, str], data: Mapping[str, str]) -> dict[str, str]:
+    """A target's fingerprint as a package keeps it: with the mode of the set that it was trained
+    on."""
+    if MODE not in data or not difference(MODE, data, own):
+        return own
+    earlier = {part: found for part, found in _earlier(own).items() if part != MODE}
+    return {**own, MODE: data[MODE], EARLIER: json.dumps(earlier)}
+
+
+def run_changes(before: Any, now: dict[str, str]) -> str:
+    """What of a target would make a resumed run another one, in words; empty where nothing does.
+
+    Args:
+        before: the fingerprint in the checkpoint.
+    """
+    if not isinstance(before, dict):
+        return "the checkpoint names no target"
+    found = [difference(part, before, now) for part in (*IDENTITY, ADAPTER)]
+    if before.get("dtype") != now.get("dtype"):
+        found.append(f"dtype {before.get('dtype')} there, {now.get('dtype')} here")
+    return "; ".join(words for words in found if words)

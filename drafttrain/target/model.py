@@ -80,7 +80,7 @@ class Target(CausalLM):
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """{part: digest}: recorded in every set, store, checkpoint and package, so that those of
+        """{part: text}: recorded in every set, store, checkpoint and package, so that those of
         another target are refused."""
         if self._fingerprint is None and self.original is not None and self.adapter is not None:
             self._fingerprint = {
@@ -88,17 +88,9 @@ class Target(CausalLM):
                 fingerprint.ADAPTER: self.adapter.digest,
             }
         if self._fingerprint is None:
-            quantisation = getattr(self.model.config, "quantization_config", None)
-            self._fingerprint = {
-                "config": fingerprint.of_config(self.config),
-                "weights": fingerprint.of_weights(self.model),
-                "tokenizer": fingerprint.of_tokenizer(self.tokenizer),
-                "chat_template": fingerprint.of_template(self.tokenizer),
-                "quantisation": "none"
-                if quantisation is None
-                else fingerprint.digest(str(quantisation).encode()),
-                "dtype": str(self.dtype).removeprefix("torch."),
-            }
+            self._fingerprint = fingerprint.of_target(
+                self.model, self.config, self.tokenizer, self.dtype
+            )
         return self._fingerprint
 
     # Parts ----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from drafttrain.checks import path_of, shown
 from drafttrain.errors import InputError, first_line, panicked
-from drafttrain.target import fingerprint
+from drafttrain.target.tokenising import PROBE
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 """Names that families have for the number of their layers."""
@@ -169,7 +169,7 @@ def read_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             where, revision=revision, trust_remote_code=trust_remote_code
         )
-        ids = tokenizer(fingerprint.PROBE)["input_ids"]
+        ids = tokenizer(PROBE)["input_ids"]
         if not all(type(one) is int for one in ids) or not isinstance(tokenizer.decode(ids), str):
             raise ValueError("it does not turn a text into integers")
         for special in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):

@@ -4,21 +4,39 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from drafttrain.data.datamodule import ConversationData
+from drafttrain.checks import path_of, switch
+from drafttrain.data.datamodule import ConversationData, collate
 from drafttrain.data.joining import laid_out
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Needs
 from drafttrain.processes import world_size
 from drafttrain.target.features import GB, LAST, check_layers, names_of
 from drafttrain.target.fingerprint import refuse_other
+from drafttrain.target.matching import ROWS, TOKENS, check_rows
 from drafttrain.target.model import Target
 from drafttrain.target.store import Contents, Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredConfig:
+    """Settings of `StoredFeatures`."""
+
+    path: Path | str
+    """The store's folder."""
+    verify: bool = True
+    """Read every byte of the rows' shards before the first batch; otherwise features are looked at
+    as they are read, and only for values that are not finite."""
+
+    def __post_init__(self) -> None:
+        path_of("features.path", self.path)
+        switch("features.verify", self.verify)
 
 
 class StoredFeatures:
@@ -31,13 +49,13 @@ class StoredFeatures:
         target: the frozen model that made the store, in the same dtype.
         needs: what the drafter reads.
         data: the rows; a batch's `row_ids` are numbers of rows in its set.
-        path: the store's folder.
-        verify: read every byte of the rows' shards before the first batch; otherwise features are
-            looked at as they are read, and only for values that are not finite.
         groups, spill_dir, shared: what a source that computes needs; not read here.
+        settings: the fields of `Config`.
     Raises: InputError for a store of another target or set, one that lacks rows or layers, or is
     damaged.
     """
+
+    Config = StoredConfig
 
     def __init__(
         self,
@@ -45,15 +63,14 @@ class StoredFeatures:
         needs: Needs,
         *,
         data: ConversationData,
-        path: Path | str,
-        verify: bool = True,
         groups: Sequence[Sequence[int]] | None = None,
         spill_dir: Path | str | None = None,
         shared: bool = False,
+        **settings: Any,
     ) -> None:
         del groups, spill_dir, shared
-        if not isinstance(verify, bool):
-            raise InputError(f"features.verify={verify}: needs true or false")
+        config = StoredConfig(**settings)
+        path, verify = config.path, config.verify
         self.target, self.needs = target, needs
         self.verified = verify
         self.store = Store(path)
@@ -80,8 +97,26 @@ class StoredFeatures:
         """Where the last hidden state comes from."""
         self._refuse_lacking(has, recomputed)
         look = self.store.verify if verify else self.store.mapped
-        for number in share(self.store.shards_of(data)):
+        mine = share(self.store.shards_of(data))
+        for number in mine:
             look(number)
+        self._compare(data, mine)
+
+    def _compare(self, data: ConversationData, shards: Sequence[int]) -> None:
+        """Raise InputError if the target computes other features than are stored, of a few rows."""
+        if not shards or not names_of(self.needs):
+            return
+        apart = max(1, len(shards) // ROWS)
+        rows = [
+            (ids[:TOKENS], mask[:TOKENS], data.indices[place])
+            for place in self.store.sample(data, shards[::apart][:ROWS])
+            for ids, mask in [data.row(place)]
+        ]
+        batch = collate(rows)
+        wanted = self.store.contents.words()
+        again = f"make the store again: python -m drafttrain.capture out=<folder> {wanted}"
+        what = f"features.path={self.store.path}"
+        check_rows(self.target, batch, self.features(batch), self.needs, what, again)
 
     def _refuse_lacking(self, has: Contents, recomputed: bool) -> None:
         lacking: list[str] = [

@@ -24,13 +24,14 @@ def dotted_keys(config: DictConfig) -> list[str]:
 
 
 def has_key(settings: Any, key: str) -> bool:
-    """Whether a configuration, as plain mappings and lists, has a dotted key."""
+    """Whether a configuration, as plain mappings and lists, has a dotted key. An empty mapping is
+    open: anything may be put in it."""
     node = settings
     for part in re.sub(r"\[(\w+)\]", r".\1", key).split("."):
         if isinstance(node, dict):
             names = {str(name): value for name, value in node.items()}
             if part not in names:
-                return False
+                return not names
             node = names[part]
         elif (
             isinstance(node, list)

@@ -195,6 +195,27 @@ def test_nothing_to_measure_is_none_and_not_nan(pair):
         assert row["accepted_per_round"] is None and row["speedup"] is None
 
 
+def test_without_a_seed_every_call_draws_other_texts(pair):
+    speculator = Speculator(*pair, Plan(Tree.chain(3), Policy(1.0)), dtype="float32")
+    given = {"max_new_tokens": 12, "stop_ids": ()}
+
+    def written(**more):
+        return speculator.generate([PROMPTS[0]], **given, **more)[0][0].ids
+
+    def streamed(**more):
+        return [t for ids, _ in speculator.stream(PROMPTS[0], **given, **more) for t in ids]
+
+    assert len({tuple(one()) for one in (written, written, streamed, streamed)}) == 4
+    assert written(seed=3) == written(seed=3) == streamed(seed=3) != written(seed=4)
+    torch.manual_seed(5)
+    first = written()
+    torch.manual_seed(5)
+    assert written() == first, "as in transformers"
+    before = torch.random.get_rng_state()
+    speculator.generate([PROMPTS[0]], plan=Plan(Tree.chain(3)), **given)
+    assert torch.equal(torch.random.get_rng_state(), before), "greedy decoding uses no chance"
+
+
 def test_speculator_streams_what_it_generates_and_follows_live_weights(pair):
     target, drafter = pair
     speculator = Speculator(target, drafter, Plan(Tree.chain(3)), dtype="float32")

@@ -161,8 +161,7 @@ def test_weights_that_are_not_finite_are_named_as_such(dtype: torch.dtype) -> No
     model = load.tiny().model.to(dtype)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 4] = float("nan")
-    word = str(dtype).removeprefix("torch.")
-    with pytest.raises(InputError, match=said("nn.not_finite_itself").format(dtype=word)):
+    with pytest.raises(InputError, match=said("nn.damaged")):
         Target(model, None, "old")
 
 

@@ -1,0 +1,97 @@
+"""Arguments of chat templates that a row of prompts brings: tools, documents, others by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+RESERVED = frozenset(
+    (
+        "conversation",
+        "messages",
+        "tokenize",
+        "add_generation_prompt",
+        "continue_final_message",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "sanitize_control_tokens",
+    )
+)
+"""What this program gives to a template, or transformers takes for itself."""
+OF_TEMPLATE = ("tools", "documents", "chat_template_kwargs")
+"""Columns whose values are given to the chat template: lists of objects, and an object of further
+arguments; each may be the JSON of it."""
+
+
+def is_list_of_objects(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+
+
+def read_arguments(get: Callable[[str], Any]) -> dict[str, Any]:
+    """{argument: value} of a row.
+
+    Args:
+        get: a column's value by its name, None where the row has none.
+    Raises: ValueError saying which column cannot be read.
+    """
+    found: dict[str, Any] = {}
+    for name in OF_TEMPLATE[:-1]:
+        value = _objects(get(name), name)
+        if value:
+            found[name] = value
+    more = _decoded(get(OF_TEMPLATE[-1]), OF_TEMPLATE[-1])
+    if more is not None and not isinstance(more, dict):
+        raise ValueError(f"a {OF_TEMPLATE[-1]} column that is not an object")
+    for name, value in _without_gaps(more or {}).items():
+        if name in RESERVED or name == "chat_template":
+            raise ValueError(f"a {OF_TEMPLATE[-1]} column with {name}, which is decided here")
+        if name in ("tools", "documents"):
+            value = _objects(value, name)
+        found.setdefault(name, value)
+    try:
+        json.dumps(found).encode()
+    except (TypeError, ValueError):
+        raise ValueError("a column for the chat template with values that JSON lacks") from None
+    return found
+
+
+def _objects(value: Any, name: str) -> list[dict[str, Any]] | None:
+    """A list of objects: as it is, as JSON, as a list of JSON, or as an object of lists, which is
+    how a data set may keep it."""
+    value = _decoded(value, name)
+    lists = isinstance(value, dict) and all(isinstance(part, list) for part in value.values())
+    if lists and value:
+        value = [dict(zip(value, one, strict=True)) for one in zip(*value.values(), strict=False)]
+    if value is None or value == {}:
+        return None
+    listed = [value] if isinstance(value, dict) else value
+    if isinstance(listed, list):
+        listed = [_decoded(one, name) for one in listed]
+    if not is_list_of_objects(listed):
+        raise ValueError(f"a {name} column that is not a list of objects")
+    return [_without_gaps(one) for one in listed]
+
+
+def _decoded(value: Any, name: str) -> Any:
+    """A value, or what its JSON says; None where it is empty."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise ValueError(f"a {name} column whose JSON cannot be read") from None
+
+
+def _without_gaps(value: Any) -> Any:
+    """Without keys that have no value: tables fill in every key that any of their rows has."""
+    if isinstance(value, dict):
+        return {str(k): _without_gaps(v) for k, v in value.items() if v is not None}
+    return [_without_gaps(one) for one in value] if isinstance(value, list) else value
