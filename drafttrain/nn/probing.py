@@ -22,7 +22,7 @@ from drafttrain.nn import finite
 from drafttrain.nn.attention import computed_by
 from drafttrain.nn.causal import CausalLM
 
-_SHORT, _MORE, _DRAFTS = 9, 6, 3
+_SHORT, _MORE, _DRAFTS = 5, 6, 3
 """Tokens of the longer row where no window is to be passed, those that a window is passed by, and
 those of each of the tree's two branches."""
 _LOOKED_AT = 12
