@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 from drafttrain.errors import InputError
 
+_PLAIN = re.compile(r"[\w./:-]+", re.ASCII)
+"""Text that needs no quotes on a command line."""
+_NO_TEXT = re.compile(r"[-+.]?\d|(?:null|true|false|[-+]?(?:nan|inf))$", re.IGNORECASE)
+"""Without quotes it would be read as a number, null, true or false."""
 MOST = (1 << 31) - 1
 """Of any count: more than a run needs, and few enough for every library below."""
 
@@ -31,6 +38,11 @@ def integer(name: str, value: object, least: int = 0, most: int = MOST, *, null:
         f"{name}={shown(value)}: needs an integer {bounds}"
         + (f", or null for {null}" if null else "")
     )
+
+
+def is_count(value: object, most: float = math.inf) -> TypeGuard[int]:
+    """Is a value from a file an integer of at least 0, less than `most`?"""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < most
 
 
 def number(
@@ -65,9 +77,10 @@ def path_of(name: str, given: object) -> Path:
     Raises: InputError for what can be no path here.
     """
     if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+        example = pasted(name, str(given) if isinstance(given, int | float) else "2024")
         raise InputError(
             f"{name}={shown(given)}: needs a path; one that looks like a number needs quotes: "
-            f"'{name}=\"2024\"'"
+            f"{example}"
         )
     try:
         os.fspath(given).encode()
@@ -82,6 +95,34 @@ def path_of(name: str, given: object) -> Path:
     except (RuntimeError, ValueError) as error:  # Nobody of that name has a home folder; a NUL.
         raise InputError(f"{name}={shown(given)} can be no path: {error}") from error
     return path
+
+
+def literal_text(value: str) -> str:
+    """Text as OmegaConf must hold it to give the same text back: interpolation marks are data
+    here."""
+    return re.sub(r"(\\*)\$\{", lambda match: match.group(1) * 2 + r"\${", value)
+
+
+def pasted(name: str, value: object) -> str:
+    """A setting as a word to paste into a shell, whatever characters its value has.
+
+    Args:
+        value: text, a path, a number, true or false, None, or a list of these.
+    """
+    return shlex.quote(f"{name}={word_of(value)}")
+
+
+def word_of(value: object) -> str:
+    """A value as Hydra reads it; values as for `pasted`."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(word_of, value))}]"
+    if isinstance(value, bool) or value is None:
+        return "null" if value is None else str(value).lower()
+    text = str(value)
+    if isinstance(value, int | float) or (_PLAIN.fullmatch(text) and not _NO_TEXT.match(text)):
+        return text
+    quoted = re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + r"\"" * bool(m[2]), literal_text(text))
+    return f'"{quoted}"'
 
 
 def shown(value: object) -> str:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from drafttrain.evaluating.asked import check_settings
 from drafttrain.wiring.doors import door
 
-DOOR = door("evaluate", text=("package", "prompts"), check=check_settings)
+DOOR = door("evaluate", text=("prompts",), check=check_settings)
 if __name__ == "__main__":
     DOOR.greet(__doc__)
 

@@ -60,6 +60,11 @@ def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
         scratch.unlink(missing_ok=True)
 
 
+def json_text(value: Any) -> str:
+    """Plain values as JSON. Raises ValueError for a number that JSON has not, such as NaN."""
+    return writable(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)) + "\n"
+
+
 def write_json(path: Path, value: Any) -> None:
     """Plain values as JSON; an earlier file is replaced at once."""
     text = writable(json.dumps(value, indent=2, ensure_ascii=False)) + "\n"

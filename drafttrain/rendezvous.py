@@ -20,6 +20,8 @@ from drafttrain.processes import address, local_ranks, rank, world_size
 
 WAIT_SECONDS = 600.0
 """How long a process of another machine is waited for, since machines are started one by one."""
+LINGER_SECONDS = 10.0
+"""How long the process that keeps the store stays for others that have not read it yet."""
 FIRST_SECONDS, REMIND_SECONDS = 5.0, 30.0
 """After how long a wait is reported, and reported again."""
 _TRY = timedelta(seconds=1)
@@ -48,6 +50,7 @@ class Rendezvous:
 
         self._say = say
         self._calls = 0
+        self._keeps = rank() == 0 and not agent_keeps_store()
         name = f"drafttrain/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         # The store stays: the process group is made at the same address.
         self._store: Any = PrefixStore(name, self._open())
@@ -56,7 +59,6 @@ class Rendezvous:
         from torch.distributed import DistError, TCPStore
 
         host, port = address()
-        keeps = rank() == 0 and not agent_keeps_store()
         wait = _Wait(self._say)
         while True:
             try:
@@ -64,13 +66,13 @@ class Rendezvous:
                     host,
                     port,
                     world_size(),
-                    keeps,
+                    self._keeps,
                     _TRY,
                     wait_for_workers=False,
-                    multi_tenant=keeps,
+                    multi_tenant=self._keeps,
                 )
             except DistError as error:
-                if keeps:
+                if self._keeps:
                     raise
                 wait.on(f"rank 0, which keeps {host}:{port}", error)
 
@@ -87,11 +89,32 @@ class Rendezvous:
         keys = [f"{self._calls}/{other}" for other in range(world_size())]
         self._store.set(keys[rank()], json.dumps(own))
         wait = _Wait(self._say)
-        while missing := [r for r, key in enumerate(keys) if not self._store.check([key])]:
+        while missing := [r for r, key in enumerate(keys) if not self._has([key])]:
             listed = ", ".join(f"rank {other}" for other in missing[:8])
             host, port = address()
             wait.on(f"{listed} of {world_size()} at {host}:{port}, before {what}")
-        return {r: json.loads(self._store.get(key)) for r, key in enumerate(keys)}
+        found = {r: json.loads(self._store.get(key)) for r, key in enumerate(keys)}
+        self._store.set(f"{keys[rank()]}/read", "")
+        if self._keeps:
+            self._linger([f"{key}/read" for key in keys])
+        return found
+
+    def _linger(self, read: list[str]) -> None:
+        """Who keeps the store may be about to end: the others have read what it holds before."""
+        end = time.monotonic() + LINGER_SECONDS
+        while not self._has(read) and time.monotonic() < end:
+            time.sleep(0.05)
+
+    def _has(self, keys: list[str]) -> bool:
+        from torch.distributed import DistError
+
+        try:
+            return bool(self._store.check(keys))
+        except DistError as error:
+            host, port = address()
+            raise LostCompanion(
+                f"what was at {host}:{port} is gone (rank 0, or torchrun's agent there)"
+            ) from error
 
 
 class _Wait:

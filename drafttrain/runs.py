@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from drafttrain import masking
-from drafttrain.checks import path_of
+from drafttrain.checks import literal_text, path_of
 from drafttrain.errors import InputError, disk_full
 from drafttrain.processes import await_word, give_word, on_another_machine, rank
 
@@ -92,12 +92,6 @@ def _unread(written: Any) -> Any:
         return [_unread(held) for held in written]
     is_read = isinstance(written, str) and masking.reads_environment(written)
     return literal_text(written) if is_read else written
-
-
-def literal_text(value: str) -> str:
-    """Text as OmegaConf must hold it to give the same text back: interpolation marks are data
-    here."""
-    return re.sub(r"(\\*)\$\{", lambda match: match.group(1) * 2 + r"\${", value)
 
 
 def seed_everything(seed: int) -> None:

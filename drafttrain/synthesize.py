@@ -25,13 +25,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from drafttrain.asking.synthesize import Settings, check_first, check_settings
 from drafttrain.wiring.doors import door
 
-DOOR = door("synthesize")
+DOOR = door("synthesize", check=check_first)
 if __name__ == "__main__":
     DOOR.greet(__doc__)
 
-from drafttrain.checks import integer, path_of, switch
 from drafttrain.data.conversations import Journal, Row
 from drafttrain.data.datamodule import set_folder
 from drafttrain.data.folder import SetFolder
@@ -66,35 +66,6 @@ from drafttrain.wiring.building import build
 
 HELD_OUT_SHARE = 5
 """At most one row in five is held out."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the door is given, apart from target, prompts and writing."""
-
-    out: str
-    """Empty only where prompts are previewed."""
-    rows: int | None
-    held_out: int
-    slots: int
-    preview: int
-    strict: bool
-    resume: bool
-    adopt: bool
-    keep_journal: bool
-
-    def __post_init__(self) -> None:
-        for key, least in (("rows", 1), ("held_out", 0), ("slots", 1), ("preview", 0)):
-            null = "every row there is" if key == "rows" else ""
-            integer(key, getattr(self, key), least, null=null)
-        for key in ("strict", "resume", "adopt", "keep_journal"):
-            switch(key, getattr(self, key))
-        if self.out is None and self.preview:
-            object.__setattr__(self, "out", "")
-        elif not str(self.out or "").strip():
-            raise InputError("needs out=<folder of the set>")
-        else:
-            path_of("out", self.out)
 
 
 @dataclass(frozen=True)
@@ -144,10 +115,6 @@ def main(cfg: DictConfig) -> None:
 # --- before long work starts ----------------------------------------------------------------------
 
 
-def check_settings(cfg: DictConfig) -> Settings:
-    return Settings(**{field.name: cfg[field.name] for field in dataclasses.fields(Settings)})
-
-
 def open_folder(settings: Settings) -> SetFolder:
     """The folder of the set, once it is known that it can be written to."""
     if settings.preview:
@@ -194,8 +161,7 @@ def ask_tokenizer(prompts: Prompts, tokenizer: Any, writing: SynthesisConfig) ->
     """Move rows that the tokenizer or its chat template refuses, or that leave no room for an
     answer, to the skipped ones."""
     kept = []
-    texts = all(prompt is not None and prompt.read for _, prompt in prompts.rows)
-    pieces = None if texts else ChatPieces(tokenizer, ())
+    pieces = None if prompts.texts else ChatPieces(tokenizer, ())
     if pieces is not None and any(prompt is None for _, prompt in prompts.rows):
         pieces.before_user(writing.system)  # Refused for all rows alike, or for none.
     for row, prompt in reading(prompts.rows):
@@ -261,7 +227,7 @@ def write_missing(
         folder.reopen(rows.values(), skipped)
     there = folder.recorded()
     if not mine and there is not None and tokenizer is not None:
-        refuse_other_tokenizer(there, tokenizer, folder)
+        refuse_other_tokenizer(there, tokenizer, folder, mode=True)
         return tokenizer, None
     target = load()
     check(target, writing, [prompt for _, prompt in every])
@@ -288,7 +254,11 @@ def write_missing(
     return target.tokenizer, progress.speed
 
 
-def refuse_other_tokenizer(there: dict[str, Any], tokenizer: Any, folder: SetFolder) -> None:
+def refuse_other_tokenizer(
+    there: dict[str, Any], tokenizer: Any, folder: SetFolder, *, mode: bool
+) -> None:
+    """Raise InputError for another tokenizer than the folder's, or, as `mode` asks, for another
+    chat template or arguments of it."""
     known: dict[str, str] = there["target"]["fingerprint"]
     here: dict[str, str] = {
         "tokenizer": fingerprint.of_tokenizer(tokenizer),
@@ -296,7 +266,7 @@ def refuse_other_tokenizer(there: dict[str, Any], tokenizer: Any, folder: SetFol
     }
     here[fingerprint.EARLIER] = fingerprint.earlier_of(tokenizer)
     what = f"out={folder.path}"
-    fingerprint.refuse_other(known, {**known, **here}, what, mode=True, own=tokenizer)
+    fingerprint.refuse_other(known, {**known, **here}, what, mode=mode, own=tokenizer)
 
 
 def warn_of_dtype(target: Target) -> None:
@@ -483,7 +453,7 @@ def preview_rows(folder: SetFolder, tokenizer: Any | None, count: int) -> bool:
             "target=hf target.path=..."
         )
     if there is not None:
-        refuse_other_tokenizer(there, tokenizer, folder)
+        refuse_other_tokenizer(there, tokenizer, folder, mode=False)
     for number in sorted(rows)[:count]:
         row = rows[number]
         places = range(len(row.ids))
@@ -499,10 +469,8 @@ def preview_prompts(
     prompts: Prompts, writing: SynthesisConfig, tokenizer: Any | None, count: int
 ) -> None:
     """Show what the target would read; nothing in it is supervised."""
-    some_rows = prompts.rows[:count]
-    texts = all(prompt is not None and prompt.read for _, prompt in some_rows)
-    pieces = None if texts else ChatPieces(tokenizer, ())
-    for row, prompt in some_rows:
+    pieces = None if prompts.texts else ChatPieces(tokenizer, ())
+    for row, prompt in prompts.rows[:count]:
         if prompt is None:
             assert pieces is not None
             ids = pieces.before_user(writing.system)

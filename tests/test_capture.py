@@ -342,3 +342,23 @@ def test_features_that_are_not_finite_stop_it_naming_their_rows(
         "NaN or infinite values in row" in said
         and not (tmp_path / "store" / "manifest.json").exists()
     )
+
+
+@pytest.mark.field("F93")
+def test_a_store_is_continued_from_another_folder_of_the_same_target(
+    target: Target, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the folder is called, and in whichever schema its config is written."""
+    out, same = tmp_path / "store", ["target=hf", "target.dtype=float32", "target.device=cpu"]
+    for name in ("one", "two"):
+        target.model.save_pretrained(tmp_path / name)
+        file = tmp_path / name / "config.json"
+        config = json.loads(file.read_text())
+        if name == "two":
+            config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+            file.write_text(json.dumps(config | {"rope_scaling": None, "bos_token_id": 5}))
+        path = f"target.path={tmp_path / name}"
+        capture.main([*words(folder, out)[1:], *same, path])
+    assert "is finished: its shards are looked at" in capsys.readouterr().err
+    with_dtype = [*words(folder, out)[1:], *same[:1], "target.dtype=bfloat16", path]
+    assert "set target.dtype=float32" in refusal(capsys, capture, with_dtype)

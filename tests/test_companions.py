@@ -30,7 +30,7 @@ from drafttrain.errors import InputError, LostCompanion
 from drafttrain.wiring.doors import _ended_by_term
 
 companions.POLL_SECONDS, companions.GRACE_SECONDS = 0.1, 0.4
-companions.FAREWELL_SECONDS, companions.REMIND_SECONDS = 0.4, 0.2
+companions.FAREWELL_SECONDS, companions.FIRST_SECONDS = 0.4, 0.2
 CLOSED = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:8"
 
 def work(what):
@@ -275,7 +275,7 @@ def test_a_rank_or_a_port_that_another_has_is_refused_at_once(
 
 @pytest.mark.field("F84")
 def test_a_wait_for_another_machine_is_reported_and_a_signal_ends_it(
-    set_by_hand: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    set_by_hand: Any, port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     set_by_hand(RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     monkeypatch.setattr(rendezvous, "FIRST_SECONDS", 0.05)
@@ -291,6 +291,8 @@ def test_a_wait_for_another_machine_is_reported_and_a_signal_ends_it(
     assert left.value.code == 143 and "waits for rank 1 of 2 at 127.0.0.1:" in printed
     assert "before the settings are compared" in printed and companions.machines is None
     monkeypatch.setattr(rendezvous, "WAIT_SECONDS", 0.2)
+    # The first store lives as long as the error that ended its use.
+    monkeypatch.setenv("MASTER_PORT", str(port + 1))
     with pytest.raises(LostCompanion, match="waited 0 s for rank 1 of 2"):
         with companions.together("fit"):
             companions.meet("the first update")

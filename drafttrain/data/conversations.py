@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from drafttrain.checks import is_count
 from drafttrain.data.journal import Lines, as_line, records
 from drafttrain.errors import InputError
 from drafttrain.files import write_atomic, write_json
@@ -475,4 +476,4 @@ def _from_record(record: Any) -> Row | tuple[int, str]:
 
 
 def _count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+    return is_count(value, 1 << 31)

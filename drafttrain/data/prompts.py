@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from drafttrain.checks import MOST, integer, path_of, shown
+from drafttrain.checks import MOST, integer, pasted, path_of, shown
 from drafttrain.data.conversations import sha256_of
 from drafttrain.data.row_files import file_rows
 from drafttrain.data.shapes import (
@@ -37,6 +37,8 @@ from drafttrain.data.template import ChatPieces
 from drafttrain.errors import InputError, first_line
 
 MOST_ROWS = 10_000_000
+TEXT = "text"
+"""Kind of a source of texts that are continued."""
 _HEAD = 100
 """Rows of a data set that its identity is made from."""
 
@@ -69,6 +71,11 @@ class Prompts:
     origin: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Where there are several sources: the source of every row, those after the limit too, and its
     number in it."""
+
+    @property
+    def texts(self) -> bool:
+        """Are they texts that the target goes on with, without a chat template?"""
+        return self.source.get("kind") == TEXT
 
     def leave_out(self, row: int, reason: str) -> None:
         """Count a row among the skipped ones."""
@@ -161,7 +168,7 @@ class PromptFile:
             raise InputError(
                 f"{self.room}.path={self.path} is a folder without files that end in "
                 f"{', '.join(ENDINGS)}: give a file, or for prompts of a data set prompts=dataset "
-                f"prompts.path={self.path}"
+                f"{pasted('prompts.path', self.path)}"
             )
         source: dict[str, Any] = {"kind": "file", "sha256": _sha256(files[0])}
         if len(files) > 1:
@@ -218,7 +225,7 @@ class TextFile(PromptFile):
 
     def read(self, limit: int | None, watch: Watch = unwatched) -> Prompts:
         found = super().read(limit, watch)
-        found.source |= {"kind": "text", "column": self.column, "tokens": self.tokens}
+        found.source |= {"kind": TEXT, "column": self.column, "tokens": self.tokens}
         return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from drafttrain.target import fingerprint
+from drafttrain.target.configs import digest
 from drafttrain.target.model import Target
 
 
@@ -25,7 +25,7 @@ def conditions(target: Target, prompts: Sequence[Sequence[int]]) -> dict[str, An
 
 def digest_of(prompts: Sequence[Sequence[int]]) -> str:
     """Equal for equal ids in equal order, whatever file they came from."""
-    return fingerprint.digest(*(np.asarray(prompt, dtype="<i8").tobytes() for prompt in prompts))
+    return digest(*(np.asarray(prompt, dtype="<i8").tobytes() for prompt in prompts))
 
 
 def dtype_name(dtype: torch.dtype | None) -> str | None:

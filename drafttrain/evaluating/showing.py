@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from drafttrain.decoding import exactness
+from drafttrain.decoding.clock import STAGES
 from drafttrain.evaluating.parity import parity_words
 from drafttrain.evaluating.saying import say
 from drafttrain.reporting.console import table
 from drafttrain.reporting.rows import accepted_cells, pair, same_text_cell, verdicts
 from drafttrain.target import change
-
-_STAGES = ("prefill", "draft", "verify", "host")
 
 
 def show(result: dict[str, Any]) -> None:
@@ -45,7 +44,7 @@ def show(result: dict[str, Any]) -> None:
             "95 %",
             "tokens/s",
             "plain tokens/s",
-            *(f"s {stage}" for stage in _STAGES),
+            *(f"s {stage}" for stage in STAGES),
             "same text",
         ]
         table(title, columns, [speed_line(row) for row in rows])
@@ -85,7 +84,7 @@ def speed_line(row: dict[str, Any]) -> list[Any]:
         pair(row["speedup_interval"]),
         row["tokens_per_second"],
         row["plain_tokens_per_second"],
-        *(row["seconds"].get(stage) for stage in _STAGES),
+        *(row["seconds"].get(stage) for stage in STAGES),
         same_text_cell(row),
     ]
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from drafttrain import companions
+from drafttrain.checks import pasted
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError, first_line
 from drafttrain.fitting.given import make_adapter
@@ -74,7 +75,7 @@ def learn(
     if training.module.stop_requested or training.module.stopped == "signal":
         say(
             f"stopped by a signal after update {training.updates}: continue with resume=last "
-            f"run_dir={home or job.run.folder}"
+            f"{pasted('run_dir', home or job.run.folder)}"
         )
         raise SystemExit(STOPPED_BY_SIGNAL)  # It is not done, and can be resumed.
     if rank() == 0:

@@ -19,6 +19,7 @@ from drafttrain.packaging.beginning import check_beginning
 from drafttrain.packaging.gathering import check_packages
 from drafttrain.packaging.manifest import class_of
 from drafttrain.processes import world_size
+from drafttrain.target import load
 from drafttrain.target.features import FeatureSource
 from drafttrain.target.stored import StoredFeatures
 from drafttrain.training.course import TrainerConfig
@@ -59,6 +60,7 @@ def read_settings(cfg: DictConfig) -> Parts:
     check_joint(values)
     for section in ("drafter", "features"):
         Recipe[Any](config, section).check()
+    load.check_settings(values["target"])
     settings = build_settings(config)
     check_trees(settings, Recipe(config, "drafter"))
     parts = Parts.of(config, settings, kind, learns)

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafttrain.drafter.base import Drafter
-from drafttrain.errors import InputError, writable, writing
-from drafttrain.files import even_modes, new_folder
+from drafttrain.errors import InputError, writing
+from drafttrain.files import even_modes, json_text, new_folder
 from drafttrain.layouts import engines
 from drafttrain.layouts.directory import CONFIG, Directory, open_directory
 from drafttrain.layouts.engines import Engine, Reading
@@ -31,8 +31,6 @@ from drafttrain.target.model import Target
 
 MODEL = "model.safetensors"
 CARD = "README.md"
-VOCABULARIES = ("auto", "whole", "reduced")
-
 
 R_co = TypeVar("R_co", bound=Reading, covariant=True)
 
@@ -210,7 +208,7 @@ def put(
         for name, tensors in {exported.file: exported.tensors, **exported.shards}.items():
             with writing(out / name):
                 save_file(tensors, scratch / name, metadata={"format": "pt"})
-        for name, text in {CONFIG: as_json(exported.config), **exported.texts, **texts}.items():
+        for name, text in {CONFIG: json_text(exported.config), **exported.texts, **texts}.items():
             with writing(out / name):
                 (scratch / name).write_text(text, encoding="utf-8")
         if exported.tokenizer and tokenizer is not None:
@@ -234,7 +232,3 @@ def put(
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return out
-
-
-def as_json(value: Any) -> str:
-    return writable(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)) + "\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,8 @@ from torch import Tensor
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.standalone import Standalone
-from drafttrain.errors import InputError, writable
+from drafttrain.errors import InputError
+from drafttrain.files import json_text
 from drafttrain.nn.spoilt import SPOILT, spoilt
 from drafttrain.packaging.card import REQUIREMENTS, card, generate_file
 from drafttrain.packaging.checking import some
@@ -212,7 +212,3 @@ def texts_of_plan(
 ) -> dict[str, str]:
     """The files that say how a package decodes."""
     return {DECODING: write_plan(plan), CARD: card(config, metrics, plan, as_model=as_model)}
-
-
-def json_text(value: Any) -> str:
-    return writable(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)) + "\n"

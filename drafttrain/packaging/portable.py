@@ -24,11 +24,15 @@ def portable(value: Any) -> Any:
     paths, hub ids and addresses stay.
 
     A text under the key `command` is a command line: its words are looked at one by one, so a path
-    with spaces is one path.
+    with spaces is one path. A `fingerprint` stays as it is: it is compared, and names no folder.
     """
     if isinstance(value, dict):
         return {
-            key: _command(held) if key == "command" else portable(held)
+            key: _command(held)
+            if key == "command"
+            else held
+            if key == "fingerprint"
+            else portable(held)
             for key, held in value.items()
         }
     if isinstance(value, (list, tuple)):

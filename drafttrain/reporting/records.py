@@ -6,13 +6,13 @@ from __future__ import annotations
 import csv
 import functools
 import math
-import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drafttrain.checks import pasted
 from drafttrain.errors import InputError
 from drafttrain.files import write_json
 from drafttrain.masking import hidden, hidden_lines
@@ -25,8 +25,6 @@ from drafttrain.target import change
 
 NOTED, METRICS, CONFIG, MEMBERS = "run.json", "metrics.csv", "config.yaml", "members"
 FORMAT = 1
-STAGES = ("prefill", "draft", "verify", "host")
-"""Of decoding, in their order."""
 FIT_STAGES = ("loading", "searching", "training", "measuring", "packaging")
 """Of a run, in their order."""
 _LARGEST = 16 << 20
@@ -109,7 +107,7 @@ class Record:
         folder = self.entry.run_folder
         # Without run_dir the newest run of this experiment would be continued.
         if "run_dir=" not in command and folder is not None:
-            more += " " + shlex.quote(f"run_dir=runs/{folder.name}")
+            more += " " + pasted("run_dir", f"runs/{folder.name}")
         return (
             "continued after its end, the run trains nothing, measures again and notes it:",
             command + more,

@@ -22,7 +22,7 @@ def cache_dir() -> Path:
     """Folder for what is converted once: $DRAFTTRAIN_CACHE, else the user's cache folder."""
     given = os.environ.get("DRAFTTRAIN_CACHE")
     if given:
-        return Path(given)
+        return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "drafttrain"
 
 

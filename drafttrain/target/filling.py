@@ -38,6 +38,7 @@ from drafttrain.data.journal import Lines, journals, records
 from drafttrain.errors import InputError, refuse_full_disk, writing
 from drafttrain.files import write_atomic
 from drafttrain.flow import Batch
+from drafttrain.target.batches import Batches
 from drafttrain.target.features import SLACK, SPARE, take_room
 from drafttrain.target.store import (
     FORMAT,
@@ -47,7 +48,7 @@ from drafttrain.target.store import (
     Shard,
     Store,
     digest_of,
-    is_count,
+    fits,
     is_sha256,
     layout_of,
     set_facts,
@@ -58,31 +59,6 @@ PART = ".part"
 SMALLEST, LARGEST, WANTED = 16 << 20, 1 << 30, 64
 """Where no size of shards is asked for: bytes that one has at least and at most, and how many are
 wanted, so that several processes have equal shares."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batches:
-    """Which rows the target reads together, and how large shards are."""
-
-    batch_tokens: int | None
-    batch_rows: int | None
-    seed: int
-    shard_mb: float | None
-
-    def __post_init__(self) -> None:
-        for name in ("batch_tokens", "batch_rows"):
-            value = getattr(self, name)
-            if value is not None and not (type(value) is int and value >= 1):
-                raise InputError(f"{name}={value}: needs an integer of at least 1, or null")
-        if self.batch_tokens is None and self.batch_rows is None:
-            raise InputError("give batch_tokens or batch_rows")
-        if type(self.seed) is not int or self.seed < 0:
-            raise InputError(f"seed={self.seed}: needs an integer of at least 0")
-        size = self.shard_mb
-        if size is not None and (
-            isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < 1 << 30
-        ):
-            raise InputError(f"shard_mb={size}: needs a number above 0, or null")
 
 
 @dataclass(frozen=True)
@@ -388,11 +364,11 @@ def _has_layout(path: Path, layout: Layout) -> bool:
 
 def _parsed(record: Any) -> tuple[str, int, Any]:
     """Check a journal's record. Raises ValueError saying what is wrong with it."""
-    for kind, name, check in (("batch", "crc", is_count), ("shard", "sha256", is_sha256)):
+    for kind, name, check in (("batch", "crc", fits), ("shard", "sha256", is_sha256)):
         if (
             isinstance(record, dict)
             and set(record) == {kind, name}
-            and is_count(record[kind])
+            and fits(record[kind])
             and check(record[name])
         ):
             return kind, record[kind], record[name]

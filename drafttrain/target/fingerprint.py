@@ -11,11 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import inspect
 import json
 import logging
-import re
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +22,7 @@ from torch import nn
 from drafttrain.errors import InputError
 from drafttrain.processes import rank
 from drafttrain.target import modes, tokenising
+from drafttrain.target.configs import decisive, digest, earlier_digests
 from drafttrain.target.tokenising import PROBE
 
 log = logging.getLogger(__name__)
@@ -48,93 +46,7 @@ HALF = "weights_float16"
 EARLIER = "earlier"
 """{part: digests} of forms that earlier versions recorded, as JSON."""
 
-_VOLATILE = {
-    "_name_or_path",
-    "transformers_version",
-    "dtype",
-    "torch_dtype",
-    "use_cache",
-    "architectures",
-}
-_NOT_LOGITS = {
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"),
-    *("initializer_range", "tie_word_embeddings", "pretraining_tp", "quantization_config"),
-    *("output_attentions", "output_router_logits", "gradient_checkpointing", "attn_implementation"),
-    *("torch_dtype", "use_cache", "rope_theta", "rope_scaling"),
-}
-"""What a frozen target's logits do not depend on, or what another part says: tied weights show in
-the weights, and rotary settings are in `rope_parameters` by now, whatever the file called them."""
-_ONLY_TRAINING = re.compile(r"drop(out)?(_prob)?$|pdrop$|(^|_)(aux|z)_loss_|jitter_noise$")
-
-
-def digest(*parts: bytes) -> str:
-    sha = hashlib.sha256()
-    for part in parts:
-        sha.update(len(part).to_bytes(8, "little"))
-        sha.update(part)
-    return sha.hexdigest()[:16]
-
-
 # --- the parts ------------------------------------------------------------------------------------
-
-
-def of_config(config: Any, model: Any = None) -> str:
-    """What of a loaded config decides logits, in the same words whatever file it was read from.
-
-    Args:
-        model: of that config. A key that the family's config does not declare counts only where the
-            model's own code names it; without a model it does not count.
-    """
-    from transformers import PreTrainedConfig
-
-    base = set(getattr(PreTrainedConfig, "__dataclass_fields__", ()))
-    own = set(getattr(type(config), "__dataclass_fields__", ())) - base
-    code = "" if model is None else _code_of(type(model))
-    found: dict[str, Any] = {"model_type": config.model_type}
-    for name, value in config.to_dict().items():
-        known = name in own or (name not in base and _names(code, name))
-        beside = name in _NOT_LOGITS or name[0] == "_" or _ONLY_TRAINING.search(name)
-        if known and value is not None and not beside:
-            found[name] = _plain(value)
-    rotary = found.get("rope_parameters")
-    if isinstance(rotary, dict) and rotary:
-        found["rope_parameters"] = _rotary(rotary)
-        kinds = [one for one in rotary.values() if isinstance(one, dict)] or [rotary]
-        if all(one.get("rope_type", "default") == "default" for one in kinds):
-            found.pop("max_position_embeddings", None)  # Only a limit then.
-    return json.dumps(found, sort_keys=True)
-
-
-@functools.lru_cache(maxsize=8)
-def _code_of(kind: type) -> str:
-    with contextlib.suppress(OSError, TypeError):
-        return inspect.getsource(sys.modules[kind.__module__])
-    return ""
-
-
-def _names(code: str, name: str) -> bool:
-    return re.search(rf"\b{re.escape(name)}\b", code) is not None
-
-
-def _plain(value: Any) -> Any:
-    """Numbers as float32 has them, and as integers where they are."""
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items() if v is not None}
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    if isinstance(value, float):
-        value = float(f"{value:.7g}")
-        return int(value) if value.is_integer() and abs(value) < 1 << 53 else value
-    return value if isinstance(value, (str, int, bool)) or value is None else str(value)
-
-
-def _rotary(found: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings without the older name of their kind."""
-    return {
-        name: _rotary(value) if isinstance(value, dict) else value
-        for name, value in found.items()
-        if name != "type"
-    }
 
 
 def of_weights(model: nn.Module, by: torch.dtype = torch.bfloat16) -> str:
@@ -170,7 +82,7 @@ def of_target(model: Any, config: Any, tokenizer: Any | None, dtype: torch.dtype
     """The fingerprint of a target as it was loaded."""
     quantisation = getattr(model.config, "quantization_config", None)
     return {
-        "config": of_config(config, model),
+        "config": decisive(config, model),
         "weights": of_weights(model),
         "tokenizer": of_tokenizer(tokenizer),
         MODE: of_template(tokenizer),
@@ -188,29 +100,8 @@ def earlier_of(tokenizer: Any | None, config: Any = None) -> str:
     """The digests of the parts of a fingerprint that are kept in words now."""
     digests = {"tokenizer": [_earlier_tokenizer(tokenizer)], MODE: [_earlier_template(tokenizer)]}
     if config is not None:
-        digests["config"] = _earlier_configs(config)
+        digests["config"] = earlier_digests(config)
     return json.dumps(digests)
-
-
-def _earlier_configs(config: Any) -> list[str]:
-    """Digests that the config may have had: as its file says it now, and with rotary settings in
-    the newer and the older schema."""
-    settings = {
-        k: v for k, v in config.to_dict().items() if k not in _VOLATILE and not k.startswith("_")
-    }
-    forms = [settings]
-    if isinstance(rotary := settings.get("rope_parameters"), dict):
-        plain = _rotary(rotary)
-        older = {"type": plain["rope_type"]} if "rope_type" in plain else {}
-        for number in (float, _plain):  # Numbers as 10000.0 and as 10000.
-            spelt = {k: number(v) if _is_number(v) else v for k, v in plain.items()}
-            forms += [{**settings, "rope_parameters": one} for one in (spelt, {**spelt, **older})]
-    texts = (json.dumps(form, sort_keys=True, default=str) for form in forms)
-    return sorted({digest(text.encode()) for text in texts})
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _earlier_tokenizer(tokenizer: Any | None) -> str:
@@ -237,6 +128,13 @@ def difference(
     Args:
         own: the tokenizer that is here, where it is at hand.
     """
+    try:
+        return _difference(part, given, here, own)
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        return f"{part}: it was edited and cannot be read"
+
+
+def _difference(part: str, given: Mapping[str, str], here: Mapping[str, str], own: Any) -> str:
     there, mine = given.get(part, "none"), here.get(part, "none")
     if there == mine or (part == "weights" and _same_in_float16(given, here)):
         return ""
@@ -260,7 +158,7 @@ def difference(
 
 def _form(text: str) -> dict[str, Any] | None:
     """A part that is kept in words; None for a digest, or for none."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(text) if text.startswith("{") else None
         return found if isinstance(found, dict) else None
     return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from drafttrain.target import fingerprint
+from drafttrain.target.configs import digest
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Adapter:
         parts = [f"{self.rank} {float(self.alpha)!r} {' '.join(self.linears)}".encode()]
         for name, tensor in sorted(self.tensors.items()):
             parts += [name.encode(), tensor.contiguous().numpy().tobytes()]
-        return fingerprint.digest(*parts)
+        return digest(*parts)
 
     @property
     def size(self) -> int:

@@ -72,8 +72,9 @@ def difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
         words.append("the chat template is another")
     for old, new in zip(there.get("texts") or (), here.get("texts") or (), strict=False):
         if old != new:
-            start = next((k for k, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), 0)
-            start = max(0, start - 10)
+            pairs = enumerate(zip(old, new, strict=False))
+            first = next((k for k, (a, b) in pairs if a != b), min(len(old), len(new)))
+            start = max(0, first - 10)
             words.append(f"it makes {_cut(old, start)} there, {_cut(new, start)} here")
             break
     return ", ".join(words)
@@ -90,5 +91,7 @@ def _cut(text: str, start: int) -> str:
 
 def words(mode: Mapping[str, Any]) -> str:
     """A mode's arguments as settings; empty where the template has none."""
-    arguments = mode.get("arguments") or {}
+    arguments = mode.get("arguments")
+    if not isinstance(arguments, Mapping):
+        return ""
     return " ".join(f"target.template.{name}={json.dumps(v)}" for name, v in arguments.items())

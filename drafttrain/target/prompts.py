@@ -75,31 +75,11 @@ class Source:
 
         Raises: InputError if the set was written by another target, or if no prompt is left.
         """
-        if self.data is not None:
-            # A tuned target is asked what its original was asked.
-            own = (target.original or target).fingerprint
-            fingerprint.refuse_other(
-                self.data.manifest["target"]["fingerprint"], own, self.label, own=target.tokenizer
-            )
-            check_vocabulary(self.data, target.vocab_size, self.label)
-            every = [one for one in self.data.asked() if one[2]]
-            found = [one for one in every if turns is None or one[1] <= turns][:limit]
-            if not found:
-                raise InputError(
-                    f"{self.label} has no held-out conversations to decode from: give a file of "
-                    "prompts"
-                )
-            places = self.data.indices(HELD_OUT)
-            sources = self.data.by_source(places[number - 1] for number, *_ in found)
-            if sources:
-                say(f"{len(found)} held-out prompts{words_of(sources)}")
-            later = sum(turn > 1 for _, turn, _ in every)
-        else:
-            assert self.prompts is not None
-            first = self._encoded(target, limit)
-            found = [(number, 1, ids) for number, ids in first]
-            found += self._later(target, first, limit, turns, answer)
-            later = sum(len(p.users) - 1 for _, p in self.prompts.rows if p is not None)
+        found, later = (
+            self._of_file(target, limit, turns, answer)
+            if self.data is None
+            else self._of_set(target, limit, turns, say)
+        )
         kept = [one for one in found if len(one[2]) < target.context]
         if len(kept) < len(found):
             rows = [str(number) for number, _, ids in found if len(ids) >= target.context]
@@ -121,6 +101,40 @@ class Source:
         for reason in self.left_out:
             say(f"left out {reason}")
         return [ids for *_, ids in kept]
+
+    def _of_set(
+        self, target: Target, limit: int | None, turns: int | None, say: Callable[[str], None]
+    ) -> tuple[list[Turn], int]:
+        """Turns of the held-out rows, and how many later ones there are."""
+        assert self.data is not None
+        # A tuned target is asked what its original was asked.
+        own = (target.original or target).fingerprint
+        fingerprint.refuse_other(
+            self.data.manifest["target"]["fingerprint"], own, self.label, own=target.tokenizer
+        )
+        check_vocabulary(self.data, target.vocab_size, self.label)
+        every = [one for one in self.data.asked() if one[2]]
+        found = [one for one in every if turns is None or one[1] <= turns][:limit]
+        if not found:
+            raise InputError(
+                f"{self.label} has no held-out conversations to decode from: give a file of prompts"
+            )
+        places = self.data.indices(HELD_OUT)
+        sources = self.data.by_source(places[number - 1] for number, *_ in found)
+        if sources:
+            say(f"{len(found)} held-out prompts{words_of(sources)}")
+        return found, sum(turn > 1 for _, turn, _ in every)
+
+    def _of_file(
+        self, target: Target, limit: int | None, turns: int | None, answer: int
+    ) -> tuple[list[Turn], int]:
+        """Turns of a file's rows, and how many later ones there are."""
+        assert self.prompts is not None
+        first = self._encoded(target, limit)
+        found = [(number, 1, ids) for number, ids in first]
+        found += self._later(target, first, limit, turns, answer)
+        later = sum(len(p.users) - 1 for _, p in self.prompts.rows if p is not None)
+        return found, later
 
     def _later(
         self,

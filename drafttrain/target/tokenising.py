@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from drafttrain.checks import shown
+from drafttrain.errors import panicked
 
 PROBE = "The quick brown fox, 12345 \n\tnaïve ünïcödé 🙂."
 PROBES = (
@@ -149,6 +150,8 @@ def _sum(items: Iterable[str]) -> str:
 
 def _lone(more: str, fewer: str, items: Iterable[str]) -> str | None:
     """An entry that only the list of the first sum has, where `items` hold it."""
+    if ":" not in more or ":" not in fewer:
+        return None
     sums = [
         [int(said.split(":")[1][8 * b : 8 * b + 8] or "0", 16) for b in range(_BUCKETS)]
         for said in (more, fewer)
@@ -164,8 +167,10 @@ def _lone(more: str, fewer: str, items: Iterable[str]) -> str | None:
 def _ids_mark(tokenizer: Any, text: str) -> str:
     try:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    except Exception:  # One that refuses a text does not tokenise it as another does.
-        return "none"
+    except BaseException as error:
+        if not isinstance(error, Exception) and not panicked(error):
+            raise
+        return "none"  # One that refuses a text does not tokenise it as another does.
     return _digest(map(str, ids))[:4]
 
 
@@ -187,9 +192,10 @@ def difference(there: Mapping[str, str], here: Mapping[str, str], tokenizer: Any
     if not odd:
         return ""
     words = [_words(name, there, here, tokenizer) for name in odd if name != "probes"]
-    text = _probe(there.get("probes", ""), here.get("probes", ""))
-    if text is None and "merges" in odd and tokenizer is not None:
-        text = _text_of_merge(there["merges"], here["merges"], tokenizer)
+    text = None
+    if "merges" in odd and tokenizer is not None:
+        text = _text_of_merge(there.get("merges", ""), here.get("merges", ""), tokenizer)
+    text = text or _probe(there.get("probes", ""), here.get("probes", ""))
     if text is not None:
         words.append(f"the text {json.dumps(text, ensure_ascii=False)} has other ids")
     return ", ".join(words)

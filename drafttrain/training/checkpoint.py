@@ -25,6 +25,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
+from drafttrain.checks import is_count
 from drafttrain.errors import InputError, writing
 from drafttrain.files import write_atomic
 from drafttrain.nn.spoilt import SPOILT, spoilt
@@ -185,6 +186,13 @@ def check_complete(state: Mapping[str, Any], path: Path) -> None:
     """Raise InputError unless a checkpoint holds all that a run goes on from."""
     _check_parts(state, path, _PARTS)
     _check_counts(state, path)
+    held = state["weights"]
+    odd = [name for name in held if not (isinstance(name, str) and _is_numbers(held[name]))]
+    if odd:
+        raise InputError(
+            f"{path} holds weights that are no tensors ({some(odd)}): it is damaged, give another "
+            "one"
+        )
     _check_optimiser(state, path)
     odd = spoilt(tensors_of(state))
     if odd:
@@ -193,8 +201,8 @@ def check_complete(state: Mapping[str, Any], path: Path) -> None:
 
 def _check_counts(state: Mapping[str, Any], path: Path) -> None:
     progress, keeper, decode = state["progress"], state["keeper"], state["decode"]
-    at = [_is_count(progress[name]) for name in ("position", "updates", "empty_windows")]
-    at.append(_is_count(progress.get("spoilt_windows", 0)))  # Earlier versions counted none.
+    at = [is_count(progress[name]) for name in ("position", "updates", "empty_windows")]
+    at.append(is_count(progress.get("spoilt_windows", 0)))  # Earlier versions counted none.
     took = [_is_amount(progress[name]) for name in ("supervised", "seconds")]
     if not all((*at, *took)) or not progress["updates"] <= progress["position"] < _MOST_BATCHES:
         raise InputError(
@@ -203,18 +211,18 @@ def _check_counts(state: Mapping[str, Any], path: Path) -> None:
         )
     best, at_update = keeper["best"], keeper["best_update"]
     found = (best is None and at_update is None) or (
-        _is_amount(best) and _is_count(at_update) and at_update <= progress["updates"]
+        _is_amount(best) and is_count(at_update) and at_update <= progress["updates"]
     )
     digest = keeper.get("best_digest")  # Earlier versions noted none.
     named = digest is None or isinstance(digest, str)
-    if not (found and named and _is_count(keeper["without_progress"])):
+    if not (found and named and is_count(keeper["without_progress"])):
         raise InputError(
             f"{path} says that its best was {str(keeper)[:120]}: it is damaged, give another one"
         )
     if decode is None:
         return
     never = decode["measured_at"] is None
-    counted = _is_count(decode["evaluations"]) and (never or _is_count(decode["measured_at"]))
+    counted = is_count(decode["evaluations"]) and (never or is_count(decode["measured_at"]))
     if not (
         counted
         and _is_amount(decode["seconds"])
@@ -230,7 +238,10 @@ def _check_optimiser(state: Mapping[str, Any], path: Path) -> None:
     optimiser, updates = state["optimiser"], state["progress"]["updates"]
     held, groups = optimiser.get("state"), optimiser.get("param_groups")
     counted = isinstance(groups, list) and all(
-        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and all(map(is_count, group["params"]))
+        for group in groups
     )
     if not (isinstance(held, dict) and counted):
         raise InputError(
@@ -241,7 +252,7 @@ def _check_optimiser(state: Mapping[str, Any], path: Path) -> None:
         f"{name} of weight {number}"
         for number in numbers
         for name in MOMENTS
-        if not isinstance(_entry(held, number, name), torch.Tensor)
+        if not _is_numbers(_entry(held, number, name))
     ]
     if lacking:
         raise InputError(
@@ -250,7 +261,7 @@ def _check_optimiser(state: Mapping[str, Any], path: Path) -> None:
         )
     for number in numbers:
         step = held[number]["step"]
-        if step.numel() != 1 or not 1 <= float(step) <= updates:
+        if step.numel() != 1 or not 1 <= step.item() <= updates:
             raise InputError(
                 f"{path} says that weight {number} was changed {str(step.tolist())[:40]} times in "
                 f"{updates} updates: it is damaged, give another one"
@@ -264,14 +275,21 @@ def _entry(held: Mapping[Any, Any], number: object, name: str) -> object:
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Weights and moments of a checkpoint, by names that people can read."""
-    found = dict(state["weights"])
+    found = {str(name): value for name, value in state["weights"].items()}
     for number, moments in state["optimiser"]["state"].items():
-        found |= {f"{name} of weight {number}": value for name, value in moments.items()}
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        own = moments.items() if isinstance(moments, dict) else ()
+        found |= {f"{name} of weight {number}": value for name, value in own}
+    return {name: value for name, value in found.items() if _is_numbers(value)}
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
+def _is_numbers(value: object) -> bool:
+    """Is it a tensor whose numbers can be read and compared?"""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and not (value.is_quantized or value.is_complex() or value.is_meta)
+        and not (value.is_floating_point() and value.dtype.itemsize == 1)
+    )
 
 
 def _is_amount(value: object) -> bool:

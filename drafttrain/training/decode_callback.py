@@ -20,6 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from drafttrain.data.datamodule import ConversationData
+from drafttrain.decoding.clock import STAGES
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
@@ -28,8 +29,6 @@ from drafttrain.flow import Batch, Tally
 from drafttrain.processes import rank, world_size
 from drafttrain.training.module import DraftModule, Source, over_processes
 from drafttrain.training.settings import EvalConfig
-
-STAGES = ("prefill", "draft", "verify", "host")
 
 
 def _show_nothing(metrics: Mapping[str, float | None], updates: int) -> None:

@@ -62,20 +62,15 @@ def refuse_other_run(
     say: Callable[[str], None],
 ) -> None:
     """List what differs from the earlier part of the run; refuse what would make it another run."""
-    # Earlier versions kept secrets in checkpoints.
-    before, now = ({**one, "target": None} for one in (masked(resumed["facts"]), facts))
-    important = differences(before, now)
     other = differences(masked(resumed["settings"]), config)
     for key in ("resume", "run_dir", "dry_run", "target.dtype", "target.device"):
         other.pop(key, None)
     if other:
         say(f"settings differ from the earlier part of this run: {_listed(other)}")
-    said = [_listed(important)] if important else []
-    if target := fingerprint.run_changes(resumed["facts"].get("target"), facts["target"]):
-        said.insert(0, f"target: {target}")
-    if said:
+    changed = _changed(resumed["facts"], facts)
+    if changed:
         raise InputError(
-            f"this would not be the same run ({'; '.join(said)}): start a new one with another "
+            f"this would not be the same run ({changed}): start a new one with another "
             "run_dir, or set these back"
         )
 
@@ -130,9 +125,9 @@ def _check_best(found: Mapping[str, Any], path: Path, state: Mapping[str, Any]) 
     keeper, own, updates = state["keeper"], found["keeper"], found["progress"]["updates"]
     if _remembers(keeper, found):
         return
-    others = differences(state["facts"], found["facts"])
-    if others:
-        raise InputError(f"{path} is of another run ({_listed(others)})")
+    changed = _changed(state["facts"], found["facts"])
+    if changed:
+        raise InputError(f"{path} is of another run ({changed})")
     digest = own.get("best_digest")
     if own["best_update"] != updates or (digest and digest != digest_of(found["weights"])):
         raise InputError(f"{path} is no best checkpoint: it holds other weights than it says")
@@ -165,6 +160,18 @@ def _forget_best(run: Run, why: str, say: Callable[[str], None]) -> None:
         else f"the best was val/tau {before['best']:.3f} of update {before['best_update']}"
     )
     say(f"{why}, and {what}: the best is chosen among the evaluations from here on")
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What makes it another run, in words; empty where nothing does."""
+    # Earlier versions kept secrets in checkpoints.
+    one, other = ({**masked(dict(facts)), "target": None} for facts in (before, now))
+    found = differences(one, other)
+    said = [_listed(found)] if found else []
+    target_now = now["target"] if isinstance(now["target"], dict) else {}
+    if target := fingerprint.run_changes(before.get("target"), target_now):
+        said.insert(0, f"target: {target}")
+    return "; ".join(said)
 
 
 def _listed(found: Mapping[str, tuple[Any, Any]]) -> str:

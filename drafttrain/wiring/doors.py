@@ -67,6 +67,7 @@ class door:
             if invocation is None:
                 raise SystemExit(0)
             if self.check is not None:
+                runs.current = invocation
                 self.check(invocation.config)
 
     def __call__(self, main: Callable[[DictConfig], Any]) -> Callable[..., Any]:

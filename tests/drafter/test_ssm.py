@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import normalizers
 from torch import Tensor
 
 from drafttrain.data.datamodule import collate
@@ -578,6 +579,16 @@ def test_another_tokenizer_is_refused_and_the_same_is_taken(directory: Path) -> 
     other.save_pretrained(directory)
     with pytest.raises(InputError, match=said("drafter.other_tokenizer")):
         make(Ssm, target, path=str(directory))
+
+
+@pytest.mark.field("F75")
+def test_a_tokenizer_with_another_normaliser_is_refused(directory: Path) -> None:
+    other = tiny_tokenizer()
+    other.backend_tokenizer.normalizer = normalizers.Replace("?", "!")
+    other.save_pretrained(directory)
+    words = said("drafter.other_tokenizer") + r".*normaliser.*the text \"\?\" has other ids"
+    with pytest.raises(InputError, match=words):
+        make(Ssm, tiny_chat_target(), path=str(directory))
 
 
 @pytest.mark.field("F67")

@@ -29,6 +29,10 @@ REFUSED = [
     (["draft_vocab=1"], "draft_vocab=1: needs 0 for all ids, or an integer of at least 2"),
     (["draft_vocab=2"], "final.acceptance.static_25: a node has 4 children"),
     (["drafter=medusa", "drafter.heads=2", "tree.k=4"], "4 deep, this drafter fills 2"),
+    (["target.dtype=foo"], "dtype=foo: give auto"),
+    (["target.attention=foo"], "attention=foo cannot verify"),
+    (["target=smollm2", "target.pack=foo"], "pack=foo: give auto"),
+    (["target=hf", "target.path=x", "target.trust_remote_code=no"], "target.trust_remote_code=no"),
     (["drafter=suffix", "draft_vocab=0", "tree.k=30"], "30 deep, this drafter fills 24"),
 ]
 

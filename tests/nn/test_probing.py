@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
@@ -26,32 +25,11 @@ from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 from tests.drafter.make import make
+from tests.families import model_of
 from tests.messages import said
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 ORIGINAL = {"original_max_position_embeddings": 64}
-
-
-def model_of(family: str, backend: str = "eager", **settings: Any) -> Any:
-    """A random model of a family that `tiny` does not have."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 48,
-        "max_position_embeddings": 512,
-    }
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, **sizes | settings), attn_implementation=backend
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                size = 1.0 if "embed" in name else 0.6 / parameter.shape[-1] ** 0.5
-                parameter.normal_(0, size)
-    return model
 
 
 def longrope(form: str) -> Target:

@@ -12,6 +12,7 @@ refuses, arguments misspelt or taken by others.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -104,7 +105,7 @@ def test_what_an_earlier_version_recorded_is_still_recognised(tmp_path: Path) ->
     fingerprint.refuse_other(target.fingerprint, before, "the package")
     resumed = {"facts": {"target": before}, "settings": {}}
     refuse_other_run(resumed, {"target": target.fingerprint}, {}, lambda _: None)
-    shifted = Target(target.model, other_tokenizer("merge"), "other")
+    shifted = Target(target.model, other_tokenizer("added tokens"), "other")
     with pytest.raises(InputError, match=r"\(tokenizer .* there, another here\)"):
         fingerprint.refuse_other(before, shifted.fingerprint, "the set")
 
@@ -138,6 +139,20 @@ def test_another_dtype_is_the_same_target_and_is_reported(
     if dtype == "float16":
         with pytest.raises(InputError, match=r"compare with target\.dtype=float32"):
             fingerprint.refuse_other(changed, other, "the set")
+
+
+@pytest.mark.field("F93")
+@pytest.mark.parametrize("part", ["config", "tokenizer", "chat_template", "earlier"])
+@pytest.mark.parametrize("text", ['{"merges": 3, "arguments": 3, "texts": 3}', "{", "{}"])
+    "text", ['{"merges": 3, "arguments": 3, "texts": 3}', "{", '{"a": [', "{}"]
+)
+def test_an_edited_fingerprint_is_another_in_words(part: str, text: str) -> None:
+    own = tiny_chat_target()
+    for given in (own.fingerprint, recorded_before(own)):
+        edited = {**given, part: text}
+        with contextlib.suppress(InputError):
+            fingerprint.refuse_other(edited, own.fingerprint, "a", mode=True, own=own.tokenizer)
+        fingerprint.mode_settings(edited)
 
 
 # --- tokenizers -----------------------------------------------------------------------------------
@@ -176,7 +191,7 @@ DIFFERENCES = {
     "order": r"merges: 5 there, 5 here, in another order",
     "normaliser": r"normaliser is none there, .*Replace.* here.*the text \"\?\" has other ids",
     "pre-tokeniser": r"pre-tokeniser is .*false.* there, .*true.* here.*the text .* has other ids",
-    "post-processor": r"post-processor is none there, .*TemplateProcessing.* here",
+    "post-processor": r"post-processor is none there, .*SpecialToken.* here",
     "added tokens": r"added tokens: 3 there, 4 here, only here .*zx",
 }
 
@@ -238,7 +253,10 @@ def test_another_mode_is_warned_about_and_not_refused(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         fingerprint.refuse_other(off, on, "the package")
     words = warned(caplog)
-    assert "the package was made in another mode (enable_thinking false there, true here" in words
+    assert (
+        "the package was made in another mode (chat_template: enable_thinking false there, true"
+        in words
+    )
     assert "target.template.enable_thinking=false" in words
     with pytest.raises(InputError, match="enable_thinking false there, true here"):
         fingerprint.refuse_other(off, on, "out=set", mode=True)  # Rows are not mixed.

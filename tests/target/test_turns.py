@@ -163,3 +163,17 @@ def test_a_run_decodes_every_turn_that_its_numbers_of_prompts_have_room_for(
     assert said == [expected + "turn 1: 6, turn 2: 2; final.prompts takes turn 1: 6, turn 2: 6"]
     assert usable(1, 8) == [3] * 6
     assert said[1:] == [expected + "turn 1: 6; final.prompts takes turn 1: 6"]
+
+
+@pytest.mark.field("F76")
+def test_a_turn_that_the_template_refuses_ends_the_conversation() -> None:
+    """Two turns of one kind, or none at all after the first."""
+    for most, expected in ((3, {"2": 1}), (1, {})):
+        refusal = "{{ raise_exception('no more') }}"
+        guard = f"{{% if messages[-1].content == 'then' or messages | length > {most} %}}"
+        target = tiny_chat_target(guard + refusal + "{% endif %}" + CHATML)
+        pieces = ChatPieces(target.tokenizer, target.stop_ids)
+        rows = asked(target, [Prompt(("the", "an inner", "then", "in"))])
+        assert (
+            counted(turn for _, turn, _ in later_turns(target, pieces, rows, answer=3)) == expected
+        )

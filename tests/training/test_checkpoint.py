@@ -366,6 +366,8 @@ def test_what_a_run_cannot_go_on_from_is_refused(
         (lambda state: state.update(settings=None), "lacks settings"),
         (lambda state: state.pop("decode"), "lacks decode: measured_at"),
         (lambda state: state.update(weights=[1]), "lacks weights"),
+        (lambda state: state["weights"].update(odd=3), said("training.odd_weights")),
+        (lambda state: state["weights"].update({3: torch.ones(2)}), said("training.odd_weights")),
         (lambda state: state["progress"].pop("position"), "lacks progress: position"),
         (lambda state: state["progress"].update(updates="many"), said("training.odd_progress")),
         (lambda state: state["progress"].update(position=-1), said("training.odd_progress")),

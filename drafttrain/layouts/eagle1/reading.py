@@ -33,7 +33,7 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Eagle1:
     """
     config = _layer_config(head)
     names = {_ours(name): name for name in head.tensors if not name.endswith(COMPUTED)}
-    _refuse_another_target(head, config, target)
+    _refuse_sizes(head, config, target)
     _refuse_own_vocabulary(head, names, target)
     _refuse_other_sizes(head, config, target.config)
     d = target.width
@@ -41,6 +41,7 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Eagle1:
     drafter = with_defaults(
         Eagle1, target, **{**known, "bias": known.get("bias", False) or bool(bias.any())}
     )
+    _refuse_another_block(head, config, drafter.layer_config())
     shapes = {
         _theirs(name): tuple(t.shape)
         for name, t in drafter.state_dict().items()
@@ -89,16 +90,19 @@ def _theirs(name: str) -> str:
     return name.replace("layer.", "layers.0.", 1) if name.startswith("layer.") else name
 
 
-def _refuse_another_target(head: Directory, config: dict[str, Any], target: Target) -> None:
-    """Raise InputError unless the block's config is the target's, which it will be computed
-    with."""
-    own = target.config
+def _refuse_sizes(head: Directory, config: dict[str, Any], target: Target) -> None:
+    """Raise InputError for a head of another width or vocabulary than the target's."""
     for key, mine in (("hidden_size", target.width), ("vocab_size", target.vocab_size)):
         if config.get(key, mine) != mine:
             raise InputError(
                 f"{head.path}: {key} is {str(config[key])[:40]}, the target's is {mine}: it is "
                 "another target's head"
             )
+
+
+def _refuse_another_block(head: Directory, config: dict[str, Any], own: Any) -> None:
+    """Raise InputError unless the block's config is the drafter's, which it will be computed
+    with."""
     facts = {
         "rms_norm_eps": getattr(own, "rms_norm_eps", None),
         "hidden_act": getattr(own, "hidden_act", None),
