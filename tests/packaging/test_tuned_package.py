@@ -85,7 +85,7 @@ def package(original: Path, tmp_path: Path) -> Path:
 
 
 def texts(speculator: Speculator, plan: Plan | None = None) -> list[list[int]]:
-    outputs, _ = speculator.generate(PROMPTS, max_new_tokens=16, plan=plan)
+    outputs, _ = speculator.generate(PROMPTS, max_new_tokens=16, plan=plan, seed=0)
     return [output.ids for output in outputs]
 
 

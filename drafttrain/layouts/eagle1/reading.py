@@ -35,13 +35,13 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Eagle1:
     names = {_ours(name): name for name in head.tensors if not name.endswith(COMPUTED)}
     _refuse_sizes(head, config, target)
     _refuse_own_vocabulary(head, names, target)
-    _refuse_other_sizes(head, config, target.config)
     d = target.width
     bias = head.weight(names["fc.bias"], (d,)) if "fc.bias" in names else torch.zeros(d)
     drafter = with_defaults(
         Eagle1, target, **{**known, "bias": known.get("bias", False) or bool(bias.any())}
     )
     _refuse_another_block(head, config, drafter.layer_config())
+    _refuse_other_sizes(head, config, drafter.layer_config())
     shapes = {
         _theirs(name): tuple(t.shape)
         for name, t in drafter.state_dict().items()
