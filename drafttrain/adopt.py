@@ -10,12 +10,19 @@ config.json and safetensors are read, and nothing of the directory is run.
 from __future__ import annotations
 
 import sys
-from typing import Any
 
-import torch
 from omegaconf import DictConfig
 
-from drafttrain.checks import path_of
+from drafttrain.asking.adopt import check_settings
+from drafttrain.wiring.doors import door
+
+DOOR = door("adopt", check=check_settings)
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
+import torch
+
+from drafttrain.checks import pasted
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
@@ -26,12 +33,11 @@ from drafttrain.layouts.writing import check_out
 from drafttrain.packaging.writing import save_package
 from drafttrain.runs import provenance
 from drafttrain.target.model import Target
-from drafttrain.tree.topology import MOST_NODES, Tree
+from drafttrain.tree.topology import Tree
 from drafttrain.wiring.building import build
-from drafttrain.wiring.doors import door
 
 
-@door("adopt", text=("head", "out"))
+@DOOR
 def main(cfg: DictConfig) -> None:
     head = read_head(cfg)
     origin = read_origin(head)
@@ -50,22 +56,12 @@ def main(cfg: DictConfig) -> None:
     )
     say(
         f"{type(drafter).__name__} for {target.name}; measure it: python -m drafttrain.evaluate "
-        f"package={folder}"
+        f"{pasted('package', folder)}"
     )
-    say(f"train it further: python -m drafttrain.fit init_from={folder} {fit_words(drafter, head)}")
-
-
-def check_settings(cfg: DictConfig) -> None:
-    for key in ("head", "out"):
-        if not isinstance(cfg[key], str) or not cfg[key].strip():
-            raise InputError(f"{key}={str(cfg[key])[:80]}: needs the path of a folder")
-        path_of(key, cfg[key])
-    for key, most in (("chain", MOST_NODES), ("trained_length", 1 << 31)):
-        value = cfg[key]
-        if not (value is None and key == "trained_length") and (
-            type(value) is not int or not 1 <= value <= most
-        ):
-            raise InputError(f"{key}={str(value)[:40]}: needs an integer from 1 to {most}")
+    say(
+        f"train it further: python -m drafttrain.fit {pasted('init_from', folder)} "
+        f"{fit_words(drafter, head)}"
+    )
 
 
 def read_head(cfg: DictConfig) -> Directory:
@@ -120,15 +116,8 @@ def fit_words(drafter: Drafter, head: Directory) -> str:
     words = [f"drafter={type(drafter).__module__.rpartition('.')[2]}", f"draft_vocab={own}"]
     for layout in holding(type(drafter)):
         shape = layout.shape(drafter, head)
-        words += [f"drafter.{name}={_word(value)}" for name, value in shape.items()]
+        words += [pasted(f"drafter.{name}", value) for name, value in shape.items()]
     return " ".join(words)
-
-
-def _word(value: Any) -> str:
-    """A setting's value as the command line takes it."""
-    return (
-        str(value).lower() if isinstance(value, bool) else "null" if value is None else f"{value}"
-    )
 
 
 def say(text: str) -> None:

@@ -16,20 +16,27 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from omegaconf import DictConfig
+
+from drafttrain.asking.capture import Settings, read_settings
+from drafttrain.wiring.doors import door
+
+DOOR = door("capture", check=read_settings)
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
 
 import torch
-from omegaconf import DictConfig, ListConfig
 
+from drafttrain.checks import pasted
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.data.journal import Lines
-from drafttrain.errors import InputError
+from drafttrain.errors import room
 from drafttrain.processes import rank, world_size
-from drafttrain.reporting.console import amount, room, table, track
+from drafttrain.reporting.console import amount, table, track
 from drafttrain.runs import provenance
-from drafttrain.target.encoding import ENCODINGS
 from drafttrain.target.features import check_layers, computed
-from drafttrain.target.filling import Batches, Plan, StoreFolder, planned, settings_of
+from drafttrain.target.filling import Plan, StoreFolder, planned, settings_of
 from drafttrain.target.fingerprint import refuse_other
 from drafttrain.target.model import Target
 from drafttrain.target.store import Contents, Shard, stamp_of
@@ -37,23 +44,9 @@ from drafttrain.target.stored import gives_last
 from drafttrain.target.together import admit, auto_dtype, enter
 from drafttrain.training.pairing import check_set
 from drafttrain.wiring.building import build
-from drafttrain.wiring.doors import door
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the door is given, apart from target and data."""
-
-    out: str
-    last_hidden: bool
-    layers: tuple[int, ...]
-    recompute_last: bool
-    encoding: str
-    resume: bool
-    batches: Batches
-
-
-@door("capture")
+@DOOR
 def main(cfg: DictConfig) -> None:
     settings = read_settings(cfg)
     folder = StoreFolder(settings.out)
@@ -77,43 +70,6 @@ def main(cfg: DictConfig) -> None:
 
 
 # --- before long work starts ----------------------------------------------------------------------
-
-
-def read_settings(cfg: DictConfig) -> Settings:
-    """Everything that can be refused by looking only at the configuration."""
-    if not str(cfg.out or "").strip():
-        raise InputError("needs out=<folder of the store>")
-    for key in ("last_hidden", "recompute_last", "resume"):
-        if not isinstance(cfg[key], bool):
-            raise InputError(f"{key}={cfg[key]}: needs true or false")
-    if str(cfg.encoding) not in ENCODINGS:
-        raise InputError(f"encoding={cfg.encoding}: give one of {', '.join(ENCODINGS)}")
-    layers = cfg.layers
-    if not isinstance(layers, ListConfig) or not all(
-        type(layer) is int and layer >= 0 for layer in layers
-    ):
-        raise InputError(
-            f"layers={layers}: needs a list of decoder layers, counted from 0, such as [2,15,27], "
-            "or []"
-        )
-    if len(set(layers)) < len(layers):
-        raise InputError(f"layers={layers}: a layer is named twice")
-    if not cfg.last_hidden and not layers:
-        raise InputError("nothing would be kept: set last_hidden=true, or name layers")
-    return Settings(
-        out=str(cfg.out),
-        last_hidden=cfg.last_hidden,
-        layers=tuple(sorted(layers)),
-        recompute_last=cfg.recompute_last,
-        encoding=str(cfg.encoding),
-        resume=cfg.resume,
-        batches=Batches(
-            batch_tokens=cfg.batch_tokens,
-            batch_rows=cfg.batch_rows,
-            seed=cfg.seed,
-            shard_mb=cfg.shard_mb,
-        ),
-    )
 
 
 def contents_of(settings: Settings, target: Target) -> Contents:
@@ -179,7 +135,7 @@ def capture(
     missing = folder.missing(plan)
     needed = folder.needed(plan, missing)
     announce(folder, plan, target, data, needed)
-    folder.refuse_full_disk(needed, room(needed))
+    folder.check_room(needed)
     if there is None:
         folder.record(record)
     mine = [shard for shard in missing if finished or shard.number % world_size() == rank()]
@@ -239,8 +195,8 @@ def report(folder: StoreFolder, plan: Plan, data: ConversationData, speed: float
         lines.append((f"tokens read a second{share}", amount(speed)))
     table(str(folder.path), ("", "value"), lines)
     say(
-        f"train from it with python -m drafttrain.fit features=store features.path={folder.path} "
-        "and the same target and data"
+        "train from it with python -m drafttrain.fit features=store "
+        f"{pasted('features.path', folder.path)} and the same target and data"
     )
 
 

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 from drafttrain.errors import InputError
 
+_PLAIN = re.compile(r"[\w./:-]+", re.ASCII)
+"""Text that needs no quotes on a command line."""
+_NO_TEXT = re.compile(r"[-+.]?\d|(?:null|true|false|[-+]?(?:nan|inf))$", re.IGNORECASE)
+"""Without quotes it would be read as a number, null, true or false."""
 MOST = (1 << 31) - 1
 """Of any count: more than a run needs, and few enough for every library below."""
 
@@ -30,6 +38,11 @@ def integer(name: str, value: object, least: int = 0, most: int = MOST, *, null:
         f"{name}={shown(value)}: needs an integer {bounds}"
         + (f", or null for {null}" if null else "")
     )
+
+
+def is_count(value: object, most: float = math.inf) -> TypeGuard[int]:
+    """Is a value from a file an integer of at least 0, less than `most`?"""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < most
 
 
 def number(
@@ -64,9 +77,10 @@ def path_of(name: str, given: object) -> Path:
     Raises: InputError for what can be no path here.
     """
     if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+        example = pasted(name, str(given) if isinstance(given, int | float) else "2024")
         raise InputError(
             f"{name}={shown(given)}: needs a path; one that looks like a number needs quotes: "
-            f"'{name}=\"2024\"'"
+            f"{example}"
         )
     try:
         os.fspath(given).encode()
@@ -83,6 +97,55 @@ def path_of(name: str, given: object) -> Path:
     return path
 
 
+def literal_text(value: str) -> str:
+    """Text as OmegaConf must hold it to give the same text back: interpolation marks are data
+    here."""
+    return re.sub(r"(\\*)\$\{", lambda match: match.group(1) * 2 + r"\${", value)
+
+
+def pasted(name: str, value: object) -> str:
+    """A setting as a word to paste into a shell, whatever characters its value has.
+
+    Args:
+        value: text, a path, a number, true or false, None, or a list of these.
+    """
+    return shlex.quote(f"{name}={word_of(value)}")
+
+
+def word_of(value: object) -> str:
+    """A value as Hydra reads it; values as for `pasted`."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(word_of, value))}]"
+    if isinstance(value, bool) or value is None:
+        return "null" if value is None else str(value).lower()
+    text = str(value)
+    if isinstance(value, int | float) or (_PLAIN.fullmatch(text) and not _NO_TEXT.match(text)):
+        return text
+    quoted = re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + r"\"" * bool(m[2]), literal_text(text))
+    return f'"{quoted}"'
+
+
 def shown(value: object) -> str:
     """A value as messages show it."""
     return str(value)[:80]
+
+
+def check_ids(given: object, vocab_size: int | None = None) -> None:
+    """Raise InputError unless a draft vocabulary is None, or ids of the target by rising number.
+
+    Args:
+        vocab_size: the target's; None where it is not known yet.
+    """
+    if given is None:
+        return
+    end = "the target's vocabulary" if vocab_size is None else vocab_size - 1
+    needs = f"needs ids of the target, from 0 to {end}, each once and rising"
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise InputError(f"drafter.draft_ids={shown(given)}: {needs}")
+    before = -1
+    for token in given:
+        if type(token) is not int or token < 0 or (vocab_size is not None and token >= vocab_size):
+            raise InputError(f"drafter.draft_ids holds {shown(token)}: {needs}")
+        if token <= before:
+            raise InputError(f"drafter.draft_ids holds {token} after {before}: {needs}")
+        before = token

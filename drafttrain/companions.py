@@ -6,8 +6,8 @@ waits, how it ended. A thread looks at the others' marks. So a process that was 
 its rank; one that failed is quoted; one that takes long is waited for as long as it runs, and named
 meanwhile. None of this needs torch.distributed, whose collectives only fail after a timeout.
 
-Marks reach as far as the machine. On several machines each watches its own processes, and what a
-launcher or a collective finds out ends the others.
+Marks reach as far as the machine. On several machines each watches its own processes, what a
+launcher or a collective finds out ends the others, and they meet by `drafttrain.rendezvous`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -24,6 +25,8 @@ from typing import Any
 from drafttrain.errors import InputError, LostCompanion, first_line, refused_by_system
 from drafttrain.processes import (
     WAIT_SECONDS,
+    address,
+    check_variables,
     identity,
     is_alive,
     local_ranks,
@@ -33,6 +36,7 @@ from drafttrain.processes import (
     world_size,
     write_note,
 )
+from drafttrain.rendezvous import Rendezvous, agent_keeps_store, over_machines
 
 STOPPED_BY_SIGNAL = 143
 """Exit code of processes that a signal reached, and that agreed to stop."""
@@ -40,7 +44,8 @@ POLL_SECONDS = 0.5
 GRACE_SECONDS = 20.0
 """How long a process that has lost another may take to end by itself, in a collective's own error
 for instance."""
-REMIND_SECONDS = 30.0
+FIRST_SECONDS, REMIND_SECONDS = 5.0, 30.0
+"""After how long a wait is reported, and reported again."""
 FAREWELL_SECONDS = 3.0
 """How long a process whose collective failed waits to learn which other one is gone."""
 _BROKEN = (
@@ -73,6 +78,7 @@ class Companions:
         """The last mark of every other process that was seen alive."""
         self._done = threading.Event()
         self._said = threading.Lock()
+        _refuse_second(read_note(mark_file(rank())))
         mark_file(rank()).unlink(missing_ok=True)
         self._write()
 
@@ -136,7 +142,8 @@ class Companions:
         """
         self._own["met"] += 1
         self._write()
-        began = said = time.monotonic()
+        began = time.monotonic()
+        remind = began + FIRST_SECONDS
         while True:
             missing = [r for r in local_ranks() if r != rank() and not self._has_met(r)]
             if not missing:
@@ -150,14 +157,19 @@ class Companions:
                     f"rank {unseen[0]} was waited for {WAIT_SECONDS:.0f} s before {what}, and "
                     "never came"
                 )
-            if time.monotonic() - said > REMIND_SECONDS:
-                said = time.monotonic()
-                busy = ", ".join(
-                    f"rank {r} ({self._seen[r]['at'] if r in self._seen else 'not seen yet'})"
-                    for r in missing
-                )
+            if time.monotonic() > remind:
+                remind = time.monotonic() + REMIND_SECONDS
+                busy = ", ".join(f"rank {r} ({self._known_of(r)})" for r in missing)
                 self._print(f"waits before {what} for {busy}")
             time.sleep(0.05)
+
+    def _known_of(self, other: int) -> str:
+        """What a process that is waited for was last at."""
+        if other in self._seen:
+            return str(self._seen[other]["at"])
+        failed = (read_note(mark_file(other)) or {}).get("failed")
+        never = f"not started on this machine with MASTER_PORT={address()[1]}"
+        return f"{never}; an earlier one ended: {failed}" if failed else never
 
     def settings_of_all(self, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """Of every process on this machine, this one's included, once all have said theirs.
@@ -216,7 +228,49 @@ class Companions:
         return found
 
 
+def _refuse_second(mark: dict[str, Any] | None) -> None:
+    """Raise InputError if another process of this rank is at work."""
+    if mark is None or mark["pid"] == os.getpid() or mark.get("left") or mark.get("failed"):
+        return
+    if is_alive(mark):
+        raise InputError(
+            f"RANK={rank()} is process {mark['pid']} already: give every process a RANK of its "
+            "own, and every run a MASTER_PORT of its own"
+        )
+
+
+def _refuse_taken_port() -> None:
+    """Raise InputError if rank 0 could not listen where all meet."""
+    if rank() != 0 or agent_keeps_store():
+        return
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind(("", address()[1]))
+        except OSError as error:
+            raise InputError(
+                f"MASTER_PORT={address()[1]} cannot be used here ({error.strerror}): give another "
+                "one, the same to every process"
+            ) from error
+
+
+def _check_start() -> None:
+    """Raise InputError if the processes of a run could not come together; those that have come find
+    the reason in this one's mark."""
+    try:
+        check_variables(meets=True)
+        if world_size() > 1:
+            _refuse_taken_port()
+    except InputError as error:
+        if world_size() > 1:
+            mark = {**identity(), "at": "starts", "failed": str(error), "wrote": time.time()}
+            with contextlib.suppress(OSError):
+                write_note(mark_file(rank()), mark)
+        raise
+
+
 current: Companions | None = None
+machines: Rendezvous | None = None
 
 
 def at(what: str) -> None:
@@ -229,11 +283,14 @@ def meet(what: str) -> None:
     """Wait for the other processes of the run, where there are any; see `Companions.meet`."""
     if current is not None:
         current.meet(what)
+    if machines is not None:
+        machines.gather(what, None)
 
 
 def settings_of_all(own: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Those of every process on this machine; see `Companions.settings_of_all`."""
-    return {} if current is None else current.settings_of_all(own)
+    """Those of every process, on all machines; see `Companions.settings_of_all`."""
+    here = {} if current is None else current.settings_of_all(own)
+    return here if machines is None else machines.gather("the settings are compared", own)
 
 
 @contextlib.contextmanager
@@ -243,13 +300,15 @@ def together(door: str) -> Iterator[None]:
     Raises: LostCompanion in the place of a collective's error, where that came of another process's
     end.
     """
-    global current
-    if world_size() < 2 or len(local_ranks()) < 2:
+    global current, machines
+    _check_start()
+    if world_size() < 2:
         yield
         return
     mine = current = Companions(door)
     threading.Thread(target=mine.watch, name="companions", daemon=True).start()
     try:
+        machines = Rendezvous(mine._print) if over_machines() else None
         yield
     except SystemExit as error:
         if error.code in (None, 0, STOPPED_BY_SIGNAL):
@@ -277,7 +336,7 @@ def together(door: str) -> Iterator[None]:
         mine.leave()
     finally:
         mine._done.set()
-        current = None
+        current = machines = None
 
 
 def _hear_no_signal() -> None:

@@ -17,27 +17,32 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 
-from drafttrain.checks import path_of
+from drafttrain.asking.export import check_settings
+from drafttrain.wiring.doors import door
+
+DOOR = door("export", check=check_settings)
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
+import torch
+
 from drafttrain.errors import InputError
-from drafttrain.layouts import checking, engines, origin, pairs
+from drafttrain.layouts import checking, origin, pairs
 from drafttrain.layouts.directory import Directory
 from drafttrain.layouts.finding import Finding
 from drafttrain.layouts.pairs import Pair
-from drafttrain.layouts.writing import CARD, VOCABULARIES, Exported, Source, check_out, filled, put
+from drafttrain.layouts.writing import CARD, Exported, Source, check_out, filled, put
 from drafttrain.packaging.decoding import read_plan
 from drafttrain.packaging.manifest import CONFIG, DECODING, class_of, read_config
 from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.reporting.console import table
 from drafttrain.target.model import Target
 from drafttrain.target.naming import public
-from drafttrain.tree.topology import MOST_NODES, Growth
+from drafttrain.tree.topology import Growth
 from drafttrain.wiring.building import build
-from drafttrain.wiring.doors import door
 
-DTYPES = ("package", "float32", "bfloat16", "float16")
 FEWEST = 3
 """Drafted tokens a round where the package decodes plainly."""
 
@@ -52,7 +57,7 @@ Exported by drafttrain from a package with its measurements. Of no use with anot
 """
 
 
-@door("export", text=("package", "out", "check", "against"))
+@DOOR
 def main(cfg: DictConfig) -> None:
     check_settings(cfg)
     if cfg.check is not None:
@@ -74,51 +79,6 @@ def main(cfg: DictConfig) -> None:
 
 
 # --- before long work starts ----------------------------------------------------------------------
-
-
-def check_settings(cfg: DictConfig) -> None:
-    for key in ("package", "out", "check", "against"):
-        if not (cfg[key] is None or isinstance(cfg[key], str)):
-            raise InputError(f"{key}={str(cfg[key])[:80]}: needs the path of a folder")
-        if cfg[key]:
-            path_of(key, cfg[key])
-    if cfg.check is not None:
-        if cfg.package is not None or cfg.out is not None:
-            raise InputError(
-                "check looks at a directory and writes nothing: leave package and out away"
-            )
-        readers = engines.names(engines.readers())
-        if cfg.to is not None and cfg.to not in readers:
-            raise InputError(f"to={cfg.to}: give one of {', '.join(readers)}, or leave it out")
-        return
-    if cfg.against is not None:
-        raise InputError(
-            "against is what check compares with: give check=<directory>; an export is compared "
-            "anyway"
-        )
-    for key, what in (
-        ("package", "folder of a package"),
-        ("to", "the engine"),
-        ("out", "a new folder"),
-    ):
-        if not str(cfg[key] or "").strip():
-            raise InputError(
-                f"needs {key}=<{what}>: python -m drafttrain.export package=... to=... out=..., or "
-                "check=<directory>"
-            )
-    if engines.named(cfg.to) is None:
-        raise InputError(f"to={cfg.to}: give one of {', '.join(pairs.targets())}")
-    if cfg.dtype not in DTYPES:
-        raise InputError(f"dtype={cfg.dtype}: give one of {', '.join(DTYPES)}")
-    if cfg.vocabulary not in VOCABULARIES:
-        raise InputError(f"vocabulary={cfg.vocabulary}: give one of {', '.join(VOCABULARIES)}")
-    if cfg.tokens is not None and (
-        type(cfg.tokens) is not int or not 1 <= cfg.tokens <= MOST_NODES
-    ):
-        raise InputError(
-            f"tokens={str(cfg.tokens)[:40]}: needs an integer from 1 to {MOST_NODES}, or null, the "
-            "tree's depth"
-        )
 
 
 def check_pair(package: Path, engine: str) -> Pair:

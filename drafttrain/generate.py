@@ -12,33 +12,39 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+
+from drafttrain.asking.generate import check_settings, readable
+from drafttrain.wiring.doors import door
+
+DOOR = door("generate", text=("prompt", "system", "tree", "rule"), check=check_settings)
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
 from rich.console import Console
 from rich.text import Text
 
-from drafttrain.checks import integer, path_of
+from drafttrain.checks import path_of
 from drafttrain.data.template import ChatPieces
 from drafttrain.decoding.loop import Listener, Output
-from drafttrain.decoding.plan import Plan
-from drafttrain.decoding.speculator import Speculator, check_dtype
+from drafttrain.decoding.plan import UNKEPT, Plan
+from drafttrain.decoding.speculator import Speculator
 from drafttrain.decoding.unfolding import Unfolding
+from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.flow import Tally
-from drafttrain.nn.sampling import Policy, check_seed
-from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
+from drafttrain.nn.sampling import fresh_seed
+from drafttrain.packaging.decoding import read_plan
 from drafttrain.packaging.manifest import DECODING, read_config
 from drafttrain.packaging.reading import load_drafter, target_for
-from drafttrain.runs import plain_value
 from drafttrain.target.load import tokenizer_only
 from drafttrain.target.model import Target, outside
-from drafttrain.tree.topology import Growth, Tree
+from drafttrain.tree.topology import Tree
 from drafttrain.wiring.building import build
-from drafttrain.wiring.doors import door
 
-MARKS = ("auto", "colour", "brackets", "none")
 STYLE = "green underline"
 _CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {
     0x7F: "\u2421"
@@ -46,7 +52,7 @@ _CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in 
 """Control characters as pictures: a text cannot move the cursor or set colours."""
 
 
-@door("generate", text=("prompt", "system", "package", "tree", "rule"))
+@DOOR
 def main(cfg: DictConfig) -> None:
     asked = check_settings(cfg)
     package = path_of("package", cfg.package)
@@ -59,8 +65,11 @@ def main(cfg: DictConfig) -> None:
     plan = read_plan(package / DECODING, drafter)
     speculator = Speculator(target, drafter, plan, dtype=cfg.dtype)
     plan = asked.plan(speculator)
+    if not cfg.chat:
+        warn_of_texts(target, drafter)
     screen = Screen(mark=cfg.mark)
     conversation = Conversation(target, chat=cfg.chat, system=cfg.system)
+    seed = fresh_seed() if cfg.seed is None else cfg.seed
     for number, said in enumerate([prompt] if prompt is not None else turns()):
         try:
             ids = conversation.prompt(readable(said), cfg.max_new_tokens)
@@ -69,74 +78,13 @@ def main(cfg: DictConfig) -> None:
                 raise
             print(f"generate: {error}", file=sys.stderr)
             continue
-        wanted = Wanted(ids, plan, cfg.max_new_tokens, cfg.seed + number)
+        wanted = Wanted(ids, plan, cfg.max_new_tokens, seed + number)
         output, tally, seconds = answer(speculator, wanted, screen)
         conversation.keep(ids, output)
         close(speculator, wanted, screen, (output, tally, seconds), compare=cfg.compare)
 
 
 # --- before long work starts ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Asked:
-    """How the settings ask to decode."""
-
-    policy: Policy
-    tree: Growth | None
-    """None is the package's own."""
-    rule: str | None
-    """None is the one that fits."""
-
-    def plan(self, speculator: Speculator) -> Plan:
-        """The plan for this package."""
-        own = speculator.plan
-        if self.tree is not None:
-            plan = Plan(self.tree, self.policy, rule=self.rule)
-            return fit(plan, speculator.drafter, self.tree.title)
-        if self.rule is None and own.policy.greedy == self.policy.greedy:
-            return replace(own, policy=self.policy)
-        return Plan(own.tree, self.policy, rule=self.rule).made_by(speculator.drafter)
-
-
-def check_settings(cfg: DictConfig) -> Asked:
-    """How to decode. Raises InputError for what can be refused before anything is read."""
-    integer("max_new_tokens", cfg.max_new_tokens, 1)
-    if cfg.mark not in MARKS:
-        raise InputError(f"mark={cfg.mark}: give one of {', '.join(MARKS)}")
-    for key in ("chat", "compare"):
-        if not isinstance(cfg[key], bool):
-            raise InputError(f"{key}={cfg[key]}: needs true or false")
-    policy = Policy(
-        cfg.temperature,
-        cfg.top_k,
-        cfg.top_p,
-        cfg.min_p,
-        cfg.repetition_penalty,
-        cfg.min_new_tokens,
-        () if cfg.logit_bias is None else plain_value(cfg.logit_bias),
-    ).simplest()
-    tree = None if cfg.tree == "package" else chosen_tree(cfg.tree)
-    asked = Asked(policy, tree, rule_of(cfg.rule))
-    # The package's own tree is not known yet; a rule that fits any tree fits a chain.
-    plan = Plan(Tree.chain(1) if tree is None else tree, policy, rule=asked.rule)
-    _ = plan.rule_name  # refuses what does not fit
-    if cfg.prompt is not None and not str(cfg.prompt).strip():
-        raise InputError('prompt is empty: give prompt="...", or leave it out to be asked')
-    if cfg.system is not None and not cfg.chat:
-        raise InputError(
-            "system has no place without a chat template: leave it out, or set chat=true"
-        )
-    if cfg.system is not None:
-        readable(str(cfg.system), "system")
-    check_seed(cfg.seed)
-    check_dtype(cfg.dtype)
-    return asked
-
-
-def chosen_tree(value: Any) -> Growth:
-    """A tree by name, or as a choice of the configuration describes it."""
-    return build(value) if OmegaConf.is_dict(value) else tree_of(value)
 
 
 def prompt_of(given: Any) -> str | None:
@@ -157,16 +105,6 @@ def prompt_of(given: Any) -> str | None:
     return readable(text.strip("\n"))
 
 
-def readable(text: str, what: str = "the prompt") -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"{what} is not UTF-8 (character {error.start + 1}): save or type it as UTF-8"
-        ) from error
-    return text
-
-
 def need_tokenizer(target: dict[str, Any]) -> None:
     """Refuse before weights are read if text cannot be read or written.
 
@@ -175,6 +113,17 @@ def need_tokenizer(target: dict[str, Any]) -> None:
     """
     if tokenizer_only(target) is None:
         raise InputError("this target came without a tokenizer: text cannot be read or written")
+
+
+def warn_of_texts(target: Target, drafter: Drafter) -> None:
+    """A drafter that has learned from conversations is asked to go on with a text."""
+    if drafter.learns and getattr(target.tokenizer, "chat_template", None):
+        print(
+            "generate: chat=false: sets for this target hold conversations in its chat template; "
+            "where the package was trained on them, fewer drafts may be accepted in a text without "
+            "it. The text is the target's either way",
+            file=sys.stderr,
+        )
 
 
 def turns() -> Iterator[str]:
@@ -227,12 +176,13 @@ class Conversation:
             raise InputError(outside(max(ids), self.target))
         if len(ids) >= self.target.context:
             raise InputError(
-                f"{len(ids)} tokens, the target's context holds {self.target.context}: shorten, or "
-                "start again"
+                f"{len(ids)} tokens, the target's context holds {self.target.context_words}: "
+                "shorten, or start again"
             )
         if len(ids) + room > self.target.context:
             print(
-                f"generate: only {self.target.context - len(ids)} tokens fit the target's context",
+                f"generate: only {self.target.context - len(ids)} tokens fit the target's context "
+                f"of {self.target.context_words}",
                 file=sys.stderr,
             )
         return ids
@@ -348,9 +298,10 @@ def close(
         f"{count} tokens in {seconds:.1f} s",
         f"ended by {output.finish}",
     ]
-    screen.line(
-        "\n" + ", ".join(words) + f"; guarantee: {wanted.plan.guarantee_on(speculator.target)}"
-    )
+    if not wanted.plan.policy.greedy:
+        words.append(f"seed {wanted.seed}")
+    guarantee = wanted.plan.guarantee_on(speculator.target)
+    screen.line("\n" + ", ".join(words) + f"; guarantee: {guarantee}")
     if not compare:
         return
     policy = wanted.plan.policy
@@ -359,9 +310,12 @@ def close(
     verdict = "" if speed >= 1 else ": drafting was SLOWER here"
     same = ""
     if policy.greedy:
+        unkept = wanted.plan.guarantee_on(speculator.target, differed=True) == UNKEPT
         same = (
             ", the same text"
             if plain.ids == output.ids
+            else ", ANOTHER TEXT, which rounding does not explain: the guarantee does not hold"
+            if unkept
             else ", another text (a near-tie in low precision)"
         )
     screen.line(

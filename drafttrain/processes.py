@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, writing
 
 WAIT_SECONDS = 120.0
 """How long the others wait for a rank 0 of which nothing is known; for one that is at work they
@@ -51,6 +51,48 @@ def local_ranks() -> range:
     return range(first, first + _number("LOCAL_WORLD_SIZE", world_size()))
 
 
+def address() -> tuple[str, int]:
+    """Where the processes of a run meet."""
+    return os.environ.get("MASTER_ADDR", "127.0.0.1"), _number("MASTER_PORT", 0)
+
+
+def check_variables(*, meets: bool = False) -> None:
+    """Raise InputError where what a launcher says of this process contradicts itself.
+
+    Args:
+        meets: do processes of this door meet at an address?
+    """
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        least = int(name.endswith("SIZE"))
+        if os.environ.get(name) and _number(name, -1) < least:
+            raise InputError(f"{name}={os.environ[name]}: needs an integer of at least {least}")
+    own, world = rank(), world_size()
+    local, here = _number("LOCAL_RANK", own), _number("LOCAL_WORLD_SIZE", world)
+    first = own - local
+    if not (own < world and local < here and 0 <= first <= world - here):
+        given = {"RANK": own, "LOCAL_RANK": local, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": here}
+        listed = ", ".join(
+            f"{name}={value}{'' if os.environ.get(name) else ' (not set)'}"
+            for name, value in given.items()
+        )
+        raise InputError(
+            f"{listed} contradict each other: on one machine LOCAL_RANK is RANK, on several "
+            "LOCAL_WORLD_SIZE is the number of processes on this one; accelerate launch and "
+            "torchrun set all of them"
+        )
+    if not meets or world < 2:
+        return
+    lacking = [n for n in ("LOCAL_RANK", "MASTER_PORT") if not os.environ.get(n)]
+    lacking += ["MASTER_ADDR"] if here < world and not os.environ.get("MASTER_ADDR") else []
+    if lacking:
+        raise InputError(
+            f"WORLD_SIZE={world}, and {' and '.join(lacking)} not set: accelerate launch and "
+            "torchrun set all that is needed"
+        )
+    if not 0 < address()[1] < 1 << 16:
+        raise InputError(f"MASTER_PORT={os.environ['MASTER_PORT']}: needs a number from 1 to 65535")
+
+
 def _number(name: str, otherwise: int) -> int:
     value = os.environ.get(name, "")
     return int(value) if value.isdigit() else otherwise
@@ -70,9 +112,9 @@ def peak_memory() -> str:
 
 
 def on_another_machine() -> bool:
-    """True on a machine that does not hold rank 0 (torchrun's variables): files in the temporary
-    folder are not shared with it."""
-    return os.environ.get("GROUP_RANK", "0") != "0"
+    """True on a machine that does not hold rank 0: files in the temporary folder are not shared
+    with it."""
+    return 0 not in local_ranks()
 
 
 def give_word(word: str, *, refuse: bool = False) -> None:
@@ -139,7 +181,7 @@ def is_alive(note: dict[str, Any] | None) -> bool:
 def write_note(path: Path, note: dict[str, Any]) -> None:
     """Replace a file at once."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w") as file:
+    with writing(path), os.fdopen(handle, "w") as file:
         json.dump(note, file)
     os.replace(temporary, path)
 

@@ -13,7 +13,6 @@ seconds by stage, sample answers. Of one run it is that run's own page.
 from __future__ import annotations
 
 import functools
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -23,16 +22,22 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from drafttrain import runs
+from drafttrain.asking.report import check_settings, listed
+from drafttrain.wiring.doors import door
+
+DOOR = door("report", text=("runs", "prompts"), check=check_settings)
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
 from drafttrain.checks import shown
-from drafttrain.data.conversations import write_json
 from drafttrain.decoding.conditions import conditions, dtype_name
 from drafttrain.decoding.measure import Entrant, behind, race
 from drafttrain.decoding.plan import Plan
-from drafttrain.decoding.speculator import Speculator, check_dtype
+from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
-from drafttrain.errors import InputError
-from drafttrain.nn.sampling import Policy, check_seed
+from drafttrain.errors import InputError, writing
+from drafttrain.files import write_json
+from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.collection import (
     Entry,
     fastest_row,
@@ -44,23 +49,21 @@ from drafttrain.packaging.collection import (
 from drafttrain.packaging.decoding import fit, read_plan, tree_of
 from drafttrain.packaging.manifest import DECODING
 from drafttrain.packaging.reading import load_drafter, target_for
-from drafttrain.reporting.console import table, track
+from drafttrain.reporting.console import reading, table, track
 from drafttrain.reporting.figures import comparison
 from drafttrain.reporting.page.document import PAGE, page, title_of
 from drafttrain.reporting.records import read_record
 from drafttrain.reporting.rows import timed_prompts, verdicts
 from drafttrain.reporting.side_by_side import COLUMNS, fastest_first, line, markdown, tree_title
-from drafttrain.runs import check_run_dir, new_folder, plain_value, provenance
+from drafttrain.runs import new_folder, plain_value, provenance
 from drafttrain.target.model import Target
 from drafttrain.target.prompts import Source, open_prompts
+from drafttrain.target.turns import turn_words
 from drafttrain.wiring.building import build, named_by
-from drafttrain.wiring.doors import door
 
 RESULT, TEXT, PICTURE = "report.json", "report.md", "report.png"
 FILES = (PICTURE, TEXT, RESULT, PAGE)
 BASELINE = "baseline"
-READING = ("runs", "measure", "temperature", "run_dir")
-"""Settings that have a meaning without measure=true."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,14 @@ class Settings:
     prompts: str
     columns: dict[str, Any]
     limit: int | None
+    turns: int | None
+    """Of a conversation, at most; None takes all."""
     max_new_tokens: int
     seed: int
     dtype: str
 
 
-@door("report", text=("runs", "prompts"))
+@DOOR
 def main(cfg: DictConfig) -> None:
     settings = read_settings(cfg)
     entries = read_entries(find_packages(settings.runs, say), measured=not settings.measure)
@@ -105,22 +110,9 @@ def main(cfg: DictConfig) -> None:
 
 def read_settings(cfg: DictConfig) -> Settings:
     """Raises: InputError for what can be refused before a package is read."""
-    if type(cfg.measure) is not bool:
-        raise InputError(f"measure={cfg.measure}: give true or false")
-    if not cfg.measure:
-        refuse_idle()
-    for key in ("limit", "max_new_tokens"):
-        value = cfg[key]
-        if not (key == "limit" and value is None) and (type(value) is not int or value < 1):
-            raise InputError(f"{key}={value}: needs an integer of at least 1")
-    check_seed(cfg.seed)
-    check_dtype(cfg.dtype)
-    check_run_dir(cfg.run_dir, resume=False)
-    trees, baseline_tree = plain_value(cfg.trees), plain_value(cfg.baseline_tree)
-    check_trees(trees, baseline_tree)
+    policy, trees, baseline_tree = check_settings(cfg)
     if cfg.baseline is not None:
         check_baseline(cfg.baseline, baseline_tree)
-    policy = Policy(cfg.temperature, cfg.top_k, cfg.top_p).simplest()
     return Settings(
         runs=listed(cfg.runs),
         measure=cfg.measure,
@@ -132,22 +124,11 @@ def read_settings(cfg: DictConfig) -> Settings:
         prompts=cfg.prompts,
         columns=plain_value(cfg.columns),
         limit=cfg.limit,
+        turns=cfg.turns,
         max_new_tokens=cfg.max_new_tokens,
         seed=cfg.seed,
         dtype=cfg.dtype,
     )
-
-
-def check_trees(trees: Any, baseline_tree: Any) -> None:
-    if not isinstance(trees, list) or not trees:
-        raise InputError(
-            f"trees={trees}: needs a list of at least one tree, such as 'trees=[package]'"
-        )
-    for key, value in [*(("trees", tree) for tree in trees), ("baseline_tree", baseline_tree)]:
-        if value != "package" and not tree_of(value).size:
-            raise InputError(
-                f"{key}: {value} drafts nothing; plain decoding is measured anyway: leave it out"
-            )
 
 
 def check_baseline(baseline: Any, tree: Any) -> None:
@@ -171,31 +152,6 @@ def check_baseline(baseline: Any, tree: Any) -> None:
             "baseline_tree=package: the baseline has no package, name a tree such as "
             "baseline_tree=3"
         )
-
-
-def refuse_idle() -> None:
-    """Raise InputError if a setting is given that only measuring reads."""
-    for word in runs.current.overrides:
-        if re.split("[.@=]", word.lstrip("~+"))[0] not in READING:
-            raise InputError(
-                f"{word}: without measure=true nothing is measured, the numbers are those that the "
-                "packages hold; leave it out, or give measure=true"
-            )
-
-
-def listed(value: Any) -> list[str]:
-    """The folders that `runs` names: one text, or a list of them in brackets."""
-    if OmegaConf.is_list(value):
-        found = [str(one) for one in value]
-    else:
-        text = str(value).strip()
-        found = text[1:-1].split(",") if text.startswith("[") and text.endswith("]") else [text]
-    found = [one.strip().strip("'\"") for one in found]
-    if not any(found):
-        raise InputError(
-            "runs is empty: give folders of runs or packages, as in runs=[runs/a,runs/b]"
-        )
-    return [one for one in found if one]
 
 
 # --- what the packages were measured with ---------------------------------------------------------
@@ -242,7 +198,7 @@ class Contest:
 
 def prepare(settings: Settings, entries: Sequence[Entry]) -> Contest:
     """Load everything, and refuse whatever can be refused, before anything is measured."""
-    source = open_prompts(settings.prompts, settings.columns)
+    source = open_prompts(settings.prompts, settings.columns, reading)
     target = settings.target()
 
     def enter(entry: Entry) -> list[tuple[Entrant, dict[str, Any]]]:
@@ -257,7 +213,10 @@ def prepare(settings: Settings, entries: Sequence[Entry]) -> Contest:
     entrants = [one for some in for_all(entries, enter) for one in some]
     if settings.baseline is not None:
         entrants.append(baseline(settings.baseline(target=target), settings))
-    return Contest(source, target, source.ids(target, settings.limit, say), entrants)
+    prompts = source.ids(
+        target, settings.limit, say, turns=settings.turns, answer=settings.max_new_tokens
+    )
+    return Contest(source, target, prompts, entrants)
 
 
 def plans_of(settings: Settings, speculator: Speculator) -> list[Plan]:
@@ -322,6 +281,7 @@ def conditions_of(contest: Contest, settings: Settings) -> dict[str, Any]:
         "measured": "here, in turn",
         "prompts": contest.source.name,
         "prompt_count": len(contest.prompts),
+        **turns_of(contest.source.by_turn, contest.source.turns_left_out),
         "max_new_tokens": settings.max_new_tokens,
         "temperature": policy.temperature,
         "top_k": policy.top_k,
@@ -329,6 +289,12 @@ def conditions_of(contest: Contest, settings: Settings) -> dict[str, Any]:
         "seed": settings.seed,
         **conditions(contest.target, contest.prompts),
     }
+
+
+def turns_of(taken: Sequence[int], left_out: int) -> dict[str, Any]:
+    """Where there are conversations of several turns: prompts by turn, and turns left out."""
+    several = left_out or max(taken, default=1) > 1
+    return {"prompts_by_turn": turn_words(taken), "turns_left_out": left_out} if several else {}
 
 
 # --- what is shown --------------------------------------------------------------------------------
@@ -358,7 +324,7 @@ def publish(
     ]
     shared = ordered if compared else ()
     html = page(title_of(records), records, rows=shared, settings=conditions, notes=notes)
-    with tempfile.TemporaryDirectory(prefix=".report-", dir=folder) as scratch:
+    with writing(folder), tempfile.TemporaryDirectory(prefix=".report-", dir=folder) as scratch:
         made = Path(scratch)
         write_json(
             made / RESULT, {"settings": conditions, "rows": ordered, "provenance": provenance()}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
+import itertools
 import math
 import os
 import platform
@@ -18,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from drafttrain.checks import path_of
+from drafttrain import masking
+from drafttrain.checks import literal_text, path_of
 from drafttrain.errors import InputError, disk_full
 from drafttrain.processes import await_word, give_word, on_another_machine, rank
 
@@ -34,13 +38,60 @@ class Invocation:
     """{config group: chosen option}"""
     config: DictConfig = field(default_factory=lambda: OmegaConf.create({}))
 
+    @functools.cached_property
+    def secrets(self) -> frozenset[str]:
+        """Values of settings that are kept to oneself, as far as texts can be searched for them."""
+        written = resolved = OmegaConf.to_container(self.config)
+        with contextlib.suppress(OmegaConfBaseException):
+            resolved = OmegaConf.to_container(self.config, resolve=True)
+        found = masking.secrets_in(written, resolved), masking.secrets_among(self.overrides)
+        return frozenset(itertools.chain(*found))
+
     @property
     def command(self) -> str:
-        return shlex.join(["python", "-m", f"drafttrain.{self.door}", *self.overrides])
+        """Without secrets."""
+        words = [masking.hidden(word, self.secrets) for word in self.overrides]
+        return shlex.join(["python", "-m", f"drafttrain.{self.door}", *words])
 
 
 current = Invocation(door="python")
 """Of the door that is open; set by `wiring.doors.door`."""
+
+
+def hidden(text: str) -> str:
+    """A text that may be shown or kept: without the secrets of the open door."""
+    return masking.hidden(text, current.secrets)
+
+
+def masked(values: Any) -> Any:
+    """Plain values that may be kept or sent: without secrets."""
+    return masking.masked(values, current.secrets)
+
+
+def kept(written: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as files, trackers and pages may hold it: without secrets, every reference
+    resolved but those to the environment.
+
+    Args:
+        written: plain values, with references as they were written.
+    """
+    literal: DictConfig = OmegaConf.create(_unread(written))
+    try:
+        values: Any = plain(literal)
+    except OmegaConfBaseException:  # A reference that only what the environment says resolves.
+        values = written
+    found: dict[str, Any] = masked(values)
+    return found
+
+
+def _unread(written: Any) -> Any:
+    """With what names a variable of the environment as literal text."""
+    if isinstance(written, Mapping):
+        return {key: _unread(held) for key, held in written.items()}
+    if isinstance(written, list):
+        return [_unread(held) for held in written]
+    is_read = isinstance(written, str) and masking.reads_environment(written)
+    return literal_text(written) if is_read else written
 
 
 def seed_everything(seed: int) -> None:
@@ -60,23 +111,26 @@ def provenance(config: DictConfig | Mapping[str, Any] | None = None) -> dict[str
     """Where a result comes from: versions, commit, command line, configuration, date.
 
     Args:
-        config: plain values, or as it was composed; None is that of the open door.
+        config: plain values that may be kept, or as it was composed; None is that of the open
+            door.
     Returns: plain JSON types.
     """
+    if config is None:
+        config = current.config
+    if isinstance(config, DictConfig):
+        config = kept(written_of(config))
     versions = {}
     for package in ("drafttrain", "torch", "transformers", "lightning"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed as a package"
-    if config is None:
-        config = current.config
     return {
         "command": current.command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), **versions},
         "commit": _commit(),
-        "config": _as_json(plain(config) if isinstance(config, DictConfig) else config),
+        "config": _as_json(config),
     }
 
 
@@ -87,6 +141,13 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, list):
         return [_as_json(inner) for inner in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def written_of(config: DictConfig) -> dict[str, Any]:
+    """A configuration as plain values; references are as they were written."""
+    found = OmegaConf.to_container(config, enum_to_str=True)
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items()}
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -201,9 +262,10 @@ def check_run_dir(given: object, *, resume: bool) -> Path | None:
             "resume=last"
         )
     if resume and not held:
+        what = "is empty" if folder.exists() else "does not exist"
         raise InputError(
-            f"run_dir={given} holds nothing to resume: give the folder of an earlier run, or leave "
-            "resume out"
+            f"run_dir={given} {what}, so there is nothing to resume: give the folder of an earlier "
+            "run, or leave resume out"
         )
     if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(f"run_dir={given} cannot be written to: give another folder")

@@ -25,7 +25,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from drafttrain.checks import integer, path_of, switch
+from drafttrain.asking.synthesize import Settings, check_first, check_settings
+from drafttrain.wiring.doors import door
+
+DOOR = door("synthesize", check=check_first)
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
 from drafttrain.data.conversations import Journal, Row
 from drafttrain.data.datamodule import set_folder
 from drafttrain.data.folder import SetFolder
@@ -39,12 +45,12 @@ from drafttrain.data.prompts import (
     unread_columns,
 )
 from drafttrain.data.shapes import Prompt
-from drafttrain.data.template import ChatPieces, changed_by_reencoding
+from drafttrain.data.template import ChatPieces, changed_by_reencoding, text_ids
 from drafttrain.errors import InputError
 from drafttrain.processes import rank, world_size
-from drafttrain.reporting.console import Rate, amount, clock, console, table
+from drafttrain.reporting.console import Rate, amount, clock, console, reading, table
 from drafttrain.reporting.preview import show_row
-from drafttrain.runs import plain, provenance
+from drafttrain.runs import masked, plain, provenance
 from drafttrain.target import fingerprint
 from drafttrain.target.load import resolve_device, tokenizer_only
 from drafttrain.target.model import Target
@@ -57,39 +63,9 @@ from drafttrain.target.synthesis import (
 )
 from drafttrain.target.together import admit, auto_dtype, enter
 from drafttrain.wiring.building import build
-from drafttrain.wiring.doors import door
 
 HELD_OUT_SHARE = 5
 """At most one row in five is held out."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the door is given, apart from target, prompts and writing."""
-
-    out: str
-    """Empty only where prompts are previewed."""
-    rows: int | None
-    held_out: int
-    slots: int
-    preview: int
-    strict: bool
-    resume: bool
-    adopt: bool
-    keep_journal: bool
-
-    def __post_init__(self) -> None:
-        for key, least in (("rows", 1), ("held_out", 0), ("slots", 1), ("preview", 0)):
-            null = "every row there is" if key == "rows" else ""
-            integer(key, getattr(self, key), least, null=null)
-        for key in ("strict", "resume", "adopt", "keep_journal"):
-            switch(key, getattr(self, key))
-        if self.out is None and self.preview:
-            object.__setattr__(self, "out", "")
-        elif not str(self.out or "").strip():
-            raise InputError("needs out=<folder of the set>")
-        else:
-            path_of("out", self.out)
 
 
 @dataclass(frozen=True)
@@ -105,10 +81,10 @@ class Job:
     def parts(self) -> dict[str, Any]:
         """Of settings.json and the manifest, without the target: plain JSON values."""
         writing = json.loads(json.dumps(dataclasses.asdict(self.writing)))
-        return {"prompts": self.prompts.source, "writing": writing}
+        return {"prompts": masked(self.prompts.source), "writing": writing}
 
 
-@door("synthesize")
+@DOOR
 def main(cfg: DictConfig) -> None:
     settings = check_settings(cfg)
     writing: SynthesisConfig = build(cfg.writing)
@@ -139,10 +115,6 @@ def main(cfg: DictConfig) -> None:
 # --- before long work starts ----------------------------------------------------------------------
 
 
-def check_settings(cfg: DictConfig) -> Settings:
-    return Settings(**{field.name: cfg[field.name] for field in dataclasses.fields(Settings)})
-
-
 def open_folder(settings: Settings) -> SetFolder:
     """The folder of the set, once it is known that it can be written to."""
     if settings.preview:
@@ -166,15 +138,16 @@ def read_prompts(
 ) -> Prompts:
     """Rows that can be written. Raises InputError if there are none, or at the first that cannot be
     when `strict`."""
-    found = source.read(settings.rows)
+    found = source.read(settings.rows, reading)
     if tokenizer is not None:
-        ask_template(found, ChatPieces(tokenizer, ()), writing)
-    found.skipped.sort(key=lambda item: item.row)
+        ask_tokenizer(found, tokenizer, writing)
+    found.skipped.sort(key=lambda item: (item.source, item.row))
     if found.skipped and settings.strict:
         first = found.skipped[0]
+        where = f"{first.source}, " * bool(first.source)
         raise InputError(
-            f"row {first.row}: {first.reason} (strict=true stops at the first row that cannot be "
-            "used)"
+            f"{where}row {first.row}: {first.reason} (strict=true stops at the first row that "
+            "cannot be used)"
         )
     if found.more:
         more = "the source has more rows, rows=null takes them all"
@@ -184,33 +157,39 @@ def read_prompts(
     return found
 
 
-def ask_template(prompts: Prompts, pieces: ChatPieces, writing: SynthesisConfig) -> None:
-    """Move rows that the chat template refuses, or that leave no room for an answer, to the skipped
-    ones."""
+def ask_tokenizer(prompts: Prompts, tokenizer: Any, writing: SynthesisConfig) -> None:
+    """Move rows that the tokenizer or its chat template refuses, or that leave no room for an
+    answer, to the skipped ones."""
     kept = []
-    if any(prompt is None for _, prompt in prompts.rows):
+    pieces = None if prompts.texts else ChatPieces(tokenizer, ())
+    if pieces is not None and any(prompt is None for _, prompt in prompts.rows):
         pieces.before_user(writing.system)  # Refused for all rows alike, or for none.
-    for row, prompt in prompts.rows:
+    for row, prompt in reading(prompts.rows):
         try:
-            ids = checked(pieces, prompt) if prompt is not None else []
+            ids = [] if prompt is None else ids_of(prompt, tokenizer, pieces)
             if len(ids) + 2 > writing.max_length:
                 raise InputError(f"prompt longer than max_length {writing.max_length}")
         except InputError as error:
-            prompts.skipped.append(Skipped(row, str(error)))
+            prompts.leave_out(row, str(error))
         else:
             kept.append((row, prompt))
     prompts.rows = kept
     for place, item in enumerate(prompts.skipped):
-        if item.messages:
+        if item.messages and pieces is not None:
             messages = [{"role": role, "content": content} for role, content in item.messages]
             try:
                 pieces.render(messages, prompt=False)
             except InputError as error:
-                prompts.skipped[place] = Skipped(item.row, f"{item.reason}; {error}")
+                prompts.skipped[place] = dataclasses.replace(
+                    item, reason=f"{item.reason}; {error}", messages=()
+                )
 
 
-def checked(pieces: ChatPieces, prompt: Prompt) -> list[int]:
-    """A prompt's ids up to its first answer. Raises InputError if the template refuses a turn."""
+def ids_of(prompt: Prompt, tokenizer: Any, pieces: ChatPieces | None) -> list[int]:
+    """What the target reads before its first answer. Raises InputError if that cannot be had."""
+    if prompt.read is not None:
+        return text_ids(tokenizer, prompt.users[0], prompt.read)
+    assert pieces is not None
     return pieces.given(prompt.arguments).check(prompt.system, prompt.users)
 
 
@@ -241,6 +220,9 @@ def write_missing(
     rows, skipped = folder.finished()
     missing = [(row, prompt) for row, prompt in every if row not in rows and row not in skipped]
     mine = [(row, prompt) for row, prompt in missing if row % world_size() == rank()]
+    if not missing:
+        every_row = f"out={folder.path} holds every row asked for already ({len(every)})"
+        say(f"{every_row}: the target writes none, what is there is shown", first_only=True)
     if missing and rank() == 0:
         folder.reopen(rows.values(), skipped)
     there = folder.recorded()
@@ -248,7 +230,7 @@ def write_missing(
         refuse_other_tokenizer(there, tokenizer, folder, mode=True)
         return tokenizer, None
     target = load()
-    check(target, writing)
+    check(target, writing, [prompt for _, prompt in every])
     if there is None and rank() == 0:
         folder.record(
             {"target": {"name": target.name, "fingerprint": target.fingerprint}, **job.parts}
@@ -374,10 +356,11 @@ def finish(job: Job, tokenizer: Any, speed: float | None) -> None:
             **{key: made[key] for key in ("date", "versions")},
         },
         held_out=held_out,
+        sources={row.row: prompts.origin[row.row][0] for row in rows if prompts.origin},
     )
     if not job.settings.keep_journal:
         folder.clear()
-    report(folder, manifest, rows, prompts, speed)
+    report(folder, manifest, rows, job, speed)
     if held_out < wanted:
         fifth = f"more than a fifth of {len(rows)} rows"
         say(f"held_out={wanted} is {fifth}: {held_out} are held out")
@@ -397,25 +380,21 @@ def by_temperature(rows: list[Row]) -> dict[str, int]:
 
 
 def report(
-    folder: SetFolder,
-    manifest: dict[str, Any],
-    rows: list[Row],
-    prompts: Prompts,
-    speed: float | None,
+    folder: SetFolder, manifest: dict[str, Any], rows: list[Row], job: Job, speed: float | None
 ) -> None:
+    prompts = job.prompts
     total = manifest["supervised_tokens"]
-    turns = {row: len(prompt.users) for row, prompt in prompts.rows if prompt is not None}
-    short = [
-        row.row
-        for row in rows
-        if len(row.spans) < turns.get(row.row, 0) and row.finish[-1] == "stop"
-    ]
-    rewritten = [row.row for row in rows if row.finish[-1] == "template"]
     supervised = f"{total} of {manifest['tokens']} ({total / manifest['tokens']:.0%})"
     lines: list[tuple[str, str]] = [
-        ("conversations", f"{len(rows)}, {manifest['held_out']} of them held out"),
-        ("supervised tokens", supervised),
+        ("conversations", f"{len(rows)}, {manifest['held_out']} of them held out")
     ]
+    numbers = sorted(row.row for row in rows)
+    kept_apart = prompts.counts(numbers[: manifest["held_out"]])
+    lines += [
+        (f"  from {name}", f"{count}, {kept_apart.get(name, 0)} of them held out")
+        for name, count in sorted(prompts.counts(numbers).items())
+    ]
+    lines.append(("supervised tokens", supervised))
     lines += [
         (f"  at temperature {temperature}", f"{count} ({count / total:.0%})")
         for temperature, count in manifest["supervised_by_temperature"].items()
@@ -425,13 +404,13 @@ def report(
         ("answers", f"{manifest['answers']}, {manifest['answers_cut_by_length']} cut by a limit"),
         ("re-encoding would have changed", changed),
     ]
-    if short:
-        lines.append(("later turns left out, too long", f"{len(short)} rows: {some(short)}"))
-    if rewritten:
-        why = "later turns left out: there the template shows the answer otherwise"
-        lines.append((why, f"{len(rewritten)} rows: {some(rewritten)}"))
-    for reason, numbers in (*manifest["skipped"].items(), *manifest["not_written"].items()):
+    for reason, numbers in turns_left_out(rows, job).items():
+        where = f"{len(numbers)} rows: {prompts.places(numbers)}"
+        lines.append((f"later turns left out, {reason}", where))
+    for reason, numbers in manifest["skipped"].items():
         lines.append((f"skipped: {reason}", f"{len(numbers)} rows: {some(numbers)}"))
+    for reason, numbers in manifest["not_written"].items():
+        lines.append((f"skipped: {reason}", f"{len(numbers)} rows: {prompts.places(numbers)}"))
     for name, numbers in manifest["columns_not_read"].items():
         why = f"{name} is not read by the chat template"
         lines.append((why, f"{len(numbers)} rows: {some(numbers)}"))
@@ -440,6 +419,23 @@ def report(
         lines.append((f"tokens written a second{share}", amount(speed)))
     lines.append(("size", f"{folder.size / 1e6:.2f} MB"))
     table(str(folder.path), ("", "value"), lines)
+
+
+_LEFT_OUT = {
+    "stop": "too long, or without a user turn",
+    "length": "after an answer cut by a limit",
+    "template": "since there the template shows the answer otherwise",
+}
+"""Why a conversation has fewer answers than it was to have, by how its last one ended."""
+
+
+def turns_left_out(rows: list[Row], job: Job) -> dict[str, list[int]]:
+    """{why: numbers of rows that have fewer answers than turns}"""
+    prompts, found = dict(job.prompts.rows), dict[str, list[int]]()
+    for row in rows:
+        if row.row in prompts and len(row.spans) < job.writing.answers(row.row, prompts[row.row]):
+            found.setdefault(_LEFT_OUT[row.finish[-1]], []).append(row.row)
+    return found
 
 
 # --- preview --------------------------------------------------------------------------------------
@@ -473,15 +469,16 @@ def preview_prompts(
     prompts: Prompts, writing: SynthesisConfig, tokenizer: Any | None, count: int
 ) -> None:
     """Show what the target would read; nothing in it is supervised."""
-    pieces = ChatPieces(tokenizer, ())
+    pieces = None if prompts.texts else ChatPieces(tokenizer, ())
     for row, prompt in prompts.rows[:count]:
         if prompt is None:
+            assert pieces is not None
             ids = pieces.before_user(writing.system)
             show_row("before every self-written user turn", ids, [False] * len(ids), tokenizer)
             break
-        ids = checked(pieces, prompt)
+        ids = ids_of(prompt, tokenizer, pieces)
         more = f" ({len(prompt.users) - 1} more turns follow)" if len(prompt.users) > 1 else ""
-        title = f"row {row}: prompt of {len(ids)} tokens{more}"
+        title = f"row {prompts.places([row])}: prompt of {len(ids)} tokens{more}"
         show_row(title, ids, [False] * len(ids), tokenizer)
     console().print(
         "no rows have been written yet: what is shown is read by the target, the answers are "

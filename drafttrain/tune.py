@@ -17,35 +17,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from drafttrain.checks import integer, path_of, switch
-from drafttrain.data.conversations import write_json
+from drafttrain.asking.tune import Asked, check_settings
+from drafttrain.wiring.doors import door
+
+DOOR = door("tune", text=("prompts",), check=check_settings)
+if __name__ == "__main__":
+    DOOR.greet(__doc__)
+
+from drafttrain.checks import path_of
 from drafttrain.decoding.costs import measure_costs
 from drafttrain.decoding.measure import Measurement
 from drafttrain.decoding.members import followed
 from drafttrain.decoding.plan import Plan
-from drafttrain.decoding.speculator import Speculator, check_dtype
+from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.ensemble import Ensemble
 from drafttrain.errors import InputError
-from drafttrain.nn.sampling import Policy, check_seed
-from drafttrain.packaging.decoding import fit, read_plan, rule_of, tree_of
+from drafttrain.files import write_json
+from drafttrain.nn.sampling import Policy
+from drafttrain.packaging.decoding import fit, read_plan
 from drafttrain.packaging.manifest import DECODING, read_config
 from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.packaging.writing import change_plan, check_change
-from drafttrain.reporting.console import table, track
+from drafttrain.reporting.console import reading, table, track
 from drafttrain.reporting.rows import memories
-from drafttrain.runs import check_run_dir, new_folder, plain_value, provenance
+from drafttrain.runs import new_folder, plain_value, provenance
 from drafttrain.target.model import Target
 from drafttrain.target.prompts import open_prompts
 from drafttrain.tree.choice import CALIBRATION, SHARING, candidates, known
 from drafttrain.tree.forest import Forest
 from drafttrain.tree.search import expected_tokens
 from drafttrain.tree.share import Followed, candidate_forests, expected
-from drafttrain.tree.topology import Growth, Tree, check_size
+from drafttrain.tree.topology import Growth, Tree
 from drafttrain.wiring.building import build
-from drafttrain.wiring.doors import door
 
 RESULT = "tuning.json"
 NO_ROUND = (
@@ -56,14 +62,14 @@ RECORDED = ("temperature", "top_k", "top_p", "max_new_tokens", "seed")
 SHOWN = 12
 
 
-@door("tune", text=("package", "prompts"))
+@DOOR
 def main(cfg: DictConfig) -> None:
     asked = check_settings(cfg)
     package = path_of("package", cfg.package)
     read_config(package)
     if cfg.write:
         check_change(package)
-    source = open_prompts(cfg.prompts, plain_value(cfg.columns))
+    source = open_prompts(cfg.prompts, plain_value(cfg.columns), reading)
     target: Target = build(cfg.target, work="decode")
     target = target_for(package, target)
     drafter = load_drafter(package, target)
@@ -100,66 +106,6 @@ def main(cfg: DictConfig) -> None:
             change_plan(package, winner)
             say(f"{package / DECODING} now says so")
         say(f"wrote {folder / RESULT}")
-
-
-# --- before long work starts ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is tuned for, and on how much text: the settings, checked."""
-
-    policy: Policy
-    sizes: tuple[int, ...]
-    trees: dict[str, Growth]
-    """{as the settings name it: tree}, which race in any case."""
-    rules: tuple[str | None, ...]
-    max_new_tokens: int
-    batch: int
-    calibration_prompts: int
-    race: int
-    """Trees that race."""
-    race_prompts: int
-    seed: int
-
-
-def check_settings(cfg: DictConfig) -> Asked:
-    """What is asked for. Raises InputError for what can be refused before anything is read."""
-    least = {
-        "max_new_tokens": 2,
-        "batch": 1,
-        "calibration_prompts": 1,
-        "race": 1,
-        "race_prompts": 1,
-    }
-    for key, at_least in least.items():
-        integer(key, cfg[key], at_least)
-    switch("write", cfg.write)
-    for key in ("sizes", "trees", "rules"):
-        if not OmegaConf.is_list(cfg[key]):
-            raise InputError(f"{key}={cfg[key]}: needs a list, such as '{key}=[]'")
-    for size in cfg.sizes:
-        if type(size) is not int or size < 1:
-            raise InputError(f"sizes: {size!r} is not an integer of at least 1")
-        check_size(size, "sizes")
-    check_seed(cfg.seed)
-    check_dtype(cfg.dtype)
-    check_run_dir(cfg.run_dir, resume=False)
-    policy = Policy(cfg.temperature, cfg.top_k, cfg.top_p).simplest()
-    trees = {str(value): tree_of(plain_value(value)) for value in cfg.trees}
-    for name, tree in trees.items():
-        if not tree.size:
-            raise InputError(
-                f"trees: {name} drafts nothing; plain decoding races anyway: leave it out"
-            )
-    return Asked(
-        policy=policy,
-        sizes=tuple(cfg.sizes),
-        trees=trees,
-        rules=tuple(rule_of(rule) for rule in cfg.rules),
-        **{key: cfg[key] for key in least},
-        seed=cfg.seed,
-    )
 
 
 # --- the work -------------------------------------------------------------------------------------

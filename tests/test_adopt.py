@@ -24,6 +24,7 @@ from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.medusa import Medusa
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
+from drafttrain.layouts.checking import check_directory
 from drafttrain.layouts.directory import how_to_convert, open_directory
 from drafttrain.packaging.beginning import check_beginning, read_beginning, take_weights
 from drafttrain.packaging.manifest import read_config
@@ -32,7 +33,7 @@ from drafttrain.tree.topology import Tree
 from drafttrain.wiring.composing import compose
 from tests.drafter import make as drafters
 from tests.helpers import save_target
-from tests.layouts.made import read_back, same, stirred
+from tests.layouts.made import DROP, config, read_back, same, stirred
 from tests.messages import said
 from tests.packaging.made import packed
 
@@ -100,6 +101,67 @@ def test_a_foreign_head_decodes_and_begins_a_training(
     given = read_beginning(str(package), target, type(fresh), 0)
     take_weights(fresh, given, str(package))
     assert same(fresh, given)
+
+
+# F97 stands for every number that a config gives of what the file holds, and that `adopt` did not
+# read: heads and blocks of Medusa, attention heads of EAGLE-1 and of a draft model (no shape shows
+# them), layers.
+SIZES: dict[str, tuple[str, dict[str, Any], str, bool | None]] = {
+    "no number of heads": ("medusa", {"num_heads": DROP}, "config-key-missing", True),
+    "a number that is none": ("medusa", {"num_heads": "two"}, "config-value", True),
+    "more heads": ("medusa", {"num_heads": 3}, "medusa-counts", True),
+    "fewer heads": ("medusa", {"num_heads": 1}, "medusa-counts", False),
+    "more blocks": ("medusa", {"num_hidden_layers": 2}, "medusa-counts", True),
+    "no attention heads": ("eagle1", {"num_attention_heads": DROP}, "config-key-missing", True),
+    "no layers": ("eagle1", {"num_hidden_layers": DROP}, "config-key-missing", True),
+    "no MLP": ("eagle1", {"intermediate_size": DROP}, "config-key-missing", True),
+    "no heads of a model": ("ssm", {"num_attention_heads": DROP}, "config-key-missing", True),
+    "as exported": ("eagle1", {}, "", None),
+}
+
+
+@pytest.mark.field("F97")
+@pytest.mark.parametrize(("kind", "changes", "name", "fatal"), SIZES.values(), ids=SIZES)
+def test_adopt_and_check_judge_numbers_alike(
+    kind: str,
+    changes: dict[str, Any],
+    name: str,
+    fatal: bool | None,
+    place: Path,
+    target: Target,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = Path(shutil.copytree(place / kind, tmp_path / "head"))
+    config(**changes)(path)
+    found = {one.name: one.fatal for one in check_directory(open_directory(path))}
+    assert found.get(name) is fatal
+    if fatal:
+        with pytest.raises(InputError, match=rf"\[{name}\]"):
+            read_back(path, target)
+    else:
+        assert read_back(path, target) and (name in caplog.text)
+
+
+@pytest.mark.field("F97")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8},
+            "attention_heads is 8",
+        ),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
+    ],
+)
+def test_other_attention_heads_than_the_targets_are_refused(
+    changes: dict[str, Any], message: str, place: Path, target: Target, tmp_path: Path
+) -> None:
+    """The tensors have the same shapes, and would be computed otherwise."""
+    path = Path(shutil.copytree(place / "eagle1", tmp_path / "head"))
+    config(**changes)(path)
+    with pytest.raises(InputError, match=message):
+        read_back(path, target)
 
 
 def test_an_export_keeps_what_its_package_knew(place: Path, tmp_path: Path) -> None:

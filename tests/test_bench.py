@@ -198,3 +198,46 @@ def test_rows_side_by_side_have_their_own_text(
         run("batch.py", *words, "--new", 6, "--repeats", 1, patch=monkeypatch)
         printed = capsys.readouterr().out
         assert printed.count("3 of 3 rows have the same text") == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "said"),
+    [
+        ("batch.py", ["--package", "/nowhere", "--target", "tiny"], "package=/nowhere does not"),
+        ("batch.py", ["--package", "x", "--batch", "0"], "--batch: 0: needs an integer of at"),
+        ("copying.py", ["--lengths", "250", "-1"], "--lengths: -1: needs an integer"),
+        ("copying.py", ["--rounds", "x"], "--rounds: x: needs an integer"),
+        ("decode.py", ["--package", "/nowhere"], "package=/nowhere does not exist"),
+        ("decode.py", ["--context", "99999999"], "the context of tiny-llama holds"),
+        ("features.py", ["--length", "99999999"], "the context of tiny-llama holds"),
+        ("features.py", ["--rows", "1.5"], "--rows: 1.5: needs an integer"),
+        ("hf_peers.py", ["--package", "/nowhere"], "--package /nowhere holds no"),
+        (
+            "packing.py",
+            ["--target", "tiny", "--data", "/nowhere"],
+            "data.path=/nowhere|/nowhere is",
+        ),
+        ("packing.py", ["--target", "tiny", "--batch-tokens", "1"], "less than|needs"),
+        ("rules.py", ["--target", "tiny", "--package", "/nowhere"], "package=/nowhere does not"),
+        ("store.py", ["data.path=/nowhere", "data=set"], "/nowhere is not a conversation set"),
+        ("store.py", ["sed=1"], "there is no setting sed"),
+        ("train_step.py", ["--prompt", "224"], "--prompt needs to be less than --length"),
+        ("train_step.py", ["--length", "99999999"], "the context of tiny-llama holds"),
+        ("verify.py", ["--dtypes", "float8"], "invalid choice: 'float8'"),
+        ("verify.py", ["--context", "99999999"], "the context of tiny-llama holds"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    script: str,
+    words: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As at doors, with exit code 2; no traceback."""
+    tiny = load.tiny()
+    monkeypatch.setattr(load, "smollm2", lambda **given: tiny)
+    with pytest.raises(SystemExit) as left:
+        run(script, *words, patch=monkeypatch)
+    (*_, last) = capsys.readouterr().err.strip().splitlines()
+    assert left.value.code == 2 and last.startswith(f"{script}: ") and re.search(said, last), last

@@ -339,7 +339,7 @@ def test_features_that_are_not_finite_stop_it_naming_their_rows(
     monkeypatch.setattr(Target, "features", poisoned)
     said = refusal(capsys, capture, words(folder, tmp_path / "store"))
     assert (
-        "are not finite: run the target in float32" in said
+        "NaN or infinite values in row" in said
         and not (tmp_path / "store" / "manifest.json").exists()
     )
 

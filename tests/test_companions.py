@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from drafttrain import companions
-from drafttrain.errors import InputError, LostCompanion
+from drafttrain import companions, processes, rendezvous
+from drafttrain.errors import InputError, LostCompanion, refused_by_system
 from drafttrain.wiring.doors import door
 from tests.messages import said
 
@@ -27,7 +30,7 @@ from drafttrain.errors import InputError, LostCompanion
 from drafttrain.wiring.doors import _ended_by_term
 
 companions.POLL_SECONDS, companions.GRACE_SECONDS = 0.1, 0.4
-companions.FAREWELL_SECONDS, companions.REMIND_SECONDS = 0.4, 0.2
+companions.FAREWELL_SECONDS, companions.FIRST_SECONDS = 0.4, 0.2
 CLOSED = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:8"
 
 def work(what):
@@ -89,13 +92,14 @@ def port() -> int:
     return 20000 + time.time_ns() // 1000 % 30000
 
 
-def start(rank: int, port: int, what: str) -> subprocess.Popen[str]:
+def start(rank: int, port: int, what: str, *, machines: int = 1) -> subprocess.Popen[str]:
+    """On one machine, or as on two."""
     environment = {
         **os.environ,
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank if machines == 1 else 0),
         "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": str(2 // machines),
     }
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SCRIPT, what]
@@ -146,10 +150,12 @@ def test_a_killed_process_is_named_and_a_collective_s_error_is_explained(
 
 
 @pytest.mark.processes
-def test_processes_compare_their_settings(port: int) -> None:
+@pytest.mark.parametrize("machines", [1, 2])
+def test_processes_compare_their_settings(port: int, machines: int) -> None:
     """A rate that only one has is refused by both; a device of its own is nobody else's
     business."""
-    for code, printed in ended(start(0, port, "quick rate"), start(1, port, "slow rate")):
+    rates = enumerate(("quick rate", "slow rate"))
+    for code, printed in ended(*(start(r, port, rate, machines=machines) for r, rate in rates)):
         assert (
             code == 2
             and "ranks 0 and 1 were started with different settings (optim.lr is 0.1 and 0.2): "
@@ -157,7 +163,8 @@ def test_processes_compare_their_settings(port: int) -> None:
             in printed
         )
         assert "device" not in printed
-    for code, printed in ended(start(0, port + 1, "quick rate"), start(1, port + 1, "quick rate")):
+    alike = [start(r, port + 1, "quick rate", machines=machines) for r in range(2)]
+    for code, printed in ended(*alike):
         assert code == 0, printed
 
 
@@ -187,13 +194,118 @@ def test_a_signal_ends_with_its_own_code(port: int) -> None:
     assert code == 143 and other == 1 and "rank 0 failed: ended by Terminated" in said
 
 
+@pytest.fixture
+def set_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int) -> Any:
+    """Sets variables of a run of two, as people do without a launcher; what processes say to each
+    other stays in a folder of the test."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+    def set_to(**given: str) -> None:
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        usual = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in {**usual, **given}.items():
+            if value:
+                monkeypatch.setenv(name, value)
+
+    return set_to
+
+
+def refused(what: str) -> None:
+    with pytest.raises(InputError, match=what), companions.together("fit"):
+        pytest.fail("it was let in")
+
+
+# The kind: variables of which each is well formed and which together describe no run; then all wait
+# for a process that cannot come. Neighbours: a local rank twice, ranks and sizes out of bounds or
+# no numbers, a size without ranks, no port or address, two processes of one rank, a port that
+# another program has.
+@pytest.mark.field("F84")
+def test_variables_that_contradict_each_other_are_refused_at_once(set_by_hand: Any) -> None:
+    contradiction = r"LOCAL_RANK=.* contradict each other: on one machine LOCAL_RANK is RANK"
+    for given, what in (
+        ({"RANK": "1", "LOCAL_RANK": "0"}, contradiction),
+        ({"RANK": "0", "LOCAL_RANK": "1"}, contradiction),
+        ({"RANK": "2", "LOCAL_RANK": "2"}, contradiction),
+        ({"RANK": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}, contradiction),
+        ({"RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, contradiction),
+        ({"RANK": "1", "WORLD_SIZE": ""}, contradiction),
+        ({"RANK": "one", "LOCAL_RANK": "1"}, "RANK=one: needs an integer"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE=two: needs an integer of at least 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: needs"),
+        ({"RANK": "0"}, "LOCAL_RANK not set"),
+        ({"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": ""}, "MASTER_PORT not set"),
+        (
+            {"RANK": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": ""},
+            "MASTER_ADDR not set",
+        ),
+        ({"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "70000"}, "MASTER_PORT=70000: needs"),
+    ):
+        set_by_hand(**given)
+        refused(what)
+
+
+@pytest.mark.field("F84")
+def test_a_rank_or_a_port_that_another_has_is_refused_at_once(
+    set_by_hand: Any, port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_by_hand(RANK="0", LOCAL_RANK="0")
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        mark = {"pid": other.pid, "started": processes._started(other.pid), "at": "trains"}
+        processes.write_note(processes.mark_file(0), mark)
+        refused(f"RANK=0 is process {other.pid} already")
+    finally:
+        other.communicate()
+    with socket.socket() as taken:
+        taken.bind(("", port))
+        taken.listen()
+        refused(f"MASTER_PORT={port} cannot be used here")
+        with pytest.raises(Exception, match="EADDRINUSE") as late:  # Taken since it was tried.
+            torch.distributed.TCPStore("127.0.0.1", port, 1, True)
+        assert refused_by_system(late.value).startswith("a port is taken (")
+    # What was refused is what the others read of it.
+    set_by_hand(RANK="1", LOCAL_RANK="1")
+    with pytest.raises(LostCompanion, match=r"rank 0 failed: MASTER_PORT|never came"):
+        with companions.together("fit"):
+            companions.current._began = 0.0  # type: ignore[union-attr]
+            companions.meet("the first update")
+
+
+@pytest.mark.field("F84")
+def test_a_wait_for_another_machine_is_reported_and_a_signal_ends_it(
+    set_by_hand: Any, port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_by_hand(RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    monkeypatch.setattr(rendezvous, "FIRST_SECONDS", 0.05)
+
+    @door("fit", together=True)
+    def main(cfg: Any) -> None:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        companions.settings_of_all({"seed": 0})
+
+    with pytest.raises(SystemExit) as left:
+        main(["experiment=smoke", "data.path=x"])
+    printed = capsys.readouterr().err
+    assert left.value.code == 143 and "waits for rank 1 of 2 at 127.0.0.1:" in printed
+    assert "before the settings are compared" in printed and companions.machines is None
+    monkeypatch.setattr(rendezvous, "WAIT_SECONDS", 0.2)
+    # The first store lives as long as the error that ended its use.
+    monkeypatch.setenv("MASTER_PORT", str(port + 1))
+    with pytest.raises(LostCompanion, match="waited 0 s for rank 1 of 2"):
+        with companions.together("fit"):
+            companions.meet("the first update")
+
+
 def test_one_that_never_comes_is_not_waited_for_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
     for name, value in {
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "2",
+        "MASTER_PORT": str(port),
         "TMPDIR": str(tmp_path),
     }.items():
         monkeypatch.setenv(name, value)

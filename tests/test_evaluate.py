@@ -388,6 +388,25 @@ def test_prompts_of_a_conversation_set(
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.field("F76")
+def test_every_turn_is_decoded_and_counted(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "talk.jsonl").write_text(
+        "".join(json.dumps({"turns": [text, "more"]}) + "\n" for text in TEXTS)
+    )
+    few = ("chains=[2]", "trees=[]", "temperatures=[0.0]", "speed_prompts=0", "limit=5")
+    given: dict[str, Any] = {"prompts": tmp_path / "talk.jsonl", "max_new_tokens": 6}
+    evaluate.main(words(place, tmp_path / "run", *few, **given))
+    captured = capsys.readouterr()
+    assert "left out 1 later turns" in captured.err and "by turn" in captured.out
+    result = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())
+    settings, row = result["settings"], result["rows"][-1]
+    assert settings["prompts_by_turn"] == {"1": 3, "2": 2} and settings["turns_left_out"] == 1
+    assert [(one["turn"], one["prompts"]) for one in row["by_turn"]] == [(1, 3), (2, 2)]
+    assert row["prompts"] == 5 and sum(one["rounds"] for one in row["by_turn"]) == row["rounds"]
+
+
 @pytest.mark.field("F49")
 def test_prompts_that_end_at_once_have_no_tau(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

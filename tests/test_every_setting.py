@@ -56,6 +56,7 @@ def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_tiny_set(target, tmp_path_factory.mktemp("sweep") / "set", rows=6, held_out=2)
     (folder.parent / "tree.json").write_text("[[0], [1]]")
     (folder.parent / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    (folder.parent / "tokens.jsonl").write_text('{"input_ids": [1, 2], "loss_mask": [0, 1]}\n')
     return folder
 
 
@@ -103,6 +104,7 @@ def test_what_is_built(name: str, target: Target, folder: Path) -> None:
     files = {
         "data": folder,
         "tree/file": folder.parent / "tree.json",
+        "data/tokens": folder.parent / "tokens.jsonl",
         "prompts": folder.parent / "prompts.jsonl",
     }
     node = {**NODES[name], **NEEDED.get(name, {})}

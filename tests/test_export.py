@@ -352,11 +352,11 @@ def test_a_place_that_only_says_that_it_takes_folders(
     """As /proc does, for the superuser: one line before the target is read, and none of Python's
     afterwards."""
 
-    def none(*_: Any, **given: Any) -> None:
-        raise FileNotFoundError(2, "No such file or directory", given["dir"])
+    def none(above: Path, _: str) -> None:
+        raise FileNotFoundError(2, "No such file or directory", str(above))
 
     exported = Exported({}, {}, "")
-    monkeypatch.setattr(writing.tempfile, "mkdtemp", none)
+    monkeypatch.setattr(writing, "new_folder", none)
     with pytest.raises(SystemExit) as left:
         export.main(
             words(place, package=place / "package", to="vllm", out=tmp_path / "out")

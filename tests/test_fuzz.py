@@ -36,7 +36,6 @@ from drafttrain.data.conversations import (
     Row,
     check_vocabulary,
     rows_of,
-    write_json,
 )
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.data.folder import SetFolder
@@ -47,6 +46,7 @@ from drafttrain.drafter.medusa import Medusa
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
 from drafttrain.export import export_package
+from drafttrain.files import write_json
 from drafttrain.layouts.checking import check_directory
 from drafttrain.layouts.directory import open_directory
 from drafttrain.packaging.manifest import checked_metrics, parameter_count, read_config, training_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import re
@@ -79,6 +80,20 @@ def test_the_text_is_plain_decodings_with_accepted_drafts_marked(
     assert re.search(r"plain decoding: [\d.]+ tokens/s, the same text; speed [\d.]+x", closing)
 
 
+@pytest.mark.field("F96")
+def test_a_text_without_the_template_is_said_to_be_none_it_was_trained_on(
+    place: Path, target: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neighbours: a drafter that has learned nothing, a target without a template: no word."""
+    generate.main(place_words(place, f"prompt={PROMPT}", "chat=false", max_new_tokens=2))
+    assert "chat=false" in capsys.readouterr().err
+    generate.warn_of_texts(target, drafters.make(NGram, target))
+    bare = copy.copy(target)
+    bare.tokenizer = tiny_tokenizer("")
+    generate.warn_of_texts(bare, drafters.make(Eagle1, target))
+    assert not capsys.readouterr().err
+
+
 def test_drafts_that_are_copied(
     place: Path, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +132,19 @@ def test_other_settings(
         generate.main(place_words(place, *more))
         texts.append(capsys.readouterr().out.rpartition("\n\ntau ")[0])
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_without_a_seed_another_text_each_time(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def written(*more: str) -> tuple[str, str]:
+        generate.main(place_words(place, "prompt=a", "temperature=1.0", "mark=none", *more))
+        text, _, closing = capsys.readouterr().out.rpartition("\n\ntau ")
+        return text, closing.partition("seed ")[2].partition(";")[0]
+
+    first, second = written(), written()
+    assert first != second and first == written(f"seed={first[1]}")
+    assert not written("temperature=0.0")[1], "greedy text has none"
 
 
 def test_policies_that_read_the_text(

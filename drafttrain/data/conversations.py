@@ -11,9 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +21,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from drafttrain.checks import is_count
 from drafttrain.data.journal import Lines, as_line, records
-from drafttrain.errors import InputError, writing
+from drafttrain.errors import InputError
+from drafttrain.files import write_atomic, write_json
 
 FORMAT = 1
 TENSORS = "conversations.safetensors"
 MANIFEST = "manifest.json"
 CHECKSUM = "sha256"
 """Of the tensors' file, in the manifest."""
+SOURCES = "sources"
+"""In the manifest: names of the sources, where there are several."""
 TRAIN, HELD_OUT = 0, 1
 FINISH = ("stop", "length", "template")
 """How an answer ends: on a stop token; cut by a limit; on a stop token, with no later turn because
@@ -70,11 +72,14 @@ class ConversationSet:
         manifest: dict[str, Any],
         temperature: np.ndarray,
         cut: np.ndarray,
+        source: np.ndarray | None = None,
     ) -> None:
         self.ids, self.offsets, self.mask, self.rows, self.split = ids, offsets, mask, rows, split
         self.temperature, self.cut = temperature, cut
         """Per row: how its answers were sampled, and the place in FINISH of the last one's end."""
         self.manifest = manifest
+        self.source = source
+        """Per row, where there are several sources: the place of its own in the manifest's."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -95,11 +100,27 @@ class ConversationSet:
 
     def prompts(self, limit: int | None = None) -> list[list[int]]:
         """Ids before the first answer of each held-out row, to decode from."""
+        return [ids for _, turn, ids in self.asked() if turn == 1][:limit]
+
+    def asked(self) -> list[tuple[int, int, list[int]]]:
+        """Every turn of the held-out rows, to decode from: (which of those rows, turn, ids before
+        its answer). Both count from 1. All first turns come first, then all second ones, and so
+        on."""
         found = []
-        for index in self.indices(HELD_OUT)[:limit]:
+        for number, index in enumerate(self.indices(HELD_OUT), start=1):
             ids, mask = self.row(index)
-            found.append(ids[: int(mask.long().argmax())].tolist())
-        return found
+            spans = _spans(mask) or [(0, 0)]
+            for turn, (start, end) in enumerate(spans, start=1):
+                # A row that is answer from its first token on is decoded from that one.
+                found.append((number, turn, ids[: max(start, min(1, end))].tolist()))
+        return sorted(found, key=lambda one: one[1])
+
+    def by_source(self, indices: Iterable[int]) -> dict[str, int]:
+        """Rows by source, for the rows of these numbers; empty where there is only one source."""
+        if self.source is None:
+            return {}
+        counts = np.bincount(self.source[list(indices)], minlength=len(self.manifest[SOURCES]))
+        return dict(zip(self.manifest[SOURCES], counts.tolist(), strict=True))
 
     @property
     def supervised(self) -> int:
@@ -116,10 +137,19 @@ class ConversationSet:
 
 
 def write_set(
-    folder: Path, rows: Iterable[Row], *, manifest: dict[str, Any], held_out: int
+    folder: Path,
+    rows: Iterable[Row],
+    *,
+    manifest: dict[str, Any],
+    held_out: int,
+    sources: Mapping[int, str] | None = None,
 ) -> dict[str, Any]:
     """Write a set atomically; its first `held_out` rows form the held-out split. Returns the
-    manifest."""
+    manifest.
+
+    Args:
+        sources: {row number: name of its source}, where there are several.
+    """
     ordered = sorted(rows, key=lambda row: row.row)
     if not ordered:
         raise InputError(f"no conversation to write into {folder}")
@@ -141,6 +171,12 @@ def write_set(
         "temperature": np.asarray([row.temperature for row in ordered], dtype=np.float32),
         "cut": np.asarray([FINISH.index(row.finish[-1]) for row in ordered], dtype=np.uint8),
     }
+    if sources:
+        names = sorted({sources[row.row] for row in ordered})
+        tensors["source"] = np.asarray(
+            [names.index(sources[row.row]) for row in ordered], dtype=np.uint16
+        )
+        manifest = {**manifest, SOURCES: names}
     manifest = {
         "format": FORMAT,
         **manifest,
@@ -205,7 +241,22 @@ def read_set(folder: Path | str) -> ConversationSet:
     offsets, split, temperature, cut = (
         tensors[name] for name in ("offsets", "split", "temperature", "cut")
     )
-    return ConversationSet(ids, offsets, mask, rows, split, manifest, temperature, cut)
+    source = _source(folder, manifest, tensors)
+    return ConversationSet(ids, offsets, mask, rows, split, manifest, temperature, cut, source)
+
+
+def _source(
+    folder: Path, manifest: dict[str, Any], tensors: dict[str, np.ndarray]
+) -> np.ndarray | None:
+    """The source of every row, where the manifest names several."""
+    names, source = manifest.get(SOURCES), tensors.get("source")
+    if names is None or source is None:
+        return None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"{folder / MANIFEST}: {SOURCES} is no list of names; make the set again")
+    if source.shape != tensors["rows"].shape or int(source.max()) >= len(names):
+        raise _damaged(folder, "a source of a row that there is none of")
+    return source
 
 
 def _damaged(folder: Path, why: str) -> InputError:
@@ -237,7 +288,9 @@ def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
             and sizes["mask_bits"] == (sizes["ids"] + 7) // 8
         ):
             raise _damaged(folder, f"sizes do not fit together: {sizes}")
-        return {name: file.get_tensor(name) for name in _KINDS}
+        source = "source" in file.keys() and file.get_slice("source")  # noqa: SIM118
+        more = ["source"] if source and source.get_dtype() == "U16" else []
+        return {name: file.get_tensor(name) for name in (*_KINDS, *more)}
 
 
 def _check_rows(folder: Path, tensors: dict[str, np.ndarray]) -> None:
@@ -304,10 +357,7 @@ def rows_of(data: ConversationSet) -> Iterator[Row]:
     """The rows that a set was written from."""
     for index in range(len(data)):
         ids, mask = data.row(index)
-        edges = np.flatnonzero(
-            np.diff(np.concatenate([[0], mask.numpy().astype(np.int8), [0]]))
-        ).reshape(-1, 2)
-        spans = tuple((int(start), int(end)) for start, end in edges)
+        spans = tuple(_spans(mask))
         last = FINISH[int(data.cut[index])]
         finish = ("stop",) * (len(spans) - 1) + (last,)
         yield Row(
@@ -317,6 +367,12 @@ def rows_of(data: ConversationSet) -> Iterator[Row]:
             finish,
             _plain(data.temperature[index]),
         )
+
+
+def _spans(mask: torch.Tensor) -> list[tuple[int, int]]:
+    """[start, end) of every answer that a loss mask (s) has."""
+    edges = np.diff(np.concatenate([[0], mask.numpy().astype(np.int8), [0]]))
+    return [(int(start), int(end)) for start, end in np.flatnonzero(edges).reshape(-1, 2)]
 
 
 def _plain(value: np.float32) -> float:
@@ -420,26 +476,4 @@ def _from_record(record: Any) -> Row | tuple[int, str]:
 
 
 def _count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
-
-
-def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write next to the goal, then rename: a kill or a full disk leaves the old file intact."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    os.close(handle)
-    scratch = Path(name)
-    try:
-        with writing(path):
-            write(scratch)
-            with scratch.open("rb") as file:
-                os.fsync(file.fileno())
-        scratch.chmod(0o644)
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Plain values as JSON; an earlier file is replaced at once."""
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    write_atomic(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))
+    return is_count(value, 1 << 31)

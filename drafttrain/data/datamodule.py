@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -322,13 +322,20 @@ class ConversationData:
     def summary(self) -> str:
         """One line for the console: rows, tokens, the supervised share, and what was left out."""
         share = self.supervised / self.tokens
+        sources = self.set.by_source(self.indices)
         text = (
-            f"{self.split}: {len(self)} rows, {self.supervised} of {self.tokens} tokens supervised "
-            f"({share:.0%})"
+            f"{self.split}: {len(self)} rows{words_of(sources)}, {self.supervised} of "
+            f"{self.tokens} tokens supervised ({share:.0%})"
         )
         if self.cut:
             text += f"; {self.cut} rows cut to {self.max_length} tokens"
         return text + (f"; left out: {_listed(self.counts)}" if self.counts else "")
+
+
+def words_of(sources: Mapping[str, int]) -> str:
+    """Counts by source, in brackets; empty where there is one source."""
+    listed = ", ".join(f"{name} {count}" for name, count in sources.items())
+    return f" ({listed})" if sources else ""
 
 
 def _check_names(split: str, labels: str) -> None:

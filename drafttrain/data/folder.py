@@ -13,7 +13,7 @@ It has these files:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from drafttrain.data.conversations import (
@@ -116,10 +116,15 @@ class SetFolder(GrowingFolder):
         return found
 
     def write(
-        self, rows: Iterable[Row], manifest: dict[str, Any], *, held_out: int
+        self,
+        rows: Iterable[Row],
+        manifest: dict[str, Any],
+        *,
+        held_out: int,
+        sources: Mapping[int, str] | None = None,
     ) -> dict[str, Any]:
-        """The set, in place of an earlier one. Returns its manifest."""
-        return write_set(self.path, rows, manifest=manifest, held_out=held_out)
+        """The set, in place of an earlier one, as `write_set` does. Returns its manifest."""
+        return write_set(self.path, rows, manifest=manifest, held_out=held_out, sources=sources)
 
     def clear(self) -> None:
         """Remove what the finished set no longer needs: journals, and scratch files that a kill

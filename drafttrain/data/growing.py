@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from drafttrain.checks import path_of
-from drafttrain.data.conversations import MANIFEST, write_json
+from drafttrain.data.conversations import MANIFEST
 from drafttrain.data.journal import LOCKS, Lines, is_journal, is_locked, journal_path, journals
 from drafttrain.errors import InputError
+from drafttrain.files import write_json
 from drafttrain.runs import differences
 
 SETTINGS = "settings.json"

@@ -16,7 +16,7 @@ try:
 except ImportError:  # Not on Windows; there, two runs in one folder are not noticed.
     fcntl = None  # type: ignore[assignment]
 
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, writing
 
 T = TypeVar("T")
 
@@ -57,13 +57,15 @@ class Lines:
             os.truncate(self.path, data.rfind(b"\n") + 1)
 
     def write(self, record: dict[str, Any]) -> None:
-        self._file.write(as_line(record))
-        self._file.flush()
+        with writing(self.path):
+            self._file.write(as_line(record))
+            self._file.flush()
 
     def close(self) -> None:
         if self._file.closed:
             return
-        os.fsync(self._file.fileno())
+        with writing(self.path):
+            os.fsync(self._file.fileno())
         empty = os.fstat(self._file.fileno()).st_size == 0
         self._file.close()
         if empty:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,35 @@ _LONGEST_LINE, _LONGEST_ARRAY = 64 << 20, 1 << 30
 """Bytes; a packed file of some kilobytes can unfold to lines of any length."""
 
 
-def file_rows(path: Path) -> Iterator[tuple[int, Any]]:
+def file_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[int, Any]]:
+    """Numbered rows.
+
+    Args:
+        columns: those to read where a file keeps them apart; the others' names come with None.
+    """
     with path.open("rb") as file:
         head = file.read(4)
     if head == b"PAR1":
-        return _parquet_rows(path)
+        return _parquet_rows(path, columns)
     return _json_rows(path, packed=head[:2] == b"\x1f\x8b")
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
+def _parquet_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[int, Any]]:
     import pyarrow
     import pyarrow.parquet
 
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
+            blank = dict.fromkeys(file.schema_arrow.names)
+            read = [name for name in blank if name in columns]
+            if not read:
+                yield from ((n, blank) for n in range(1, file.metadata.num_rows + 1))
+                return
+            for batch in file.iter_batches(batch_size=1024, columns=read):
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, row
+                    yield number, blank | row
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise InputError(f"{path} cannot be read as parquet: {first_line(error)}") from error
 

@@ -47,6 +47,9 @@ class Prompt:
     users: tuple[str, ...]
     """User turns in order, at least one."""
     system: str | None = None
+    read: int | None = None
+    """Of a text that the target goes on with, without a chat template: how many tokens are read at
+    most. None is a conversation."""
     arguments: dict[str, Any] = field(default_factory=dict, hash=False)
     """What the row gives to the chat template, by the argument's name."""
 
@@ -192,11 +195,21 @@ def _from_messages(messages: list[tuple[str, str]], system: str | None) -> Promp
     users = tuple(content for role, content in turns if role == "user")
     if not all(user.strip() for user in users):
         raise Unusable("an empty user turn", messages)
+    check_unicode("".join((*users, system or "")))
+    return Prompt(users, system)
+
+
+def check_unicode(text: str) -> None:
+    """Raise `Unusable` for a text that UTF-8 cannot hold."""
     try:
-        "".join((*users, system or "")).encode()
+        text.encode()
     except UnicodeEncodeError:
         raise Unusable("text that is not Unicode (half of a surrogate pair)") from None
-    return Prompt(users, system)
+
+
+def reads(columns: dict[str, str]) -> set[str]:
+    """The columns that are looked at; whatever else a row has is not read."""
+    return {columns.get(name, name) for name in COLUMNS}
 
 
 def named(columns: dict[str, Any]) -> dict[str, str]:

@@ -88,7 +88,8 @@ class ChatPieces:
         if not getattr(tokenizer, "chat_template", None):
             raise InputError(
                 "the target's tokenizer has no chat template: give a chat model, or set "
-                "tokenizer.chat_template"
+                "tokenizer.chat_template; a base model goes on with plain texts: synthesize "
+                "prompts=text prompts.path=<file>, fit data=tokens, generate chat=false"
             )
         self.tokenizer = tokenizer
         self.arguments = {**arguments_of(tokenizer), **(arguments or {})}
@@ -248,6 +249,24 @@ class ChatPieces:
 
 def _system(text: str | None) -> list[Message]:
     return [{"role": "system", "content": text}] if text else []
+
+
+def text_ids(tokenizer: Any, text: str, most: int) -> list[int]:
+    """The first ids of a text that a target goes on with, as its tokenizer begins a text.
+
+    Raises: InputError if the tokenizer fails on it, or there are none.
+    """
+    try:
+        ids = list(tokenizer(text)["input_ids"])
+    except BaseException as error:
+        if not isinstance(error, Exception) and not panicked(error):
+            raise
+        raise InputError(f"the tokenizer refuses: {first_line(error)}") from error
+    if ids[-1:] == [tokenizer.eos_token_id] and len(ids) > 1:
+        ids.pop()  # A text that goes on has no end.
+    if not ids:
+        raise InputError("a text without tokens")
+    return ids[:most]
 
 
 def changed_by_reencoding(tokenizer: Any, rows: Iterable[Row], group: int = 512) -> int:

@@ -6,6 +6,9 @@ import time
 
 import torch
 
+STAGES = ("prefill", "draft", "verify", "host")
+"""In their order."""
+
 
 class Clock:
     """Seconds by stage; an accelerator is waited for, so that a stage holds its own work."""
@@ -13,7 +16,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._wait = device.type != "cpu"
         self._device = device
-        self.seconds = {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "host": 0.0}
+        self.seconds = dict.fromkeys(STAGES, 0.0)
         self._last = time.perf_counter()
 
     def mark(self, stage: str) -> None:

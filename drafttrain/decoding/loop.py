@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from drafttrain.decoding import faults
 from drafttrain.decoding.clock import Clock
 from drafttrain.decoding.counting import Drafts, usable_drafts
 from drafttrain.decoding.judging import judge
@@ -21,7 +22,7 @@ from drafttrain.decoding.record import Ends, Listener, Output, Record
 from drafttrain.drafter.base import Committed, Drafter
 from drafttrain.drafter.inside import Inside
 from drafttrain.drafter.remembered import remember_texts
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, NotFinite
 from drafttrain.flow import Acceptance, Features, Proposal, Sampling, Tally
 from drafttrain.nn.processing import Text
 from drafttrain.nn.sampling import Chance, draw
@@ -54,7 +55,8 @@ def decode(
         seed, row_numbers: a row's chance depends only on (seed, its number); numbers default to 0,
             1, ...
     Returns: one Output per prompt, and the batch's Tally with seconds by stage.
-    Raises: InputError for an empty prompt or one that leaves no room in the target's context.
+    Raises: InputError for an empty prompt or one that leaves no room in the target's context, and
+        for values of target or drafter that are not finite.
     """
     if max_new_tokens < 0:
         raise InputError(f"max_new_tokens is {max_new_tokens}: give 0 or more")
@@ -63,11 +65,11 @@ def decode(
         prompts,
         limit=max_new_tokens,
         stop=frozenset(target.stop_ids if stop_ids is None else stop_ids),
+        numbers=range(len(prompts)) if row_numbers is None else list(row_numbers),
         listener=listener,
         ends=ends,
     )
-    numbers = list(row_numbers) if row_numbers is not None else len(prompts)
-    return _Decoding(target, drafter, plan, record, Chance.seeded(seed, numbers)).run()
+    return _Decoding(target, drafter, plan, record, seed).run()
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class _Decoding:
     """One call of `decode`. Rows that finish leave the batch; the rest go on."""
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, plan: Plan, record: Record, chance: Chance
+        self, target: Target, drafter: Drafter | None, plan: Plan, record: Record, seed: int
     ) -> None:
         plan = plan.made_by(drafter)
         self.target, self.plan = target, plan
@@ -125,7 +127,7 @@ class _Decoding:
         if self.drafter:
             self.drafter.check(plan.tree)
         self.rule = plan.rule_name
-        self.record, self.chance = record, chance
+        self.record, self.chance = record, Chance.seeded(seed, record.numbers)
         self.layers = self.drafter.needs.layers if self.drafter else ()
         self.clock = Clock(target.device)
 
@@ -153,7 +155,8 @@ class _Decoding:
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         s = int(lengths.max())
         longest = max(len(self.record.prompts[row]) + self.record.limits[row] for row in self.rows)
-        ids = torch.tensor([prompt + [0] * (s - len(prompt)) for prompt in prompts], device=device)
+        # Filled up with a token of its own: masked values that are not finite still spread.
+        ids = torch.tensor([row + row[-1:] * (s - len(row)) for row in prompts], device=device)
         capacity = longest + self.plan.tree.size + 1
         if isinstance(self.drafter, Inside):
             capacity += self.plan.tree.reads
@@ -161,7 +164,9 @@ class _Decoding:
         out = self.target.step(ids, self.cache, layers=self.layers)
         self.cache.commit(lengths)
         places = torch.arange(len(prompts), device=device)
-        self.anchor = self._first(self.target.head(out.hidden[places, lengths - 1]))
+        logits = self.target.head(out.hidden[places, lengths - 1])
+        faults.check(logits[:, None], self.target, self.record, self.rows)
+        self.anchor = self._first(logits)
         if self.drafter:
             self._open(self.drafter, longest)
             tokens = torch.cat((ids[:, 1:], ids[:, :1]), 1)
@@ -221,9 +226,14 @@ class _Decoding:
         if self.drafter and tree.size:
             committed = self.committed if text is None else replace(self.committed, text=text)
             number = u[:, : tree.size] if u is not None and self.plan.draws else None
-            proposal = self.drafter.propose(
-                self.state, committed, tree, policy, number, self.plan.sampling
-            )
+            try:
+                proposal = self.drafter.propose(
+                    self.state, committed, tree, policy, number, self.plan.sampling
+                )
+            except NotFinite as error:
+                raise faults.of_drafter(
+                    self.drafter, self.target, self.record, self.rows
+                ) from error
         else:
             empty = torch.empty(b, 0, dtype=torch.int64, device=device)
             proposal = Proposal(empty, empty, Sampling.ONE_HOT)
@@ -244,6 +254,7 @@ class _Decoding:
             partial_pass=proposal.partial_pass,
         )
         logits = self.target.head(out.hidden)  # b n+1 v
+        faults.check(logits, self.target, self.record, self.rows, proposal)
         nothing = None
         if proposed.text is not None:
             paths = paths_to(proposal.tokens, tree_mask, depths, deepest)

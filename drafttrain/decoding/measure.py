@@ -232,7 +232,9 @@ def _measurement(one: Entrant, found: _Timed, plain: _Timed, prompts: Prompts) -
             found.seconds,
             plain.seconds,
             plain.tokens,
-            one.plan.guarantee_on(one.target),
+            one.plan.guarantee_on(
+                one.target, differed=same is not None and same < len(found.outputs)
+            ),
             same,
             outputs=found.outputs,
             plain_stages=plain.total.seconds,

@@ -4,17 +4,33 @@ and what all that guarantees."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
 
 from drafttrain.decoding import rules
-from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.flow import Sampling
 from drafttrain.nn.sampling import Policy
-from drafttrain.target.model import Target
 from drafttrain.tree.topology import Growth
+
+if TYPE_CHECKING:
+    from drafttrain.drafter.base import Drafter
+    from drafttrain.target.model import Target
 
 TUNED = ", relative to the tuned target"
 """What a guarantee adds where training changed the target too."""
+UNKEPT = "none, the text differed"
+"""In the place of a guarantee that was seen not to hold."""
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def check_dtype(name: object) -> None:
+    """Raises: InputError for a dtype that no drafter decodes in."""
+    if name not in DTYPES:
+        raise InputError(f"dtype={name}: give one of {', '.join(DTYPES)}")
 
 
 @dataclass(frozen=True)
@@ -116,6 +132,14 @@ class Plan:
             return "greedy" if self.policy.greedy else "distribution"
         return rules.guarantee_of(self.rule_name)
 
-    def guarantee_on(self, target: Target) -> str:
-        """The guarantee as people read it: a tuned target is not the original."""
+    def guarantee_on(self, target: Target, *, differed: bool = False) -> str:
+        """The guarantee as people read it: a tuned target is not the original.
+
+        Args:
+            differed: greedy text was another than plain decoding's. In float32 that is no rounding:
+                nothing is promised then.
+        """
+        wide = target.dtype in (torch.float32, torch.float64)
+        if differed and wide and self.guarantee == "greedy":
+            return UNKEPT
         return self.guarantee if target.adapter is None else self.guarantee + TUNED

@@ -42,6 +42,7 @@ class Record:
     Args:
         limit: new tokens per row that were asked for; the target's context may hold fewer.
         stop: tokens that end a text.
+        numbers: of the rows, as people and their chance know them.
         ends, listener: as for `decode`.
     Raises: InputError for a prompt that the target cannot continue.
     """
@@ -53,6 +54,7 @@ class Record:
         *,
         limit: int,
         stop: frozenset[int],
+        numbers: Sequence[int],
         listener: Listener | None,
         ends: Ends | None,
     ) -> None:
@@ -60,7 +62,7 @@ class Record:
         self.prompts = [list(prompt) for prompt in prompts]
         self.outputs = [Output() for _ in prompts]
         self.limits = [min(limit, target.context - len(prompt)) for prompt in self.prompts]
-        self.stop = stop
+        self.stop, self.numbers = stop, numbers
         self._asked, self._listener, self._ends = limit, listener, ends
 
     def room(self, row: int) -> int:
@@ -71,6 +73,12 @@ class Record:
         """Prompts and answers so far, for policies that read them."""
         answers = [self.outputs[row].ids for row in rows]
         return Text.of([self.prompts[row] for row in rows], answers, sorted(self.stop), device)
+
+    def written(self, row: int) -> tuple[list[int], str]:
+        """A row's prompt and answer so far, and what people call it."""
+        answer = self.outputs[row].ids
+        name = f"prompt {self.numbers[row]}" + (" with its answer" if answer else "")
+        return self.prompts[row] + answer, name
 
     def texts(self) -> list[list[int]]:
         """Every prompt with its answer, where there is one."""
@@ -144,7 +152,7 @@ def _check_prompts(target: Target, prompts: Sequence[Sequence[int]]) -> None:
         if len(prompt) >= target.context:
             raise InputError(
                 f"prompt {number} has {len(prompt)} tokens, the target's context holds "
-                f"{target.context}: shorten it"
+                f"{target.context_words}: shorten it"
             )
         if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
             raise InputError(

@@ -14,20 +14,12 @@ from torch import Tensor
 
 from drafttrain.decoding.loop import Ends, Listener, Output, decode
 from drafttrain.decoding.measure import Measurement, Prompts, measure_acceptance, measure_speed
-from drafttrain.decoding.plan import Plan
+from drafttrain.decoding.plan import Plan, check_dtype
 from drafttrain.drafter.base import Drafter
-from drafttrain.errors import InputError
 from drafttrain.flow import Tally
+from drafttrain.nn.sampling import fresh_seed
 from drafttrain.target.load import forced_dtype
 from drafttrain.target.model import Target
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-def check_dtype(name: object) -> None:
-    """Raises: InputError for a dtype that no drafter decodes in."""
-    if name not in DTYPES:
-        raise InputError(f"dtype={name}: give one of {', '.join(DTYPES)}")
 
 
 class Speculator:
@@ -62,13 +54,19 @@ class Speculator:
         *,
         max_new_tokens: int,
         plan: Plan | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         stop_ids: Sequence[int] | None = None,
         listener: Listener | None = None,
         ends: Ends | None = None,
     ) -> tuple[list[Output], Tally]:
-        """Decode a batch; see `drafttrain.decoding.loop.decode`."""
+        """Decode a batch; see `drafttrain.decoding.loop.decode`.
+
+        Args:
+            seed: gives the same texts again; None draws others in every call.
+        """
         plan = plan or self.plan
+        if seed is None:
+            seed = 0 if plan.policy.greedy else fresh_seed()
         return decode(
             self.target,
             self.drafter if plan.tree.size else None,
@@ -87,11 +85,11 @@ class Speculator:
         *,
         max_new_tokens: int,
         plan: Plan | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         stop_ids: Sequence[int] | None = None,
     ) -> Iterator[tuple[list[int], int]]:
         """Yield (new ids, how many of the first of them were accepted drafts) after every target
-        pass."""
+        pass. Arguments as for `generate`."""
         passes: queue.Queue[tuple[list[int], int] | BaseException | None] = queue.Queue()
         stopped = threading.Event()
 

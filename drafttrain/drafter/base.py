@@ -17,7 +17,7 @@ from drafttrain.flow import Batch, Features, Loss, Needs, Proposal, Sampling
 from drafttrain.nn.processing import Text
 from drafttrain.nn.sampling import Policy
 from drafttrain.target.model import Target
-from drafttrain.tree.topology import Growth, Tree, check_size
+from drafttrain.tree.topology import Growth, Tree, check_room, check_size
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,15 @@ class Drafter(nn.Module, abc.ABC):
         """Keep only some rows of a state."""
 
     # What the loop, training and packages ask -----------------------------------------------------
+    @classmethod
+    def deepest(cls, config: Any) -> int | None:
+        """Deepest tree that drafters of these settings can fill; None is no limit of their own."""
+        return None
+
     @property
     def max_depth(self) -> int | None:
         """Deepest tree this drafter can fill; None is no limit of its own."""
-        return None
+        return self.deepest(self.config)
 
     @property
     def choices(self) -> int:
@@ -142,16 +147,7 @@ class Drafter(nn.Module, abc.ABC):
             raise InputError(
                 f"{where} is a {type(tree).__name__}, {type(self).__name__} can fill: {kinds}"
             )
-        if self.max_depth is not None and tree.max_depth > self.max_depth:
-            raise InputError(
-                f"{where} is {tree.max_depth} deep, this drafter fills {self.max_depth}: give a "
-                "shallower tree"
-            )
-        if tree.max_children > self.choices:
-            raise InputError(
-                f"{where}: a node has {tree.max_children} children, this drafter proposes from "
-                f"{self.choices} tokens: give a narrower tree, or train with a larger draft_vocab"
-            )
+        check_room(tree, self.max_depth, self.choices, where)
 
     def shaped(self, tree: Growth) -> Growth:
         """A tree as this drafter grows it: itself, unless several drafters grow one each."""

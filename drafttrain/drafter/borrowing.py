@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafttrain.checks import check_ids
 from drafttrain.drafter.growing import Growing
 from drafttrain.nn.packed import FrozenProduct
 from drafttrain.target.model import Target
@@ -31,6 +32,7 @@ class DraftVocabulary(Growing, abc.ABC):
     def __init__(self, target: Target, **settings: Any) -> None:
         super().__init__(target, **settings)
         given = self.config.draft_ids
+        check_ids(given, target.vocab_size)
         ids = None if given is None else torch.as_tensor(given, dtype=torch.int64)
         self.register_buffer("draft_ids", ids)
 

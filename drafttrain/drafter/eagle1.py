@@ -24,13 +24,14 @@ from drafttrain.checks import integer, number, switch
 from drafttrain.drafter.base import Committed
 from drafttrain.drafter.borrowing import BorrowsHead, best_ids, sizes_of_inputs
 from drafttrain.drafter.growing import Autoregressive, AutoregressiveState
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, first_line
 from drafttrain.flow import Batch, Features, Loss, Needs
 from drafttrain.nn import losses
 from drafttrain.nn.attention import as_attention
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.isolation import mask_of
-from drafttrain.nn.layers import INPUT_NORM, call, new_layers
+from drafttrain.nn.layers import call, layer_config, new_layers, new_rotary
+from drafttrain.nn.plain import why_plain
 from drafttrain.target.model import Target
 from drafttrain.tree.candidates import Candidates
 
@@ -73,27 +74,27 @@ class Eagle1Config:
 
 
 class Eagle1(BorrowsHead, Autoregressive):
-    """The drafter: `fc` (2d -> d), one decoder layer of the target's family, the target's embedding
-    and head borrowed.
+    """The drafter: `fc` (2d -> d), one decoder layer, the target's embedding and head borrowed.
 
     The layer has no norm before its attention and none after it (arXiv:2401.15077, section 3.2 and
-    public code). Its shape and rotary settings are the target's own. Attention is full, also where
-    the target's own layer slides.
+    public code). It is one of the target's family. Where that holds experts or cannot be driven
+    like this, it is Llama's (`plain`). Its shape and rotary settings are the target's own.
+    Attention is full, also where the target's own layer slides.
     """
 
     Config = Eagle1Config
     config: Eagle1Config
     needs = Needs(last_hidden=True)
+    _rotary: nn.Module
 
     def __init__(self, target: Target, **settings: Any) -> None:
         super().__init__(target, **settings)
         self._divergence = losses.divergence(self.config.divergence)
         d = target.width
         self.fc = nn.Linear(2 * d, d, bias=self.config.bias)
-        _check_family(target)
-        self.layer = new_layers(target, input_norm=False)[0]
-        self.to(target.device)
-        self._probe()
+        self.plain = why_plain(target)
+        """Why the layer is not of the target's family; nothing where it is."""
+        self._make_layer()
         if self.config.balance_input:
             self._balance()
 
@@ -120,8 +121,9 @@ class Eagle1(BorrowsHead, Autoregressive):
                     1, 1, x.shape[1], x.shape[1], dtype=torch.bool, device=x.device
                 ).tril()
             mask = as_attention(mask, self.target.attention, self.dtype)
-        positions = positions.expand(x.shape[0], -1)
-        rotary = self.target.base.rotary_emb(x, position_ids=positions)
+        positions = positions.expand(x.shape[0], -1).clamp_max(self.target.context - 1)
+        turned = self._rotary if self.plain else self.target.base.rotary_emb
+        rotary = turned(x, position_ids=positions)
         return call(self.layer, x, positions=positions, rotary=rotary, mask=mask, cache=cache)
 
     # Training -------------------------------------------------------------------------------------
@@ -232,18 +234,40 @@ class Eagle1(BorrowsHead, Autoregressive):
         return out, self.candidates(self.head(out))
 
     # Inside ---------------------------------------------------------------------------------------
-    def _probe(self) -> None:
-        """A family whose layer cannot be driven like this is refused before anything is trained."""
+    def _make_layer(self) -> None:
+        """Of the target's family if that can be driven, else a plain one."""
+        if not self.plain:
+            self.layer = new_layers(self.target, input_norm=False)[0]
+            self.to(self.target.device)
+            if not (fault := self._fault()):
+                return
+            self.plain = f"the target's own layer cannot be driven ({fault})"
+        self.layer = new_layers(self.target, input_norm=False, plain=True)[0]
+        # No child of this module: its table keeps its precision, and nothing of it is saved.
+        object.__setattr__(self, "_rotary", new_rotary(self.target, plain=True))
+        self.to(self.target.device)
+        if fault := self._fault():
+            raise InputError(
+                f"eagle1 cannot be built from target {self.target.name} "
+                f"({self.target.config.model_type}): {fault}"
+            )
+
+    def _fault(self) -> str:
+        """Why the layer cannot be driven; nothing if it can."""
         try:
             with torch.no_grad():
                 self._compare_with_its_cache()
         except (TypeError, AttributeError, AssertionError, RuntimeError) as error:
-            raise InputError(
-                f"eagle1 cannot be built from target {self.target.name} "
-                f"({self.target.config.model_type}): its decoder layer is not a rotary one with an "
-                f"input norm ({error}); give a Llama-, Qwen-, Mistral-, Gemma-2- or GPT-NeoX-like "
-                "target"
-            ) from error
+            return first_line(error)
+        return ""
+
+    def layer_config(self) -> Any:
+        """The config that its layer is made by: the target's own, or a plain one's."""
+        return layer_config(self.target, plain=True) if self.plain else self.target.config
+
+    def describe(self) -> dict[str, Any]:
+        found = super().describe()
+        return {"layer": f"plain and dense ({self.plain})", **found} if self.plain else found
 
     def _compare_with_its_cache(self) -> None:
         d, device = self.target.width, self.device
@@ -266,12 +290,3 @@ class Eagle1(BorrowsHead, Autoregressive):
         with torch.no_grad():
             self.fc.weight[:, :d] /= feature
             self.fc.weight[:, d:] /= embedding
-
-
-def _check_family(target: Target) -> None:
-    layer = target.decoder_layers[0]
-    if not hasattr(layer, INPUT_NORM) or not hasattr(target.base, "rotary_emb"):
-        raise InputError(
-            "eagle1 needs a target with rotary positions and a norm before attention; "
-            f"{target.name} ({target.config.model_type}) has another layer"
-        )

@@ -128,9 +128,9 @@ class VocabularyHeads(BorrowsHead, Block, abc.ABC):
         """K, the number of heads."""
         return self.config.heads
 
-    @property
-    def max_depth(self) -> int:
-        return self.count
+    @classmethod
+    def deepest(cls, config: HeadsConfig) -> int:
+        return config.heads
 
     def project(self, z: Tensor, k: int) -> Tensor:
         """(... d) what head k = 1..K made of its input -> (... w) logits."""

@@ -12,6 +12,7 @@ import torch
 from drafttrain.checks import shown
 from drafttrain.errors import InputError, first_line
 from drafttrain.nn.attention import TREE_BACKENDS
+from drafttrain.nn.layers import without_dropout
 from drafttrain.target.model import Target
 
 _VOLATILE = (
@@ -60,18 +61,6 @@ def config_with_layers(config: Any, layers: list[int]) -> Any:
             setattr(found, name, type(value)(value[layer] for layer in layers))
     found.num_hidden_layers = len(layers)
     return found
-
-
-def without_dropout(config: Any) -> Any:
-    """Dropout would draw from a source of chance that a resumed run does not put back."""
-    for name, value in list(vars(config).items()):
-        if (
-            ("dropout" in name or "pdrop" in name)
-            and isinstance(value, int | float)
-            and not isinstance(value, bool)
-        ):
-            setattr(config, name, 0.0)
-    return config
 
 
 def class_of(target: Target, config: Any) -> Any:

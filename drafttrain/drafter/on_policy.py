@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from drafttrain.data.datamodule import collate
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, NotFinite
 from drafttrain.flow import Batch
+from drafttrain.nn import finite
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.causal import CausalLM
 from drafttrain.nn.sampling import Policy
@@ -53,6 +54,9 @@ class OnPolicy:
 
 class Writer(Protocol):
     """A drafter that is a language model."""
+
+    @property
+    def dtype(self) -> torch.dtype | None: ...
 
     @property
     def target(self) -> Target: ...
@@ -120,8 +124,11 @@ def write_answers(
 
     scripts = ((script(number), chance) for number, chance in enumerate(chances))
     capacity = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)) + 2
-    for _ in generation.run(_Pen(drafter), scripts, slots=len(prompts), capacity=capacity):
-        pass
+    try:
+        for _ in generation.run(_Pen(drafter), scripts, slots=len(prompts), capacity=capacity):
+            pass
+    except NotFinite as error:
+        raise finite.drafter_fault(drafter, drafter.dtype, "text that it writes") from error
     made: list[tuple[Tensor, Tensor, int]] = []
     numbers: list[Any] = batch.row_ids[rows.to(batch.row_ids.device)].tolist()
     for prompt, answer, number in zip(prompts, answers, numbers, strict=True):

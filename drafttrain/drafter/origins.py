@@ -16,14 +16,9 @@ import torch
 from drafttrain.checks import integer, path_of, shown
 from drafttrain.drafter.borrowing import SLACK
 from drafttrain.drafter.lending import LentEmbedding, LentHead, LentNorm
-from drafttrain.drafter.networks import (
-    class_of,
-    config_with_layers,
-    new_network,
-    refuse_kernels,
-    without_dropout,
-)
+from drafttrain.drafter.networks import class_of, config_with_layers, new_network, refuse_kernels
 from drafttrain.errors import InputError, first_line
+from drafttrain.nn.layers import without_dropout
 from drafttrain.target import tokenising
 from drafttrain.target.model import Target
 from drafttrain.target.reading import check_layers

@@ -33,6 +33,7 @@ from drafttrain.flow import Batch, Features, Loss, Needs, Packing
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.causal import CausalLM
 from drafttrain.nn.mixture import TEXT, Mixture, mixed
+from drafttrain.nn.probing import probe
 from drafttrain.target.model import Target
 from drafttrain.tree.candidates import Candidates
 
@@ -201,7 +202,7 @@ class Ssm(Standalone, BorrowsHead, Autoregressive):
         self.to(target.device)
         self.network = Network(self.model, f"the drafter ({self._called})")
         self._check_vocabulary()
-        self.network.probe()
+        probe(self.network)
 
     @classmethod
     def check_held(
@@ -235,14 +236,6 @@ class Ssm(Standalone, BorrowsHead, Autoregressive):
             )
             del tensors[f"{head}.weight"]
         return networks.config_of_standalone(self.model, tied), tensors
-
-    @property
-    def trained_vocabulary(self) -> tuple[str, ...]:
-        parts = {"embedding": self.network.embedding, "head": self.network.output}
-        mine = [module for part, module in parts.items() if part in self.own]
-        return tuple(
-            f"model.{name}.weight" for name, module in self.model.named_modules() if module in mine
-        )
 
     def describe(self) -> dict[str, Any]:
         lent = [part for part in origins.PARTS if part not in self.own]

@@ -131,9 +131,9 @@ class Suffix(Remembers, Retrieval):
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "corpus_ids": self.known.size}
 
-    @property
-    def max_depth(self) -> int:
-        return self.config.deepest
+    @classmethod
+    def deepest(cls, config: SuffixConfig) -> int:
+        return config.deepest
 
     @property
     def longest(self) -> int:

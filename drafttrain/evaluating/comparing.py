@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drafttrain.decoding.plan import Plan
-from drafttrain.decoding.speculator import Speculator
-from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.evaluating.saying import say
 from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.decoding import as_filled, tree_of
-from drafttrain.packaging.manifest import read_metrics
-from drafttrain.training.calibrate import calibrated
 from drafttrain.tree.files import table as numbers
 from drafttrain.tree.topology import Growth, Tree, check_size
+
+if TYPE_CHECKING:
+    from drafttrain.decoding.speculator import Speculator
+    from drafttrain.drafter.base import Drafter
 
 CALIBRATED = "calibrated:"
 
@@ -117,6 +117,9 @@ def packaged_tree(value: str, speculator: Speculator, package: Path) -> Growth:
     holds."""
     if value == "package":
         return speculator.plan.tree
+    from drafttrain.packaging.manifest import read_metrics
+    from drafttrain.training.calibrate import calibrated
+
     settings = read_metrics(package).get("settings")
     accuracies = settings.get("head_accuracy") if isinstance(settings, dict) else None
     if accuracies is None:

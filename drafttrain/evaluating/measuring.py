@@ -20,13 +20,22 @@ from drafttrain.reporting.console import track
 from drafttrain.target import change
 from drafttrain.target.model import Target
 from drafttrain.target.prompts import Source
+from drafttrain.target.turns import counted
 from drafttrain.tree.topology import Growth, Tree
 
 
 def measure(
-    speculator: Speculator, prompts: list[list[int]], growths: Sequence[Growth], asked: Compared
+    speculator: Speculator,
+    prompts: list[list[int]],
+    growths: Sequence[Growth],
+    asked: Compared,
+    turns: Sequence[int],
 ) -> list[dict[str, Any]]:
-    """A row for each temperature, growth and rule that fits them, plain decoding first."""
+    """A row for each temperature, growth and rule that fits them, plain decoding first.
+
+    Args:
+        turns: of every prompt, which of its conversation it is.
+    """
     rows = []
     for policy in asked.policies:
         plans = [
@@ -34,7 +43,7 @@ def measure(
             *_fitting(asked.plans(growths, policy, speculator.drafter)),
         ]
         if len(plans) > 1:
-            rows += _rows(speculator, prompts, plans, asked)
+            rows += _rows(speculator, prompts, plans, asked, turns)
     return rows
 
 
@@ -51,7 +60,11 @@ def _fitting(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def _rows(
-    speculator: Speculator, prompts: list[list[int]], plans: Sequence[Plan], asked: Compared
+    speculator: Speculator,
+    prompts: list[list[int]],
+    plans: Sequence[Plan],
+    asked: Compared,
+    turns: Sequence[int],
 ) -> list[dict[str, Any]]:
     """The rows of plans of one policy, the first of which is plain decoding."""
     timed = prompts[: asked.speed_prompts]
@@ -72,11 +85,27 @@ def _rows(
     best = max((one for one in accepted[1:] if one is not None), key=lambda one: one.tally.tau or 0)
     return [
         row_of(plan, one, speed)
-        | {"guarantee": plan.guarantee_on(speculator.target)}
         | behind(best, one if plan.tree.size else None)
+        | by_turn(one, turns)
         for plan, one, speed in zip(plans, accepted, speeds, strict=True)
         if plan.tree.size or speed is not None
     ]
+
+
+def by_turn(found: Measurement | None, turns: Sequence[int]) -> dict[str, Any]:
+    """Of every turn its prompts, rounds and tau, where the prompts have several."""
+    if found is None or len(set(turns)) < 2:
+        return {}
+    tallies: dict[int, list[Tally]] = {}
+    for turn, tally in zip(turns, found.tallies, strict=False):
+        tallies.setdefault(turn, []).append(tally)
+    totals = {turn: sum(some, Tally()) for turn, some in sorted(tallies.items())}
+    return {
+        "by_turn": [
+            {"turn": turn, "prompts": len(tallies[turn]), "rounds": total.rounds, "tau": total.tau}
+            for turn, total in totals.items()
+        ]
+    }
 
 
 def row_of(plan: Plan, accepted: Measurement | None, speed: Measurement | None) -> dict[str, Any]:
@@ -88,7 +117,7 @@ def row_of(plan: Plan, accepted: Measurement | None, speed: Measurement | None) 
     timed = speed.row()
     taken = (
         *("speedup", "speedup_interval", "tokens_per_second", "plain_tokens_per_second"),
-        *("seconds", "tokens", "plain_seconds", "plain_tokens", "same_as_plain"),
+        *("seconds", "tokens", "plain_seconds", "plain_tokens", "same_as_plain", "guarantee"),
     )
     return row | {name: timed[name] for name in taken} | {"speed_prompts": timed["prompts"]}
 
@@ -159,6 +188,8 @@ def settings_of(
         "target": Path(target.name).name + ("" if target.adapter is None else " (tuned)"),
         "prompts": source.name,
         "prompt_count": len(prompts),
+        "prompts_by_turn": counted(source.by_turn),
+        "turns_left_out": source.turns_left_out,
         "speed_prompts": min(asked.speed_prompts, len(prompts)),
         "max_new_tokens": asked.max_new_tokens,
         "batch": asked.batch,

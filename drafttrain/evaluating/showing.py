@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from drafttrain.decoding import exactness
+from drafttrain.decoding.clock import STAGES
 from drafttrain.evaluating.parity import parity_words
 from drafttrain.evaluating.saying import say
 from drafttrain.reporting.console import table
 from drafttrain.reporting.rows import accepted_cells, pair, same_text_cell, verdicts
 from drafttrain.target import change
-
-_STAGES = ("prefill", "draft", "verify", "host")
 
 
 def show(result: dict[str, Any]) -> None:
@@ -32,6 +31,10 @@ def show(result: dict[str, Any]) -> None:
         "guarantee",
     ]
     table(title, columns, [acceptance_line(row, deepest) for row in rows])
+    if len(settings["prompts_by_turn"]) > 1:
+        columns = ["tau by turn", *(f"{turn}" for turn in settings["prompts_by_turn"])]
+        lines = [[row["label"], *(one["tau"] for one in _turns(row, columns[1:]))] for row in rows]
+        table("acceptance by turn of the conversation", columns, lines)
     if settings["speed_prompts"]:
         where = f"{settings['device']}, {settings['threads']} threads, {settings['target_dtype']}"
         title = f"speed: {settings['speed_prompts']} prompts, one at a time ({where})"
@@ -41,7 +44,7 @@ def show(result: dict[str, Any]) -> None:
             "95 %",
             "tokens/s",
             "plain tokens/s",
-            *(f"s {stage}" for stage in _STAGES),
+            *(f"s {stage}" for stage in STAGES),
             "same text",
         ]
         table(title, columns, [speed_line(row) for row in rows])
@@ -52,6 +55,12 @@ def show(result: dict[str, Any]) -> None:
         say(line)
     if result["exactness"]:
         show_exactness(result["exactness"])
+
+
+def _turns(row: dict[str, Any], turns: list[str]) -> list[dict[str, Any]]:
+    """What a row has of each turn; a row that was only timed may lack the later ones."""
+    found = {str(one["turn"]): one for one in row.get("by_turn", ())}
+    return [found.get(turn, {"tau": None}) for turn in turns]
 
 
 def acceptance_line(row: dict[str, Any], deepest: int) -> list[Any]:
@@ -75,7 +84,7 @@ def speed_line(row: dict[str, Any]) -> list[Any]:
         pair(row["speedup_interval"]),
         row["tokens_per_second"],
         row["plain_tokens_per_second"],
-        *(row["seconds"].get(stage) for stage in _STAGES),
+        *(row["seconds"].get(stage) for stage in STAGES),
         same_text_cell(row),
     ]
 

@@ -9,11 +9,11 @@ from drafttrain import companions
 from drafttrain.checks import shown
 from drafttrain.errors import InputError
 from drafttrain.processes import world_size
-from drafttrain.runs import differences
+from drafttrain.runs import differences, masked
 
 
 def check_agreement(values: dict[str, Any]) -> None:
-    """Raise InputError unless every process on this machine was given the same settings.
+    """Raise InputError unless every process, on all machines, was given the same settings.
 
     Otherwise each would train something else, or they would wait for each other without end.
 
@@ -22,7 +22,7 @@ def check_agreement(values: dict[str, Any]) -> None:
     """
     if world_size() < 2:
         return
-    given = companions.settings_of_all(_comparable(values))
+    given = companions.settings_of_all(masked(_comparable(values)))
     for other, theirs in given.items():
         found = differences(given[min(given)], theirs)
         if found:

@@ -24,11 +24,11 @@ from drafttrain.training.boosted import (
     prompts_to_share_on,
     together,
 )
-from drafttrain.training.checkpoint import LAST, check_complete, read_checkpoint, write_checkpoint
+from drafttrain.training.checkpoint import LAST, write_checkpoint
 from drafttrain.training.job import Job
 from drafttrain.training.prepare import Training
 from drafttrain.training.references import references
-from drafttrain.training.resume import refuse_other_run
+from drafttrain.training.resume import go_on_from, refuse_other_run
 from drafttrain.training.run import Run
 from drafttrain.training.tuning import Fit, Tuning
 
@@ -119,9 +119,9 @@ def register(job: Job) -> None:
     """Write which run this is; refuse to go on with another one."""
     facts = procedure_facts(job.config, job.target, job.data)
     if job.run.resumed is not None:
-        refuse_other_run(job.run.resumed, facts, job.config, say)
-    write_checkpoint(job.run.checkpoints / LAST, {"facts": facts, "settings": job.config})
-    log_config(job.run.loggers, job.config)
+        refuse_other_run(job.run.resumed, facts, job.kept, say)
+    write_checkpoint(job.run.checkpoints / LAST, {"facts": facts, "settings": job.kept})
+    log_config(job.run.loggers, job.kept)
 
 
 @dataclass
@@ -141,6 +141,7 @@ class Fits:
         job = replace(
             self.job,
             config=own.config.values,
+            kept=own.config.kept,
             settings=self.job.settings if fit.member else self.job.settings.unmeasured,
             run=run,
             drafter=make_drafter(own, self.job.target, self.job.data, self.job.held_out),
@@ -161,8 +162,7 @@ class Fits:
         run.folder.mkdir(parents=True, exist_ok=True)
         last = run.checkpoints / LAST
         if self.job.run.resumed is not None and last.exists():
-            run.resumed = read_checkpoint(last)
-            check_complete(run.resumed, last)
+            go_on_from(run, last, say)
         return run
 
     def dropped(self, fit: Fit) -> dict[str, Any]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 from typing import Any
 
-from drafttrain import companions
+from drafttrain import companions, runs
 from drafttrain.data.conversations import HELD_OUT
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
@@ -14,6 +15,7 @@ from drafttrain.errors import InputError
 from drafttrain.fitting.parts import Parts
 from drafttrain.fitting.saying import say
 from drafttrain.fitting.settings import reads_store
+from drafttrain.fitting.trees import cut_defaults
 from drafttrain.packaging.beginning import read_beginning, take_weights
 from drafttrain.packaging.manifest import STORED
 from drafttrain.processes import rank, world_size
@@ -147,6 +149,14 @@ def make_drafter(
     facts = {"drafter": type(drafter).__name__, **drafter.describe()}
     say("; ".join(f"{name}: {value}" for name, value in facts.items()))
     return drafter
+
+
+def fit_trees(parts: Parts, drafter: Drafter) -> Parts:
+    """With default trees cut to what the drafter can fill."""
+    settings, words = cut_defaults(parts.settings, drafter.max_depth, runs.current.overrides)
+    if words:
+        say(words)
+    return replace(parts, settings=settings)
 
 
 def make_adapter(job: Job) -> Trained | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from drafttrain import companions
+from drafttrain.checks import pasted
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError, first_line
 from drafttrain.fitting.given import make_adapter
@@ -25,6 +26,7 @@ from drafttrain.training.course import Course
 from drafttrain.training.job import Job, Settings
 from drafttrain.training.pairing import lay_out
 from drafttrain.training.prepare import Ready, Training, prepare, prepare_untrained
+from drafttrain.training.resume import read_best
 from drafttrain.training.run import Run
 from drafttrain.training.trainer import quiet_lightning, trainer_of
 from drafttrain.wiring.doors import STOPPED_BY_SIGNAL
@@ -32,7 +34,11 @@ from drafttrain.wiring.doors import STOPPED_BY_SIGNAL
 
 @contextlib.contextmanager
 def logged(parts: Parts, run: Run) -> Iterator[None]:
-    """The run's loggers while it lasts; its configuration is kept once they could be made."""
+    """The run's loggers while it lasts; its configuration is kept once they could be made. A run
+    that is only tried has neither."""
+    if parts.dry_run:
+        yield
+        return
     run.loggers = parts.loggers(run_dir=run.folder)
     try:
         run.keep_config(parts.config.yaml)
@@ -59,11 +65,17 @@ def learn(
         say=say,
     )
     say(outline(training.module.course, job.settings, job.data))
+    shortfall = training.module.rate.shortfall(training.module.course.updates)
+    if shortfall:
+        say(
+            f"WARNING: {shortfall}: see optim.schedule, optim.warmup and optim.end_factor, or "
+            "train longer"
+        )
     train(training)
     if training.module.stop_requested or training.module.stopped == "signal":
         say(
             f"stopped by a signal after update {training.updates}: continue with resume=last "
-            f"run_dir={home or job.run.folder}"
+            f"{pasted('run_dir', home or job.run.folder)}"
         )
         raise SystemExit(STOPPED_BY_SIGNAL)  # It is not done, and can be resumed.
     if rank() == 0:
@@ -74,7 +86,7 @@ def learn(
 def untrained(job: Job) -> Ready:
     """A drafter that learns nothing, as it is."""
     ready = prepare_untrained(job, say)
-    log_config(job.run.loggers, job.config)
+    log_config(job.run.loggers, job.kept)
     return ready
 
 
@@ -95,15 +107,16 @@ def outline(course: Course, settings: Settings, data: ConversationData) -> str:
 
 
 def train(training: Training) -> None:
-    """Train until the run's end, unless it is there already."""
+    """Train until the run's end, unless it is there already; an evaluation that is due at the end
+    and was cut off is made."""
     module, settings = training.module, training.settings
-    budget, patience = module.course.seconds, settings.eval.patience
-    over = (budget is not None and module.seconds >= budget) or (
-        patience is not None and training.keeper.without_progress >= patience
-    )
-    if module.finished or over:
-        say("training is already done")
-        return
+    done = done_already(training)
+    if done:
+        say(done)
+        training.stream.ended = True
+        if not module.updates or training.decode.measured_at == module.updates:
+            return
+        say("its last evaluation was cut off, and is made now")
     quiet_lightning()
     log_config(training.run.loggers, training.keeper.settings)
     trainer = trainer_of(
@@ -113,6 +126,7 @@ def train(training: Training) -> None:
         loggers=training.run.loggers,
         callbacks=[ConsoleProgress(), training.decode, training.keeper],
         folder=training.run.folder,
+        trains=not done,
     )
     companions.meet("the first update")
     companions.at("trains")
@@ -129,11 +143,35 @@ def train(training: Training) -> None:
         if module.empty_windows
         else ""
     )
+    if module.spoilt_windows:
+        empty += (
+            f"; {module.spoilt_windows} windows had a gradient that is not finite and made no "
+            "update"
+        )
     say(
         f"trained {module.updates} updates in "
         f"{clock(time.monotonic() - began)}{why.get(module.stopped or '', '')}, "
         f"{clock(training.decode.seconds)} of all parts for evaluation{empty}"
     )
+
+
+def done_already(training: Training) -> str:
+    """Why a run that goes on has nothing to train, in words; empty where it has."""
+    module, patience = training.module, training.settings.eval.patience
+    at = f"the run is at update {module.updates}"
+    course = module.course
+    if course.length is not None and module.position > course.length:
+        return (
+            f"{at} already, beyond the {course.updates} that trainer.max_steps and "
+            "trainer.max_epochs ask for: nothing is trained, and no update is taken back"
+        )
+    if module.finished:
+        return f"training is already done: {at}, its last"
+    if course.seconds is not None and module.seconds >= course.seconds:
+        return f"{at}, and trainer.max_minutes are used up: nothing is trained"
+    if patience is not None and training.keeper.without_progress >= patience:
+        return f"{at}, and eval.patience ended it: nothing is trained"
+    return ""
 
 
 def use_best(training: Training, *, pack: str | bool | None) -> None:
@@ -144,14 +182,13 @@ def use_best(training: Training, *, pack: str | bool | None) -> None:
     Args:
         pack: how the target's weights are laid out; None where its kind has no such setting.
     """
-    best = training.run.checkpoints / BEST
-    path = (
-        best
-        if training.keeper.best is not None and best.exists()
-        else training.run.checkpoints / LAST
-    )
-    state = read_checkpoint(path)
-    check_complete(state, path)
+    keeper = training.keeper
+    path = training.run.checkpoints / (LAST if keeper.best is None else BEST)
+    if keeper.best is None:
+        state = read_checkpoint(path)
+        check_complete(state, path)
+    else:  # It may have been changed while the run trained.
+        state = read_best(path, {"keeper": keeper.state_dict(), "facts": keeper.facts})
     try:
         training.module.load_state_dict(state["weights"])
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
@@ -160,7 +197,7 @@ def use_best(training: Training, *, pack: str | bool | None) -> None:
             "run_dir"
         ) from error
     training.drafter.to(training.target.device)
-    tau = "" if training.keeper.best is None else f", val/tau {training.keeper.best:.3f}"
+    tau = "" if keeper.best is None else f", val/tau {keeper.best:.3f}"
     say(f"uses {path.name} of update {state['progress']['updates']}{tau}")
     training.settle(functools.partial(lay_out, pack=pack))
     training.speculator.refresh(training.drafter)

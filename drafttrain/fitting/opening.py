@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from drafttrain.checks import path_of
 from drafttrain.data.journal import locked
@@ -15,7 +14,8 @@ from drafttrain.fitting.saying import say
 from drafttrain.processes import await_word, give_word, on_another_machine, rank
 from drafttrain.runs import run_dir
 from drafttrain.target.load import resolve_device, resolve_dtype
-from drafttrain.training.checkpoint import LAST, check_complete, check_facts, read_checkpoint
+from drafttrain.training.checkpoint import BEST, LAST, NAMED, check_facts, read_checkpoint
+from drafttrain.training.resume import go_on_from
 from drafttrain.training.run import CHECKPOINTS, CONFIG, Run
 
 
@@ -31,7 +31,7 @@ def open_run(parts: Parts) -> Iterator[tuple[Run, Parts]]:
     with locked(folder) if rank() == 0 else contextlib.nullcontext():
         try:
             if parts.resume is not None:
-                run.resumed = read_resumed(parts, run)
+                read_resumed(parts, run)
             yield run, settle_dtype(parts, run)
         except BaseException:
             # The corrected command must find its folder free.
@@ -47,11 +47,19 @@ def open_run(parts: Parts) -> Iterator[tuple[Run, Parts]]:
 
 def in_its_folder(parts: Parts) -> Parts:
     """With the run's folder, where a checkpoint to go on from names it."""
-    if parts.resume in (None, "last"):
+    if parts.resume is None or parts.resume in NAMED:
         return parts
     given = path_of("resume", parts.resume).absolute()
-    if not given.is_file():
-        raise InputError(f"resume={parts.resume}: give last, or the path of a checkpoint")
+    if given.is_dir():
+        raise InputError(
+            f"resume={parts.resume} is a folder: give the checkpoint itself, or a run's folder as "
+            f"run_dir={parts.resume} resume=last"
+        )
+    if not given.exists():
+        raise InputError(
+            f"resume={parts.resume}: there is no such file; give last, best, or the path of a "
+            "checkpoint"
+        )
     if not parts.run_dir and given.parent.name != CHECKPOINTS:
         raise InputError(
             f"resume={parts.resume} is in no run's folder: give run_dir=<folder of the run> too"
@@ -59,25 +67,30 @@ def in_its_folder(parts: Parts) -> Parts:
     return parts.settled({"run_dir": parts.run_dir or str(given.parent.parent)})
 
 
-def read_resumed(parts: Parts, run: Run) -> dict[str, Any] | None:
-    """The checkpoint that the run goes on from; None where it has written none yet."""
-    last = parts.resume == "last"
-    path = run.checkpoints / LAST if last else Path(str(parts.resume)).expanduser().absolute()
-    mark = path if last else run.checkpoints
+def read_resumed(parts: Parts, run: Run) -> None:
+    """Read the checkpoint that the run goes on from, where it has written one yet."""
+    named = NAMED.get(str(parts.resume))
+    path = run.checkpoints / named if named else path_of("resume", parts.resume).absolute()
+    mark = path if named else run.checkpoints
     if not mark.exists() and not (run.folder / CONFIG).is_file():
         raise InputError(
             f"run_dir={run.folder} is no run's folder, it has neither "
             f"{mark.relative_to(run.folder)} nor {CONFIG}: give the folder of an earlier run, or "
             "leave resume out and give a new one"
         )
-    if last and not path.exists():
+    if named == BEST and not path.exists():
+        raise InputError(
+            f"resume=best: {run.checkpoints} holds no {BEST}, which a first measured evaluation "
+            "writes; give resume=last"
+        )
+    if named and not path.exists():
         refuse_lost(run, path)
         say(f"{run.folder} holds no checkpoint yet: starts from the beginning")
-        return None
-    state = read_checkpoint(path)
-    # With boost the run's own checkpoint only says which run it is; each fit has one of its own.
-    (check_complete if parts.settings.boost is None else check_facts)(state, path)
-    return state
+    elif parts.settings.boost is None:
+        go_on_from(run, path, say)
+    else:  # The run's own checkpoint only says which run it is; each fit has one of its own.
+        run.resumed = read_checkpoint(path)
+        check_facts(run.resumed, path)
 
 
 def refuse_lost(run: Run, path: Path) -> None:

@@ -35,13 +35,15 @@ class Parts:
     run_dir: str | None
     """The run's folder as it was given; None names one by door, experiment and time."""
     resume: str | None
-    """`last`, or a checkpoint's path; None starts a new run."""
+    """`last`, `best`, or a checkpoint's path; None starts a new run."""
     seed: int
     draft_vocab: int
     """Ids that the drafter can propose; 0 is all."""
     init_from: str | None
     """A package whose weights training starts with."""
     export_assistant: bool
+    dry_run: bool
+    """Only try the run, see `fitting.trying`."""
 
     @classmethod
     def of(cls, config: Config, settings: Settings, kind: type[Drafter], learns: bool) -> Parts:
@@ -63,6 +65,7 @@ class Parts:
             draft_vocab=values["draft_vocab"],
             init_from=None if values["init_from"] is None else str(values["init_from"]),
             export_assistant=values["export_assistant"],
+            dry_run=values["dry_run"],
         )
 
     def settled(self, changes: Mapping[str, Any]) -> Parts:

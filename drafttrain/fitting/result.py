@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -10,11 +11,15 @@ from typing import Any
 
 from drafttrain import runs
 from drafttrain.data.datamodule import ConversationData
+from drafttrain.decoding.plan import Plan
+from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.heads import VocabularyHeads
+from drafttrain.errors import InputError
 from drafttrain.fitting.parts import Parts
 from drafttrain.fitting.saying import say
 from drafttrain.packaging.collection import read_entries
-from drafttrain.packaging.manifest import PACKAGE
+from drafttrain.packaging.decoding import read_plan, write_plan
+from drafttrain.packaging.manifest import DECODING, PACKAGE, read_metrics
 from drafttrain.packaging.writing import save_package
 from drafttrain.reporting.console import clock, table, track
 from drafttrain.reporting.figures import acceptance_curve
@@ -111,19 +116,46 @@ def shown(row: dict[str, Any]) -> list[Any]:
     ]
 
 
-def pack(parts: Parts, ready: Ready, worth: Worth, data: ConversationData) -> Path:
-    """Write the package, with how it was made. Returns its folder."""
+def pack(
+    parts: Parts, ready: Ready, worth: Worth, cost: dict[str, Any] | None, data: ConversationData
+) -> Path:
+    """Write the package, with how it was made. Returns its folder.
+
+    Args:
+        cost: of training or of a search, plain JSON values; None where there was neither.
+    """
+    folder = ready.run.folder / PACKAGE
+    plan = chosen_since(folder, ready.drafter) or worth.plan
+    worth.settings["chosen"] = {DECODING: write_plan(worth.plan)}
     return save_package(
-        ready.run.folder / PACKAGE,
+        folder,
         drafter=ready.drafter,
         target=ready.target,
-        plan=worth.plan,
+        plan=plan,
         metrics=worth.metrics,
-        provenance=provenance(parts.config.values) | {"training": ready.facts()},
+        provenance=provenance(parts.config.kept) | {"training": cost},
         trained_length=ready.trained_length,
         trained_on=data.fingerprint,
         export_assistant=parts.export_assistant,
     )
+
+
+def chosen_since(package: Path, drafter: Drafter) -> Plan | None:
+    """The plan of a run's earlier package, if it is not the one that the run had chosen: `tune` or
+    a person put it there, and it stays."""
+    noted, path = read_metrics(package)["settings"].get("chosen"), package / DECODING
+    own = noted.get(DECODING) if isinstance(noted, dict) else None
+    if own is None or not path.is_file():
+        return None
+    with contextlib.suppress(InputError, OSError, ValueError):
+        if path.read_text(encoding="utf-8") != own:
+            plan = read_plan(path, drafter)
+            say(
+                f"keeps the plan in {path}, {plan.tree.title}, which was chosen after the run had "
+                "ended; without that file it takes the one measured now"
+            )
+            return plan
+    return None
 
 
 def publish(run: Run, worth: Worth, laps: Laps) -> None:

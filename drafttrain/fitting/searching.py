@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from drafttrain.data.conversations import write_json
 from drafttrain.drafter.selfspec import SelfSpec
+from drafttrain.files import write_json
 from drafttrain.fitting.saying import say
 from drafttrain.processes import rank
 from drafttrain.reporting.console import clock, track
@@ -39,6 +39,7 @@ def search(job: Job) -> tuple[Job, Found | None]:
         seed=job.seed,
         watch=lambda items, what: track(items, description=what),
     )
+    found = replace(found, seconds=time.monotonic() - began)
     objective = settings.search.objective
     write_json(
         job.run.folder / SEARCHED,
@@ -46,7 +47,7 @@ def search(job: Job) -> tuple[Job, Found | None]:
     )
     best, tau = found.best, "none" if found.best.tau is None else f"{found.best.tau:.2f}"
     say(
-        f"searched {len(found.trials)} choices in {clock(time.monotonic() - began)}; best by "
+        f"searched {len(found.trials)} choices in {clock(found.seconds)}; best by "
         f"{objective}: skip_attention={list(best.choice[0])} skip_mlp={list(best.choice[1])}, "
         f"{best.value:.3f} (tau {tau})"
     )

@@ -8,15 +8,18 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from drafttrain.checks import integer, path_of, switch
+from drafttrain import runs
 from drafttrain.checks import shown as text_of
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
+from drafttrain.fitting.first import check_values
 from drafttrain.fitting.parts import Parts
+from drafttrain.fitting.trees import check_rooms, cut_defaults
 from drafttrain.packaging.beginning import check_beginning
 from drafttrain.packaging.gathering import check_packages
 from drafttrain.packaging.manifest import class_of
 from drafttrain.processes import world_size
+from drafttrain.target import load
 from drafttrain.target.features import FeatureSource
 from drafttrain.target.stored import StoredFeatures
 from drafttrain.training.course import TrainerConfig
@@ -25,7 +28,7 @@ from drafttrain.training.trainer import check_trainer
 from drafttrain.tree.forest import Forest
 from drafttrain.tree.topology import check_size
 from drafttrain.wiring.config import Config, Recipe
-from drafttrain.wiring.parameters import parameters_of
+from drafttrain.wiring.parameters import parameters_of, settings_of
 
 ONLY_LEARNING = {
     "resume": ("null", "there is no run to continue"),
@@ -35,7 +38,6 @@ ONLY_LEARNING = {
     "export_assistant": ("false", "there is no language model to write"),
 }
 """Settings that must be off for a drafter that learns nothing, and why."""
-LARGEST_SEED = (1 << 32) - 1
 Values = dict[str, Any]
 """A configuration as plain values."""
 
@@ -56,7 +58,11 @@ def read_settings(cfg: DictConfig) -> Parts:
     if "packages" in values["drafter"]:
         check_packages(values["drafter"]["packages"])
     check_joint(values)
+    for section in ("drafter", "features"):
+        Recipe[Any](config, section).check()
+    load.check_settings(values["target"])
     settings = build_settings(config)
+    check_trees(settings, Recipe(config, "drafter"))
     parts = Parts.of(config, settings, kind, learns)
     if settings.boost is not None:
         settings.boost.check_kind(kind)
@@ -70,17 +76,6 @@ def read_settings(cfg: DictConfig) -> Parts:
     if parts.init_from is not None:
         check_beginning(parts.init_from)
     return parts
-
-
-def check_values(values: Values) -> None:
-    """Raise InputError for single settings that cannot be used."""
-    integer("seed", values["seed"], 0, LARGEST_SEED)
-    integer("draft_vocab", values["draft_vocab"])
-    switch("export_assistant", values["export_assistant"])
-    if values["run_dir"] not in (None, ""):
-        path_of("run_dir", values["run_dir"])
-    if values["resume"] is not None:
-        path_of("resume", values["resume"])
 
 
 def kind_of(drafter: Recipe[Drafter]) -> type[Drafter]:
@@ -111,6 +106,17 @@ def check_vocabulary(kind: type[Drafter], values: Values) -> None:
             f"draft_vocab={values['draft_vocab']}: {kind.__name__} has no draft vocabulary, set it "
             "to 0"
         )
+
+
+def check_trees(settings: Settings, drafter: Recipe[Drafter]) -> None:
+    """Raise InputError for a tree that the command names and drafters of these settings cannot
+    fill."""
+    kind = drafter.kind
+    own = {field.name: drafter.get(field.name) for field in settings_of(kind)}
+    deepest = kind.deepest(kind.Config(**own)) if own else None
+    choices = drafter.config.values["draft_vocab"] or None
+    cut, _ = cut_defaults(settings, deepest, runs.current.overrides)
+    check_rooms(cut, deepest, choices)
 
 
 def check_joint(values: Values) -> None:

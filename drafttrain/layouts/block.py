@@ -77,13 +77,14 @@ def block_shapes(
     return {prefix + name: shape for name, shape in found.items()}
 
 
-def block_config(target: Target) -> dict[str, Any]:
+def block_config(target: Target, config: Any) -> dict[str, Any]:
     """config.json of a block in the target's shape: sizes, activation, epsilon, RoPE in both
     spellings, context, special ids.
 
+    Args:
+        config: that the block was made by.
     Raises: InputError for a target whose vocabulary or RoPE no engine's head can have.
     """
-    config = target.config
     rows = target.embedding.weight.shape[0]
     if rows != target.vocab_size:
         raise InputError(

@@ -26,14 +26,13 @@ from drafttrain.layouts import engines, vocabulary
 from drafttrain.layouts.block import Sizes, block_shapes, sizes_of
 from drafttrain.layouts.directory import Directory
 from drafttrain.layouts.engines import Engine, Reading
-from drafttrain.layouts.inspection import Inspection, Shapes
+from drafttrain.layouts.inspection import EMBEDDINGS, Inspection, Shapes
 from drafttrain.layouts.layout import Layout
 from drafttrain.layouts.masks import check_masks
 
 NATIVE = "muse_glimmer_assistant"
 """transformers' model type of such a drafter."""
 _NATIVE_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
-_EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight")
 _MOST_LAYERS = 64
 
 
@@ -136,7 +135,7 @@ def check(inspection: Inspection[Reads], *, spark: bool | None = None) -> None:
         expected, optional = expected | more, optional | may
     inspection.compare(_as_named(expected, native), _as_named(optional, native))
     inspection.weights(vocabulary.MAPS)
-    inspection.borrowed("embed_tokens.weight", _EMBEDDINGS, "embedding", needed=spark)
+    inspection.borrowed("embed_tokens.weight", EMBEDDINGS, "embedding", needed=spark)
 
 
 def _check_kind(inspection: Inspection[Reads], spark: bool, native: bool) -> None:

@@ -31,18 +31,13 @@ from drafttrain.layouts import engines, vocabulary
 from drafttrain.layouts.block import Sizes, block_shapes, sizes_of
 from drafttrain.layouts.directory import Directory
 from drafttrain.layouts.engines import Reading
-from drafttrain.layouts.inspection import Inspection, Shapes
+from drafttrain.layouts.inspection import EMBEDDINGS, Inspection, Shapes
 from drafttrain.layouts.layout import Layout
 from drafttrain.layouts.masks import MASKS, check_masks
 
 KEY = "eagle_aux_hidden_state_layer_ids"
 GUESSED = 3
 """States that an engine captures where nothing is said."""
-_EMBEDDINGS = (
-    "model.embed_tokens.weight",
-    "embed_tokens.weight",
-    "model.language_model.embed_tokens.weight",
-)
 _MOST_LAYERS = 64
 
 
@@ -149,7 +144,7 @@ def check(inspection: Inspection[Reads], *, complete: bool = False) -> None:
     _compare(inspection, expected, optional | own)
     inspection.weights(vocabulary.MAPS)
     inspection.borrowed(
-        "embed_tokens.weight", _EMBEDDINGS, "embedding", needed=complete or width != sizes.width
+        "embed_tokens.weight", EMBEDDINGS, "embedding", needed=complete or width != sizes.width
     )
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from drafttrain.drafter.base import Drafter
+if TYPE_CHECKING:
+    from drafttrain.drafter.base import Drafter
 
 
 @dataclass(frozen=True, kw_only=True)

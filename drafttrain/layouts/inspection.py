@@ -21,6 +21,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 R_co = TypeVar("R_co", bound=Reading, covariant=True)
 
+EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+)
+"""Names of a target's embedding in its files."""
 MADE_MAP = "hot_token_ids.pt"
 """What a person makes of an export's list of ids for SGLang, which reads that list only from a
 pickle."""

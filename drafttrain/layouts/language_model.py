@@ -21,7 +21,7 @@ from drafttrain.errors import first_line
 from drafttrain.layouts import engines, rope
 from drafttrain.layouts.directory import FLOATS, Directory
 from drafttrain.layouts.engines import Reading
-from drafttrain.layouts.inspection import Inspection, Shapes
+from drafttrain.layouts.inspection import Inspection, Shapes, refuse
 from drafttrain.layouts.layout import Layout
 from drafttrain.layouts.masks import check_masks
 from drafttrain.layouts.writing import Exported, Source, stored
@@ -202,6 +202,10 @@ def _shapes(inspection: Inspection[Reading]) -> tuple[Shapes, Shapes]:
             f"{first_line(error)[:200]}",
         )
         return {}, {}
+    heads = "num_attention_heads"
+    spelt = (heads, built.attribute_map.get(heads, heads))
+    if hasattr(built, heads) and not any(config.get(key) for key in spelt):
+        inspection.missing(heads)  # No tensor's shape shows another number.
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     head = network.get_output_embeddings()
     tied = {
@@ -226,6 +230,10 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Ssm:
     Raises: InputError.
     """
     if not known:
+        inspection = Inspection(head, engines.HF, READINGS[engines.HF])
+        _shapes(inspection)
+        lacking = [one for one in inspection.findings if one.name == "config-key-missing"]
+        refuse(lacking, str(head.path))
         return with_defaults(Ssm, target, layers=None, path=str(head.path)).eval()
     drafter = with_defaults(Ssm, target, **{"layers": None, **known})
     state: dict[str, Tensor] = {}

@@ -14,10 +14,11 @@ import torch
 
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
+from drafttrain.files import json_text
 from drafttrain.layouts import engines, vocabulary
 from drafttrain.layouts.directory import Directory
 from drafttrain.layouts.engines import Engine
-from drafttrain.layouts.writing import Source, as_json
+from drafttrain.layouts.writing import Source
 from drafttrain.packaging.checking import check_keys, read_json
 from drafttrain.packaging.manifest import EXPORTED, STORED, check_target, class_of
 from drafttrain.packaging.settings import checked_settings
@@ -72,7 +73,7 @@ def written(source: Source[Any], config: dict[str, Any], keeps_ids: bool) -> str
         config: the package's; keeps_ids: the drafter's vocabulary is still a reduced one.
     """
     ids = source.draft_ids
-    return as_json(
+    return json_text(
         {
             "format": FORMAT,
             "made_with": f"drafttrain {version()}",

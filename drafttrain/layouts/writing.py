@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,19 +18,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafttrain.drafter.base import Drafter
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, writing
+from drafttrain.files import even_modes, json_text, new_folder
 from drafttrain.layouts import engines
 from drafttrain.layouts.directory import CONFIG, Directory, open_directory
 from drafttrain.layouts.engines import Engine, Reading
 from drafttrain.layouts.finding import Finding
 from drafttrain.layouts.inspection import refuse
+from drafttrain.nn.spoilt import SPOILT, spoilt
 from drafttrain.packaging.checking import some
 from drafttrain.target.model import Target
 
 MODEL = "model.safetensors"
 CARD = "README.md"
-VOCABULARIES = ("auto", "whole", "reduced")
-
 
 R_co = TypeVar("R_co", bound=Reading, covariant=True)
 
@@ -132,16 +131,11 @@ def stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         tensor = tensor.detach()
         copied = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
         kept[name] = copied.clone(memory_format=torch.contiguous_format)
-    bad = [
-        name
-        for name, tensor in kept.items()
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
-    ]
+    bad = spoilt(kept)
     if bad:
         word = str(dtype).removeprefix("torch.")
         raise InputError(
-            f"NaN or infinite weights in {some(bad)} as {word}: give dtype=float32, or train the "
-            "drafter again"
+            f"{SPOILT} {some(bad)} as {word}: give dtype=float32, or train the drafter again"
         )
     return kept
 
@@ -185,7 +179,7 @@ def _scratch(out: Path, above: Path) -> Path:
     InputError."""
     try:
         above.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f".{out.name[:32]}-", dir=above))
+        return new_folder(above, out.name)
     except OSError as error:
         raise InputError(
             f"out={out} cannot be made: no folder can be made in {above} ({error.strerror})"
@@ -212,16 +206,18 @@ def put(
     scratch = _scratch(out, out.parent)
     try:
         for name, tensors in {exported.file: exported.tensors, **exported.shards}.items():
-            save_file(tensors, scratch / name, metadata={"format": "pt"})
-        for name, text in {CONFIG: as_json(exported.config), **exported.texts, **texts}.items():
-            (scratch / name).write_text(text, encoding="utf-8")
+            with writing(out / name):
+                save_file(tensors, scratch / name, metadata={"format": "pt"})
+        for name, text in {CONFIG: json_text(exported.config), **exported.texts, **texts}.items():
+            with writing(out / name):
+                (scratch / name).write_text(text, encoding="utf-8")
         if exported.tokenizer and tokenizer is not None:
-            tokenizer.save_pretrained(scratch)
+            with writing(out):
+                tokenizer.save_pretrained(scratch)
         for file in filter(Path.is_file, scratch.rglob("*")):
-            with file.open("rb") as written:
+            with writing(out / file.name), file.open("rb") as written:
                 os.fsync(written.fileno())
-            file.chmod(0o644)
-        scratch.chmod(0o755)
+        even_modes(scratch)
         refuse(check(open_directory(scratch, "out")), f"this export to {out} would not work")
         check_out(out)
         was_there = out.exists()
@@ -236,7 +232,3 @@ def put(
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return out
-
-
-def as_json(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

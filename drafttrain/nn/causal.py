@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,16 +43,21 @@ class CausalLM:
         self.base: Any = getattr(model, model.base_model_prefix, model)
         self.embedding: Any = model.get_input_embeddings()
         self.output: Any = model.get_output_embeddings()
-        if self.output is None or self.base is model:
+        if self.output is None:
             raise InputError(
                 f"{called} ({type(model).__name__}) has no causal language-model head: give a "
                 "decoder-only causal LM (AutoModelForCausalLM)"
             )
+        self.windows = self._attention_windows()
+        """Sliding window of each layer, None for full attention."""
+        if self.base is model:
+            raise InputError(
+                f"{called} ({type(model).__name__}) is not supported: its layers and its head are "
+                "no separate parts"
+            )
         self.attention: str = model.config._attn_implementation
         check_backend(self.attention)
         self.decoder_layers = self._find_layers()
-        self.windows = self._attention_windows()
-        """Sliding window of each layer, None for full attention."""
         self.isolates_by = isolation.DENSE
         """How joined rows are kept apart: "dense" or "flex", see `choose_isolation`."""
         self._cache_word = (
@@ -60,6 +65,7 @@ class CausalLM:
             if "cache" in inspect.signature(type(self.base).forward).parameters
             else "past_key_values"
         )
+        self._table_ends = min(_lengths_of_tables(self.config), default=1 << 20)
         self._softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self._scale = self._logit_scale()
 
@@ -85,7 +91,23 @@ class CausalLM:
 
     @property
     def context(self) -> int:
-        """Positions that the model was built for."""
+        """Positions that the model is used for: those that it was built for, or fewer where its
+        rotary table is another one for longer texts. There a token's keys would depend on what else
+        is read in the same pass."""
+        return min(self._built_for, self._table_ends)
+
+    @property
+    def context_words(self) -> str:
+        """The context, and why it is shorter than the model was built for."""
+        if self.context == self._built_for:
+            return str(self.context)
+        return (
+            f"{self.context} (its longrope positions are others past that, of the "
+            f"{self._built_for} it was built for)"
+        )
+
+    @property
+    def _built_for(self) -> int:
         return int(getattr(self.config, "max_position_embeddings", None) or 1 << 20)
 
     # Parts ----------------------------------------------------------------------------------------
@@ -263,46 +285,6 @@ class CausalLM:
         ]
         return names[0] if len(names) == 1 else None
 
-    def probe(self) -> None:
-        """Raise InputError unless the wrapper computes the model's own logits, plain and through
-        the cache."""
-        # From all over the vocabulary: the first ids are often control tokens, whose huge
-        # activations magnify rounding.
-        ids = (
-            torch.arange(1, 7, device=self.device)[None]
-            * max(1, self.vocab_size // 7)
-            % self.vocab_size
-        )
-        with torch.inference_mode():
-            reference = self.model(input_ids=ids, use_cache=False).logits.float()
-            plain = self.head(self.full_pass(ids)).float()
-            cache = self.new_cache(1, 16)
-            first = self.read(ids[:, :3], cache)
-            cache.commit(torch.tensor([3], device=self.device))
-            # The rest twice, as two branches of a tree: positions and mask must keep them apart.
-            tree_mask = torch.zeros(6, 6, dtype=torch.bool, device=self.device)
-            tree_mask[:3, :3] = tree_mask[3:, 3:] = torch.ones(
-                3, 3, dtype=torch.bool, device=self.device
-            ).tril()
-            depths = torch.arange(3, device=self.device).repeat(2)[None]
-            rest = self.read(
-                ids[:, 3:].repeat(1, 2), cache, tree_mask=tree_mask[None], depths=depths
-            )
-            cached = self.head(torch.cat((first, rest[:, 3:]), 1)).float()
-        size = float(reference.abs().max()) + 1e-6
-        loose = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.15
-        for what, logits in (
-            ("hidden states through the head", plain),
-            ("the cached tree pass", cached),
-        ):
-            gap = float((logits - reference).abs().max()) / size
-            if not gap <= loose:
-                raise InputError(
-                    f"{self.called} ({type(self.model).__name__}): {what} differ from the model's "
-                    f"own logits by {gap:.2g} of their size; this architecture or attention "
-                    f"backend ({self.attention}) cannot be represented, try attention=eager"
-                )
-
     # Inside ---------------------------------------------------------------------------------------
     def _masks(self, cache: KVCache, tree_mask: Tensor, positions: Tensor) -> Any:
         full = cache.mask(tree_mask)  # b 1 s used
@@ -360,3 +342,18 @@ class CausalLM:
         if kind.startswith("granite"):
             return 1.0 / float(self.config.logits_scaling)
         return 1.0
+
+
+def _lengths_of_tables(config: Any) -> Iterator[int]:
+    """Lengths up to which a config's rotary tables do not depend on the length of a text."""
+    kinds = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    while kinds:
+        found = kinds.pop()
+        if not isinstance(found, Mapping):
+            continue
+        kinds += found.values()  # Some families have one for each kind of layer.
+        if found.get("rope_type", found.get("type")) in ("longrope", "su"):
+            own = getattr(config, "original_max_position_embeddings", None)
+            length = found.get("original_max_position_embeddings") or own
+            if type(length) is int:
+                yield length

@@ -1,4 +1,5 @@
-"""New decoder layers of a causal LM's own family, every parameter initialised, and their call.
+"""New decoder layers of a causal LM's own family, or plain ones in its shape, every parameter
+initialised, and their call.
 
 A layer class of `transformers` that is constructed directly initialises only what torch's own
 modules initialise. Experts, routers and attention sinks are set later, by the model around it
@@ -23,9 +24,8 @@ from transformers.cache_utils import Cache
 from drafttrain.errors import InputError
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.causal import CausalLM
+from drafttrain.nn.plain import INPUT_NORM, plain_config, plain_layer, plain_rotary
 
-INPUT_NORM = "input_layernorm"
-"""A family's name of the norm before attention."""
 _INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
 """Names of the products that read the attention's input."""
 _EMPTY = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty)
@@ -39,6 +39,7 @@ def new_layers(
     input_width: int | None = None,
     rotary: Mapping[str, Any] | None = None,
     full_attention: bool = True,
+    plain: bool = False,
 ) -> list[nn.Module]:
     """Decoder layers of the model's family and shape with random weights, in torch's default dtype
     on torch's default device. Torch's global generator is the only source of chance.
@@ -56,10 +57,11 @@ def new_layers(
             given their rotary embeddings by the caller: see `new_rotary`.
         full_attention: also where the model's own layers slide. Otherwise layer i is of the kind of
             the model's layer i, and the caller's masks are to slide.
+        plain: Llama-like ones in place of the family's own, see `plain.why_plain`.
     Raises: InputError for a family that has no such layers.
     """
-    config = layer_config(model, count, rotary=rotary, full_attention=full_attention)
-    kind: Any = type(model.decoder_layers[0])
+    config = layer_config(model, count, rotary=rotary, full_attention=full_attention, plain=plain)
+    kind: Any = plain_layer if plain else type(model.decoder_layers[0])
     with _Marked():
         layers: list[nn.Module] = [kind(config, number) for number in range(count)]
     for layer in layers:
@@ -81,9 +83,12 @@ def layer_config(
     *,
     rotary: Mapping[str, Any] | None = None,
     full_attention: bool = True,
+    plain: bool = False,
 ) -> Any:
-    """The config of `new_layers`, a copy; arguments as there."""
-    config = copy.deepcopy(model.config)
+    """The config of `new_layers`, a copy without dropout; arguments as there."""
+    if plain:
+        return plain_config(model, count, rotary=rotary)
+    config = without_dropout(copy.deepcopy(model.config))
     config.num_hidden_layers = count
     kinds = getattr(config, "layer_types", None)
     if kinds:
@@ -95,9 +100,29 @@ def layer_config(
     return config
 
 
-def new_rotary(model: CausalLM, rotary: Mapping[str, Any] | None = None) -> nn.Module:
+def without_dropout(config: Any) -> Any:
+    """Dropout would draw from a source of chance that a resumed run does not put back."""
+    for name, value in list(vars(config).items()):
+        if (
+            ("dropout" in name or "pdrop" in name)
+            and isinstance(value, int | float)
+            and not isinstance(value, bool)
+        ):
+            setattr(config, name, 0.0)
+    return config
+
+
+def new_rotary(
+    model: CausalLM, rotary: Mapping[str, Any] | None = None, *, plain: bool = False
+) -> nn.Module:
     """A module of the family: (x, position_ids=positions) -> the rotary embeddings that its layers
-    read. None gives the settings of the model itself."""
+    read. None gives the settings of the model itself.
+
+    Args:
+        plain: for plain layers.
+    """
+    if plain:
+        return plain_rotary(plain_config(model, rotary=rotary))
     if not hasattr(model.base, "rotary_emb"):
         raise InputError(f"{_named(model)}: it has no rotary positions")
     made: nn.Module = type(model.base.rotary_emb)(config=layer_config(model, rotary=rotary))

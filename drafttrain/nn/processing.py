@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from drafttrain.errors import InputError
+from drafttrain.later import torch
 
-Processor = Callable[[Tensor, Tensor], Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Processor = Callable[["Tensor", "Tensor"], "Tensor"]
 """(r t) ids and (r v) float32 logits -> (r v) logits, as transformers' LogitsProcessor."""
 
 
@@ -114,8 +116,10 @@ def processed(
         ids, scores = texts[rows, :length], flat[rows]
         for processor in processors:
             found = processor(ids, scores)
-            if not isinstance(found, Tensor) or found.shape != scores.shape:
-                shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            if not isinstance(found, torch.Tensor) or found.shape != scores.shape:
+                shape = (
+                    tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+                )
                 raise InputError(
                     f"processor {type(processor).__name__} gave {shape} for logits of shape "
                     f"{tuple(scores.shape)}: needs the same shape"

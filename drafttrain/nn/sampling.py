@@ -11,13 +11,14 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, NotFinite
+from drafttrain.later import torch
 from drafttrain.nn.processing import Processor, Text, biased, penalised, processed, unfinished
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _COLDEST = 1e-30
 _HEAD = 512
@@ -30,6 +31,12 @@ def check_seed(seed: object) -> int:
     if type(seed) is not int or not 0 <= seed < 1 << 63:
         raise InputError(f"seed={seed}: needs an integer of at least 0 and below 2^63")
     return seed
+
+
+def fresh_seed() -> int:
+    """One that nobody gave: another in every call. As in transformers, torch.manual_seed settles
+    it."""
+    return int(torch.randint(1 << 62, (1,)))
 
 
 @dataclass(frozen=True)
@@ -252,12 +259,12 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
         weights: (b v) non-negative and finite; they need not add up to 1.
         u: (b) in [0, 1).
     Returns: (b) int64.
-    Raises: ValueError if a row's weights add up to 0, or to no finite number.
+    Raises: NotFinite if a row's weights add up to 0, or to no finite number.
     """
     sums = weights.double().cumsum(-1)  # b v
     total = sums[:, -1:]
     if not bool(((total > 0) & total.isfinite()).all()):
-        raise ValueError(
+        raise NotFinite(
             "draw needs weights that are finite, non-negative and not all 0 in every row"
         )
     v = weights.shape[-1]

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from drafttrain.decoding.plan import TUNED, Plan
+from drafttrain.decoding.plan import TUNED, UNKEPT, Plan
 from drafttrain.target.change import words
 from drafttrain.target.fingerprint import mode_settings
 from drafttrain.target.naming import HUB_IDS
@@ -42,6 +42,7 @@ _GUARANTEES = {
     "greedy": "the same tokens as the target's greedy decoding",
     "distribution": "the same distribution as sampling from the target",
     "approximate": "none: the text may differ from the target's",
+    UNKEPT: "none: the text was seen to differ from the target's",
 }
 
 _BORROWED = "embedding and output head are the target's and are not in this package."

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drafttrain.checks import path_of
+from drafttrain.checks import is_count, path_of
 from drafttrain.errors import InputError
 from drafttrain.packaging.checking import some
 from drafttrain.packaging.manifest import (
@@ -254,7 +254,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST
+    return is_count(value, _MOST)
 
 
 def _is_pair(value: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +11,10 @@ from torch import Tensor
 
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
-from drafttrain.drafter.standalone import Standalone, trained_vocabulary
+from drafttrain.drafter.standalone import Standalone
 from drafttrain.errors import InputError
+from drafttrain.files import json_text
+from drafttrain.nn.spoilt import SPOILT, spoilt
 from drafttrain.packaging.card import REQUIREMENTS, card, generate_file
 from drafttrain.packaging.checking import some
 from drafttrain.packaging.decoding import write_plan
@@ -49,14 +50,12 @@ LICENCES = {"smollm2": "Apache-2.0"}
 def tensors_of(drafter: Drafter, target: Target, dtype: str) -> dict[str, Tensor]:
     """A drafter's own tensors as they are stored.
 
-    Raises: InputError for weights that are not finite; ValueError for a copy of the target's.
+    Raises: InputError for weights that are not finite; ValueError for the target's own.
     """
     tensors = {name: _kept(tensor, dtype) for name, tensor in owned(drafter).items()}
     _refuse_odd(tensors, "drafter")
-    trained = trained_vocabulary(drafter)
     for name, tensor in owned(drafter).items():
-        if name not in trained:
-            _refuse_borrowed(name, tensor, target)
+        _refuse_borrowed(name, tensor, target)
     return tensors
 
 
@@ -99,24 +98,19 @@ def _kept(tensor: Tensor, dtype: str) -> Tensor:
 
 
 def _refuse_odd(tensors: Mapping[str, Tensor], what: str) -> None:
-    bad = [
-        name
-        for name, tensor in tensors.items()
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
-    ]
+    bad = spoilt(tensors)
     if bad:
-        raise InputError(
-            f"the {what} holds NaN or infinite weights in {some(bad)}: it is not packaged; train "
-            "it again"
-        )
+        raise InputError(f"{SPOILT} {some(bad)} of the {what}: it is not packaged; train it again")
 
 
 def _refuse_borrowed(name: str, tensor: Tensor, target: Target) -> None:
+    """By whose memory it is: a weight of the drafter's own may have the target's values, as before
+    its first update."""
     lent = [target.embedding.weight]
     if target.output is not None:
         lent.append(target.output.weight)
     for one in lent:
-        if tensor.shape == one.shape and torch.equal(tensor.to(one), one):
+        if tensor.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() != 0:
             raise ValueError(
                 f"{name} is the target's own embedding or head: it is borrowed, not packaged"
             )
@@ -218,7 +212,3 @@ def texts_of_plan(
 ) -> dict[str, str]:
     """The files that say how a package decodes."""
     return {DECODING: write_plan(plan), CARD: card(config, metrics, plan, as_model=as_model)}
-
-
-def json_text(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

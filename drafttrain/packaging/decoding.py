@@ -8,13 +8,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from drafttrain.checks import is_count
 from drafttrain.decoding import rules
 from drafttrain.decoding.plan import Plan
-from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.checking import check_keys
@@ -23,6 +23,9 @@ from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.files import read_yaml
 from drafttrain.tree.forest import Forest
 from drafttrain.tree.topology import MOST_NODES, Growth, Tree, check_size
+
+if TYPE_CHECKING:
+    from drafttrain.drafter.base import Drafter
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ budget: {{nodes: {nodes}, depth: {depth}}}
 policy: {{temperature: {temperature!r}, top_k: {top_k}, top_p: {top_p!r}{more}}}
 # auto: drafts are made as suits the rule, drawn whenever the temperature is above 0 if that is \
 auto too; the rule is
-# the exact one that fits them. Another rule is given by its name: ratio, block, multi_step, \
+# the exact one that fits them. Another rule is given by its name: block, ratio, multi_step, \
 one_hot, k_seq, ...
 sampled: {sampled}
 rule: {rule}
@@ -135,7 +138,7 @@ def _plan(found: Any) -> Plan:
     check_keys(found["policy"], _POLICY, "policy", optional=_MORE_POLICY)
     tree = tree_of(found["tree"])
     for name, own in (("nodes", tree.size), ("depth", tree.max_depth)):
-        if not _is_count(found["budget"][name]) or found["budget"][name] < own:
+        if not is_count(found["budget"][name]) or found["budget"][name] < own:
             raise InputError(
                 f"budget.{name} is {found['budget'][name]!r}, the tree has {own}: they must fit "
                 "together"
@@ -180,7 +183,7 @@ def tree_of(value: Any) -> Growth:
     found: Growth | None = None
     if isinstance(value, str):
         found = _from_text(value)
-    elif _is_count(value):
+    elif is_count(value):
         check_size(value)
         found = Tree.chain(value)
     elif isinstance(value, dict):
@@ -255,7 +258,7 @@ def _from_paths(paths: list[Any]) -> Growth:
     check_size(len(paths))
     for path in paths:
         listed = isinstance(path, list | tuple) and len(path) <= MOST_NODES
-        if not listed or not all(map(_is_count, path)):
+        if not listed or not all(map(is_count, path)):
             raise InputError(
                 f"tree: {str(path)[:80]} is not a path, such as [0, 1] for the second child of the "
                 "first"
@@ -288,10 +291,6 @@ def as_filled(trees: Iterable[Growth], drafter: Drafter) -> list[Growth]:
     return list(
         dict.fromkeys(fit(Plan(tree), drafter, tree.title).tree for tree in trees if tree.size)
     )
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _checked(tree: Growth) -> Growth:

@@ -98,8 +98,6 @@ def generate(model: Any, *, package: str | os.PathLike[str] | None = None, **arg
                 prompts,
                 max_new_tokens=limit,
                 plan=_plan(speculator.plan, policy),
-                # torch.manual_seed decides, as it does for transformers' own sampling.
-                seed=0 if policy.greedy else int(torch.randint(1 << 62, (1,))),
                 stop_ids=[] if end is None else end.tolist(),
                 ends=_ends(stopping_criteria, input_ids),
                 listener=None if streamer is None else lambda _row, ids, _kept: _put(streamer, ids),
@@ -108,7 +106,27 @@ def generate(model: Any, *, package: str | os.PathLike[str] | None = None, **arg
             streamer.end()
         return _answer(input_ids, [output.ids for output in outputs], generation_config)
 
-    return model.generate(custom_generate=decode, **arguments)
+    with _given_tokenizer(model, arguments.get("tokenizer")):
+        return model.generate(custom_generate=decode, **arguments)
+
+
+@contextlib.contextmanager
+def _given_tokenizer(model: Any, tokenizer: Any) -> Iterator[None]:
+    """The tokenizer that stop strings are read with, wherever they are set: for a callable
+    transformers drops it before it makes the criteria."""
+    if tokenizer is None:
+        yield
+        return
+    made = model._get_stopping_criteria
+
+    def with_tokenizer(*given: Any, **named: Any) -> Any:
+        return made(*given, **{**named, "tokenizer": tokenizer})
+
+    model._get_stopping_criteria = with_tokenizer
+    try:
+        yield
+    finally:
+        del model._get_stopping_criteria
 
 
 def _refuse_arguments(arguments: dict[str, Any]) -> None:
@@ -129,7 +147,7 @@ def _check_context(speculator: Speculator, longest: int, limit: int) -> None:
     if longest + limit > context:
         raise InputError(
             f"a prompt of {longest} tokens and {limit} new ones exceed the target's context of "
-            f"{context}: lower max_new_tokens"
+            f"{speculator.target.context_words}: lower max_new_tokens"
         )
 
 

@@ -24,13 +24,12 @@ import inspect
 import json
 import os
 import re
-import shlex
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from torch import Tensor
 
-from drafttrain.checks import path_of
+from drafttrain.checks import is_count, pasted, path_of
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.standalone import owns_all
 from drafttrain.errors import InputError
@@ -144,7 +143,7 @@ def _check_folder(folder: Path) -> None:
         if (folder / EXPORTED).is_file():
             hint = (
                 "it is an export for an engine; give the package it was made from, or make one of "
-                f"it: python -m drafttrain.adopt head={shlex.quote(str(folder))} out=<new folder>"
+                f"it: python -m drafttrain.adopt {pasted('head', folder)} out=<new folder>"
             )
         raise InputError(f"{folder} is not a package, it lacks {', '.join(lacking)}: {hint}")
 
@@ -253,20 +252,22 @@ def parameter_count(config: dict[str, Any]) -> int | None:
     found = [config["shape"]["parameters"]]
     if "adapter" in config:
         found.append(config["adapter"]["parameters"])
-    return sum(found) if all(_count(number) for number in found) else None
+    return sum(found) if all(is_count(number) for number in found) else None
 
 
 def training_of(config: dict[str, Any]) -> tuple[float | None, int | None]:
     """Seconds that training took, without the decoding of held-out prompts in between; supervised
     tokens that were read, those of every epoch counted. Of several fits the sum, those that only
-    marked rows counted. Both are 0 where nothing was learned, None where they were not recorded."""
+    marked rows counted. Where nothing was learned, the seconds of a search, or 0; None where they
+    were not recorded."""
+    noted = config["training"].get("training")
+    noted = noted if isinstance(noted, dict) else {}
     if (
         not class_of(config["drafter"]["_target_"], CONFIG).learns
         and not config["shape"]["parameters"]
     ):
-        return 0.0, 0
-    noted = config["training"].get("training")
-    noted = noted if isinstance(noted, dict) else {}
+        searched = noted.get("search_seconds")
+        return float(searched) if _amount(searched) else 0.0, 0
     fits, marking = noted.get("members"), noted.get("marking", [])
     fits = [*fits, *marking] if isinstance(fits, list) and isinstance(marking, list) else [noted]
     each = [_cost_of(fit if isinstance(fit, dict) else {}) for fit in fits]
@@ -283,11 +284,7 @@ def _cost_of(fit: dict[str, Any]) -> tuple[float | None, int | None]:
     seconds, tokens, aside = (fit.get(name) for name in names)
     if _amount(seconds) and _amount(aside):
         seconds = max(0.0, seconds - aside)
-    return float(seconds) if _amount(seconds) else None, tokens if _count(tokens) else None
-
-
-def _count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return float(seconds) if _amount(seconds) else None, tokens if is_count(tokens) else None
 
 
 def _amount(value: Any) -> TypeGuard[float]:

@@ -17,6 +17,7 @@ from drafttrain.checks import path_of
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
+from drafttrain.nn.spoilt import SPOILT, spoilt
 from drafttrain.packaging.checking import some
 from drafttrain.packaging.decoding import read_plan
 from drafttrain.packaging.manifest import (
@@ -334,15 +335,9 @@ def _corpus_ids(
 
 
 def _refuse_odd(tensors: dict[str, Tensor], path: Path) -> None:
-    bad = [
-        name
-        for name, tensor in tensors.items()
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
-    ]
+    bad = spoilt(tensors)
     if bad:
-        raise InputError(
-            f"{path}: NaN or infinite values in {some(bad)}: the package is damaged, get it again"
-        )
+        raise InputError(f"{path}: {SPOILT} {some(bad)}: the package is damaged, get it again")
 
 
 def _compare(found: dict[str, Any], expected: dict[str, Any], path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from typing import Any
 
 from drafttrain.drafter.base import Drafter
@@ -21,20 +20,11 @@ _LISTS = ("Sequence[", "list[", "tuple[")
 
 
 def json_types_of(kind: type[Drafter]) -> dict[str, tuple[type, ...]]:
-    """What a class of drafters takes apart from the target: the fields of its `Config`, or, without
-    one, what its constructor takes.
+    """What a class of drafters takes apart from the target: the fields of its `Config`.
 
     Returns: of each the types that its value has in JSON; () where the class itself checks it.
     """
-    config = getattr(kind, "Config", None)
-    if config is not None and dataclasses.is_dataclass(config):
-        return {field.name: _annotated(field.type) for field in dataclasses.fields(config)}
-    parameters = inspect.signature(kind.__init__).parameters
-    return {
-        name: _like(parameter.default)
-        for name, parameter in parameters.items()
-        if name not in ("self", "target") and parameter.kind is not parameter.VAR_KEYWORD
-    }
+    return {field.name: _annotated(field.type) for field in dataclasses.fields(kind.Config)}
 
 
 def _annotated(annotation: Any) -> tuple[type, ...]:
@@ -42,15 +32,6 @@ def _annotated(annotation: Any) -> tuple[type, ...]:
     if name.startswith(_LISTS) and name.endswith("]"):
         return (list,)
     return _PLAIN.get(name, ())
-
-
-def _like(default: Any) -> tuple[type, ...]:
-    """The types of a setting with that default."""
-    if default is inspect.Parameter.empty or default is None:
-        return ()
-    if isinstance(default, tuple):
-        return (list,)
-    return (int, float) if isinstance(default, float) else (type(default),)
 
 
 def checked_settings(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from torch import Tensor
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.standalone import Standalone
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, refuse_full_disk, writing
+from drafttrain.files import even_modes, new_folder
 from drafttrain.packaging.checking import some
 from drafttrain.packaging.contents import (
     config_of,
@@ -106,23 +107,34 @@ def _check_given(dtype: str, metrics: Any) -> None:
 def _write(folder: Path, texts: Mapping[str, str], files: Mapping[str, dict[str, Tensor]]) -> None:
     """Everything into a scratch folder, onto the disk, and then into its place."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    refuse_full_disk(
+        folder.parent,
+        sum(_bytes(tensor) for held in files.values() for tensor in held.values()),
+        what=f"package {folder}",
+        remedy="Free some space, or give a folder on another disk (a run: resume=last)",
+    )
+    scratch = new_folder(folder.parent, folder.name)
     try:
         for name in {str(Path(name).parent) for name in (*texts, *files)} - {"."}:
             (scratch / name).mkdir()
         for name, held in files.items():
-            save_file(held, scratch / name, metadata={"format": "pt"})
+            with writing(folder / name, sum(map(_bytes, held.values()))):
+                save_file(held, scratch / name, metadata={"format": "pt"})
         for name, text in texts.items():
-            (scratch / name).write_text(text, encoding="utf-8")
+            with writing(folder / name):
+                (scratch / name).write_text(text, encoding="utf-8")
         for name in (*texts, *files):
-            with (scratch / name).open("rb") as file:
+            with writing(folder / name), (scratch / name).open("rb") as file:
                 os.fsync(file.fileno())
-            (scratch / name).chmod(0o644)
-        scratch.chmod(0o755)
+        even_modes(scratch)
         check_place(folder)
         _put(scratch, folder)
     finally:
         _remove(scratch)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def change_plan(folder: str | os.PathLike[str], plan: Plan) -> None:
@@ -142,7 +154,7 @@ def change_plan(folder: str | os.PathLike[str], plan: Plan) -> None:
             # to elsewhere.
             with scratch.open("x", encoding="utf-8") as file:
                 file.write(text)
-            scratch.chmod(0o644)
+            even_modes(folder, scratch.name)
             scratch.replace(folder / name)
         except OSError as error:
             raise InputError(f"{folder / name} cannot be written: {error.strerror}") from error
@@ -225,7 +237,7 @@ def _put(scratch: Path, folder: Path) -> None:
     until the new one is there."""
     old = None
     if folder.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
+        old = new_folder(folder.parent, f"{folder.name}-old")
         old.rmdir()  # some systems do not rename onto a folder that exists
     try:
         if old is not None:
@@ -237,6 +249,23 @@ def _put(scratch: Path, folder: Path) -> None:
         raise
     if old is not None:
         _remove(old)
+
+
+def clear_left(folder: Path) -> None:
+    """Remove what a writer of a package that was killed left next to it; an earlier package that it
+    had moved away and not yet replaced is put back.
+
+    Only for a folder that no other process can be writing to.
+    """
+    names = re.compile(rf"\.{re.escape(folder.name)}-(old-)?[a-z0-9_]{{8}}")
+    for left in sorted(folder.parent.glob(f".{folder.name}-*")):
+        if not names.fullmatch(left.name) or left.is_symlink() or not left.is_dir():
+            continue
+        with contextlib.suppress(OSError):
+            if "-old-" in left.name and is_package(left) and not folder.exists():
+                left.rename(folder)
+            else:
+                _remove(left)
 
 
 def _remove(folder: Path) -> None:

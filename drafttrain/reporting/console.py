@@ -75,15 +75,6 @@ def amount(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def room(size: float) -> str:
-    """Bytes as 512 bytes, 3.2 MB or 1.05 TB."""
-    units = ["bytes", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1000
-        units.pop(0)
-    return f"{size:.0f} bytes" if units[0] == "bytes" else f"{size:.3g} {units[0]}"
-
-
 def track(
     iterable: Iterable[T],
     *,
@@ -92,6 +83,7 @@ def track(
     size: Callable[[T], float] = lambda _: 1,
     total: float | None = None,
     interval: float = 10.0,
+    after: float = 0.0,
     out: Console | None = None,
 ) -> Iterator[T]:
     """Yield the items of `iterable` and show count, rate and time left, on rank 0 only, on stderr.
@@ -102,13 +94,14 @@ def track(
         unit: what is counted.
         size: how many of them an item is.
         total: of all items; by itself the number of items, where that is known.
+        after: seconds before anything is shown; what ends sooner shows nothing.
     """
     if rank() != 0:
         yield from iterable
         return
     if total is None and isinstance(iterable, Sized):
         total = len(iterable)
-    shown = _Tracked(description, unit, total, interval, out or console(stderr=True))
+    shown = _Tracked(description, unit, total, interval, after, out or console(stderr=True))
     try:
         for item in iterable:
             yield item
@@ -117,25 +110,48 @@ def track(
         shown.stop()
 
 
+def reading(rows: Iterable[T]) -> Iterator[T]:
+    """Rows of prompts as they are read or looked at; shown where that takes more than a second."""
+    return track(rows, description="reads prompts", unit="rows", after=1.0)
+
+
 class _Tracked:
     """What `track` shows: a live line in a terminal, else plain ones."""
 
     def __init__(
-        self, description: str, unit: str, total: float | None, interval: float, out: Console
+        self,
+        description: str,
+        unit: str,
+        total: float | None,
+        interval: float,
+        after: float,
+        out: Console,
     ) -> None:
         self._description, self._unit, self._total = description, unit, total
-        self._interval, self._out = interval, out
+        self._interval, self._after, self._out = interval, after, out
         self._rate = Rate()
-        self._began = self._said = time.monotonic()
+        self._began = time.monotonic()
+        self._said = self._began + (after - interval if after else 0.0)
         self._live: Progress | None = None
-        if out.is_terminal:
+        if not after:
+            self._start()
+
+    def _start(self) -> None:
+        if self._out.is_terminal and self._live is None:
             bar = BarColumn(bar_width=24)
-            self._live = Progress(bar, TextColumn("{task.fields[line]}"), console=out)
-            self._task = self._live.add_task("", total=total, line=description)
+            self._live = Progress(bar, TextColumn("{task.fields[line]}"), console=self._out)
+            self._task = self._live.add_task("", total=self._total, line=self._description)
             self._live.start()
+
+    @property
+    def _waits(self) -> bool:
+        return time.monotonic() - self._began < self._after
 
     def add(self, count: float) -> None:
         self._rate.add(count)
+        if self._waits:
+            return
+        self._start()
         if self._live:
             self._live.update(self._task, completed=self._rate.count, line=self._line())
         elif time.monotonic() - self._said >= self._interval:
@@ -145,7 +161,7 @@ class _Tracked:
     def stop(self) -> None:
         if self._live:
             self._live.stop()
-        elif self._rate.count:
+        elif self._rate.count and not self._waits:
             took = time.monotonic() - self._began
             count = f"{int(self._rate.count)} {self._unit}"
             self._print(_joined(self._description, count, f"in {clock(took)}"))

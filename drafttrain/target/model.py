@@ -20,6 +20,7 @@ from drafttrain.errors import InputError
 from drafttrain.flow import Features, Needs, Packing, PartialPass
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.causal import CausalLM
+from drafttrain.nn.probing import probe
 from drafttrain.nn.stack import Stack
 from drafttrain.target import fingerprint
 from drafttrain.target.lowrank import Adapter
@@ -56,7 +57,7 @@ class Target(CausalLM):
         """The part of its weights that joint training added; None for a target as it was loaded."""
         self.original: Target | None = None
         """The target that it was tuned from."""
-        self.probe()
+        probe(self)
         self._fingerprint: dict[str, str] | None = None
 
     # Facts ----------------------------------------------------------------------------------------
@@ -120,19 +121,13 @@ class Target(CausalLM):
         del lengths
         with self._capture(needs.layers) as layers:
             ids = input_ids.to(self.device)
-            if packing is None:
-                hidden = self.base(input_ids=ids, use_cache=False).last_hidden_state
-            else:
-                hidden = self.full_pass(ids, packing.to(self.device))
+            hidden = self.full_pass(ids, packing and packing.to(self.device))
         return Features(last_hidden=hidden if needs.last_hidden else None, layers=dict(layers))
 
     def hidden(self, input_ids: Tensor) -> Tensor:
         """(b s) int64 -> (b s d), the last hidden state of the same pass, differentiable where
         gradients are on."""
-        out: Tensor = self.base(
-            input_ids=input_ids.to(self.device), use_cache=False
-        ).last_hidden_state
-        return out
+        return self.full_pass(input_ids.to(self.device))
 
     @torch.inference_mode()
     def step(

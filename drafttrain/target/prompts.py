@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from drafttrain.checks import path_of
-from drafttrain.data.conversations import MANIFEST, ConversationSet, check_vocabulary, read_set
-from drafttrain.data.datamodule import BUILTIN, set_folder
+from drafttrain.data.conversations import (
+    HELD_OUT,
+    MANIFEST,
+    ConversationSet,
+    check_vocabulary,
+    read_set,
+)
+from drafttrain.data.datamodule import BUILTIN, set_folder, words_of
 from drafttrain.data.prompts import (
     PromptFile,
     Prompts,
     Skipped,
+    Watch,
     by_reason,
     nothing_left,
     some,
     unread_columns,
+    unwatched,
 )
 from drafttrain.data.template import ChatPieces
 from drafttrain.errors import InputError
 from drafttrain.target import fingerprint
 from drafttrain.target.model import Target, outside
+from drafttrain.target.turns import Turn, later_turns, turn_words
 
 
 @dataclass
@@ -32,52 +41,121 @@ class Source:
     data: ConversationSet | None = None
     prompts: Prompts | None = None
     left_out: list[str] = field(default_factory=list)
+    by_turn: list[int] = field(default_factory=list)
+    """Of every prompt that `ids` gave, the turn of its conversation."""
+    turns_left_out: int = 0
+    """Later turns that `ids` did not give."""
+    watch: Watch = unwatched
+    """Shows rows to a person as they are read."""
 
     @property
     def name(self) -> str:
         """The label without folders, which are of no interest elsewhere."""
         return self.label if self.label.startswith(BUILTIN) else Path(self.label).name
 
-    def ids(self, target: Target, limit: int | None, say: Callable[[str], None]) -> list[list[int]]:
+    def ids(
+        self,
+        target: Target,
+        limit: int | None,
+        say: Callable[[str], None],
+        *,
+        turns: int | None = 1,
+        answer: int = 128,
+    ) -> list[list[int]]:
         """Prompts as token ids, those that leave no room in the target's context left out and
-        counted.
+        counted. All first turns come first, then all second ones, and so on.
 
         Args:
             limit: at most this many; None takes all.
             say: prints what was left out.
+            turns: of a conversation, at most; None takes all. `by_turn` then has the turn of every
+                prompt, and `turns_left_out` what was not taken.
+            answer: tokens at most of an answer that the target writes to an earlier turn, where
+                the prompts come without answers.
 
         Raises: InputError if the set was written by another target, or if no prompt is left.
         """
-        if self.data is not None:
-            # A tuned target is asked what its original was asked.
-            own = (target.original or target).fingerprint
-            fingerprint.refuse_other(
-                self.data.manifest["target"]["fingerprint"], own, self.label, own=target.tokenizer
-            )
-            check_vocabulary(self.data, target.vocab_size, self.label)
-            found = [
-                (number, ids) for number, ids in enumerate(self.data.prompts(limit), start=1) if ids
-            ]
-            if not found:
-                raise InputError(
-                    f"{self.label} has no held-out conversations to decode from: give a file of "
-                    "prompts"
-                )
-        else:
-            assert self.prompts is not None
-            found = self._encoded(target, limit)
-        kept = [ids for _, ids in found if len(ids) < target.context]
+        found, later = (
+            self._of_file(target, limit, turns, answer)
+            if self.data is None
+            else self._of_set(target, limit, turns, say)
+        )
+        kept = [one for one in found if len(one[2]) < target.context]
         if len(kept) < len(found):
-            rows = [str(number) for number, ids in found if len(ids) >= target.context]
+            rows = [str(number) for number, _, ids in found if len(ids) >= target.context]
             self.left_out.append(
-                f"{len(rows)} prompts as long as the target's context of {target.context}: "
+                f"{len(rows)} prompts as long as the target's context of {target.context_words}: "
                 f"{', '.join(rows[:8])}"
             )
         if not kept:
             raise InputError(f"{self.label}: nothing to evaluate; {'; '.join(self.left_out)}")
+        self.by_turn = [turn for _, turn, _ in kept]
+        self.turns_left_out = later - sum(turn > 1 for turn in self.by_turn)
+        if later:
+            say(f"prompts by turn: {turn_words(self.by_turn)}")
+        if self.turns_left_out:
+            self.left_out.append(
+                f"{self.turns_left_out} later turns (past limit or turns, without room, or where "
+                "the template shows the earlier answer otherwise)"
+            )
         for reason in self.left_out:
             say(f"left out {reason}")
-        return kept
+        return [ids for *_, ids in kept]
+
+    def _of_set(
+        self, target: Target, limit: int | None, turns: int | None, say: Callable[[str], None]
+    ) -> tuple[list[Turn], int]:
+        """Turns of the held-out rows, and how many later ones there are."""
+        assert self.data is not None
+        # A tuned target is asked what its original was asked.
+        own = (target.original or target).fingerprint
+        fingerprint.refuse_other(
+            self.data.manifest["target"]["fingerprint"], own, self.label, own=target.tokenizer
+        )
+        check_vocabulary(self.data, target.vocab_size, self.label)
+        every = [one for one in self.data.asked() if one[2]]
+        found = [one for one in every if turns is None or one[1] <= turns][:limit]
+        if not found:
+            raise InputError(
+                f"{self.label} has no held-out conversations to decode from: give a file of prompts"
+            )
+        places = self.data.indices(HELD_OUT)
+        sources = self.data.by_source(places[number - 1] for number, *_ in found)
+        if sources:
+            say(f"{len(found)} held-out prompts{words_of(sources)}")
+        return found, sum(turn > 1 for _, turn, _ in every)
+
+    def _of_file(
+        self, target: Target, limit: int | None, turns: int | None, answer: int
+    ) -> tuple[list[Turn], int]:
+        """Turns of a file's rows, and how many later ones there are."""
+        assert self.prompts is not None
+        first = self._encoded(target, limit)
+        found = [(number, 1, ids) for number, ids in first]
+        found += self._later(target, first, limit, turns, answer)
+        later = sum(len(p.users) - 1 for _, p in self.prompts.rows if p is not None)
+        return found, later
+
+    def _later(
+        self,
+        target: Target,
+        first: list[tuple[int, list[int]]],
+        limit: int | None,
+        turns: int | None,
+        answer: int,
+    ) -> list[Turn]:
+        """Later turns of a file's rows, as far as the limit has room for any."""
+        assert self.prompts is not None
+        room = None if limit is None else limit - len(first)
+        if room == 0:
+            return []
+        prompts = {number: prompt for number, prompt in self.prompts.rows if prompt is not None}
+        rows = [
+            (number, replace(prompts[number], users=prompts[number].users[:turns]), ids)
+            for number, ids in first
+        ]
+        pieces = ChatPieces(target.tokenizer, target.stop_ids)
+        return later_turns(target, pieces, rows, answer=answer)[:room]
 
     def _encoded(self, target: Target, limit: int | None) -> list[tuple[int, list[int]]]:
         """The first turn of every row of a file."""
@@ -85,7 +163,7 @@ class Source:
         pieces = ChatPieces(target.tokenizer, target.stop_ids)
         found: list[tuple[int, list[int]]] = []
         refused = list(self.prompts.skipped)
-        for number, prompt in self.prompts.rows:
+        for number, prompt in self.watch(self.prompts.rows):
             if prompt is None or (limit is not None and len(found) == limit):
                 continue
             try:
@@ -113,13 +191,16 @@ class Source:
         return found
 
 
-def open_prompts(prompts: object, columns: dict[str, str | None]) -> Source:
+def open_prompts(
+    prompts: object, columns: dict[str, str | None], watch: Watch = unwatched
+) -> Source:
     """Read the prompts' file or set; needs no target.
 
     Args:
         prompts: `builtin:<name>` or the folder of a conversation set, whose held-out prompts are
             meant; or a file.
         columns: what that file's columns are called, where it is not as usual.
+        watch: shows rows to a person as they are read.
     Raises: InputError if it cannot be used.
     """
     if not isinstance(prompts, str) or not prompts.strip():
@@ -139,7 +220,7 @@ def open_prompts(prompts: object, columns: dict[str, str | None]) -> Source:
         raise InputError(
             f"prompts={prompts} does not exist: give {BUILTIN}smollm2, a conversation set or a file"
         )
-    found = PromptFile(path=str(path), columns=columns).read(None)
+    found = PromptFile(path=str(path), columns=columns).read(None, watch)
     if not found.rows:
         raise nothing_left(prompts, found)
-    return Source(prompts, prompts=found)
+    return Source(prompts, prompts=found, watch=watch)

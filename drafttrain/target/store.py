@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafttrain.checks import is_count
 from drafttrain.data.conversations import MANIFEST, sha256_of
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError
@@ -190,9 +191,9 @@ def digest_of(manifest: Mapping[str, Any]) -> str:
     return digest(json.dumps(said, sort_keys=True).encode())
 
 
-def is_count(value: Any) -> bool:
+def fits(value: Any) -> bool:
     """An integer that may count rows or tokens, or be a checksum of 32 bits?"""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32
+    return is_count(value, 1 << 32)
 
 
 def is_sha256(value: Any) -> bool:
@@ -245,6 +246,8 @@ class Store:
             [np.cumsum([0, *shard.lengths[:-1]]) for shard in self.shards]
         )
         self._maps: dict[int, dict[str, Tensor]] = {}
+        self._files: dict[int, tuple[tuple[int, int], int]] = {}
+        """Device, inode and size of each mapped file."""
 
     @property
     def bytes(self) -> int:
@@ -296,11 +299,11 @@ class Store:
         layers = said.get("layers")
         right = (
             set(said) == {"width", "last_hidden", "layers", "encoding"}
-            and is_count(said["width"])
+            and fits(said["width"])
             and said["width"] > 0
             and isinstance(said["last_hidden"], bool)
             and isinstance(layers, list)
-            and all(map(is_count, layers))
+            and all(map(fits, layers))
             and layers == sorted(set(layers))
             and (said["last_hidden"] or layers)
         )
@@ -323,11 +326,7 @@ class Store:
         right = (
             isinstance(rows, list) and isinstance(lengths, list) and len(rows) == len(lengths) > 0
         )
-        if (
-            not right
-            or not all(map(is_count, rows))
-            or not all(is_count(n) and n > 0 for n in lengths)
-        ):
+        if not right or not all(map(fits, rows)) or not all(fits(n) and n > 0 for n in lengths):
             raise self._damaged(f"rows and lengths of shard {number}")
         shard = Shard(number, tuple(rows), tuple(lengths))
         if said["file"] != shard.name:
@@ -389,10 +388,13 @@ class Store:
     def rows(self, tensor: str, rows: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
         """(n w) uint8 for each row: the bytes of its first n tokens, as views of the mapped files.
 
-        Raises: ValueError for what `check_data` would have refused.
+        Raises: ValueError for what `check_data` would have refused; InputError if a file was cut.
         """
         found = []
-        for place, n in zip(self._find(np.asarray(rows)).tolist(), lengths, strict=True):
+        places = self._find(np.asarray(rows))
+        for number in np.unique(self._shard_of[places[places >= 0]]).tolist():
+            self._refuse_cut(number)
+        for place, n in zip(places.tolist(), lengths, strict=True):
             if place < 0 or n > self._lengths[place]:
                 raise ValueError("a row, or a part of it, that the store does not hold")
             start = int(self._starts[place])
@@ -407,7 +409,8 @@ class Store:
             shard = self.shards[number]
             path, layout = self.path / shard.name, layout_of(shard, self.contents, self.stamp)
             try:
-                there = path.stat().st_size
+                status = path.stat()
+                there = status.st_size
                 if not path.is_file():
                     raise InputError(f"{path} is no file: {AGAIN}")
                 with path.open("rb") as file:
@@ -422,6 +425,7 @@ class Store:
                     f"{path} is damaged ({there} bytes instead of {layout.size}): {AGAIN}"
                 )
             raw = torch.from_file(str(path), shared=False, size=layout.size, dtype=torch.uint8)
+            self._files[number] = (status.st_dev, status.st_ino), layout.size
             self._maps[number] = {
                 name: raw[piece.start : piece.start + shard.tokens * piece.width].view(
                     shard.tokens, piece.width
@@ -429,6 +433,22 @@ class Store:
                 for name, piece in layout.pieces.items()
             }
         return self._maps[number]
+
+    def _refuse_cut(self, number: int) -> None:
+        """Raise InputError if a mapped file was made shorter since: to read what it has lost ends
+        the process. One that was removed or replaced can still be read."""
+        if number not in self._maps:
+            return
+        path, (file, size) = self.path / self.shards[number].name, self._files[number]
+        try:
+            now = path.stat()
+        except OSError:
+            return
+        if (now.st_dev, now.st_ino) == file and now.st_size < size:
+            raise InputError(
+                f"{path} is damaged (cut to {now.st_size} of {size} bytes while it is read): "
+                f"{AGAIN}"
+            )
 
     def verify(self, number: int) -> None:
         """Read a shard in full, once in a process.
@@ -449,6 +469,7 @@ class Store:
         chunk = max(1, (1 << 22) // self.contents.width)
         for name in self.contents.names:
             for start in range(0, shard.tokens, chunk):
+                self._refuse_cut(number)
                 values = self.decoded(
                     name, {part: found[start : start + chunk] for part, found in tensors.items()}
                 )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from drafttrain.checks import path_of, switch
 from drafttrain.data.datamodule import ConversationData, collate
 from drafttrain.data.joining import laid_out
 from drafttrain.errors import InputError
@@ -22,6 +24,21 @@ from drafttrain.target.model import Target
 from drafttrain.target.store import Contents, Store
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoredConfig:
+    """Settings of `StoredFeatures`."""
+
+    path: Path | str
+    """The store's folder."""
+    verify: bool = True
+    """Read every byte of the rows' shards before the first batch; otherwise features are looked at
+    as they are read, and only for values that are not finite."""
+
+    def __post_init__(self) -> None:
+        path_of("features.path", self.path)
+        switch("features.verify", self.verify)
+
+
 class StoredFeatures:
     """The features of a data set's rows, as a store holds them.
 
@@ -32,13 +49,13 @@ class StoredFeatures:
         target: the frozen model that made the store, in the same dtype.
         needs: what the drafter reads.
         data: the rows; a batch's `row_ids` are numbers of rows in its set.
-        path: the store's folder.
-        verify: read every byte of the rows' shards before the first batch; otherwise features are
-            looked at as they are read, and only for values that are not finite.
         groups, spill_dir, shared: what a source that computes needs; not read here.
+        settings: the fields of `Config`.
     Raises: InputError for a store of another target or set, one that lacks rows or layers, or is
     damaged.
     """
+
+    Config = StoredConfig
 
     def __init__(
         self,
@@ -46,15 +63,14 @@ class StoredFeatures:
         needs: Needs,
         *,
         data: ConversationData,
-        path: Path | str,
-        verify: bool = True,
         groups: Sequence[Sequence[int]] | None = None,
         spill_dir: Path | str | None = None,
         shared: bool = False,
+        **settings: Any,
     ) -> None:
         del groups, spill_dir, shared
-        if not isinstance(verify, bool):
-            raise InputError(f"features.verify={verify}: needs true or false")
+        config = StoredConfig(**settings)
+        path, verify = config.path, config.verify
         self.target, self.needs = target, needs
         self.verified = verify
         self.store = Store(path)

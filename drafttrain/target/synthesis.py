@@ -8,80 +8,18 @@ another shape are rounded otherwise, and near ties are decided otherwise.
 from __future__ import annotations
 
 import functools
-import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 
-from drafttrain.checks import integer, shown
 from drafttrain.data.conversations import Journal, Row
 from drafttrain.data.shapes import Prompt
-from drafttrain.data.template import REASONING_END, ChatPieces
-from drafttrain.errors import InputError
+from drafttrain.data.template import REASONING_END, ChatPieces, text_ids
+from drafttrain.errors import InputError, NotFinite
+from drafttrain.nn import finite
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import generation
 from drafttrain.target.generation import Script, Segment
 from drafttrain.target.model import Target, outside
-
-
-@dataclass(frozen=True, kw_only=True)
-class SynthesisConfig:
-    """How conversations are written. Defaults are in conf/synthesize.yaml."""
-
-    temperatures: list[float]
-    """Each row's answers take one of these, drawn with the row's seed; repeat a value to weight
-    it."""
-    top_k: int
-    top_p: float
-    max_answer: int
-    """Tokens per answer, the end token included."""
-    max_length: int
-    """Tokens per conversation; a row is closed before it would be longer."""
-    turns: list[int]
-    """Answers per self-written conversation, drawn like the temperature."""
-    user: Policy
-    """How the target writes user turns."""
-    max_user: int
-    """Tokens per self-written user turn; one that does not end by then drops the row."""
-    system: str | None
-    """System text of self-written conversations; None leaves it to the template."""
-    seed: int
-
-    def __post_init__(self) -> None:
-        if isinstance(self.user, dict):
-            if odd := sorted(set(self.user) - {"temperature", "top_k", "top_p"}):
-                raise InputError(
-                    f"writing.user has no setting {shown(odd[0])}: synthesis takes temperature, "
-                    "top_k and top_p"
-                )
-            object.__setattr__(self, "user", Policy(**self.user))
-        if not isinstance(self.user, Policy):
-            raise InputError(
-                f"writing.user={shown(self.user)}: needs writing.user.temperature, .top_k and "
-                ".top_p"
-            )
-        if not self.user.only_cuts:
-            raise InputError(
-                f"writing.user is {self.user}: synthesis takes temperature, top_k and top_p"
-            )
-        for name in ("temperatures", "turns"):
-            values = getattr(self, name)
-            if (
-                not isinstance(values, list)
-                or not values
-                or not all(type(v) in (int, float) for v in values)
-            ):
-                raise InputError(
-                    f"writing.{name}={shown(values)}: needs a list of at least one number"
-                )
-        if not all(type(turns) is int and turns >= 1 for turns in self.turns):
-            raise InputError(f"writing.turns={shown(self.turns)}: needs integers of at least 1")
-        for name, least in (("max_answer", 1), ("max_user", 1), ("max_length", 8)):
-            integer(f"writing.{name}", getattr(self, name), least)
-        integer("writing.seed", self.seed, 0, (1 << 63) - 1)
-        if self.system is not None and not isinstance(self.system, str):
-            raise InputError(f"writing.system={shown(self.system)}: needs text, or null")
-        for temperature in self.temperatures:
-            Policy(temperature, self.top_k, self.top_p)
+from drafttrain.target.writing import SynthesisConfig
 
 
 def is_reproducible(dtype: str) -> bool:
@@ -99,18 +37,24 @@ def reproducibility(dtype: str) -> str:
     )
 
 
-def check(target: Target, config: SynthesisConfig) -> ChatPieces:
-    """Raise InputError if this target cannot write conversations of these settings."""
+def check(
+    target: Target, config: SynthesisConfig, prompts: Iterable[Prompt | None] = (None,)
+) -> ChatPieces | None:
+    """Raise InputError if this target cannot write to such prompts with these settings. Returns the
+    pieces of its chat template; None where only texts are continued."""
     if config.max_length > target.context:
         raise InputError(
-            f"max_length {config.max_length} is beyond the target's context of {target.context}"
+            f"max_length {config.max_length} is beyond the target's context of "
+            f"{target.context_words}"
         )
+    if any(prompt is not None and prompt.read is not None for prompt in prompts):
+        return None
     return ChatPieces(target.tokenizer, target.stop_ids)
 
 
 def synthesize(
     target: Target,
-    prompts: Iterator[tuple[int, Prompt | None]],
+    prompts: Iterable[tuple[int, Prompt | None]],
     config: SynthesisConfig,
     journal: Journal,
     *,
@@ -125,9 +69,10 @@ def synthesize(
             `is_reproducible`.
         report: called after every pass with rows finished and ids written so far.
     """
-    pieces = check(target, config)
+    prompts = list(prompts)
+    pieces = check(target, config, [prompt for _, prompt in prompts])
     writer = _Writer(target, pieces, config, journal)
-    scripts = ((writer.script(row, prompt), writer.chance(row, "words")) for row, prompt in prompts)
+    scripts = ((writer.script(row, prompt), config.chance(row, "words")) for row, prompt in prompts)
     written = 0
     for count in generation.run(target, scripts, slots=slots, capacity=config.max_length):
         written += count
@@ -136,28 +81,27 @@ def synthesize(
 
 class _Writer:
     def __init__(
-        self, target: Target, pieces: ChatPieces, config: SynthesisConfig, journal: Journal
+        self, target: Target, pieces: ChatPieces | None, config: SynthesisConfig, journal: Journal
     ) -> None:
-        self.target, self.pieces, self.config, self.journal = target, pieces, config, journal
+        self.target, self.config, self.journal = target, config, journal
+        self._pieces = pieces
         self.done = 0
 
-    def chance(self, row: int, purpose: str) -> random.Random:
-        return random.Random(f"{self.config.seed}/{row}/{purpose}")
+    @property
+    def pieces(self) -> ChatPieces:
+        """Of the chat template, which conversations need."""
+        assert self._pieces is not None
+        return self._pieces
 
     def script(self, row: int, prompt: Prompt | None) -> Script:
-        choose = self.chance(row, "choices")
-        temperature = choose.choice(self.config.temperatures)
+        temperature, answers = self.config.drawn(row)
         policy = Policy(temperature, self.config.top_k, self.config.top_p)
         ids: list[int] = []
         spans: list[tuple[int, int]] = []
         finish: list[str] = []
         problem = ""
         try:
-            turns = (
-                self._self_talk(choose.choice(self.config.turns))
-                if prompt is None
-                else self._given(prompt)
-            )
+            turns = self._self_talk(answers) if prompt is None else self._given(prompt)
             lead: tuple[list[int], bool] | None = next(turns)
             while lead is not None:
                 read, by_user = lead
@@ -193,6 +137,8 @@ class _Writer:
                     break
         except InputError as error:
             problem = str(error)
+        except NotFinite as error:
+            raise finite.fault(self.target, error.ids, f"row {row}") from error
         except generation.Full:
             problem = f"conversation longer than max_length {self.config.max_length}"
         if spans:
@@ -229,6 +175,9 @@ class _Writer:
             yield user_to_answer, False
 
     def _given(self, prompt: Prompt) -> Iterator[tuple[list[int], bool]]:
+        if prompt.read is not None:
+            yield text_ids(self.target.tokenizer, prompt.users[0], prompt.read), False
+            return
         first, *rest = prompt.users
         pieces = self.pieces.given(prompt.arguments)
         yield pieces.first_prompt([*prompt.lead(), {"role": "user", "content": first}]), False

@@ -18,12 +18,14 @@ models' distributions miss of the target's. The procedure: `drafttrain.training.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from drafttrain.checks import integer, number
-from drafttrain.drafter.base import Drafter
-from drafttrain.drafter.standalone import Standalone
 from drafttrain.errors import InputError
 from drafttrain.tree.choice import SHARING
+
+if TYPE_CHECKING:
+    from drafttrain.drafter.base import Drafter
 
 MARKING = ("cross_fitted", "held_out", "fitted")
 REMOVAL = ("hard", "soft", "token")
@@ -101,11 +103,11 @@ class Boost:
 
     def check_kind(self, kind: type[Drafter]) -> None:
         """Raise InputError if drafters of this class cannot be fitted so."""
-        _refuse_silent(issubclass(kind, Standalone), kind.__name__)
+        _refuse_silent(kind)
 
     def check(self, drafter: Drafter) -> None:
         """Raise InputError if such drafters cannot be fitted so."""
-        _refuse_silent(isinstance(drafter, Standalone), type(drafter).__name__)
+        _refuse_silent(type(drafter))
         if self.removal != "token":
             return
         if not drafter.needs.last_hidden:
@@ -120,10 +122,12 @@ class Boost:
             )
 
 
-def _refuse_silent(writes: bool, name: str) -> None:
-    """Raise InputError for a drafter that writes no text by itself."""
-    if not writes:
+def _refuse_silent(kind: type[Drafter]) -> None:
+    """Raise InputError for drafters that write no text by themselves."""
+    from drafttrain.drafter.standalone import Standalone
+
+    if not issubclass(kind, Standalone):
         raise InputError(
-            f"boost: {name} is no language model that could match a text by itself: give "
+            f"boost: {kind.__name__} is no language model that could match a text by itself: give "
             "drafter=ssm, or boost=null"
         )

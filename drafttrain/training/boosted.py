@@ -16,6 +16,7 @@ from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.ensemble import Ensemble
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Needs
+from drafttrain.runs import masked
 from drafttrain.target.features import FeatureSource, LiveFeatures
 from drafttrain.target.model import Target
 from drafttrain.training.boost import Boost
@@ -79,7 +80,7 @@ def procedure_facts(
     """
     names = ("drafter", "draft_vocab", "init_from", "optim", "seed")
     ends = ("share_new_tokens", "nodes")  # of what is only measured at the end
-    return {
+    facts: dict[str, Any] = {
         "target": target.fingerprint,
         "data": data.set.digest,
         "rows": {
@@ -90,6 +91,7 @@ def procedure_facts(
         "boost": {name: value for name, value in config["boost"].items() if name not in ends},
         **{name: config[name] for name in names},
     }
+    return masked(facts)
 
 
 def note_member(run: Run, number: int, row: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ the old ones. They are read with `weights_only`, which runs no code of the file'
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
 import shutil
@@ -16,7 +17,6 @@ import signal
 import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,12 +25,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
-from drafttrain.checks import integer
-from drafttrain.data.conversations import write_atomic
+from drafttrain.checks import is_count
 from drafttrain.errors import InputError, writing
+from drafttrain.files import write_atomic
+from drafttrain.nn.spoilt import SPOILT, spoilt
+from drafttrain.packaging.checking import some
 from drafttrain.processes import rank
 from drafttrain.training.decode_callback import DecodeCallback
 from drafttrain.training.module import DraftModule
+from drafttrain.training.optim import MOMENTS
+from drafttrain.training.settings import CheckpointConfig
 
 _PARTS: dict[str, tuple[str, ...]] = {
     "weights": (),
@@ -48,21 +52,8 @@ _MOST_VALUES, _DEEPEST = 1 << 17, 64
 _MOST_BATCHES = 1 << 40
 """Of a run, which no number in a checkpoint exceeds."""
 LAST, BEST = "last.ckpt", "best.ckpt"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """When checkpoints are written and how many stay."""
-
-    every: int | None
-    """Updates between them; None writes one at each evaluation, and at the end."""
-    keep: int
-    """Numbered ones to keep in addition to last and best, the newest; a link costs no room while it
-    is the newest."""
-
-    def __post_init__(self) -> None:
-        integer("checkpoint.every", self.every, 1, null="one at each evaluation")
-        integer("checkpoint.keep", self.keep)
+NAMED = {"last": LAST, "best": BEST}
+"""What `resume` may name, and the file in the run's folder."""
 
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
@@ -175,6 +166,17 @@ def _is_plain(value: Any, *, tensors: bool) -> bool:
     return True
 
 
+def digest_of(weights: Mapping[str, torch.Tensor]) -> str:
+    """What identifies weights: of their names, shapes, dtypes and bytes."""
+    found = hashlib.sha256()
+    for name in sorted(weights):
+        weight = weights[name].detach().cpu().contiguous()
+        found.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
+        held: Any = weight.reshape(-1).view(torch.uint8).numpy()
+        found.update(held)
+    return found.hexdigest()
+
+
 def check_facts(state: Mapping[str, Any], path: Path) -> None:
     """Raise InputError unless a checkpoint says which run it is of."""
     _check_parts(state, path, ("facts", "settings"))
@@ -183,8 +185,24 @@ def check_facts(state: Mapping[str, Any], path: Path) -> None:
 def check_complete(state: Mapping[str, Any], path: Path) -> None:
     """Raise InputError unless a checkpoint holds all that a run goes on from."""
     _check_parts(state, path, _PARTS)
+    _check_counts(state, path)
+    held = state["weights"]
+    odd = [name for name in held if not (isinstance(name, str) and _is_numbers(held[name]))]
+    if odd:
+        raise InputError(
+            f"{path} holds weights that are no tensors ({some(odd)}): it is damaged, give another "
+            "one"
+        )
+    _check_optimiser(state, path)
+    odd = spoilt(tensors_of(state))
+    if odd:
+        raise InputError(f"{path}: {SPOILT} {some(odd)}: give another one")
+
+
+def _check_counts(state: Mapping[str, Any], path: Path) -> None:
     progress, keeper, decode = state["progress"], state["keeper"], state["decode"]
-    at = [_is_count(progress[name]) for name in ("position", "updates", "empty_windows")]
+    at = [is_count(progress[name]) for name in ("position", "updates", "empty_windows")]
+    at.append(is_count(progress.get("spoilt_windows", 0)))  # Earlier versions counted none.
     took = [_is_amount(progress[name]) for name in ("supervised", "seconds")]
     if not all((*at, *took)) or not progress["updates"] <= progress["position"] < _MOST_BATCHES:
         raise InputError(
@@ -193,16 +211,18 @@ def check_complete(state: Mapping[str, Any], path: Path) -> None:
         )
     best, at_update = keeper["best"], keeper["best_update"]
     found = (best is None and at_update is None) or (
-        _is_amount(best) and _is_count(at_update) and at_update <= progress["updates"]
+        _is_amount(best) and is_count(at_update) and at_update <= progress["updates"]
     )
-    if not (found and _is_count(keeper["without_progress"])):
+    digest = keeper.get("best_digest")  # Earlier versions noted none.
+    named = digest is None or isinstance(digest, str)
+    if not (found and named and is_count(keeper["without_progress"])):
         raise InputError(
             f"{path} says that its best was {str(keeper)[:120]}: it is damaged, give another one"
         )
     if decode is None:
         return
     never = decode["measured_at"] is None
-    counted = _is_count(decode["evaluations"]) and (never or _is_count(decode["measured_at"]))
+    counted = is_count(decode["evaluations"]) and (never or is_count(decode["measured_at"]))
     if not (
         counted
         and _is_amount(decode["seconds"])
@@ -213,8 +233,63 @@ def check_complete(state: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
+def _check_optimiser(state: Mapping[str, Any], path: Path) -> None:
+    """Raise InputError unless there are moments of every weight, as one update makes them."""
+    optimiser, updates = state["optimiser"], state["progress"]["updates"]
+    held, groups = optimiser.get("state"), optimiser.get("param_groups")
+    counted = isinstance(groups, list) and all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and all(map(is_count, group["params"]))
+        for group in groups
+    )
+    if not (isinstance(held, dict) and counted):
+        raise InputError(
+            f"{path} lacks optimiser: state, param_groups: it is damaged, give another one"
+        )
+    numbers = [number for group in groups for number in group["params"]] if updates else []
+    lacking = [
+        f"{name} of weight {number}"
+        for number in numbers
+        for name in MOMENTS
+        if not _is_numbers(_entry(held, number, name))
+    ]
+    if lacking:
+        raise InputError(
+            f"{path} lacks moments of the optimiser ({some(lacking)}): it is damaged, give "
+            "another one"
+        )
+    for number in numbers:
+        step = held[number]["step"]
+        if step.numel() != 1 or not 1 <= step.item() <= updates:
+            raise InputError(
+                f"{path} says that weight {number} was changed {str(step.tolist())[:40]} times in "
+                f"{updates} updates: it is damaged, give another one"
+            )
+
+
+def _entry(held: Mapping[Any, Any], number: object, name: str) -> object:
+    moments = held.get(number)
+    return moments.get(name) if isinstance(moments, dict) else None
+
+
+def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Weights and moments of a checkpoint, by names that people can read."""
+    found = {str(name): value for name, value in state["weights"].items()}
+    for number, moments in state["optimiser"]["state"].items():
+        own = moments.items() if isinstance(moments, dict) else ()
+        found |= {f"{name} of weight {number}": value for name, value in own}
+    return {name: value for name, value in found.items() if _is_numbers(value)}
+
+
+def _is_numbers(value: object) -> bool:
+    """Is it a tensor whose numbers can be read and compared?"""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and not (value.is_quantized or value.is_complex() or value.is_meta)
+        and not (value.is_floating_point() and value.dtype.itemsize == 1)
+    )
 
 
 def _is_amount(value: object) -> bool:
@@ -285,6 +360,8 @@ class Keeper(Callback):
         self.facts, self.settings = dict(facts or {}), dict(settings or {})
         self.best: float | None = None
         self.best_update: int | None = None
+        self.best_digest: str | None = None
+        """Of its weights, known to the process that writes."""
         self.without_progress = 0
         """Evaluations since the best one."""
         self._looked_at: int | None = None
@@ -387,14 +464,12 @@ class Keeper(Callback):
             and decode.measured_at == module.updates
             and self._looked_at != module.updates
         )
-        settled = module.closed and not (
-            self._busy or module.updating or module.stopped or module.finished or pending
-        )
+        settled = module.closed and not (self._busy or module.updating or module.stopped or pending)
         complete = rank() == 0 and isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
         if settled and complete and self._written != self._state_of(module):
             # What cannot be written now is reported after the update, where the complete run can
             # end on it.
-            with self._undivided(), contextlib.suppress(OSError, RuntimeError):
+            with self._undivided(), contextlib.suppress(OSError, RuntimeError, InputError):
                 self._write(trainer, module, LAST, together=False)
 
     def _save(self, trainer: Trainer, module: DraftModule) -> None:
@@ -417,6 +492,8 @@ class Keeper(Callback):
         weights = strategy.lightning_module_state_dict()
         optimiser = strategy.optimizer_state(trainer.optimizers[0])
         if rank() == 0:
+            if name == BEST:
+                self.best_digest = digest_of(weights)
             state = {
                 "weights": weights,
                 "optimiser": optimiser,
@@ -426,7 +503,13 @@ class Keeper(Callback):
                 "facts": self.facts,
                 "settings": self.settings,
             }
+            odd = spoilt(tensors_of(state))
+            if odd:
+                raise module.spoilt(
+                    f"{SPOILT} {some(odd)} after update {module.updates}: not written"
+                )
             write_checkpoint(self.folder / name, state)
+        module.kept = self.folder / name, module.updates
         self._written = self._state_of(module)
         if together:
             strategy.barrier("checkpoint")
@@ -435,7 +518,10 @@ class Keeper(Callback):
         if rank() != 0 or not self.config.keep:
             return
         self._link(LAST, f"update-{module.updates:08d}.ckpt")
-        numbered = sorted(self.folder.glob("update-*.ckpt"))
+        # By age: a run that goes on from an earlier place writes lower numbers again.
+        numbered = sorted(
+            self.folder.glob("update-*.ckpt"), key=lambda path: (path.stat().st_mtime_ns, path.name)
+        )
         for path in numbered[: -self.config.keep]:
             path.unlink()
 
@@ -464,9 +550,11 @@ class Keeper(Callback):
         return {
             "best": self.best,
             "best_update": self.best_update,
+            "best_digest": self.best_digest,
             "without_progress": self.without_progress,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best, self.best_update = state_dict["best"], state_dict["best_update"]
+        self.best_digest = state_dict.get("best_digest")
         self.without_progress = state_dict["without_progress"]

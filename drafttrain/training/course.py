@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from drafttrain.checks import integer, number, shown
-from drafttrain.data.datamodule import ConversationData, EpochSampler
-from drafttrain.data.sequences import PackedSampler
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch
+
+if TYPE_CHECKING:
+    from drafttrain.data.datamodule import ConversationData, EpochSampler
 
 PRECISIONS = ("32-true", "bf16-mixed")
 DDP, FSDP = "ddp", "fsdp"
@@ -85,6 +87,9 @@ class TrainerConfig:
     def sampler(self, data: ConversationData, *, seed: int, rank: int, world: int) -> EpochSampler:
         """This process's micro-batches. Raises InputError if an update would not hold the longest
         row."""
+        from drafttrain.data.datamodule import EpochSampler
+        from drafttrain.data.sequences import PackedSampler
+
         parts = self.accumulate * world
         if self.batch_rows is not None and self.batch_rows % parts:
             raise InputError(
@@ -172,6 +177,8 @@ class Stream:
         self.data, self.sampler, self.course = data, sampler, course
         self.position = 0
         """Where the next iteration starts."""
+        self.ended = False
+        """Is nothing left to train on, wherever that is?"""
 
     def __len__(self) -> int:
         if self.course.length is None:
@@ -184,6 +191,6 @@ class Stream:
         for place, (_, _, rows) in enumerate(
             self.sampler.from_step(epoch, first), start=self.position
         ):
-            if end is not None and place >= end:
+            if self.ended or (end is not None and place >= end):
                 return
             yield self.data.batch(rows)

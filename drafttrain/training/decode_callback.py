@@ -12,7 +12,6 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from drafttrain.checks import integer
 from drafttrain.data.datamodule import ConversationData
+from drafttrain.decoding.clock import STAGES
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
@@ -29,38 +28,7 @@ from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Tally
 from drafttrain.processes import rank, world_size
 from drafttrain.training.module import DraftModule, Source, over_processes
-
-STAGES = ("prefill", "draft", "verify", "host")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """How often and how much is decoded while training."""
-
-    every: int | None
-    """Updates between evaluations; None evaluates only at the end."""
-    prompts: int
-    """Held-out prompts to decode, shared out over the processes; 0 measures nothing."""
-    max_new_tokens: int
-    batch: int
-    """Prompts decoded at once."""
-    sim_rows: int
-    """Held-out rows for the teacher-forced estimates."""
-    speed_prompts: int
-    """Prompts decoded one by one, plainly and with drafts in turn, for `val/speedup`; 0 leaves it
-    out."""
-    speed_every: int | None
-    """Measure speed at every n-th evaluation and at the end; None is only at the end."""
-    patience: int | None
-    """Evaluations without a better val/tau after which the run ends; None never ends it."""
-
-    def __post_init__(self) -> None:
-        least = {"prompts": 0, "max_new_tokens": 1, "batch": 1, "sim_rows": 0, "speed_prompts": 0}
-        for name, low in least.items():
-            integer(f"eval.{name}", getattr(self, name), low)
-        never = {"every": "only at the end", "speed_every": "only at the end", "patience": "never"}
-        for name, null in never.items():
-            integer(f"eval.{name}", getattr(self, name), 1, null=null)
+from drafttrain.training.settings import EvalConfig
 
 
 def _show_nothing(metrics: Mapping[str, float | None], updates: int) -> None:
@@ -133,7 +101,7 @@ class DecodeCallback(Callback):
             pl_module.updates > 0 and self._due(pl_module) and self.measured_at != pl_module.updates
         )
         if self.caught_up:
-            self.measure(pl_module)
+            self.measure(pl_module, last=pl_module.finished)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

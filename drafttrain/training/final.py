@@ -7,94 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from drafttrain.checks import integer, shown
 from drafttrain.decoding.conditions import conditions, dtype_name
 from drafttrain.decoding.measure import Measurement, Watch, unwatched
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.samples import samples_of
 from drafttrain.decoding.speculator import Speculator
-from drafttrain.drafter.base import Drafter
-from drafttrain.drafter.heads import VocabularyHeads
-from drafttrain.errors import InputError
-from drafttrain.training.calibrate import check_calibrated
+from drafttrain.training.settings import FinalConfig
 from drafttrain.tree.topology import Growth
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinalConfig:
-    """What is measured at the end of a run, greedily."""
-
-    prompts: int
-    """Held-out prompts for acceptance."""
-    samples: int
-    """How many of their answers are kept as samples; they are held-out text, so they stay in the
-    run's folder."""
-    max_new_tokens: int
-    batch: int
-    acceptance: Mapping[str, Growth | None]
-    """Trees by name; None leaves one out."""
-    speed_prompts: int
-    """Held-out prompts for speed, decoded one by one, plainly and by each tree in turn."""
-    speed_new_tokens: int
-    speed: Mapping[str, Growth | None]
-    calibrated: Sequence[int] = ()
-    """Nodes of further trees for acceptance: the most likely paths, by the accuracy of the
-    drafter's heads on rows set aside."""
-    calibrated_speed: Sequence[int] = ()
-    """The same, for speed."""
-    change_rows: int = 32
-    """Held-out rows on which a target that was trained jointly is compared with the original; 0
-    compares none."""
-
-    def __post_init__(self) -> None:
-        least = {
-            "prompts": 0,
-            "samples": 0,
-            "max_new_tokens": 1,
-            "batch": 1,
-            "speed_prompts": 0,
-            "speed_new_tokens": 1,
-        }
-        for name, low in {**least, "change_rows": 0}.items():
-            integer(f"final.{name}", getattr(self, name), low)
-        for name in ("acceptance", "speed"):
-            trees = getattr(self, name)
-            if not isinstance(trees, Mapping):
-                raise InputError(f"final.{name}={trees}: needs trees by name, {{}} for none")
-            for label, tree in trees.items():
-                if not (tree is None or (isinstance(tree, Growth) and tree.size)):
-                    raise InputError(
-                        f"final.{name}.{label}={tree}: needs a tree that drafts something, or null "
-                        "to leave it out"
-                    )
-        for name in ("calibrated", "calibrated_speed"):
-            sizes = getattr(self, name)
-            if not isinstance(sizes, list | tuple) or not all(
-                type(size) is int and size >= 1 for size in sizes
-            ):
-                raise InputError(
-                    f"final.{name}={shown(sizes)}: needs a list of numbers of nodes, [] for none"
-                )
-
-    @property
-    def calibrates(self) -> bool:
-        return bool(self.calibrated or self.calibrated_speed)
-
-    def check(self, drafter: Drafter) -> None:
-        """Refuse before training what could not be measured after it."""
-        if self.calibrates and not isinstance(drafter, VocabularyHeads):
-            raise InputError(
-                f"final.calibrated: {type(drafter).__name__} has no heads whose accuracy could "
-                "make a tree; set final.calibrated and final.calibrated_speed to []. python -m "
-                "drafttrain.tune makes trees for any drafter"
-            )
-        for name in ("calibrated", "calibrated_speed"):
-            for size in getattr(self, name):
-                check_calibrated(size, drafter, f"final.{name}")
-        for table in ("acceptance", "speed"):
-            for name, tree in getattr(self, table).items():
-                if tree is not None:
-                    drafter.check(tree, f"final.{table}.{name}")
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,11 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
 from drafttrain.target.model import Target
 from drafttrain.training.boost import Boost
-from drafttrain.training.checkpoint import CheckpointConfig
 from drafttrain.training.course import TrainerConfig
-from drafttrain.training.decode_callback import EvalConfig
-from drafttrain.training.final import FinalConfig
 from drafttrain.training.joint import Joint
 from drafttrain.training.optim import AdamW
 from drafttrain.training.run import Run
+from drafttrain.training.settings import CheckpointConfig, EvalConfig, FinalConfig
 from drafttrain.training.skips import SkipSearch
 from drafttrain.tree.topology import Growth
 
@@ -56,7 +54,9 @@ class Job:
     """One fit, before it is prepared."""
 
     config: dict[str, Any]
-    """The run's configuration as plain values, as checkpoints and packages keep it."""
+    """The run's configuration as plain values."""
+    kept: dict[str, Any]
+    """The same as checkpoints and trackers keep it, without secrets."""
     settings: Settings
     run: Run
     target: Target

@@ -14,6 +14,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -23,9 +24,13 @@ from torch import Tensor
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError, first_line
 from drafttrain.flow import Batch, Features, Loss
+from drafttrain.nn.spoilt import SPOILT
 from drafttrain.processes import rank, world_size
 from drafttrain.training.course import Course
 from drafttrain.training.optim import AdamW
+
+MOST_SPOILT = 3
+"""Windows in a row whose gradient is not finite, after which a run ends."""
 
 
 class Source(Protocol):
@@ -83,6 +88,8 @@ class DraftModule(LightningModule):
         """Optimiser updates made."""
         self.empty_windows = 0
         """Windows without a supervised token, which made no update."""
+        self.spoilt_windows = 0
+        """Windows whose gradient was not finite on some process, which made no update."""
         self.supervised = 0.0
         """Supervised tokens seen by all processes together."""
         self.seconds_before = 0.0
@@ -93,9 +100,12 @@ class DraftModule(LightningModule):
         """Why the run ended early: "signal", "time" or "patience"."""
         self.just_updated = False
         """Did the last micro-batch close a window with an update?"""
+        self.kept: tuple[Path, int] | None = None
+        """The newest checkpoint of this run, and its updates."""
         self.sharding: Sharing | None = None
         """How processes share the drafter while they train it; None: each has all of it."""
         self._optimiser_state: dict[str, Any] | None = None
+        self._spoilt_in_a_row = 0
         self._began: float | None = None
         self._window = Sums()
         self._logged = Sums()
@@ -171,22 +181,22 @@ class DraftModule(LightningModule):
         optimiser = cast(torch.optim.Optimizer, self.optimizers())
         parameters = [p for p in self.parameters() if p.grad is not None]
         if not math.isfinite(loss):
-            raise InputError(
-                f"the loss of update {self.updates} is {loss} (rows of this process: "
-                f"{self._window.rows}): lower optim.lr, clip with optim.clip_norm, or look at "
-                "these rows; the last checkpoint is from before"
-            )
+            raise self.spoilt(f"the loss of update {self.updates} is {loss}{self._rows()}")
         if tokens > 0:
             # Gradients are a mean over processes of sums over tokens.
             scale = torch.distributed.get_world_size() / tokens if _several() else 1.0 / tokens
             torch._foreach_mul_([cast(Tensor, p.grad) for p in parameters], scale)
-            self.optim.clip(parameters)
-            for group in optimiser.param_groups:
-                group["lr"] = self.optim.lr * self.rate(self.updates) * group.get("factor", 1.0)
-            optimiser.step()
-            self.updates += 1
-            self.supervised += tokens
-            self.just_updated = True
+            norm = self.optim.norm(parameters)
+            if finite_everywhere(norm):
+                self.optim.clip(parameters, norm)
+                for group in optimiser.param_groups:
+                    group["lr"] = self.optim.lr * self.rate(self.updates) * group.get("factor", 1.0)
+                optimiser.step()
+                self.updates += 1
+                self.supervised += tokens
+                self.just_updated, self._spoilt_in_a_row = True, 0
+            else:
+                self._leave_out()
         else:
             self.empty_windows += 1
         optimiser.zero_grad()
@@ -196,6 +206,30 @@ class DraftModule(LightningModule):
         if stop or clocks:
             self.stopped = "signal" if stop else "time"
             self.trainer.should_stop = True
+
+    def _leave_out(self) -> None:
+        """No update from a gradient that is not finite; the end of the run after some in a row."""
+        self.spoilt_windows += 1
+        self._spoilt_in_a_row += 1
+        self.report({"train/spoilt_gradients": self.spoilt_windows})
+        if self._spoilt_in_a_row == MOST_SPOILT:
+            raise self.spoilt(
+                f"{SPOILT} the gradient of update {self.updates}, {MOST_SPOILT} times in a row"
+                f"{self._rows()}"
+            )
+
+    def _rows(self) -> str:
+        return f" (rows of this process: {self._window.rows})"
+
+    def spoilt(self, what: str) -> InputError:
+        """The error that ends a run whose numbers are no longer finite."""
+        kept = "no checkpoint was written before"
+        if self.kept is not None:
+            path, updates = self.kept
+            kept = f"the last good checkpoint is {path} of update {updates}"
+        return InputError(
+            f"{what}: lower optim.lr or optim.clip_norm in a new run, or look at the rows; {kept}"
+        )
 
     # The log --------------------------------------------------------------------------------------
     def _log_window(self) -> None:
@@ -311,6 +345,7 @@ class DraftModule(LightningModule):
             "position": self.closed * world_size(),
             "updates": self.updates,
             "empty_windows": self.empty_windows,
+            "spoilt_windows": self.spoilt_windows,
             "supervised": self.supervised,
             "seconds": self.seconds,
         }
@@ -323,6 +358,8 @@ class DraftModule(LightningModule):
         self.position = self.closed = progress["position"] // world_size()
         self.updates = progress["updates"]
         self.empty_windows, self.supervised = progress["empty_windows"], progress["supervised"]
+        # Earlier versions counted none.
+        self.spoilt_windows = progress.get("spoilt_windows", 0)
         self.seconds_before = progress["seconds"]
         self._optimiser_state = state["optimiser"]
 
@@ -382,6 +419,13 @@ class Sums:
 def _several() -> bool:
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     return there and torch.distributed.get_world_size() > 1
+
+
+def finite_everywhere(norm: Tensor) -> bool:
+    """Is a gradient's norm finite on every process? All come here, and all hear the same."""
+    shared: Any = norm  # With sharding, each process knows a part of it.
+    complete: Tensor = shared.full_tensor() if hasattr(shared, "full_tensor") else norm
+    return not over_processes((~complete.isfinite()).double()).item()
 
 
 def over_processes(values: Tensor) -> Tensor:

@@ -6,14 +6,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from drafttrain.checks import integer, number, shown
 from drafttrain.errors import InputError
+from drafttrain.later import torch
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""What the optimiser keeps of every weight."""
 SCHEDULES = ("cosine", "linear", "constant")
 
 
@@ -96,12 +99,19 @@ class AdamW:
             fused=fused,
         )
 
-    def clip(self, parameters: Iterable[nn.Parameter]) -> None:
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """() of the gradient of all parameters together. It is not finite where an entry is not,
+        nor where the squares of the entries, which moments are made of, are too large."""
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+    def clip(self, parameters: Iterable[nn.Parameter], norm: Tensor) -> None:
+        """Clip gradients whose norm is known."""
         parameters = list(parameters)
         if self.clip_value is not None:
-            nn.utils.clip_grad_value_(parameters, self.clip_value)
+            torch.nn.utils.clip_grad_value_(parameters, self.clip_value)
+            norm = self.norm(parameters)
         if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
 
 
 @dataclass(frozen=True)
@@ -123,6 +133,22 @@ class Rate:
         done = min(1.0, (update + 1 - self.warmup) / max(1, self.end - self.warmup))
         left = 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return self.end_factor + (1 - self.end_factor) * left
+
+    def shortfall(self, updates: int | None) -> str:
+        """How a run of that many updates misses the rate that is set, in words; empty where it
+        comes near it. Without a number of updates, what a constant rate lacks is not known."""
+        if updates is None:
+            return ""
+        highest = max(map(self, range(updates)))
+        count = "the only update has" if updates == 1 else f"all {updates} updates have"
+        if not highest:
+            return f"{count} rate 0, and nothing is learned"
+        if self.warmup > updates:
+            return (
+                f"warm-up of {self.warmup} updates is longer than the run of {updates}, whose rate "
+                f"ends at {highest:.0%} of optim.lr"
+            )
+        return f"{count} at most {highest:.0%} of optim.lr" if highest < 0.5 else ""
 
     def facts(self) -> dict[str, Any]:
         return {

@@ -16,16 +16,18 @@ from drafttrain.target.model import Target
 def check_set(
     target: Target, data: ConversationData, held_out: ConversationData | None, path: str
 ) -> None:
-    """Raise InputError unless this very target wrote the set, and its rows fit into the target's
-    context."""
-    own = target.tokenizer
-    fingerprint.refuse_other(data.fingerprint, target.fingerprint, f"data.path={path}", own=own)
+    """Raise InputError unless this very target wrote the set, as far as that is known, and its rows
+    fit into the target's context."""
+    if data.fingerprint:  # Rows of data=tokens belong to no target.
+        fingerprint.refuse_other(
+            data.fingerprint, target.fingerprint, f"data.path={path}", own=target.tokenizer
+        )
     data.check_vocabulary(target.vocab_size)
     longest = max(*data.lengths, *([] if held_out is None else held_out.lengths), 0)
     if longest > target.context:
         raise InputError(
             f"data.path={path} has rows of up to {longest} tokens, the target's context holds "
-            f"{target.context}: set data.max_length={target.context}"
+            f"{target.context_words}: set data.max_length={target.context}"
         )
 
 

@@ -24,6 +24,7 @@ from drafttrain.processes import rank, world_size
 from drafttrain.target.adapter import Trained, tuned
 from drafttrain.target.features import FeatureSource, LiveFeatures, OnlineFeatures
 from drafttrain.target.model import Target
+from drafttrain.target.turns import turn_words
 from drafttrain.training.checkpoint import Keeper, refuse_full_disk
 from drafttrain.training.course import Course, Stream
 from drafttrain.training.decode_callback import DecodeCallback
@@ -178,7 +179,7 @@ def prepare(
         decode,
         patience=settings.eval.patience,
         facts=facts_of(job.config, job.target, stream.data, module, world_size(), source.facts()),
-        settings=job.config,
+        settings=job.kept,
     )
     refuse_full_disk(run.folder, module)
     training = Training(
@@ -262,7 +263,7 @@ def module_of(
 def take_over(training: Training, state: dict[str, Any], say: Say) -> None:
     """Go on where a checkpoint was. Raises InputError if it is another run's."""
     module = training.module
-    refuse_other_run(state, training.keeper.facts, training.config, say)
+    refuse_other_run(state, training.keeper.facts, training.keeper.settings, say)
     try:
         module.continue_from(state)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
@@ -273,6 +274,8 @@ def take_over(training: Training, state: dict[str, Any], say: Say) -> None:
     if state["decode"] is not None:
         training.decode.load_state_dict(state["decode"])
     training.stream.position = module.position
+    if training.run.resumed_from is not None:
+        module.kept = training.run.resumed_from, module.updates
     epochs = module.course.epoch(module.position)
     say(f"goes on after update {module.updates}, {epochs:.2f} epochs")
 
@@ -303,12 +306,20 @@ def kept_in_memory(
 def usable_prompts(
     target: Target, data: ConversationData, settings: Settings, say: Say
 ) -> list[list[int]]:
-    """Held-out prompts that leave room in the target's context."""
+    """Held-out prompts that leave room in the target's context: all first turns, then all second
+    ones, and so on."""
     room = max(
         settings.eval.max_new_tokens, settings.final.max_new_tokens, settings.final.speed_new_tokens
     )
-    prompts = [prompt for prompt in data.set.prompts() if prompt]
-    usable = [prompt for prompt in prompts if len(prompt) + room <= target.context]
+    most = settings.eval.turns
+    asked = [(turn, prompt) for _, turn, prompt in data.set.asked() if prompt]
+    fitting = [
+        (turn, prompt)
+        for turn, prompt in asked
+        if (most is None or turn <= most) and len(prompt) + room <= target.context
+    ]
+    prompts = [prompt for turn, prompt in asked if most is None or turn <= most]
+    usable = [prompt for _, prompt in fitting]
     if (
         prompts
         and not usable
@@ -316,12 +327,22 @@ def usable_prompts(
     ):
         raise InputError(
             f"none of the {len(prompts)} held-out prompts leaves {room} of the target's "
-            f"{target.context} tokens of context: lower eval.max_new_tokens, final.max_new_tokens "
-            "and final.speed_new_tokens"
+            f"context of {target.context_words} tokens: lower eval.max_new_tokens, "
+            "final.max_new_tokens and final.speed_new_tokens"
         )
     if len(usable) < len(prompts):
         say(
             f"{len(prompts) - len(usable)} held-out prompts leave less than {room} tokens of the "
             "context and are not decoded"
         )
+    if any(turn > 1 for turn, _ in asked):
+        taken = {
+            name: turn_words([turn for turn, _ in fitting[:count]]) or "none"
+            for name, count in (
+                ("eval.prompts", settings.eval.prompts),
+                ("final.prompts", settings.final.prompts),
+            )
+        }
+        listed = "; ".join(f"{name} takes {words}" for name, words in taken.items())
+        say(f"held-out prompts: {turn_words([turn for turn, _ in asked])}; {listed}")
     return usable

@@ -1,17 +1,20 @@
-"""Is this the same run? What decides which update comes next, and what may differ between the parts
-of one run."""
+"""Is this the same run? What decides which update comes next, what may differ between the parts of
+one run, and whether `best.ckpt` is the one that the run remembers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError
-from drafttrain.runs import differences
+from drafttrain.runs import differences, masked
 from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
+from drafttrain.training.checkpoint import BEST, LAST, check_complete, digest_of, read_checkpoint
 from drafttrain.training.module import DraftModule
+from drafttrain.training.run import Run
 
 
 def facts_of(
@@ -24,10 +27,10 @@ def facts_of(
 ) -> dict[str, Any]:
     """What decides which update comes next, the facts of the source of features included.
 
-    A run is only resumed where all of it is the same.
+    A run is only resumed where all of it is the same. Secrets are no part of it.
     """
     in_rate = ("warmup", "schedule", "end_factor", "horizon")
-    return {
+    facts: dict[str, Any] = {
         "target": target.fingerprint,
         "data": data.set.digest,
         "rows": {
@@ -49,6 +52,7 @@ def facts_of(
         "seed": config["seed"],
         **({} if data.digest is None else {"part": data.digest}),
     }
+    return masked(facts)
 
 
 def refuse_other_run(
@@ -58,20 +62,117 @@ def refuse_other_run(
     say: Callable[[str], None],
 ) -> None:
     """List what differs from the earlier part of the run; refuse what would make it another run."""
-    before, now = ({**one, "target": None} for one in (resumed["facts"], facts))
-    important = differences(before, now)
-    other = differences(resumed["settings"], config)
-    for key in ("resume", "run_dir", "target.dtype", "target.device"):
+    other = differences(masked(resumed["settings"]), config)
+    for key in ("resume", "run_dir", "dry_run", "target.dtype", "target.device"):
         other.pop(key, None)
     if other:
-        listed = "; ".join(f"{key} was {before}, is {now}" for key, (before, now) in other.items())
-        say(f"settings differ from the earlier part of this run: {listed}")
-    said = [f"{key} was {before}, is {now}" for key, (before, now) in important.items()]
-    if target := fingerprint.run_changes(resumed["facts"].get("target"), facts["target"]):
-        said.insert(0, f"target: {target}")
-    if said:
-        listed = "; ".join(said)
+        say(f"settings differ from the earlier part of this run: {_listed(other)}")
+    changed = _changed(resumed["facts"], facts)
+    if changed:
         raise InputError(
-            f"this would not be the same run ({listed}): start a new one with another run_dir, or "
-            "set these back"
+            f"this would not be the same run ({changed}): start a new one with another "
+            "run_dir, or set these back"
         )
+
+
+def go_on_from(run: Run, path: Path, say: Callable[[str], None]) -> None:
+    """Read the checkpoint that a run goes on from, and look at the best one that it remembers.
+
+    A best one that is lost, or of another place in this run, is forgotten, which is said: the best
+    is then chosen among the evaluations that follow. Where a run was killed between its two files,
+    `best.ckpt` is the newer one, and the run goes on from there.
+
+    Raises: InputError if either cannot be used, or the best one is another run's.
+    """
+    state = read_checkpoint(path)
+    check_complete(state, path)
+    run.resumed, run.resumed_from = state, path
+    best, keeper = run.checkpoints / BEST, state["keeper"]
+    if not best.exists():
+        if keeper["best"] is not None:
+            _forget_best(run, f"{best} is lost", say)
+        return
+    found = read_best(best, state)
+    if _remembers(keeper, found):
+        return
+    updates = found["progress"]["updates"]
+    if path.name == LAST and updates > state["progress"]["updates"]:
+        run.resumed, run.resumed_from = found, best
+        say(f"{LAST} is older than {BEST}, which the run goes on from")
+        return
+    _forget_best(run, f"{best} is of update {updates}", say)
+
+
+def read_best(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A best checkpoint of the run that another state is of.
+
+    Raises: InputError if it is damaged, no best checkpoint, another run's, or of the update that
+        the state remembers, with other weights.
+    """
+    try:
+        found = read_checkpoint(path)
+        check_complete(found, path)
+        _check_best(found, path, state)
+    except InputError as error:
+        raise InputError(
+            f"{error}. Put the run's own {path.name} there, or remove it and give resume=last: the "
+            "best is then chosen again"
+        ) from error
+    return found
+
+
+def _check_best(found: Mapping[str, Any], path: Path, state: Mapping[str, Any]) -> None:
+    keeper, own, updates = state["keeper"], found["keeper"], found["progress"]["updates"]
+    if _remembers(keeper, found):
+        return
+    changed = _changed(state["facts"], found["facts"])
+    if changed:
+        raise InputError(f"{path} is of another run ({changed})")
+    digest = own.get("best_digest")
+    if own["best_update"] != updates or (digest and digest != digest_of(found["weights"])):
+        raise InputError(f"{path} is no best checkpoint: it holds other weights than it says")
+    if updates == keeper["best_update"]:
+        raise InputError(f"{path} holds other weights of update {updates} than the run remembers")
+
+
+def _remembers(keeper: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    """Is it the best checkpoint that a run's state speaks of? By its weights; one that an earlier
+    version wrote has only its update and figure."""
+    digest = keeper.get("best_digest")
+    if digest is not None:
+        return bool(digest == digest_of(found["weights"]))
+    own, names = found["keeper"], ("best", "best_update")
+    return (
+        keeper["best"] is not None
+        and all(own[name] == keeper[name] for name in names)
+        and found["progress"]["updates"] == keeper["best_update"]
+    )
+
+
+def _forget_best(run: Run, why: str, say: Callable[[str], None]) -> None:
+    assert run.resumed is not None
+    before = run.resumed["keeper"]
+    nothing = {"best": None, "best_update": None, "best_digest": None, "without_progress": 0}
+    run.resumed = {**run.resumed, "keeper": nothing}
+    what = (
+        "this place in the run remembers none"
+        if before["best"] is None
+        else f"the best was val/tau {before['best']:.3f} of update {before['best_update']}"
+    )
+    say(f"{why}, and {what}: the best is chosen among the evaluations from here on")
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What makes it another run, in words; empty where nothing does."""
+    # Earlier versions kept secrets in checkpoints.
+    one, other = ({**masked(dict(facts)), "target": None} for facts in (before, now))
+    found = differences(one, other)
+    said = [_listed(found)] if found else []
+    target_now = now["target"] if isinstance(now["target"], dict) else {}
+    if target := fingerprint.run_changes(before.get("target"), target_now):
+        said.insert(0, f"target: {target}")
+    return "; ".join(said)
+
+
+def _listed(found: Mapping[str, tuple[Any, Any]]) -> str:
+    return "; ".join(f"{key} was {before}, is {now}" for key, (before, now) in found.items())

@@ -10,7 +10,9 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from drafttrain.data.conversations import write_atomic
+from drafttrain.files import write_atomic
+from drafttrain.packaging.manifest import PACKAGE
+from drafttrain.packaging.writing import clear_left
 from drafttrain.processes import rank
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
@@ -24,6 +26,8 @@ class Run:
     folder: Path
     resumed: dict[str, Any] | None = None
     """The state of the checkpoint that this part of the run goes on from."""
+    resumed_from: Path | None = None
+    """That checkpoint."""
     loggers: list[Logger] = field(default_factory=list)
 
     @property
@@ -35,8 +39,8 @@ class Run:
         return self.folder / "scratch"
 
     def clear_scratch(self) -> None:
-        """Remove kept features, the folders they leave empty, and half-written checkpoints of a
-        killed run.
+        """Remove kept features, the folders they leave empty, and half-written checkpoints and
+        packages of a killed run.
 
         Nothing else is removed, whatever folder was given as the run's.
         """
@@ -44,6 +48,7 @@ class Run:
             if _HALF_WRITTEN.fullmatch(path.name):
                 with contextlib.suppress(OSError):
                     path.unlink(missing_ok=True)
+        clear_left(self.folder / PACKAGE)
         if self.scratch.is_dir():
             # A number is a process's own folder.
             ours = [path for path in self.scratch.iterdir() if path.name.isdecimal()]

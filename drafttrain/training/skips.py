@@ -76,6 +76,12 @@ class Found:
     best: Trial
     trials: list[Trial] = field(repr=False)
     search: SkipSearch
+    seconds: float = 0.0
+    """That it took."""
+
+    def facts(self) -> dict[str, Any]:
+        """What stands in the place of training, plain JSON values."""
+        return {"search_seconds": round(self.seconds, 1), "trials": len(self.trials)}
 
     def row(self) -> dict[str, Any]:
         """As a package's metrics have it: what was searched, and the best."""

@@ -116,14 +116,19 @@ def trainer_of(
     loggers: list[Logger],
     callbacks: list[Callback],
     folder: Path,
+    trains: bool = True,
 ) -> Trainer:
     """The trainer of one pass over a run's stream; checkpoints, limits and samplers are the run's
-    own."""
+    own.
+
+    Args:
+        trains: False: the stream has nothing left, and only what follows training is made.
+    """
     return Trainer(
         **place(settings, target),
         precision=cast(Any, settings.precision),
         max_epochs=1,  # of the trainer's own: one pass over the run's stream
-        max_steps=-1 if module.course.updates is None else module.course.updates,
+        max_steps=module.course.updates if trains and module.course.updates else -1,
         logger=loggers or False,
         callbacks=callbacks,
         enable_checkpointing=False,

@@ -9,17 +9,18 @@ that keeps the first token only when it was the first emits (.85, .15)."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from drafttrain.errors import InputError
 from drafttrain.flow import Proposal, Sampling
+from drafttrain.later import torch
 from drafttrain.nn.processing import Text
 from drafttrain.nn.sampling import Policy, draw
 from drafttrain.tree.candidates import Candidates, Expands
 from drafttrain.tree.topology import Growth, Tree
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,15 +18,16 @@ own probability would change the distribution of the text."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from drafttrain.errors import InputError
 from drafttrain.flow import Proposal, Sampling
+from drafttrain.later import torch
 from drafttrain.tree.candidates import Candidates, Expands
 from drafttrain.tree.topology import Growth, Tree
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

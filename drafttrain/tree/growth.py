@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, NotFinite
 from drafttrain.flow import Proposal, Sampling
+from drafttrain.nn.finite import usable
 from drafttrain.nn.processing import Text
 from drafttrain.nn.sampling import Policy, draw, draw_without_replacement
 from drafttrain.tree.candidates import Candidates, Expands
@@ -127,9 +128,48 @@ def grow(
         text: what a policy that processes logits reads, of the draft as of the target. Without it,
             and in a dynamic tree, drafts are made from the drafter's own logits; the text keeps its
             distribution, fewer drafts are accepted.
-    Raises: InputError if tokens are to be drawn where the growth looks at their values.
+    Raises: InputError if tokens are to be drawn where the growth looks at their values; NotFinite
+        for candidates of which none can be chosen.
     """
     text = text if policy.processes else None
+    watched = _Watched(drafter, candidates)
+    proposal = _grown(watched, state, hidden, candidates, tree, policy, u, sampling, text)
+    watched.check()
+    return proposal
+
+
+class _Watched:
+    """A drafter whose scores are looked at. The answer is asked for once a round: an accelerator
+    would be waited for."""
+
+    def __init__(self, drafter: Expands, candidates: Candidates) -> None:
+        self.drafter = drafter
+        self._usable = usable(candidates.logits).all()
+
+    def expand(
+        self, state: Any, tokens: Tensor, hidden: Tensor, depth: int, tree_mask: Tensor
+    ) -> tuple[Tensor, Candidates]:
+        out, candidates = self.drafter.expand(state, tokens, hidden, depth, tree_mask)
+        self._usable &= usable(candidates.logits).all()
+        return out, candidates
+
+    def check(self) -> None:
+        """Raise NotFinite if any of them are no numbers."""
+        if not bool(self._usable):
+            raise NotFinite("no token can be chosen from these candidates")
+
+
+def _grown(
+    drafter: Expands,
+    state: Any,
+    hidden: Tensor,
+    candidates: Candidates,
+    tree: Growth,
+    policy: Policy,
+    u: Tensor | None,
+    sampling: Sampling,
+    text: Text | None,
+) -> Proposal:
     if isinstance(tree, Tree):
         return _fill(drafter, state, hidden, candidates, tree, policy, u, sampling, text)
     if isinstance(tree, Confident):

@@ -11,11 +11,13 @@ import abc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from drafttrain.errors import InputError
+from drafttrain.later import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_NODES = 1024
 """Nodes of the largest tree: a target pass checks all of them at once."""
@@ -26,6 +28,23 @@ def check_size(nodes: int, where: str = "the tree") -> None:
     if nodes > MOST_NODES:
         raise InputError(
             f"{where}: {nodes} nodes are asked for, at most {MOST_NODES} can be checked in one pass"
+        )
+
+
+def check_room(tree: Growth, deepest: int | None, choices: int | None, where: str) -> None:
+    """Raise InputError if a tree is deeper, or a node has more children, than a drafter can fill.
+
+    Args:
+        deepest, choices: its deepest node, and the tokens that it proposes from; None is no limit.
+    """
+    if deepest is not None and tree.max_depth > deepest:
+        raise InputError(
+            f"{where} is {tree.max_depth} deep, this drafter fills {deepest}: give a shallower tree"
+        )
+    if choices is not None and tree.max_children > choices:
+        raise InputError(
+            f"{where}: a node has {tree.max_children} children, this drafter proposes from "
+            f"{choices} tokens: give a narrower tree, or train with a larger draft_vocab"
         )
 
 

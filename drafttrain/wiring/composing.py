@@ -6,6 +6,7 @@ A wrong setting gets one clear line: what was given, the nearest valid name, the
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
@@ -24,6 +25,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from drafttrain.checks import literal_text, pasted, path_of, word_of
 from drafttrain.errors import InputError, first_line
 from drafttrain.runs import Invocation
 from drafttrain.wiring.conf import comments_of, conf_dir
@@ -31,6 +33,12 @@ from drafttrain.wiring.names import dotted_keys, has_key, join, nearest, unknown
 
 _Options = Callable[[str], list[str]]
 """The choices of a group."""
+_PATHS = (
+    *("path", "run_dir", "resume", "out", "init_from", "package", "head", "check", "against"),
+)
+"""Last parts of the names of settings that are paths."""
+_LISTS_OF_PATHS = ("runs", "prompts")
+"""Paths where a door takes them as text."""
 _State = tuple[tuple[str, int, int], ...]
 
 
@@ -89,14 +97,14 @@ def invocation_of(
             _check_key(override, chosen, settings, choices)
         config = _with_values(chosen, values, options_of)
         if config is None:
-            known = dotted_keys(chosen)
             lines = [_line(o, group=o in groups) for o in parsed]
             lines = [
-                # A key of an open section, which Hydra would not add.
-                f"++{line}" if o in values and _is_new(o, known) else line
+                # Keys were checked: one that is not there is put into an open section.
+                f"++{line}" if o in values and _is_nested(o) else line
                 for o, line in zip(parsed, lines, strict=True)
             ]
             config, choices = _load(door_name, [*search, *lines], None)
+    _leave_unchosen(config, values, [group for group in plain_choices if not choices.get(group)])
     _take_literal(config, literal, choices)
     if check_missing:
         _check_complete(door_name, config, choices)
@@ -120,13 +128,34 @@ def _read(
     return literal, parsed + _parse(picked, ())[1]
 
 
+def _leave_unchosen(config: DictConfig, values: Sequence[Override], groups: Sequence[str]) -> None:
+    """A section that nothing was chosen for stays empty, though an experiment writes into it: with
+    joint=null its joint.* goes nowhere.
+
+    Args:
+        groups: that have no choice.
+    Raises: InputError for a setting of such a section on the command line.
+    """
+    for group in groups:
+        section: Any = config.get(group)
+        if not OmegaConf.is_dict(section) or "_target_" in section:
+            continue
+        for override in values:
+            if override.key_or_group.startswith(f"{group}."):
+                raise InputError(
+                    f"{override.input_line}: {group}=null has no settings; give {group}=<choice>, "
+                    "see --help"
+                )
+        config[group] = None
+
+
 def _take_literal(config: DictConfig, literal: Mapping[str, str], choices: dict[str, Any]) -> None:
-    """Set keys whose value is taken as it was written."""
+    """Set keys whose value is taken as it was written, from text as OmegaConf must hold it."""
     settings = OmegaConf.to_container(config) if literal else {}
     for key, value in literal.items():
         if not has_key(settings, key):
             raise InputError(unknown_key(f"{key}={value}", key, config, choices))
-        OmegaConf.update(config, key, _escape(value))
+        OmegaConf.update(config, key, value)
 
 
 def _check_complete(door_name: str, config: DictConfig, choices: dict[str, Any]) -> None:
@@ -152,9 +181,10 @@ def search_path(config_dir: str | os.PathLike[str] | None) -> list[str]:
     InputError if it is no folder."""
     if config_dir is None:
         return []
-    if not Path(config_dir).is_dir():
+    folder = path_of("--config-dir", config_dir)
+    if not folder.is_dir():
         raise InputError(f"--config-dir {config_dir} is not a directory")
-    return [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
+    return [f"hydra.searchpath={word_of([f'file://{folder.resolve()}'])}"]
 
 
 def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str], list[Override]]:
@@ -167,16 +197,21 @@ def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str
                 f"cannot read {word!r}: settings are written key=value, e.g. experiment=quickstart "
                 "(see --help)"
             )
-        if key in text:
-            literal[key] = value
+        is_path = _is_path(key, text)
+        if is_path or key not in text:
+            try:
+                word.encode()
+            except UnicodeEncodeError as error:
+                raise InputError(f"cannot read {word!r}: it is not UTF-8") from error
+        held = _path_in(value) if is_path else None
+        if held is not None:
+            literal[key] = held
+        elif key in text and not is_path:
+            literal[key] = literal_text(value)
         else:
             words.append(word)
     parsed = []
     for word in words:
-        try:
-            word.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(f"cannot read {word!r}: it is not UTF-8") from error
         try:
             override = OverridesParser.create().parse_override(word)
         except (OverrideParseException, HydraException, ValueError) as error:
@@ -184,7 +219,7 @@ def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str
             raise InputError(
                 f"cannot read {word!r}: {first_line(error)}. A value with spaces, brackets, "
                 "commas, quotes or colons needs quotes that reach this program: "
-                f"'{key}=\"{value}\"'"
+                f"{pasted(key, value)}"
             ) from error
         if override.is_sweep_override():
             raise InputError(
@@ -198,6 +233,21 @@ def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str
             )
         parsed.append(override)
     return literal, parsed
+
+
+def _is_path(key: str, text: Sequence[str]) -> bool:
+    return key.rpartition(".")[2] in _PATHS or (key in _LISTS_OF_PATHS and key in text)
+
+
+def _path_in(value: str) -> str | None:
+    """A path as OmegaConf must hold it: as Hydra reads it, or else what was written, whatever
+    letters it has. None for what is no text: null, a number, a list."""
+    with contextlib.suppress(OverrideParseException, HydraException, ValueError):
+        override = OverridesParser.create().parse_override(f"x={value}")
+        if not override.is_sweep_override():
+            found = override.value()
+            return found if isinstance(found, str) else None
+    return value if "${" in value else literal_text(value)
 
 
 def _state_of(folder: Path) -> _State:
@@ -267,10 +317,9 @@ def _with_values(
     return config
 
 
-def _is_new(override: Override, known: Sequence[str]) -> bool:
-    """Does it set a key that no file has, without saying so?"""
-    key = override.key_or_group
-    return override.type == OverrideType.CHANGE and "." in key and key not in known
+def _is_nested(override: Override) -> bool:
+    """Does it set a key within a section?"""
+    return override.type == OverrideType.CHANGE and "." in override.key_or_group
 
 
 def _line(override: Override, *, group: bool = False) -> str:
@@ -410,12 +459,6 @@ def _quote(choice: Any) -> str:
     if isinstance(choice, list):
         return "[" + ",".join(map(str, choice)) + "]"
     return str(choice)
-
-
-def _escape(value: str) -> str:
-    """Text as OmegaConf must hold it to give the same text back: interpolation marks are data
-    here."""
-    return re.sub(r"(\\*)\$\{", lambda match: match.group(1) * 2 + r"\${", value)
 
 
 def _stems(folder: Path) -> list[str]:

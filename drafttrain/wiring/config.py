@@ -10,16 +10,16 @@ from typing import Any, Generic, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from drafttrain.runs import plain
-from drafttrain.wiring.building import build, named_by
-from drafttrain.wiring.parameters import parameters_of
+from drafttrain.runs import kept, masked, plain, written_of
+from drafttrain.wiring.building import build, check_calls, named_by
+from drafttrain.wiring.parameters import parameters_of, settings_of
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Config:
-    """A run's configuration, as its files keep it."""
+    """A run's configuration."""
 
     written: Mapping[str, Any]
     """Plain values; references to other settings are as they were written."""
@@ -27,14 +27,17 @@ class Config:
     @classmethod
     def of(cls, cfg: DictConfig) -> Config:
         """A composed configuration, copied."""
-        written = OmegaConf.to_container(cfg, enum_to_str=True)
-        assert isinstance(written, dict)
-        return cls({str(key): value for key, value in written.items()})
+        return cls(written_of(cfg))
 
     @functools.cached_property
     def values(self) -> dict[str, Any]:
-        """Plain values with every reference resolved: what checkpoints and packages keep."""
+        """Plain values with every reference resolved, secrets included: what a run works with."""
         return plain(self.node)
+
+    @functools.cached_property
+    def kept(self) -> dict[str, Any]:
+        """Plain values as checkpoints, packages and trackers keep them; see `runs.kept`."""
+        return kept(self.written)
 
     @functools.cached_property
     def node(self) -> DictConfig:
@@ -45,8 +48,8 @@ class Config:
 
     @property
     def yaml(self) -> str:
-        """As `config.yaml` keeps it, references as they were written."""
-        return OmegaConf.to_yaml(self.node)
+        """As `config.yaml` keeps it: references as they were written, without secrets."""
+        return OmegaConf.to_yaml(OmegaConf.create(masked(self.written)))
 
     def settled(self, changes: Mapping[str, Any]) -> Config:
         """Another configuration, with what was settled at run time.
@@ -85,6 +88,15 @@ class Recipe(Generic[T]):
     def takes(self, name: str) -> bool:
         """Has what builds it a parameter of this name?"""
         return name in parameters_of(self.kind)
+
+    def check(self) -> None:
+        """Raise InputError for what is wrong whatever else it is built with: names that it does not
+        take, and values that its `Config` refuses."""
+        node = OmegaConf.create({self.key: {**self.config.written[self.key], "_partial_": True}})
+        check_calls(node[self.key])
+        kind = self.kind
+        if fields := settings_of(kind):
+            kind.Config(**{field.name: self.get(field.name) for field in fields})
 
     def get(self, name: str) -> Any:
         """A setting of the section; None where it has none of this name."""

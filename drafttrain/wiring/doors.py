@@ -13,14 +13,14 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from drafttrain import companions, runs
+from drafttrain import companions, masking, runs
 from drafttrain.errors import InputError, LostCompanion, one_line, refused_by_system
-from drafttrain.processes import rank, world_size
+from drafttrain.processes import check_variables, rank, world_size
 from drafttrain.wiring.composing import invocation_of
 from drafttrain.wiring.usage import help_text
 
@@ -29,11 +29,8 @@ STOPPED_BY_SIGNAL = companions.STOPPED_BY_SIGNAL
 """Exit code after a TERM signal."""
 
 
-def door(
-    name: str, *, text: Sequence[str] = ("prompt",), together: bool = False
-) -> Callable[[Callable[[DictConfig], Any]], Callable[..., Any]]:
-    """Make a command of a function: `conf/<name>.yaml` composed with the command line, errors as
-    one line, exit codes.
+class door:
+    """A command: `conf/<name>.yaml` composed with the command line, errors as one line, exit codes.
 
     The command takes `key=value` words, `--help`, `--cfg job` (print the configuration; `--resolve`
     to resolve references) and `--config-dir DIR` (one's own configurations). Exit codes: 0 done, 1
@@ -44,55 +41,93 @@ def door(
         name: the primary configuration and the door's name.
         text: keys whose value is taken literally (a prompt may hold any character).
         together: do its processes need each other to go on?
+        check: refuses settings that are wrong by themselves; nothing that it needs imports torch.
     """
 
-    def decorate(main: Callable[[DictConfig], Any]) -> Callable[..., Any]:
+    def __init__(
+        self,
+        name: str,
+        *,
+        text: Sequence[str] = ("prompt",),
+        together: bool = False,
+        check: Callable[[DictConfig], Any] | None = None,
+    ) -> None:
+        self.name, self.text, self.together, self.check = name, text, together, check
+
+    def greet(self, about: str | None) -> None:
+        """Answer `--help`, `--cfg` and wrong settings, and leave; return where there is work to do.
+
+        Called before a door imports what does the work, since torch takes seconds to import.
+
+        Args:
+            about: the door's docstring.
+        """
+        with self._ended_in_words():
+            invocation = self._asked(sys.argv[1:], about)
+            if invocation is None:
+                raise SystemExit(0)
+            if self.check is not None:
+                runs.current = invocation
+                self.check(invocation.config)
+
+    def __call__(self, main: Callable[[DictConfig], Any]) -> Callable[..., Any]:
+        """The command that does the work of a function."""
+
         @functools.wraps(main)
         def command(argv: Sequence[str] | None = None) -> Any:
             before = runs.current
-            with _ended_by_term():
-                try:
-                    with _any_character():
-                        words = list(sys.argv[1:] if argv is None else argv)
-                        return _opened(name, main, words, text, together)
-                except (KeyboardInterrupt, _Terminated, Exception) as error:
-                    code = _exit_code(name, error)
-                    if code is None:
-                        raise
-                    raise SystemExit(code) from None
-                finally:
-                    runs.current = before
+            try:
+                with self._ended_in_words():
+                    words = list(sys.argv[1:] if argv is None else argv)
+                    module = sys.modules.get(main.__module__)
+                    about = (module.__doc__ if module else None) or main.__doc__
+                    invocation = self._asked(words, about)
+                    if invocation is None:
+                        return None
+                    if not self.together:
+                        check_variables()
+                    together = companions.together if self.together else contextlib.nullcontext
+                    with together(self.name):
+                        return main(invocation.config)
+            finally:
+                runs.current = before
 
         return command
 
-    return decorate
+    def _asked(self, words: list[str], about: str | None) -> runs.Invocation | None:
+        """What the words on the command line ask for; None where it was something to print."""
+        options, overrides = _options_of(words)
+        runs.current = runs.Invocation(self.name, tuple(overrides))  # Its refusals name no secrets.
+        if options["help"]:
+            shown = help_text(self.name, about, overrides, self.text, options["config_dir"])
+            print(runs.hidden(shown))
+            return None
+        invocation = invocation_of(
+            self.name,
+            overrides,
+            text=self.text,
+            config_dir=options["config_dir"],
+            check_missing=not options["cfg"],
+        )
+        runs.current = invocation
+        if options["cfg"]:
+            print(_shown(invocation.config, resolve=options["resolve"]), end="")
+            return None
+        return invocation
 
-
-def _opened(
-    name: str,
-    main: Callable[[DictConfig], Any],
-    words: list[str],
-    text: Sequence[str],
-    together: bool,
-) -> Any:
-    """Do what the words on the command line ask for."""
-    options, overrides = _options_of(words)
-    if options["help"]:
-        print(help_text(name, main, overrides, text, options["config_dir"]))
-        return None
-    invocation = invocation_of(
-        name,
-        overrides,
-        text=text,
-        config_dir=options["config_dir"],
-        check_missing=not options["cfg"],
-    )
-    if options["cfg"]:
-        print(OmegaConf.to_yaml(invocation.config, resolve=options["resolve"]), end="")
-        return None
-    runs.current = invocation
-    with companions.together(name) if together else contextlib.nullcontext():
-        return main(invocation.config)
+    @contextlib.contextmanager
+    def _ended_in_words(self) -> Iterator[None]:
+        """What ends the command inside is said in one line, and gives its exit code."""
+        with _ended_by_term():
+            try:
+                with _any_character():
+                    yield
+            except (KeyboardInterrupt, _Terminated, Exception) as error:
+                code = _exit_code(self.name, error)
+                if code is None:
+                    sys.excepthook = functools.partial(_show_fault, runs.current.secrets)
+                    raise
+                raise SystemExit(code) from None
 
 
 def _exit_code(name: str, error: BaseException) -> int | None:
@@ -113,9 +148,21 @@ def _exit_code(name: str, error: BaseException) -> int | None:
     if not message:
         return None
     if any(os.environ.get(name, "0") != "0" for name in (TRACEBACK_VARIABLE, "HYDRA_FULL_ERROR")):
-        traceback.print_exc()
+        print(runs.hidden(traceback.format_exc()), end="", file=sys.stderr)
     _complain(name, message)
     return 2
+
+
+def _shown(config: DictConfig, *, resolve: bool) -> str:
+    """A configuration as YAML, without secrets."""
+    values = OmegaConf.to_container(config, resolve=resolve)
+    return OmegaConf.to_yaml(OmegaConf.create(runs.masked(values)))
+
+
+def _show_fault(secrets: Collection[str], *error: Any) -> None:
+    """Python's own traceback, without secrets."""
+    text = "".join(traceback.format_exception(*error))
+    print(masking.hidden(text, secrets), end="", file=sys.stderr)
 
 
 class _Terminated(BaseException):
@@ -163,7 +210,8 @@ def _any_character() -> Iterator[None]:
 
 def _complain(name: str, message: str) -> None:
     place = f" (rank {rank()})" if world_size() > 1 else ""
-    print(f"drafttrain.{name}{place}: {one_line(message).strip()}", file=sys.stderr, flush=True)
+    line = one_line(runs.hidden(message)).strip()
+    print(f"drafttrain.{name}{place}: {line}", file=sys.stderr, flush=True)
 
 
 def _options_of(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

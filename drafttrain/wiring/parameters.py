@@ -19,7 +19,7 @@ def parameters_of(call: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """
     signature = inspect.signature(call)
     found = {p.name: p for p in signature.parameters.values() if p.kind not in _MANY}
-    for field in _fields(call):
+    for field in settings_of(call):
         found[field.name] = inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field)
         )
@@ -28,14 +28,15 @@ def parameters_of(call: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def is_open(call: Callable[..., Any]) -> bool:
     """Does it take keywords beyond those that `parameters_of` names?"""
-    if _fields(call):
+    if settings_of(call):
         return False
     return any(
         p.kind == inspect.Parameter.VAR_KEYWORD for p in inspect.signature(call).parameters.values()
     )
 
 
-def _fields(call: Callable[..., Any]) -> tuple[dataclasses.Field[Any], ...]:
+def settings_of(call: Callable[..., Any]) -> tuple[dataclasses.Field[Any], ...]:
+    """The fields of a class's `Config`; none where it has no such dataclass."""
     config = getattr(call, "Config", None) if isinstance(call, type) else None
     if not (isinstance(config, type) and dataclasses.is_dataclass(config)):
         return ()

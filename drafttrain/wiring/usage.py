@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 import textwrap
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
@@ -19,7 +17,7 @@ from drafttrain.wiring.names import join
 
 def help_text(
     name: str,
-    main: Callable[..., Any],
+    about: str | None,
     overrides: Sequence[str],
     text: Sequence[str],
     config_dir: str | None,
@@ -28,10 +26,8 @@ def help_text(
         name, overrides, text=text, config_dir=config_dir, check_missing=False
     )
     search = search_path(config_dir)
-    module = sys.modules.get(main.__module__)
-    about = inspect.cleandoc((module.__doc__ if module else None) or main.__doc__ or name)
     lines = [
-        about,
+        inspect.cleandoc(about or name),
         "",
         f"Usage: python -m drafttrain.{name} [key=value ...] [--cfg job [--resolve]] "
         "[--config-dir DIR]",

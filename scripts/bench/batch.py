@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from timing import interleaved
+from timing import count, interleaved, reported
 
 import drafttrain
 from drafttrain.data.conversations import read_set
@@ -27,9 +27,9 @@ from drafttrain.tree.topology import Tree
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--package", required=True)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--new", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--batch", type=count, default=8)
+    parser.add_argument("--new", type=count, default=48)
+    parser.add_argument("--repeats", type=count, default=3)
     parser.add_argument("--target", choices=("smollm2", "tiny"), default="smollm2")
     words = parser.parse_args()
     tiny = words.target == "tiny"
@@ -71,4 +71,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    reported(main)

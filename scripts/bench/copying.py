@@ -16,7 +16,7 @@ import tracemalloc
 from collections.abc import Callable
 
 import torch
-from timing import interleaved
+from timing import count, interleaved, reported
 
 from drafttrain.data.conversations import read_set
 from drafttrain.data.datamodule import set_folder
@@ -48,9 +48,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--lengths", type=int, nargs="+", default=[250, 1000, 4000])
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--remember", type=int, default=100_000)
+    parser.add_argument("--lengths", type=count, nargs="+", default=[250, 1000, 4000])
+    parser.add_argument("--rounds", type=count, default=30)
+    parser.add_argument("--remember", type=count, default=100_000)
     options = parser.parse_args()
     target = load.smollm2(dtype="auto", device="auto", attention="sdpa")
     conversations = read_set(set_folder("builtin:smollm2"))
@@ -133,4 +133,4 @@ def round_of(
 
 
 if __name__ == "__main__":
-    main()
+    reported(main)

@@ -17,8 +17,9 @@ import time
 from typing import Any
 
 import torch
-from timing import interleaved
+from timing import count, interleaved, refuse_long, reported
 
+from drafttrain.packaging.manifest import read_config
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
@@ -29,6 +30,7 @@ POSITIONS = (1, 2, 4, 6, 8, 12, 26)
 def verification(context: int) -> None:
     for dtype in ("float32", "bfloat16"):
         target = load.smollm2(dtype=dtype, device="auto", attention="sdpa")
+        refuse_long(target, context + max(POSITIONS))
         cache = target.new_cache(1, context + max(POSITIONS))
         target.step(torch.randint(0, 1000, (1, context), device=target.device), cache)
         cache.commit(torch.tensor([context], device=target.device))
@@ -106,14 +108,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--package")
-    parser.add_argument("--context", type=int, default=200)
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--context", type=count, default=200)
+    parser.add_argument("--prompts", type=count, default=4)
+    parser.add_argument("--new", type=count, default=64)
     options = parser.parse_args()
+    if options.package:
+        read_config(options.package)  # Before minutes of work.
     verification(options.context)
     if options.package:
         package(options.package, options.prompts, options.new)
 
 
 if __name__ == "__main__":
-    main()
+    reported(main)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from timing import interleaved
+from timing import count, interleaved, refuse_long, reported
 
 from drafttrain.flow import Needs
 from drafttrain.target import load
@@ -19,11 +19,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=224)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=count, default=8)
+    parser.add_argument("--length", type=count, default=224)
+    parser.add_argument("--rounds", type=count, default=5)
     options = parser.parse_args()
     target = load.smollm2(dtype="auto", device="auto", attention="sdpa", work="throughput")
+    refuse_long(target, options.length)
     ids = torch.randint(0, target.vocab_size, (options.rows, options.length), device=target.device)
     lengths = torch.full((options.rows,), options.length)
 
@@ -47,4 +48,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    reported(main)

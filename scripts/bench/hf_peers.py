@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from timing import interleaved
+from timing import count, interleaved, reported
 
 import drafttrain
 from drafttrain.data.conversations import read_set
@@ -257,11 +257,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--target", choices=["smollm2", "tiny"], default="smollm2")
     parser.add_argument("--package", help="of a drafter=ssm that holds a directory of transformers")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--drafts", type=int, default=3, help="drafted tokens a round")
+    parser.add_argument("--prompts", type=count, default=8)
+    parser.add_argument("--new", type=count, default=64)
+    parser.add_argument("--drafts", type=count, default=3, help="drafted tokens a round")
     parser.add_argument(
-        "--ngram", type=int, default=3, help="longest match that prompt lookup looks for"
+        "--ngram", type=count, default=3, help="longest match that prompt lookup looks for"
     )
     options = parser.parse_args()
     if min(options.prompts, options.new, options.drafts, options.ngram) < 1:
@@ -320,4 +320,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    reported(main)

@@ -17,7 +17,7 @@ import random
 from collections.abc import Callable
 
 import torch
-from timing import interleaved
+from timing import count, interleaved, reported
 
 from drafttrain.data.datamodule import ConversationData, EpochSampler
 from drafttrain.data.sequences import PackedSampler
@@ -56,11 +56,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--target", choices=("smollm2", "tiny"), default="smollm2")
     parser.add_argument("--data", default="builtin:smollm2")
-    parser.add_argument("--pack", type=int, default=512)
-    parser.add_argument("--batch-tokens", type=int, default=2048)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--draft-vocab", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pack", type=count, default=512)
+    parser.add_argument("--batch-tokens", type=count, default=2048)
+    parser.add_argument("--tokens", type=count, default=8192)
+    parser.add_argument("--draft-vocab", type=count, default=8192)
+    parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--all", action="store_true")
     return parser.parse_args()
 
@@ -154,4 +154,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    reported(main)

@@ -16,6 +16,7 @@ import argparse
 
 import numpy as np
 from rich.progress import track
+from timing import count, reported
 from torch import Tensor
 
 import drafttrain
@@ -34,10 +35,10 @@ from drafttrain.tree.topology import Tree
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--package", required=True)
-    parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--k", type=count, default=4)
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--prompts", type=int, default=100)
-    parser.add_argument("--new", type=int, default=48)
+    parser.add_argument("--prompts", type=count, default=100)
+    parser.add_argument("--new", type=count, default=48)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", default="smollm2", choices=["smollm2", "tiny"])
     words = parser.parse_args()
@@ -117,4 +118,4 @@ def _ratio(counts: np.ndarray, column: int, resamples: int = 2000) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    reported(main)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import interleaved
+from timing import count, interleaved, reported
 from torch import Tensor
 
 from drafttrain import fit
@@ -217,8 +217,8 @@ def main() -> None:
     )
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--last-layer", action="store_true")
-    parser.add_argument("--batches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batches", type=count, default=8)
+    parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("words", nargs="*")
     options = parser.parse_args()
     words = options.words or PART
@@ -240,4 +240,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    reported(main)

@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Callable
 
 import torch
-from timing import interleaved
+from timing import count, interleaved, refuse_long, reported
 from torch import Tensor
 
 from drafttrain.data.datamodule import collate
@@ -30,12 +30,15 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=224)
-    parser.add_argument("--prompt", type=int, default=50)
-    parser.add_argument("--draft-vocab", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=10)
-    return parser.parse_args()
+    parser.add_argument("--rows", type=count, default=8)
+    parser.add_argument("--length", type=count, default=224)
+    parser.add_argument("--prompt", type=count, default=50)
+    parser.add_argument("--draft-vocab", type=count, default=8192)
+    parser.add_argument("--rounds", type=count, default=10)
+    options = parser.parse_args()
+    if options.prompt >= options.length:
+        parser.error("--prompt needs to be less than --length: nothing would be learned from")
+    return options
 
 
 def step_of(target: Target, options: argparse.Namespace) -> Callable[[], None]:
@@ -104,6 +107,7 @@ def products_of(target: Target, options: argparse.Namespace, taught: int) -> Cal
 def main() -> None:
     options = arguments()
     target = load.smollm2(dtype="float32", device="auto", attention="sdpa")
+    refuse_long(target, options.length)
     taught = options.rows * (options.length - options.prompt)
     jobs = {"step": step_of(target, options), "products": products_of(target, options, taught)}
     seconds = interleaved(jobs, rounds=options.rounds)
@@ -117,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    reported(main)

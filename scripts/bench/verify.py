@@ -19,12 +19,13 @@ from __future__ import annotations
 import argparse
 
 import torch
-from timing import interleaved
+from timing import count, interleaved, refuse_long, reported
 from transformers import DynamicCache
 
 from drafttrain.target import load
 from drafttrain.tree.topology import Tree, ancestor_mask, depths_of
 
+DTYPES = ("float32", "bfloat16", "float16")
 WANTED = 1.6
 TREE = Tree.expansion([1, 2, 2, 2, 2])
 
@@ -33,6 +34,7 @@ TREE = Tree.expansion([1, 2, 2, 2, 2])
 def measure(dtype: str, context: int, rounds: int) -> dict[str, float]:
     target = load.smollm2(dtype=dtype, device="auto", attention="sdpa")
     device, nodes = target.device, TREE.size + 1
+    refuse_long(target, context + nodes)
     before = torch.randint(0, target.vocab_size, (1, context), device=device)
     ids = torch.randint(0, target.vocab_size, (1, nodes), device=device)
     parents = torch.tensor([TREE.parents], device=device)
@@ -70,9 +72,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--context", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=DTYPES)
+    parser.add_argument("--context", type=count, default=200)
+    parser.add_argument("--rounds", type=count, default=15)
     options = parser.parse_args()
     for dtype in options.dtypes:
         seconds = measure(dtype, options.context, options.rounds)
@@ -87,4 +89,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    reported(main)

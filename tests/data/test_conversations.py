@@ -28,11 +28,11 @@ from drafttrain.data.conversations import (
     rows_of,
     sha256_of,
     write_journal,
-    write_json,
     write_set,
 )
 from drafttrain.data.folder import BASE, SetFolder
 from drafttrain.errors import InputError
+from drafttrain.files import write_json
 from tests.data.sets import ABOUT
 from tests.messages import said
 

@@ -20,6 +20,7 @@ from drafttrain.data.prompts import (
     some,
 )
 from drafttrain.data.shapes import Prompt, parse
+from drafttrain.data.sources import drawn
 from drafttrain.errors import InputError
 from tests.messages import said
 
@@ -304,3 +305,144 @@ def test_self_written_rows_need_a_number() -> None:
 def test_row_numbers_are_shortened() -> None:
     assert some(list(range(14, 0, -1))) == "1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 4 more"
     assert by_reason([Skipped(1, "a"), Skipped(2, "b"), Skipped(3, "b")]) == {"b": [2, 3], "a": [1]}
+
+
+# --- several sources ------------------------------------------------------------------------------
+# F78: what takes "the first rows" of several sources must not take them all from the first source.
+# Neighbours of the same cause, all tried below and in test_synthesis.py: a limit of rows, the
+# held-out split, data.limit_rows after it, data.set_aside at the end, prompts of an evaluation's
+# limit; files of unlike size, in folders below, packed and parquet; data sets of several data
+# files; rows that cannot be used. Shards of one file, and every single file, keep their order.
+
+
+def two_sources(folder: Path, sizes: tuple[int, int] = (50, 50)) -> Path:
+    folder.mkdir(parents=True)
+    for name, size in zip("AB", sizes, strict=True):
+        write_lines(folder / f"{name}.jsonl", [{"prompt": f"{name} {i}"} for i in range(size)])
+    return folder
+
+
+@pytest.mark.field("F78")
+def test_any_stretch_has_of_each_source_its_share() -> None:
+    sizes = (50, 7, 300, 1)
+    order = drawn(sizes, seed=3)
+    assert sorted(order) == [(s, i) for s, size in enumerate(sizes) for i in range(size)]
+    for start in range(0, len(order), 13):
+        for stop in range(start + 1, len(order) + 1, 17):
+            part = [source for source, _ in order[start:stop]]
+            for source, size in enumerate(sizes):
+                assert abs(part.count(source) - len(part) * size / sum(sizes)) < 2.1
+    assert drawn(sizes, seed=3) == order != drawn(sizes, seed=4)
+
+
+@pytest.mark.field("F78")
+@pytest.mark.parametrize("kind", [PromptFile, PromptDataset])
+def test_a_limit_takes_from_all_files_by_the_seed(kind: Any, tmp_path: Path) -> None:
+    folder = two_sources(tmp_path / "two")
+    full, part = kind(path=str(folder)).read(None), kind(path=str(folder)).read(20)
+    assert part.rows == full.rows[:20] and part.more and not full.more
+    assert part.counts(row for row, _ in part.rows) == {"A.jsonl": 10, "B.jsonl": 10}
+    assert full.counts(row for row, _ in full.rows) == {"A.jsonl": 50, "B.jsonl": 50}
+    row, prompt = part.rows[0]
+    name, number = part.origin[row]  # JSON Lines count from 1, the texts from 0.
+    assert prompt == Prompt((f"{name[0]} {number - 1}",))
+    assert part.places([row]) == f"{name} {number}"
+    assert part.source == full.source != kind(path=str(folder), seed=1).read(20).source
+
+
+@pytest.mark.field("F78")
+def test_rows_of_several_files_that_cannot_be_used_are_named_by_file(tmp_path: Path) -> None:
+    folder = two_sources(tmp_path / "two", (10, 10))
+    (folder / "below").mkdir()
+    write_lines(folder / "below" / "C.jsonl", [{"prompt": "C"}, {"prompt": " "}])
+    (folder / ".hidden.jsonl").write_text("no")
+    (folder / "notes.txt").write_text("no")
+    found = PromptFile(path=str(folder)).read(None)
+    assert by_reason(found.skipped) == {"an empty user turn, in below/C.jsonl": [2]}
+    assert len(found.rows) == 21
+
+
+@pytest.mark.field("F78")
+def test_one_source_keeps_its_order(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}"} for i in range(9)]
+    (tmp_path / "a").mkdir()
+    for shard in range(3):
+        write_lines(
+            tmp_path / "a" / f"x-0000{shard}-of-00003.jsonl", rows[shard * 3 : shard * 3 + 3]
+        )
+    (tmp_path / "b").mkdir()
+    single = write_lines(tmp_path / "b" / "x.jsonl", rows)
+    expected = PromptFile(path=str(single)).read(5)
+    assert expected.rows == [(i + 1, Prompt((str(i),))) for i in range(5)]
+    assert PromptFile(path=str(tmp_path / "b")).read(5) == expected
+    assert PromptFile(path=str(tmp_path / "a")).read(5).rows == expected.rows
+    assert PromptDataset(path=str(tmp_path / "a")).read(5).rows == expected.rows
+
+
+# --- what is read, and how long it takes ----------------------------------------------------------
+# F101: a column that nothing looks at must cost nothing, in parquet and in data sets, with columns
+# named otherwise and where no column is known (the first row's keys are still listed).
+
+
+@pytest.mark.field("F101")
+def test_columns_that_nothing_looks_at_are_not_read(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    rows = [{"question": f"question {i}", "wide": f"{i}" * 1000} for i in range(50)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, compression="none")
+    with pyarrow.parquet.ParquetFile(path) as file:
+        wide = file.metadata.row_group(0).column(1)
+    content = bytearray(path.read_bytes())
+    start = min(filter(None, (wide.dictionary_page_offset, wide.data_page_offset)))
+    content[start : start + 64] = b"\xff" * 64  # Whoever reads it fails.
+    path.write_bytes(content)
+    found = PromptFile(path=str(path), columns={"prompt": "question"}).read(None)
+    assert found.rows == [(i + 1, Prompt((f"question {i}",))) for i in range(50)]
+    assert found.first_keys == ("question", "wide")
+    with pytest.raises(InputError, match="first row's keys: question, wide"):
+        PromptFile(path=str(path)).read(None)
+    with pytest.raises(InputError, match=said("data.cut_parquet")):
+        PromptFile(path=str(path), columns={"prompt": "wide"}).read(None)
+
+
+@pytest.mark.field("F101")
+def test_columns_of_a_data_set_are_read_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    rows = [{"prompt": f"question {i}", "wide": "x" * 1000} for i in range(150)]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "a"))
+    asked: list[list[str]] = []
+    select = datasets.Dataset.select_columns
+    monkeypatch.setattr(
+        datasets.Dataset,
+        "select_columns",
+        lambda self, names: asked.append(names) or select(self, names),  # type: ignore[func-returns-value]
+    )
+    found = PromptDataset(path=str(tmp_path / "a")).read(140)
+    assert len(found.rows) == 140 and found.more and asked == [["prompt"]]
+    with pytest.raises(InputError, match="first row's keys: prompt, wide"):
+        PromptDataset(path=str(tmp_path / "a"), columns={"prompt": "none"}).read(None)
+
+
+@pytest.mark.field("F101")
+def test_every_source_shows_what_it_reads(tmp_path: Path) -> None:
+    """Files one by one and in a folder, and data sets."""
+    import datasets
+
+    folder = two_sources(tmp_path / "two", (3, 2))
+    datasets.Dataset.from_list([{"prompt": "a"}] * 5).save_to_disk(str(tmp_path / "saved"))
+    for source in (
+        PromptFile(path=str(folder)),
+        PromptDataset(path=str(folder)),
+        PromptDataset(path=str(tmp_path / "saved")),
+    ):
+        seen: list[int] = []
+
+        def watch(rows: Any, seen: list[int] = seen) -> Any:
+            return (row for row in rows if seen.append(row[0]) is None)  # type: ignore[func-returns-value]
+
+        assert len(source.read(None, watch).rows) == len(seen) == 5

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from drafttrain.data.conversations import Row
-from drafttrain.data.template import ChatPieces, changed_by_reencoding
+from drafttrain.data.template import ChatPieces, changed_by_reencoding, text_ids
 from drafttrain.errors import InputError
 from tests.helpers import ALTERNATING, CHATML, tiny_tokenizer
 from tests.messages import said
@@ -196,6 +196,21 @@ def test_a_target_without_a_template_says_so() -> None:
     tokenizer.chat_template = None
     with pytest.raises(InputError, match=said("data.no_template")):
         ChatPieces(tokenizer, (2,))
+
+
+@pytest.mark.field("F80")
+def test_ids_of_a_text_begin_as_the_tokenizer_begins_one() -> None:
+    tokenizer = tiny_tokenizer("")
+    plain = tokenizer("the inner")["input_ids"]
+    assert text_ids(tokenizer, "the inner", 3) == plain[:3]
+
+    def framed(text: str) -> dict[str, list[int]]:
+        return {"input_ids": [0, *tokenizer(text)["input_ids"], tokenizer.eos_token_id]}
+
+    framed.eos_token_id = tokenizer.eos_token_id  # type: ignore[attr-defined]
+    assert text_ids(framed, "the inner", 99) == [0, *plain]  # The text goes on: no end.
+    with pytest.raises(InputError, match="without tokens"):
+        text_ids(tokenizer, "", 9)
 
 
 @pytest.mark.field("F08")

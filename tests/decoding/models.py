@@ -72,13 +72,13 @@ def p_value(target, drafter, plan, rows=ROWS, prompt=(3, 5, 2)):
 
 
 SAMPLED = {
-    "chain ratio": Plan(Tree.chain(3), Policy(1.0)),
+    "chain ratio": Plan(Tree.chain(3), Policy(1.0), rule="ratio"),
     "chain warm": Plan(Tree.chain(2), Policy(1.5)),
     "tree without replacement": Plan(Tree.expansion([3, 2, 1]), Policy(0.7)),
     "tree filtered": Plan(Tree.expansion([2, 2]), Policy(1.0, 6, 0.95)),
     "tree one-hot": Plan(Tree.expansion([2, 2]), Policy(1.0), sampled=False),
     "chain one-hot": Plan(Tree.chain(3), Policy(1.0), sampled=False),
-    "chain block": Plan(Tree.chain(3), Policy(1.0), rule="block"),
+    "chain block": Plan(Tree.chain(3), Policy(1.0)),
     "tree k-seq": Plan(Tree.expansion([3, 2]), Policy(1.0), rule="k_seq"),
     "tree matched": Plan(Tree.expansion([2, 2]), Policy(1.0), rule="sample_and_match"),
 }

@@ -3,6 +3,8 @@ called."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -155,6 +157,23 @@ def test_rounding_is_kept_apart_from_a_difference(speculator):
         and "no near-tie" in said
     )
     assert gap_of(target, ids, best, None)["near_tie"] is False
+
+
+@pytest.mark.field("F70")
+def test_passes_that_compute_another_thing_are_no_rounding(speculator, monkeypatch):
+    """A target whose cached pass is off by far more than numbers are rounded by, as one with a
+    table of positions for each length."""
+    target, ids = speculator.target, PROMPTS[0]
+    real = type(target).step
+
+    def other(self, *given, **more):
+        found = real(self, *given, **more)
+        return dataclasses.replace(found, hidden=found.hidden * 0.7)
+
+    best, second = last_logits(target, [ids])[0].topk(2).indices.tolist()
+    monkeypatch.setattr(type(target), "step", other)
+    found = gap_of(target, ids, best, second)
+    assert not found["near_tie"] and found["rounding"] < 1e-3
 
 
 def test_cells_are_the_targets_distribution(speculator):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from drafttrain.decoding import measure
+from drafttrain.decoding import measure, rules
 from drafttrain.decoding.conditions import conditions, digest_of, dtype_name
 from drafttrain.decoding.loop import Output
 from drafttrain.decoding.measure import (
@@ -17,11 +17,12 @@ from drafttrain.decoding.measure import (
     rank_rates,
     tau_behind,
 )
-from drafttrain.decoding.plan import Plan
+from drafttrain.decoding.plan import UNKEPT, Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.ngram import NGram
-from drafttrain.flow import Tally
+from drafttrain.evaluating.measuring import row_of
+from drafttrain.flow import Acceptance, Tally
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.tree.dynamic import Dynamic
@@ -82,6 +83,28 @@ def test_speed_is_interleaved_and_compares_the_same_tokens(pair):
             set(row["seconds"]) == {"prefill", "draft", "verify", "host"}
             and row["guarantee"] == "greedy"
         )
+
+
+@pytest.mark.field("F70")
+@pytest.mark.parametrize(("dtype", "claimed"), [("float32", UNKEPT), ("bfloat16", "greedy")])
+def test_a_guarantee_that_was_seen_not_to_hold_is_not_claimed(monkeypatch, dtype, claimed):
+    """A rule that writes another token after its drafts: in float32 no rounding does that."""
+    target = load.tiny(dtype=dtype)
+    drafter = drafters.make(Eagle1, target).eval()
+    right = rules.greedy
+
+    def wrong(best, proposal):
+        found = right(best, proposal)
+        token = (found.next_token + (proposal.size > 0)) % 320
+        return Acceptance(found.path, found.count, token)
+
+    monkeypatch.setattr(rules, "greedy", wrong)
+    (one,) = measure_speed(
+        target, drafter, PROMPTS[:2], [Plan(Tree.chain(2))], max_new_tokens=6, stop_ids=()
+    )
+    assert one.same_as_plain == 0 and one.row()["guarantee"] == claimed
+    row = row_of(one.plan, dataclasses.replace(one, guarantee="greedy"), one)
+    assert row["guarantee"] == claimed, "also where acceptance was measured apart"
 
 
 def test_differences_are_told_prompt_by_prompt():
@@ -170,6 +193,27 @@ def test_nothing_to_measure_is_none_and_not_nan(pair):
         row = measured.row()
         assert row["tau"] is None and row["tau_interval"] is None and row["rounds"] == 0
         assert row["accepted_per_round"] is None and row["speedup"] is None
+
+
+def test_without_a_seed_every_call_draws_other_texts(pair):
+    speculator = Speculator(*pair, Plan(Tree.chain(3), Policy(1.0)), dtype="float32")
+    given = {"max_new_tokens": 12, "stop_ids": ()}
+
+    def written(**more):
+        return speculator.generate([PROMPTS[0]], **given, **more)[0][0].ids
+
+    def streamed(**more):
+        return [t for ids, _ in speculator.stream(PROMPTS[0], **given, **more) for t in ids]
+
+    assert len({tuple(one()) for one in (written, written, streamed, streamed)}) == 4
+    assert written(seed=3) == written(seed=3) == streamed(seed=3) != written(seed=4)
+    torch.manual_seed(5)
+    first = written()
+    torch.manual_seed(5)
+    assert written() == first, "as in transformers"
+    before = torch.random.get_rng_state()
+    speculator.generate([PROMPTS[0]], plan=Plan(Tree.chain(3)), **given)
+    assert torch.equal(torch.random.get_rng_state(), before), "greedy decoding uses no chance"
 
 
 def test_speculator_streams_what_it_generates_and_follows_live_weights(pair):

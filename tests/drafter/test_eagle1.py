@@ -9,22 +9,26 @@ import torch
 from drafttrain.data.datamodule import collate
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
+from drafttrain.drafter import eagle1
 from drafttrain.drafter.base import Committed
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.vocabulary import coverage, most_frequent
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Needs
+from drafttrain.nn.layers import new_layers
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
+from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 from tests.drafter import make as drafters
-from tests.messages import said
+from tests.families import AFTER, EXPERTS, model_of, target_of
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_neox")
+OTHERS = (*AFTER, *EXPERTS, "gpt2")
 
 
 def make(family: str = "llama", **settings):
-    target = load.tiny(family=family)
+    target = load.tiny(family=family) if family in FAMILIES else target_of(family)
     torch.manual_seed(0)
     return target, drafters.make(Eagle1, target, **settings).eval()
 
@@ -104,10 +108,10 @@ def test_rows_too_short_to_teach_count_nothing_and_give_no_nan(ids):
 
 
 @pytest.mark.field("F10", "F11")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma3_text", "qwen3_moe"])
 def test_a_training_row_equals_the_drafting_step_of_its_prefix(family):
     target, drafter = make(family)
-    x = torch.randint(3, 320, (1, 12), generator=torch.Generator().manual_seed(3))
+    x = torch.randint(3, 97, (1, 12), generator=torch.Generator().manual_seed(3))
     hidden = target.features(x, torch.tensor([12]), Needs(last_hidden=True)).last_hidden
     with torch.inference_mode():
         trained = drafter(hidden[:, :-1], x[:, 1:], torch.arange(11)[None])
@@ -282,16 +286,72 @@ def test_only_what_is_trained_is_owned():
     )
 
 
-def test_targets_without_a_rotary_layer_are_refused():
-    from transformers import GPT2Config, GPT2LMHeadModel
+# F98's kind: a family's own layer that cannot be driven without its first norm, or by one table of
+# positions. Tried: norms after the sub-layers, biases, q/k norms, two rotary tables, partial rotary
+# positions, none at all (GPT-2), dropout (Seed-OSS), experts of five families (F74), a layer that
+# fails when driven.
+@pytest.mark.field("F98", "F74")
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_layer_for_any_decoder_only_family(family):
+    """It drafts exact text, learns, and is made by the seed."""
+    target, drafter = make(family)
+    prompts = [list(range(3, 32)), [5, 6, 7]]
+    limits = {"max_new_tokens": 6, "stop_ids": ()}
+    plain, _ = decode(target, None, prompts, Plan(Tree.chain(0)), **limits)
+    found, _ = decode(target, drafter, prompts, Plan(Tree.expansion([2, 2])), **limits)
+    assert [one.ids for one in found] == [one.ids for one in plain]
+    if family in EXPERTS:
+        assert "experts" in drafter.plain
+    else:
+        assert bool(drafter.plain) == (family not in ("glm4", "seed_oss"))
+    batch = row(list(range(3, 20)), [1] * 17)
+    loss = drafter.requires_grad_(True).loss(batch, features(target, batch))
+    loss.total.backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in drafter.parameters())
+    state = drafter.state_dict()
+    for other in (make(family)[1], drafter.at(torch.float32)):
+        assert other.state_dict().keys() == state.keys()
+        assert all(torch.equal(other.state_dict()[name], state[name]) for name in state)
 
-    from drafttrain.target.model import Target
 
-    model = GPT2LMHeadModel(
-        GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, n_positions=64)
+@pytest.mark.field("F98")
+def test_a_plain_layer_has_the_targets_shape_and_turns():
+    """Gemma-3 has a table for each kind of layer: attention is full, so it is that one's."""
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    target = Target(
+        model_of("gemma3_text", "sdpa", rope_parameters=rope, **AFTER["gemma3_text"]), None, "tiny"
     )
-    with pytest.raises(InputError, match=said("drafter.no_rotary_layer")):
-        drafters.make(Eagle1, Target(model, None, "gpt2"))
+    drafter = drafters.make(Eagle1, target)
+    config = drafter.layer_config()
+    assert config.rope_parameters == rope["full_attention"]
+    assert (config.hidden_size, config.num_attention_heads, config.head_dim) == (32, 4, 16)
+    x, places = torch.zeros(1, 4, 32), torch.arange(4)[None]
+    own = target.base.rotary_emb(x, places, "full_attention")
+    assert all(map(torch.equal, own, drafter._rotary(x, places)))
+    assert not any("rotary" in name for name, _ in drafter.named_buffers())
+    assert drafter.layer.self_attn.q_proj.weight.shape == (64, 32)
+    assert "plain and dense" in drafter.describe()["layer"]
+    assert "layer" not in make("llama")[1].describe()
+
+
+@pytest.mark.field("F98")
+def test_a_layer_that_fails_when_driven_is_replaced_and_the_cause_kept(monkeypatch):
+    target = load.tiny()
+
+    class Failing(torch.nn.Module):
+        def forward(self, *_given, **_more):
+            raise RuntimeError("needs its norm")
+
+    def made(*given, plain=False, **more):
+        return new_layers(*given, plain=plain, **more) if plain else [Failing()]
+
+    monkeypatch.setattr(eagle1, "new_layers", made)
+    drafter = drafters.make(Eagle1, target)
+    assert "cannot be driven (needs its norm)" in drafter.plain
+    assert drafter.describe()["layer"].startswith("plain and dense (the target's own layer")
 
 
 @pytest.mark.parametrize(

@@ -287,7 +287,7 @@ def test_a_tree_for_one_is_grown_by_each(target: Target) -> None:
     assert drafter.shaped(grown) is grown and drafter.shaped(Tree.chain(0)) == Tree.chain(0)
     plan = Plan(Tree.chain(4), Policy(1.0)).made_by(drafter)
     assert (plan.tree, plan.rule_name, plan.guarantee) == (grown, "multi_step", "distribution")
-    assert Plan(forest([3, 0, 0, 0]), Policy(1.0)).made_by(drafter).rule_name == "ratio"
+    assert Plan(forest([3, 0, 0, 0]), Policy(1.0)).made_by(drafter).rule_name == "block"
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def test_nothing_is_drawn(own: Any) -> None:
     drafter = make(NGram, target)
     plan = Plan(Tree.chain(3), Policy(1.0))
     assert (
-        plan.rule_name == "ratio"
+        plan.rule_name == "block"
         and plan.made_by(drafter).rule_name == "one_hot"
         and not plan.made_by(drafter).draws
     )

@@ -27,8 +27,8 @@ TREES = {
     "confident": Confident(k=4, stop_below=0.01),
 }
 PLANS = {
-    "ratio": Plan(Tree.chain(3), Policy(1.0)),
-    "block": Plan(Tree.chain(3), Policy(1.0), rule="block"),
+    "ratio": Plan(Tree.chain(3), Policy(1.0), rule="ratio"),
+    "block": Plan(Tree.chain(3), Policy(1.0)),
     "without replacement": Plan(Tree.expansion([3, 2]), Policy(0.8)),
 }
 

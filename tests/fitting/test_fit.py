@@ -218,7 +218,9 @@ def test_what_learns_nothing_is_measured_and_packaged(
     )
     assert {row["remember"] for row in metrics["rows"]} == {500 if experiment == "suffix" else 0}
     config = json.loads((run / "package" / "config.json").read_text())
-    assert config["training"]["training"] is None and config["trained_length"] is None
+    cost = config["training"]["training"]
+    assert (cost is None) == (not searched) and config["trained_length"] is None
+    assert (training_of(config)[0] or 0) == (cost["search_seconds"] if searched else 0)
 
     speculator = load_package(run / "package", target)
     prompts = [[5, 6, 7, 5, 6], [9, 8, 7, 6]]
@@ -371,7 +373,7 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["draft_vocab=1"], "draft_vocab is 1"),
+        (["draft_vocab=1"], "draft_vocab=1"),
         (["draft_vocab=100000"], "draft_vocab is 100000"),
         (["optim.lr=0"], "optim.lr=0"),
         (["optim.schedule=step"], "optim.schedule=step"),
@@ -404,8 +406,8 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
             "target.path=/nowhere/at/all does not exist",
         ),
         (["target.max_position_embeddings=16"], "no setting target.max_position_embeddings"),
-        (["resume=last"], "holds nothing to resume"),
-        (["resume=no.ckpt"], "path of a checkpoint"),
+        (["resume=last"], "does not exist, so there is nothing to resume"),
+        (["resume=no.ckpt"], "resume=no.ckpt: there is no such file; give last, best"),
         (["drafter.divergence=l2"], "l2"),
         (["drafter=ngram"], "draft_vocab=64"),
         (["drafter=ngram", "draft_vocab=0", "resume=last"], "resume=last"),
@@ -453,7 +455,7 @@ def test_without_held_out_rows_the_last_weights_are_packaged(
             ["drafter=medusa", "drafter.head=3"],
             "there is no setting drafter.head. Did you mean drafter.heads",
         ),
-        (["drafter=medusa", "drafter.heads=2"], "4 deep, this drafter fills 2"),
+        (["drafter=medusa", "drafter.heads=2", "tree.k=4"], "4 deep, this drafter fills 2"),
         (["data.limit_rows=x"], "limit_rows=x"),
         (["data.temperatures=[a]"], "temperatures=['a']"),
         (["data.labels=questions"], "labels=questions"),
@@ -703,6 +705,18 @@ def test_a_used_folder_and_a_run_that_is_not_the_same(
     fit.main([*once, "trainer.log_every=3", "resume=last"])
     said = capsys.readouterr().out
     assert "trainer.log_every was 2, is 3" in said and "training is already done" in said
+
+
+@pytest.mark.field("F83")
+def test_a_head_that_did_not_move_is_warned_about_and_packaged(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["drafter=medusa", "drafter.own_head=true", "drafter.heads=2", "draft_vocab=0"]
+    more = ["trainer.max_steps=1", "tree.k=2", *UNMEASURED]
+    fit.main(words(folder, tmp_path / "run", *own, *more))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "WARNING: the only update has rate 0, and nothing is learned: see optim.sch" in said
+    assert (tmp_path / "run" / "package" / "drafter.safetensors").is_file()
 
 
 # --- stopped and killed ---------------------------------------------------------------------------

@@ -15,8 +15,10 @@ from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError
 from drafttrain.fitting.settings import read_settings
 from drafttrain.runs import plain
+from drafttrain.target import load
 from drafttrain.training.checkpoint import read_checkpoint
 from drafttrain.wiring.composing import compose
+from tests.drafter import make as drafters
 from tests.fitting.parts import UNMEASURED, words
 
 
@@ -27,6 +29,25 @@ def test_parts_are_what_was_composed() -> None:
     assert (parts.seed, parts.run_dir, parts.resume, parts.draft_vocab) == (3, "here", None, 64)
     assert parts.kind is Eagle1 and parts.learns and parts.settings.trainer.max_steps == 12
     assert parts.target.get("dtype") == cfg.target.dtype and parts.data.get("path") == "x"
+
+
+# The kind: a section of which nothing was chosen, and into which an experiment writes. Neighbours:
+# joint, boost and search; a setting of such a section on the command line.
+@pytest.mark.parametrize(
+    ("experiment", "section"),
+    [("medusa2", "joint"), ("specinfer", "boost"), ("selfspec", "search")],
+)
+def test_what_is_chosen_to_be_none_stays_none(experiment: str, section: str) -> None:
+    words = [f"experiment={experiment}", f"{section}=null"]
+    parts = read_settings(compose("fit", words))
+    assert getattr(parts.settings, section) is None and parts.config.values[section] is None
+    key = next(iter(plain(compose("fit", words[:1]))[section].keys() - {"_target_"} & KEYS))
+    with pytest.raises(InputError, match=f"{section}=null has no settings; give {section}=<choic"):
+        compose("fit", [*words, f"{section}.{key}=1"])
+
+
+KEYS = {"lambda_0", "match", "trials"}
+"""That the experiments set."""
 
 
 def test_nothing_is_written_to_after_the_door() -> None:
@@ -43,6 +64,49 @@ def test_nothing_is_written_to_after_the_door() -> None:
 def test_folders_and_checkpoints_are_paths(word: str) -> None:
     with pytest.raises(InputError, match=rf"^{word.partition('=')[0]}="):
         read_settings(compose("fit", ["experiment=smoke", "data.path=x", word]))
+
+
+# F88 stands for a list of ids given by hand: next to a size, which would have replaced it; next to
+# a package, which has one of its own; and one that is no list of rising ids of the target.
+@pytest.mark.field("F88")
+@pytest.mark.parametrize(
+    ("more", "needed"),
+    [
+        (["draft_vocab=64"], r"drafter\.draft_ids and draft_vocab=64"),
+        (["draft_vocab=0", "init_from=x"], r"drafter\.draft_ids and init_from=x"),
+        (["draft_vocab=0", "drafter.draft_ids=[3,4.5]"], r"drafter\.draft_ids holds 4\.5:"),
+        (
+            ["draft_vocab=0", "drafter.draft_ids=[3,3]"],
+            r"drafter\.draft_ids holds 3 after 3: needs",
+        ),
+        (
+            ["draft_vocab=0", "drafter.draft_ids=[5,3]"],
+            r"drafter\.draft_ids holds 3 after 5: needs",
+        ),
+        (["draft_vocab=0", "drafter.draft_ids=[-1,3]"], r"drafter\.draft_ids holds -1:"),
+        (["draft_vocab=0", "drafter.draft_ids=[true]"], r"drafter\.draft_ids holds True:"),
+        (["draft_vocab=0", "drafter.draft_ids=[]"], r"drafter\.draft_ids=\[\]:"),
+        (["draft_vocab=0", "drafter.draft_ids=7"], r"drafter\.draft_ids=7:"),
+        (["draft_vocab=0", "drafter.draft_ids=abc"], r"drafter\.draft_ids=abc:"),
+    ],
+)
+def test_a_list_of_draft_ids_is_checked_before_the_target(more: list[str], needed: str) -> None:
+    given = [word.replace("drafter.draft", "+drafter.draft") for word in more]
+    if not any(word.startswith("+") for word in given):
+        given.append("+drafter.draft_ids=[3,4]")
+    with pytest.raises(InputError, match=rf"^{needed}"):
+        read_settings(compose("fit", ["experiment=smoke", "data.path=x", *given]))
+
+
+@pytest.mark.field("F88")
+def test_a_list_of_draft_ids_is_the_targets() -> None:
+    target = load.tiny()
+    kept = ["experiment=smoke", "data.path=x", "draft_vocab=0", "+drafter.draft_ids=[3,9]"]
+    parts = read_settings(compose("fit", kept))
+    assert parts.drafter.get("draft_ids") == [3, 9]
+    assert drafters.make(Eagle1, target, draft_ids=[3, 9]).choices == 2
+    with pytest.raises(InputError, match=r"draft_ids holds 999: needs .* from 0 to 319"):
+        drafters.make(Eagle1, target, draft_ids=[3, 999])
 
 
 def test_files_of_a_run_keep_its_settled_configuration(folder: Path, tmp_path: Path) -> None:

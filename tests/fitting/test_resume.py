@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,8 +22,13 @@ import torch
 from drafttrain import fit
 from drafttrain.data import journal
 from drafttrain.data.datamodule import ConversationData
+from drafttrain.decoding.plan import Plan
+from drafttrain.packaging.writing import change_plan
 from drafttrain.reporting.loggers import read_metrics
 from drafttrain.training.checkpoint import read_checkpoint
+from drafttrain.training.decode_callback import DecodeCallback
+from drafttrain.training.run import Run
+from drafttrain.tree.topology import Tree
 from tests.fitting.parts import UNMEASURED, refusal, words
 from tests.training.parts import same
 
@@ -251,3 +257,163 @@ def test_a_disk_that_fills_up_leaves_a_checkpoint_to_go_on_from(
     fit.main(words(folder, calm, *UNMEASURED))
     ours, theirs = (read_checkpoint(path / "checkpoints" / "last.ckpt") for path in (run, calm))
     assert same(ours["weights"], theirs["weights"]) and ours["progress"]["updates"] == 12
+
+
+SHORT = [
+    "eval.every=2",
+    "eval.prompts=2",
+    "eval.max_new_tokens=6",
+    "eval.sim_rows=0",
+    "eval.speed_prompts=0",
+    "checkpoint.every=1",
+    "checkpoint.keep=2",
+    "trainer.max_steps=4",
+    "optim.schedule=constant",
+    "final.prompts=0",
+    "final.speed_prompts=0",
+]
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four updates that has ended, and was measured twice."""
+    run = tmp_path_factory.mktemp("ended") / "run"
+    fit.main(words(folder, run, *SHORT))
+    return run
+
+
+@pytest.fixture
+def run(ended: Path, tmp_path: Path) -> Path:
+    shutil.copytree(ended, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def resumed(
+    capsys: pytest.CaptureFixture[str], folder: Path, run: Path, what: str, *more: str
+) -> str:
+    capsys.readouterr()
+    fit.main([*words(folder, run, *SHORT, *more), f"resume={what}"])
+    return " ".join(capsys.readouterr().out.split())
+
+
+# The kind: several causes, one sentence. Neighbours: what is named does not exist, is a folder, is
+# a run's folder, is a name that resume does not know; the run's folder does not exist, is empty, is
+# no run's, has no checkpoint yet, has lost its last or never had a best one.
+@pytest.mark.field("F102")
+def test_each_cause_of_a_failed_resume_has_its_own_words(
+    folder: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bare" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "bare" / "config.yaml").touch()
+    found = {}
+    for where, what, sentence in (
+        (run, "lost.ckpt", "resume=lost.ckpt: there is no such file; give last, best, or the path"),
+        (run, "newest", "resume=newest: there is no such file; give last, best"),
+        (run, run, f"is a folder: give the checkpoint itself, or a run's folder as run_dir={run}"),
+        (tmp_path / "nowhere", "last", "nowhere does not exist, so there is nothing to resume"),
+        (tmp_path / "nowhere", "best", "nowhere does not exist, so there is nothing to resume"),
+        (tmp_path / "empty", "last", "empty is empty, so there is nothing to resume"),
+        (tmp_path / "bare", "best", "holds no best.ckpt, which a first measured evaluation writes"),
+    ):
+        said = refusal(capsys, words(folder, where, f"resume={what}"))
+        assert sentence in said, said
+        found[said] = what
+    assert len(found) == 6 and not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.field("F102")
+def test_resume_best_goes_on_from_the_best(
+    folder: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = read_checkpoint(run / "checkpoints" / "best.ckpt")["progress"]["updates"]
+    before = read_checkpoint(run / "checkpoints" / "last.ckpt")["weights"]
+    said = resumed(capsys, folder, run, "best")
+    assert f"goes on after update {best}," in said
+    assert same(read_checkpoint(run / "checkpoints" / "last.ckpt")["weights"], before)
+
+
+@pytest.mark.field("F73")
+def test_a_best_that_is_lost_is_said_and_its_figure_not_lent(
+    folder: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "checkpoints" / "best.ckpt").unlink()
+    said = resumed(capsys, folder, run, "last")
+    assert "best.ckpt is lost, and the best was val/tau" in said
+    assert "uses last.ckpt of update 4 fit:" in said  # And no figure with it.
+
+
+def test_what_was_chosen_or_left_next_to_a_run_is_kept_or_removed(
+    folder: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan that `tune` chose stays; what a killed packaging left goes."""
+    own = (run / "package" / "decoding.yaml").read_text()
+    for name in (".package-abcd_123", ".package-old-abcd_123"):
+        shutil.copytree(run / "package", run / name)
+    (run / ".package-mine").mkdir()
+    said = resumed(capsys, folder, run, "last")
+    assert "keeps the plan" not in said and (run / "package" / "decoding.yaml").read_text() == own
+    assert [path.name for path in run.glob(".package*")] == [".package-mine"]
+
+    change_plan(run / "package", Plan(Tree.chain(2)))
+    chosen = (run / "package" / "decoding.yaml").read_text()
+    for _ in range(2):
+        assert "keeps the plan in" in resumed(capsys, folder, run, "last")
+        assert (run / "package" / "decoding.yaml").read_text() == chosen != own
+
+    (run / "package").rename(run / ".package-old-abcd_123")
+    Run(run).clear_scratch()
+    assert (run / "package" / "decoding.yaml").read_text() == chosen
+
+
+def test_a_run_that_is_beyond_its_end_says_so(
+    folder: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = resumed(capsys, folder, run, "last")
+    assert "training is already done: the run is at update 4, its last" in said
+    said = resumed(capsys, folder, run, "last", "trainer.max_steps=2")
+    assert "the run is at update 4 already, beyond the 2 that trainer.max_steps" in said
+    assert "already done" not in said
+    said = resumed(capsys, folder, run, "last", "trainer.max_steps=9", "trainer.max_minutes=1e-9")
+    assert "the run is at update 4, and trainer.max_minutes are used up: nothing is" in said
+
+
+class Killed(Exception):
+    """What a program that was not given the time to stop does not see."""
+
+
+@pytest.mark.parametrize("every", [2, 3])  # Due at that update, and only at the end.
+def test_the_evaluation_after_the_last_update_is_made_by_the_resumed_run(
+    folder: Path,
+    ended: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    every: int,
+) -> None:
+    """A TERM signal within it writes a checkpoint at once."""
+    inner, calm, run = DecodeCallback.measure, ended, tmp_path / "run"
+
+    def killed(self: DecodeCallback, module: Any, **more: Any) -> Any:
+        if module.updates == 4:
+            signal.raise_signal(signal.SIGTERM)
+            raise Killed
+        return inner(self, module, **more)
+
+    more = [*SHORT, f"eval.every={every}", "checkpoint.every=50", "checkpoint.keep=0"]
+    if every != 2:  # That of `ended`.
+        calm = tmp_path / "calm"
+        fit.main(words(folder, calm, *more))
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(DecodeCallback, "measure", killed)
+        fit.main(words(folder, run, *more))
+    state = read_checkpoint(run / "checkpoints" / "last.ckpt")
+    assert state["progress"]["updates"] == 4 != state["decode"]["measured_at"]
+    fit.main([*words(folder, run, *more), "resume=last"])
+    assert "its last evaluation was cut off, and is made now" in capsys.readouterr().out
+    for name in ("last", "best"):
+        ours, theirs = (
+            read_checkpoint(one / "checkpoints" / f"{name}.ckpt") for one in (run, calm)
+        )
+        assert ours["keeper"] == theirs["keeper"] and same(ours["weights"], theirs["weights"])
+        assert ours["decode"]["evaluations"] == theirs["decode"]["evaluations"]

@@ -25,6 +25,7 @@ from drafttrain.layouts.directory import INDEX
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from tests.drafter import make as drafters
+from tests.families import target_of
 from tests.helpers import save_target
 from tests.layouts.made import (
     DROP,
@@ -232,6 +233,28 @@ def test_biases_of_fc(tiny: Target, tmp_path: Path) -> None:
     assert "fc.bias" not in load_file(
         exported(tmp_path / "zero", tiny, zero, "vllm") / "model.safetensors"
     )
+
+
+@pytest.mark.field("F98", "F74")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmo2", "gemma3_text"])
+def test_plain_blocks_of_any_family(engine: str, family: str, tmp_path: Path) -> None:
+    """The file is a Llama block of its own sizes, comes back as it was, and computes the same."""
+    target = target_of(family)
+    drafter = made(target)
+    assert drafter.plain
+    if engine == "eagle" and family == "gemma3_text":
+        with pytest.raises(InputError, match=r"^to=eagle: .* heads .* width"):
+            exported(tmp_path, target, drafter, engine)
+        return
+    out = exported(tmp_path, target, drafter, engine)
+    assert names(out) == {} and same(drafter, read_back(out, target))
+    saved = json.loads((out / "config.json").read_text())
+    expected = drafter.layer_config()
+    for key in ("intermediate_size", "head_dim", "num_key_value_heads", "rms_norm_eps"):
+        assert saved[key] == getattr(expected, key), key
+    assert (saved["hidden_act"], saved["model_type"]) == ("silu", "llama")
+    assert not saved["attention_bias"]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_neox"])

@@ -144,7 +144,8 @@ from drafttrain.layouts.engines import Reading
 from drafttrain.layouts.layout import Layout
 from drafttrain.layouts.directory import INDEX
 from drafttrain.wiring.defaults import with_defaults
-from drafttrain.layouts.writing import Exported, as_json, stored
+from drafttrain.files import json_text
+from drafttrain.layouts.writing import Exported, stored
 
 READINGS = {engines.VLLM: Reading(method="hydra", settings={"parallel_drafting": True})}
 
@@ -167,7 +168,7 @@ def write(source):
     first = {name: tensors.pop(name) for name in list(tensors)[:1]}
     shards = {"second.safetensors": tensors}
     index = dict.fromkeys(tensors, "second.safetensors") | dict.fromkeys(first, "model.safetensors")
-    texts = {INDEX: as_json({"weight_map": index})}
+    texts = {INDEX: json_text({"weight_map": index})}
     return Exported(config, first, source.command(), texts=texts, shards=shards)
 
 

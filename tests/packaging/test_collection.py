@@ -165,6 +165,8 @@ def test_costs_that_were_not_recorded_are_not_made_up(original: Path) -> None:
         "shape": {"parameters": 5},
         "training": {},
     }
+    searched = {**copied, "training": {"training": {"search_seconds": 7.5, "trials": 3}}}
+    assert training_of(searched) == (7.5, 0)
     assert training_of(copied) == (0.0, 0) and training_of(together) == (None, None), (
         "its members were trained, elsewhere"
     )

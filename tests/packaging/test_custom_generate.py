@@ -27,6 +27,7 @@ from drafttrain.packaging import hf_generate
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
+from tests.helpers import tiny_tokenizer
 from tests.messages import said
 from tests.packaging.called import surroundings, with_package  # noqa: F401 - for every test
 from tests.packaging.made import overfitted, packed
@@ -283,6 +284,52 @@ def test_what_cannot_be_honoured_is_refused(reason: str, model: Any, package: Pa
     settings = {"max_new_tokens": 4} | REFUSED[reason]
     with pytest.raises((InputError, ValueError, ImportError), match=reason):
         with_package(model, package, PROMPTS[:1], **settings)
+
+
+STRINGS: dict[str, Any] = {
+    "one": lambda text: [text[5:8]],
+    "several": lambda text: ["never", text[7:8], text[3:6]],
+    "across tokens": lambda text: [text[4:12]],
+    "at the start": lambda text: [text[:2]],
+    "never": lambda text: ["no such text"],
+}
+
+
+# F86 stands for every way to set stop strings: by the call, by its generation config, by the
+# model's own; one text or several with padding; greedy or sampled; streamed.
+@pytest.mark.field("F86")
+@pytest.mark.parametrize("strings", STRINGS.values(), ids=STRINGS)
+@pytest.mark.parametrize("way", ["call", "config", "model"])
+def test_stop_strings_end_a_text_where_they_end_plain_decoding(
+    model: Any, package: Path, strings: Any, way: str
+) -> None:
+    tokenizer = tiny_tokenizer()
+    free = model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=24)[0, 3:]
+    stop = strings(tokenizer.decode(free))
+    common: dict[str, Any] = {"max_new_tokens": 24, "tokenizer": tokenizer}
+    if way == "call":
+        common["stop_strings"] = stop
+    elif way == "config":
+        common["generation_config"] = GenerationConfig(
+            max_new_tokens=24, stop_strings=stop, eos_token_id=EOS, pad_token_id=0
+        )
+        del common["max_new_tokens"]
+    else:
+        model.generation_config.stop_strings = stop
+    for prompts in (PROMPTS[:1], PROMPTS):
+        inputs = {**padded(prompts), **common}
+        plain = model.generate(**inputs)
+        ours = model.generate(**inputs, custom_generate=str(package), trust_remote_code=True)
+        assert torch.equal(ours, plain)
+    assert "_get_stopping_criteria" not in vars(model), "the caller's model is as it was"
+
+
+@pytest.mark.field("F86")
+def test_stop_strings_without_a_tokenizer_are_refused_as_in_plain_decoding(
+    model: Any, package: Path
+) -> None:
+    with pytest.raises(ValueError, match="tokenizer"):
+        with_package(model, package, PROMPTS[:1], max_new_tokens=4, stop_strings=["a"])
 
 
 def test_stopping_criteria_end_a_text_where_they_end_plain_decoding(

@@ -22,7 +22,11 @@ from safetensors.torch import load_file, save_file
 
 import drafttrain
 from drafttrain.decoding.plan import Plan
+from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.drafter.hydra_heads import HydraHeads
+from drafttrain.drafter.medusa import Medusa
+from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError, disk_full
 from drafttrain.nn.sampling import Policy
 from drafttrain.packaging import decoding, reading, writing
@@ -235,10 +239,31 @@ def test_a_borrowed_embedding_is_never_written(
 ) -> None:
     torch.manual_seed(0)
     odd = drafters.make(Eagle1, target)
-    odd.register_parameter("embedding", torch.nn.Parameter(target.embedding.weight.clone()))
-    with pytest.raises(ValueError, match="^embedding " + said("packaging.borrowed")):
-        packed(tmp_path / "package", odd, target)
+    for lent in (target.embedding.weight, torch.nn.Parameter(target.embedding.weight.data[1:])):
+        odd.register_parameter("embedding", lent)
+        with pytest.raises(ValueError, match="^embedding " + said("packaging.borrowed")):
+            packed(tmp_path / "package", odd, target)
     assert not any(tmp_path.iterdir())
+
+
+# The kind: whether a weight is the target's is asked of its values. Neighbours: every drafter with
+# a projection or an embedding of its own that starts as a copy (medusa, hydra_heads, ssm), before
+# its first update, after one of rate 0, or with a gradient that is 0.
+@pytest.mark.field("F83")
+@pytest.mark.parametrize("kind", ["medusa", "hydra_heads", "ssm"])
+def test_a_copy_that_did_not_move_is_the_drafter_s_own(
+    target: Target, tmp_path: Path, kind: str
+) -> None:
+    made: dict[str, Callable[[], Drafter]] = {
+        "medusa": lambda: drafters.make(Medusa, target, own_head=True),
+        "hydra_heads": lambda: drafters.make(HydraHeads, target, own_head=True),
+        "ssm": lambda: drafters.make(Ssm, target, layers=[0], own=["embedding", "head"]),
+    }
+    drafter = made[kind]()
+    packed(tmp_path / "package", drafter, target)
+    again = load_drafter(tmp_path / "package", target)
+    for name, weight in drafter.state_dict().items():
+        assert torch.equal(again.state_dict()[name].to(weight), weight), name
 
 
 @pytest.mark.field("F64")

@@ -13,7 +13,8 @@ from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console
 from torch.utils.data import DataLoader
 
-from drafttrain.reporting.console import Rate, amount, cell, clock, room, table, track
+from drafttrain.errors import room
+from drafttrain.reporting.console import Rate, amount, cell, clock, reading, table, track
 from drafttrain.reporting.progress import ConsoleProgress
 from tests import messages
 
@@ -70,6 +71,29 @@ def test_track_yields_everything_and_ends_with_a_line(monkeypatch: pytest.Monkey
     monkeypatch.setenv("RANK", "1")
     silent = plain()
     assert list(track(range(3), out=silent)) == [0, 1, 2] and said(silent) == ""
+
+
+@pytest.mark.field("F101")
+def test_reading_is_shown_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, out = [0.0], io.StringIO()
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        "drafttrain.reporting.console.console", lambda **_: Console(file=out, width=100)
+    )
+    for number in reading(range(150)):
+        assert bool(out.getvalue()) == (now[0] > 1.05), number
+        now[0] += 0.1
+    # Then every ten seconds, and at the end.
+    assert [line.split("  ")[:2] for line in out.getvalue().splitlines()] == [
+        ["reads prompts", "11/150"],
+        ["reads prompts", "112/150"],
+        ["reads prompts", "150 rows"],
+    ]
+    quick = io.StringIO()
+    monkeypatch.setattr(
+        "drafttrain.reporting.console.console", lambda **_: Console(file=quick, width=100)
+    )
+    assert len(list(reading(range(5)))) == 5 and not quick.getvalue()
 
 
 def test_track_counts_what_items_hold() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from drafttrain.decoding.plan import UNKEPT
 from drafttrain.reporting.rows import (
     accepted_cells,
     gaps,
@@ -105,3 +106,27 @@ def test_slower_is_said_plainly() -> None:
     assert "not clearly faster" in verdicts([row("a", 1.1, low=0.9)])[0]
     assert "near-ties" in verdicts([row("a", 1.1, low=1.05, same=3)])[1]
     assert verdicts([row("a", None)]) == []
+
+
+@pytest.mark.field("F70")
+def test_another_text_is_called_what_it_is() -> None:
+    """Near-ties explain it in low precision only, and a rule that is approximate explains it
+    too."""
+
+    def line(guarantee: str) -> str:
+        row = {
+            "label": "a",
+            "temperature": 0.0,
+            "nodes": 3,
+            "speedup": None,
+            "tau": 2.0,
+            "same_as_plain": 3,
+            "speed_prompts": 4,
+            "guarantee": guarantee,
+        }
+        (found,) = verdicts([row])
+        return found
+
+    assert "near-ties in low precision" in line("greedy")
+    assert "DIFFERS" in line(UNKEPT) and "near-ties" not in line(UNKEPT) and "3/4" in line(UNKEPT)
+    assert "the rule is approximate" in line("approximate")

@@ -426,6 +426,33 @@ def test_what_is_no_manifest_is_refused(
         StoredFeatures(target, ONE, data=data, path=store)
 
 
+def test_a_shard_that_is_cut_while_it_is_read_is_named(
+    target: Target, data: ConversationData, store: Path
+) -> None:
+    """Without a look at its size the system would end the process. What was removed, or replaced by
+    a shorter file, is still there for who has it open."""
+    source = StoredFeatures(target, ONE, data=data, path=store)
+    batch = data.batch(range(len(data)))
+    before = source.features(batch).last_hidden
+    (store / "shard-00000.safetensors").unlink()
+    path = shard_of(store)
+    content = path.read_bytes()
+    path.rename(store / "kept")
+    path.write_bytes(content[:100])
+    assert before is not None
+    again = source.features(batch).last_hidden
+    assert again is not None and torch.equal(again, before)
+    (store / "kept").replace(path)
+    os.truncate(path, len(content) - 1)
+    with pytest.raises(InputError, match=rf"{path} is damaged \(cut to {len(content) - 1} of"):
+        source.features(batch)
+    os.truncate(path, 0)
+    with pytest.raises(InputError, match=rf"cut to 0 of {len(content)} bytes"):
+        source.features(batch)
+    with pytest.raises(InputError, match=r"shard-00001.*is damaged|cannot be read"):
+        StoredFeatures(target, ONE, data=data, path=store)
+
+
 def test_a_manifest_with_a_flipped_letter_and_one_that_is_too_large(
     target: Target, data: ConversationData, store: Path
 ) -> None:

@@ -15,17 +15,21 @@ import pytest
 import torch
 
 from drafttrain import synthesize as door
-from drafttrain.data.conversations import Journal, Row, read_journals, read_set, rows_of
-from drafttrain.data.datamodule import set_folder
+from drafttrain.data.conversations import HELD_OUT, Journal, Row, read_journals, read_set, rows_of
+from drafttrain.data.datamodule import ConversationData, set_folder
+from drafttrain.data.prompts import Prompts
 from drafttrain.data.shapes import Prompt
+from drafttrain.decoding.loop import decode
+from drafttrain.decoding.plan import Plan
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import generation, load
 from drafttrain.target.generation import Segment, choose
 from drafttrain.target.model import Target
 from drafttrain.target.synthesis import SynthesisConfig, synthesize
+from drafttrain.tree.topology import Tree
 from tests.forked import Forked, pair
-from tests.helpers import ALTERNATING, BARE, CHATML, save_target, tiny_chat_target
+from tests.helpers import ALTERNATING, BARE, CHATML, save_target, tiny_chat_target, tiny_tokenizer
 
 SMALL = ["writing.max_answer=24", "writing.max_length=160", "writing.max_user=32"]
 
@@ -538,6 +542,176 @@ def test_bad_rows_are_listed_and_strict_stops(
         door.main(arguments(folder, tmp_path / "strict", *source, "strict=true"))
     assert "row 3: empty conversation" in capsys.readouterr().err
     assert not (tmp_path / "strict").exists()
+
+
+# F96: whoever reads the table learns what the run did and what the rows lack. Tried: all rows there
+# already, some, a lower limit; turns left out for each way in which an answer may end, of given and
+# of self-written conversations.
+
+
+@pytest.mark.field("F96")
+def test_a_finished_folder_is_said_to_be_finished(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    for rows, finished in ((4, False), (4, True), (5, False), (3, True)):
+        door.main(arguments(folder, out, f"rows={rows}", "writing.max_answer=2"))
+        assert ("the target writes none" in capsys.readouterr().err) == finished, rows
+
+
+@pytest.mark.field("F96")
+def test_turns_left_out_are_listed_by_reason() -> None:
+    written = config(turns=[3], temperatures=[0.0])
+    prompts = {row: Prompt(("a", "b")) for row in (1, 2, 3, 4)} | {5: None, 6: None}
+    job = door.Job(
+        settings=None,  # type: ignore[arg-type]
+        writing=written,
+        folder=None,  # type: ignore[arg-type]
+        prompts=Prompts(list(prompts.items())),
+    )
+    rows = [
+        Row(1, (1, 2, 3), ((1, 2),), ("length",)),
+        Row(2, (1, 2, 3), ((1, 2),), ("template",)),
+        Row(3, (1, 2, 3), ((1, 2),), ("stop",)),
+        Row(4, (1, 2, 3, 4), ((1, 2), (3, 4)), ("stop", "length")),  # Complete.
+        Row(5, (1, 2, 3), ((1, 2),), ("length",)),
+        Row(6, tuple(range(7)), ((1, 2), (3, 4), (5, 6)), ("stop", "stop", "stop")),
+        Row(9, (1, 2, 3), ((1, 2),), ("length",)),  # Of an earlier, higher limit.
+    ]
+    assert door.turns_left_out(rows, job) == {
+        "after an answer cut by a limit": [1, 5],
+        "since there the template shows the answer otherwise": [2],
+        "too long, or without a user turn": [3],
+    }
+
+
+@pytest.mark.field("F96")
+def test_a_cut_answer_ends_a_conversation_in_the_table(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"turns": ["the", "an"]}) + "\n" + json.dumps({"turns": ["a"]}))
+    words = ("prompts=jsonl", f"prompts.path={path}", "writing.max_answer=1")
+    door.main(arguments(folder, tmp_path / "out", *words, "writing.temperatures=[0]"))
+    assert "after an answer cut by a limit" in (shown := capsys.readouterr().out)
+    assert "1 rows: 1" in shown
+
+
+# F80: a target without a chat template had no set at all. Tried: texts as strings, in a column, of
+# another name, too long, without tokens, bare and with half of a surrogate pair; a start token that
+# the tokenizer adds; what the advice says; a preview; answers are how the target goes on.
+
+
+@pytest.mark.field("F80")
+def test_a_base_model_goes_on_with_plain_texts(
+    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = Target(target.model, tiny_tokenizer(""), target.name)
+    folder = save_target(bare, tmp_path / "target")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    lines: list[Any] = [
+        *("the inner error then " * 9, {"text": "an"}, {"text": " "}, {"other": "the"}),
+        {"text": "\ud800"},
+        "in",
+    ]
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = (f"prompts.path={path}", "writing.temperatures=[0]", "writing.max_answer=6")
+    with pytest.raises(SystemExit):
+        door.main(arguments(folder, tmp_path / "out", "prompts=jsonl", *words))
+    assert "prompts=text" in capsys.readouterr().err
+    texts = arguments(folder, tmp_path / "out", "prompts=text", "prompts.tokens=9", *words)
+    door.main([*texts, "preview=2"])
+    assert "prompt of 9 tokens" in capsys.readouterr().out
+    door.main(texts)
+    data = read_set(tmp_path / "out")
+    assert data.manifest["skipped"] == {
+        "no text in column text": [3, 4],
+        "text that is not Unicode (half of a surrogate pair)": [5],
+    }
+    assert data.manifest["prompts"]["kind"] == "text"
+    tokenizer: Any = bare.tokenizer
+    for row, text in zip(rows_of(data), (lines[0], "an", "in"), strict=True):
+        lead = tokenizer(text)["input_ids"][:9]
+        (output,), _ = decode(bare, None, [lead], Plan(Tree.chain(0)), max_new_tokens=6)
+        assert row.ids == (*lead, *output.ids)
+        assert row.spans == ((len(lead), len(row.ids)),)
+
+
+# F82: a text that UTF-8 cannot hold reaches files and the terminal by what is said of a row. Tried,
+# all by the one way out (`errors.writable`): a role; words that a template's refusal quotes, of a
+# row that was to be left out anyway and of one that was to be written; a key given twice; what
+# another run has put into the journal; the same command again, on what is then finished.
+
+
+@pytest.mark.field("F82")
+def test_half_a_character_in_a_reason_loses_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    template = "{% if messages[0].role == 'system' or messages[0].content == 'no' %}"
+    template += "{{ raise_exception('not ' + messages[0].content + '\ud801') }}{% endif %}" + CHATML
+    folder = save_target(tiny_chat_target(), tmp_path / "target")
+    settings = folder / "tokenizer_config.json"
+    given = json.loads(settings.read_text()) | {"chat_template": template}
+    settings.write_text(json.dumps(given))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    lines: list[Any] = [
+        {"prompt": "the"},
+        {"messages": [{"role": "\ud800", "content": "a"}]},
+        {"messages": [{"role": "system", "content": "\udfff"}]},
+        {"prompt": "no"},
+        {"prompt": "an"},
+        {"prompt": "in"},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    twice = '{"\\ud800": 1, "\\ud800": 2}\n'
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + twice)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "journal-0001.jsonl").write_text('{"row":6,"skipped":"half \\ud83d of one"}\n')
+    words = arguments(folder, out, "prompts=jsonl", f"prompts.path={path}", "adopt=true")
+    for _ in range(2):
+        door.main(words)
+        assert "a turn of role \\ud800" in capfd.readouterr().out
+        manifest = read_set(out).manifest
+        assert manifest["skipped"] == {
+            "a turn of role \ud800": [2],
+            "no user turn; the chat template refuses: not \udfff\ud801": [3],
+            "the chat template refuses: not no\ud801": [4],
+            "key \ud800 is given twice": [7],
+        }
+        assert manifest["not_written"] == {"half \ud83d of one": [6]}
+        assert [row.row for row in contents(out)] == [1, 5]
+
+
+@pytest.mark.field("F78")
+def test_two_sources_share_the_set_and_every_part_of_it(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "two"
+    prompts.mkdir()
+    for name in "AB":
+        lines = [json.dumps({"prompt": f"{name} {i}"}) + "\n" for i in range(50)]
+        (prompts / f"{name}.jsonl").write_text("".join(lines))
+    out = tmp_path / "out"
+    more = ("prompts=jsonl", f"prompts.path={prompts}", "held_out=4", "writing.max_answer=2")
+    door.main(arguments(folder, out, *more, "rows=20"))
+    shown = capsys.readouterr().out
+    assert all(f"from {name}.jsonl" in shown for name in "AB") and "10, 2 of them held out" in shown
+    data = read_set(out)
+    assert data.by_source(range(20)) == {"A.jsonl": 10, "B.jsonl": 10}
+    assert data.by_source(data.indices(HELD_OUT)) == {"A.jsonl": 2, "B.jsonl": 2}
+    assert (
+        ConversationData(data, limit_rows=6)
+        .summary()
+        .startswith("train: 6 rows (A.jsonl 3, B.jsonl 3), ")
+    )
+    aside = ConversationData(data, set_aside=4, take_set_aside=True)
+    assert data.by_source(aside.indices) == {"A.jsonl": 2, "B.jsonl": 2}
+    door.main(arguments(folder, out, *more, "rows=30"))  # Grows: no row is written again.
+    grown = read_set(out)
+    assert grown.by_source(range(30)) == {"A.jsonl": 15, "B.jsonl": 15}
+    assert list(rows_of(grown))[:20] == list(rows_of(data))
 
 
 @pytest.mark.field("F02", "F62")

@@ -3,7 +3,8 @@ wrote."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,37 @@ FEW = (("eagle1", "ddp"), ("eagle1", "fsdp"), ("medusa", "fsdp"))
 ALL = tuple((kind, strategy) for kind in KINDS for strategy in ("ddp", "fsdp"))
 
 
+class OneSpoilt(AdamW):
+    """The gradient of the second window is infinite on rank 1, and only there."""
+
+    def norm(self, parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+        parameters = list(parameters)
+        WINDOWS.append(len(WINDOWS))
+        if len(WINDOWS) == 2 and processes.rank() == 1:
+            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], math.inf)
+        return super().norm(parameters)
+
+
+WINDOWS: list[int] = []
+
+
+def spoilt_on_one(
+    folder: Path, target: Target, data: ConversationData, rank: int, strategy: str
+) -> None:
+    """What each process makes of it, in a file of its own."""
+    WINDOWS.clear()
+    drafter = made("eagle1", target)
+    settings = settings_of(3, strategy=strategy)
+    course = settings.course(share(data, rank))
+    optim = OneSpoilt(**{**OPTIM, "weight_decay": 0.01})
+    module = DraftModule(drafter, OnlineFeatures(target, drafter.needs, data=data), optim, course)
+    go(settings, module, target, Stream(data, share(data, rank), course), folder)
+    torch.save(
+        {"weights": module.drafter.state_dict(), "counts": [module.updates, module.spoilt_windows]},
+        folder / f"spoilt-{strategy}-{rank}.pt",
+    )
+
+
 def main(folder: Path, much: str) -> None:
     rank = processes.rank()
     target, data = tiny(), ConversationData(folder / "set")
@@ -130,6 +162,8 @@ def main(folder: Path, much: str) -> None:
             strategy=second,
             resume=begun_run / "last.ckpt",
         )
+    for strategy in ("ddp", "fsdp"):
+        spoilt_on_one(folder, target, data, rank, strategy)
     for strategy in ("fsdp", "ddp")[: None if much == "all" else 1]:
         drafter = made("eagle1", target)
         course = Course(batches=4, accumulate=2, epochs=1)

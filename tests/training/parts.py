@@ -27,7 +27,7 @@ from drafttrain.target.features import OnlineFeatures
 from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import CheckpointConfig, Keeper
 from drafttrain.training.course import Course, Stream, TrainerConfig
-from drafttrain.training.decode_callback import DecodeCallback
+from drafttrain.training.decode_callback import DecodeCallback, EvalConfig
 from drafttrain.training.module import DraftModule
 from drafttrain.training.optim import AdamW
 from drafttrain.tree.topology import Tree
@@ -230,3 +230,19 @@ def keeper(folder: Path, decode: DecodeCallback | None = None, **settings: Any) 
     return Keeper(
         folder, CheckpointConfig(**{"every": None, "keep": 0} | settings), decode, patience=patience
     )
+
+
+class Scripted(DecodeCallback):
+    """Measures nothing: says given taus."""
+
+    def __init__(self, taus: list[float | None], every: int = 1) -> None:
+        speculator: Any = None
+        super().__init__(
+            speculator, [], {"tree": Plan(Tree.chain(1))}, EvalConfig(**EVAL | {"every": every})
+        )
+        self.taus = taus
+
+    def measure(self, module: DraftModule, *, last: bool = False) -> dict[str, float | None]:
+        self.tau, self.measured_at = self.taus[self.evaluations], module.updates
+        self.evaluations += 1
+        return {}

@@ -17,36 +17,30 @@ import torch
 from lightning.pytorch import Callback
 
 from drafttrain.data.datamodule import ConversationData
-from drafttrain.decoding.plan import Plan
 from drafttrain.errors import InputError, disk_full
 from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import check_complete, read_checkpoint, write_checkpoint
-from drafttrain.training.decode_callback import DecodeCallback, EvalConfig
-from drafttrain.training.module import DraftModule
+from drafttrain.training.module import DraftModule, over_processes
 from drafttrain.training.resume import facts_of, refuse_other_run
-from drafttrain.tree.topology import Tree
 from tests.helpers import file_limit
 from tests.messages import said
-from tests.training.parts import EVAL, Watch, fit, keeper, module_for, same, weights_of
-
-
-class Scripted(DecodeCallback):
-    """Measures nothing: says given taus."""
-
-    def __init__(self, taus: list[float | None], every: int = 1) -> None:
-        speculator: Any = None
-        super().__init__(
-            speculator, [], {"tree": Plan(Tree.chain(1))}, EvalConfig(**EVAL | {"every": every})
-        )
-        self.taus = taus
-
-    def measure(self, module: DraftModule, *, last: bool = False) -> dict[str, float | None]:
-        self.tau, self.measured_at = self.taus[self.evaluations], module.updates
-        self.evaluations += 1
-        return {}
-
+from tests.training.parts import Scripted, Watch, fit, keeper, module_for, same, weights_of
 
 MEASURED = {"measured_at": 1, "evaluations": 1, "tau": 1.5, "seconds": 0.5}
+
+
+def of_one_update(
+    target: Target, data: ConversationData, folder: Path
+) -> tuple[dict[str, Any], Path]:
+    """A complete checkpoint, and where it is."""
+    module, stream = module_for(data, target, max_steps=1)
+    keep = keeper(folder)
+    keep.facts = {"target": {}}
+    fit(module, stream, keep)
+    path = folder / "last.ckpt"
+    state = read_checkpoint(path)
+    check_complete(state, path)
+    return state, path
 
 
 def names(folder: Path) -> list[str]:
@@ -222,11 +216,8 @@ def test_a_signal_writes_a_checkpoint_at_once(
     keep.load_state_dict(state["keeper"])
     fit(second, stream, two, decode, keep)
     assert one.rows[: state["progress"]["position"]] + two.rows == watched.rows
-    assert (
-        keep.state_dict()
-        == calm.state_dict()
-        == {"best": 3.0, "best_update": 4, "without_progress": 3}
-    )
+    assert keep.state_dict() == calm.state_dict()
+    assert (keep.best, keep.best_update, keep.without_progress) == (3.0, 4, 3)
     assert decode.evaluations == noted.evaluations == 5
     for name in ("best.ckpt", "last.ckpt"):
         ours, theirs = (read_checkpoint(path / name) for path in (folder, tmp_path / "calm"))
@@ -360,13 +351,7 @@ def test_a_limit_of_file_sizes_leaves_the_old_one(tmp_path: Path) -> None:
 def test_what_a_run_cannot_go_on_from_is_refused(
     target: Target, data: ConversationData, tmp_path: Path
 ) -> None:
-    module, stream = module_for(data, target, max_steps=1)
-    keep = keeper(tmp_path)
-    keep.facts = {"target": {}}
-    fit(module, stream, keep)
-    path = tmp_path / "last.ckpt"
-    intact = read_checkpoint(path)
-    check_complete(intact, path)
+    intact, path = of_one_update(target, data, tmp_path)
     check_complete(
         {
             **intact,
@@ -381,6 +366,8 @@ def test_what_a_run_cannot_go_on_from_is_refused(
         (lambda state: state.update(settings=None), "lacks settings"),
         (lambda state: state.pop("decode"), "lacks decode: measured_at"),
         (lambda state: state.update(weights=[1]), "lacks weights"),
+        (lambda state: state["weights"].update(odd=3), said("training.odd_weights")),
+        (lambda state: state["weights"].update({3: torch.ones(2)}), said("training.odd_weights")),
         (lambda state: state["progress"].pop("position"), "lacks progress: position"),
         (lambda state: state["progress"].update(updates="many"), said("training.odd_progress")),
         (lambda state: state["progress"].update(position=-1), said("training.odd_progress")),
@@ -431,6 +418,125 @@ def test_what_a_run_cannot_go_on_from_is_refused(
         change(state)
         with pytest.raises(InputError, match=fault):
             check_complete(state, path)
+
+
+# The kind: numbers that are no longer finite must change and enter nothing that is kept.
+# Neighbours: NaN, infinity, and finite entries whose squares overflow; with each way of clipping,
+# of which clip_value hides infinity; of one process only; once and in a row; weights and moments
+# that an update with a finite gradient spoils; files of earlier versions that hold such values.
+@pytest.mark.field("F72")
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("clip", [{"clip_norm": None}, {}, {"clip_norm": None, "clip_value": 1.0}])
+def test_a_gradient_that_is_not_finite_changes_nothing_and_ends_the_run_in_time(
+    target: Target, data: ConversationData, tmp_path: Path, value: float, clip: dict[str, Any]
+) -> None:
+    module, stream = module_for(data, target, optim=clip, max_steps=20)
+    first = next(module.drafter.parameters())
+    windows = {1, 3, 4, 5}  # One by itself, and three in a row.
+    first.register_hook(lambda g: g * (value / g.abs().max() if module.position in windows else 1))
+    with pytest.raises(InputError, match=said("training.spoilt_gradient")) as caught:
+        fit(module, stream, keeper(tmp_path, every=1))
+    path = tmp_path / "last.ckpt"
+    assert f"the last good checkpoint is {path} of update 2" in str(caught.value)
+    state = read_checkpoint(path)
+    check_complete({**state, "facts": {"target": {}}}, path)
+    kept = {name.removeprefix("drafter."): weight for name, weight in state["weights"].items()}
+    assert (module.updates, module.spoilt_windows) == (2, 4) and same(kept, weights_of(module))
+    again, stream = module_for(data, target, optim=clip, max_steps=20)
+    again.continue_from(state)
+    stream.position = again.position
+    fit(again, stream)
+    assert again.spoilt_windows == 1 and again.updates == 19
+
+
+@pytest.mark.field("F72")
+def test_what_another_process_found_counts_as_well(
+    target: Target, data: ConversationData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, stream = module_for(data, target, max_steps=4)
+    before, inner = weights_of(module), over_processes
+    monkeypatch.setattr(
+        "drafttrain.training.module.over_processes",
+        lambda values: inner(values) + (not values.dim()),  # Flags have no dimension.
+    )
+    with pytest.raises(InputError, match=said("training.spoilt_gradient")):
+        fit(module, stream)
+    assert same(before, weights_of(module)) and not module.updates
+
+
+class Spoils(Callback):
+    """What an update left is no longer finite."""
+
+    def __init__(self, what: str, at: int) -> None:
+        self.what, self.at = what, at
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if pl_module.updates == self.at:
+            weight = next(pl_module.drafter.parameters())
+            moments = trainer.optimizers[0].state[weight]
+            (weight.data if self.what == "weights" else moments[self.what]).view(-1)[0] = math.inf
+
+
+@pytest.mark.field("F72")
+@pytest.mark.parametrize("what", ["weights", "exp_avg", "exp_avg_sq"])
+def test_no_checkpoint_holds_what_is_not_finite(
+    target: Target, data: ConversationData, tmp_path: Path, what: str
+) -> None:
+    module, stream = module_for(data, target, max_steps=4)
+    with pytest.raises(InputError, match=said("training.spoilt_checkpoint")) as caught:
+        fit(module, stream, Spoils(what, at=4), keeper(tmp_path, every=2))
+    assert updates_in(tmp_path / "last.ckpt") == 2 and names(tmp_path) == ["last.ckpt"]
+    assert f"{tmp_path / 'last.ckpt'} of update 2" in str(caught.value)
+
+
+@pytest.mark.field("F72")
+def test_a_checkpoint_that_holds_what_is_not_finite_is_refused(
+    target: Target, data: ConversationData, tmp_path: Path
+) -> None:
+    state, path = of_one_update(target, data, tmp_path)
+    weights = [weight for weight in state["weights"].values() if weight.is_floating_point()]
+    weights[-1].view(-1)[-1] = math.nan
+    state["optimiser"]["state"][1]["exp_avg_sq"].view(-1)[0] = math.inf
+    with pytest.raises(InputError, match=said("training.spoilt_file")):
+        check_complete(state, path)
+
+
+# The kind: a part of the optimiser's state that is not there is taken as fresh, or breaks a library
+# later. Neighbours: no state at all, of one weight, one moment of one weight, no number of steps,
+# things that are no tensors, a number of steps that the run never made, no groups.
+@pytest.mark.field("F85")
+def test_moments_that_are_lacking_are_named(
+    target: Target, data: ConversationData, tmp_path: Path
+) -> None:
+    intact, path = of_one_update(target, data, tmp_path)
+    count = len(intact["optimiser"]["state"])
+    lacks = r"lacks moments of the optimiser \({}"
+    for change, fault in (
+        (lambda held: held.clear(), lacks.format("step of weight 0, exp_avg of weight 0, ")),
+        (lambda held: held.pop(1), lacks.format("step of weight 1, exp_avg of weight 1, ")),
+        (lambda held: held[2].pop("exp_avg_sq"), lacks.format(r"exp_avg_sq of weight 2\)")),
+        (lambda held: held[count - 1].pop("step"), lacks.format(f"step of weight {count - 1}")),
+        (lambda held: held[0].update(exp_avg=None), lacks.format(r"exp_avg of weight 0\)")),
+        (lambda held: held.update({0: 3}), lacks.format("step of weight 0, exp_avg of weight 0")),
+        (lambda held: held[0]["step"].fill_(0), said("training.odd_step")),
+        (lambda held: held[0]["step"].fill_(2), said("training.odd_step")),
+        (lambda held: held[0].update(step=torch.ones(2)), said("training.odd_step")),
+    ):
+        state = copy.deepcopy(intact)
+        change(state["optimiser"]["state"])
+        with pytest.raises(InputError, match=fault):
+            check_complete(state, path)
+    for groups in (None, [3], [{}]):
+        state = copy.deepcopy(intact)
+        state["optimiser"]["param_groups"] = groups
+        with pytest.raises(InputError, match="lacks optimiser: state, param_groups"):
+            check_complete(state, path)
+    untrained = copy.deepcopy(intact)
+    untrained["progress"].update(updates=0)
+    untrained["optimiser"]["state"].clear()
+    check_complete(untrained, path)
 
 
 def repacked(

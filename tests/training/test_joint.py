@@ -268,7 +268,7 @@ def test_accumulation_does_not_change_the_gradient(data: ConversationData) -> No
         seen: dict[str, Tensor] = {}
 
         class Spy(AdamW):
-            def clip(self, parameters: Any) -> None:
+            def clip(self, parameters: Any, norm: Any) -> None:
                 seen.update(
                     {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
                 )

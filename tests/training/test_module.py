@@ -42,7 +42,7 @@ def gradients(target: Target, batches: list[Batch]) -> dict[str, Tensor]:
     seen: dict[str, Tensor] = {}
 
     class Spy(AdamW):
-        def clip(self, parameters: Any) -> None:
+        def clip(self, parameters: Any, norm: Any) -> None:
             seen.update(
                 {n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None}
             )
@@ -169,6 +169,22 @@ def test_rate_settings_that_need_a_length_are_refused() -> None:
         AdamW(**OPTIM | {"schedule": "cos"})
     with pytest.raises(InputError, match=said("training.endless")):
         TrainerConfig(**TRAINER | {"max_steps": None})
+
+
+# The kind: a schedule that teaches little or nothing, of which nobody is warned. Neighbours: one
+# update, warm-up beyond the end, an end factor of 0, a horizon that is long over.
+@pytest.mark.field("F83")
+def test_a_schedule_that_misses_its_rate_is_said() -> None:
+    def shortfall(updates: int | None, **more: Any) -> str:
+        settings = {**OPTIM, "warmup": 0, "end_factor": 0.0, **more}
+        return AdamW(**settings).resolve(updates).shortfall(updates)
+
+    assert "the only update has rate 0, and nothing is learned" in shortfall(1)
+    assert "the only update has at most 10%" in shortfall(1, end_factor=0.1)
+    assert "warm-up of 50 updates is longer than the run of 4" in shortfall(4, warmup=50)
+    assert "whose rate ends at 8% of optim.lr" in shortfall(4, warmup=50)
+    assert shortfall(1, schedule="constant") == shortfall(4, warmup=4) == shortfall(12) == ""
+    assert shortfall(None, schedule="constant", warmup=50) == ""
 
 
 def test_batches_are_of_the_update_and_split_over_accumulation(data: ConversationData) -> None:

@@ -144,6 +144,17 @@ def test_a_process_without_labels_hangs_nobody(target: Target, few: Path) -> Non
     check_masked("fsdp", few, target)
 
 
+@pytest.mark.field("F72")
+@pytest.mark.processes
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_gradient_that_one_process_finds_infinite_changes_no_weight(
+    few: Path, strategy: str
+) -> None:
+    one, two = (torch.load(few / f"spoilt-{strategy}-{r}.pt", weights_only=True) for r in (0, 1))
+    assert one["counts"] == two["counts"] == [2, 1] and same(one["weights"], two["weights"])
+    assert all(value.isfinite().all() for value in one["weights"].values())
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_every_drafter_by_every_strategy(target: Target, every: Path) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from drafttrain.decoding.draws import check_draws
 from drafttrain.decoding.exactness.cells import TOKENS
 from drafttrain.decoding.exactness.distribution import same_distribution
 from drafttrain.decoding.exactness.greedy import same_text
@@ -31,23 +32,8 @@ from drafttrain.decoding.exactness.verdict import FALSE_ALARM, judged, words
 from drafttrain.decoding.measure import Prompts, Watch, unwatched
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
-from drafttrain.errors import InputError
 
 __all__ = ["FALSE_ALARM", "TOKENS", "check", "check_draws", "words"]
-
-LEAST_DRAWS = 40
-"""Draws that a prompt needs at least."""
-
-
-def check_draws(draws: object, prompts: object) -> None:
-    """Raises: InputError for a number of draws or prompts that no test can be made of."""
-    if type(prompts) is not int or prompts < 1:
-        raise InputError(f"exactness_prompts={prompts}: needs an integer of at least 1")
-    if type(draws) is not int or draws < LEAST_DRAWS * prompts:
-        raise InputError(
-            f"exactness_draws={draws}: {prompts} prompts need an integer of at least "
-            f"{LEAST_DRAWS * prompts}, {LEAST_DRAWS} for each"
-        )
 
 
 @torch.inference_mode()

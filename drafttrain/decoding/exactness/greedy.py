@@ -16,6 +16,9 @@ from drafttrain.drafter.remembered import without_memory
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 
+_MOST = 100
+"""Spacings of the largest logit that rounding can add up to."""
+
 
 def same_text(
     speculator: Speculator,
@@ -87,7 +90,8 @@ def gap_of(
 
     Rounding is measured there: the largest difference of any logit between one pass over the full
     text and a cached pass over its last token, and never below the spacing of numbers as large as
-    the largest logit. The two tokens may each be off by as much.
+    the largest logit. The two tokens may each be off by as much. Passes that differ by far more
+    than that spacing do not compute the same thing, which is no rounding.
     """
     tokens = {"plain": plain, "drafted": drafted}
     texts = {f"{name}_text": _text(target, token) for name, token in tokens.items()}
@@ -103,7 +107,7 @@ def gap_of(
         last = target.step(torch.tensor([ids[-1:]], device=device), cache)
         stepped = target.head(last.hidden)[0, -1].double()
     spacing = torch.finfo(target.dtype).eps * float(full.abs().max())
-    rounding = max(float((full - stepped).abs().max()), spacing)
+    rounding = min(max(float((full - stepped).abs().max()), spacing), _MOST * spacing)
     gap = float(full[plain] - full[drafted])
     return tokens | texts | {"gap": gap, "rounding": rounding, "near_tie": abs(gap) <= 2 * rounding}
 

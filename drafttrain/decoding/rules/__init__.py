@@ -127,12 +127,12 @@ def guarantee_of(name: str) -> str:
 
 
 def rule_for(sampling: Sampling, greedy: bool, is_chain: bool) -> str:
-    """Name of the exact rule that fits a proposal, by how its drafts were made, whether decoding is
-    greedy, and whether each node has one child."""
+    """Name of the exact rule that fits a proposal and keeps the most of it, by how its drafts were
+    made, whether decoding is greedy, and whether each node has one child."""
     if greedy:
         return "greedy"
     if sampling is Sampling.IID and is_chain:
-        return "ratio"
+        return "block"
     if sampling in (Sampling.IID, Sampling.WOR):
         return "multi_step"
     return "one_hot" if sampling is Sampling.ONE_HOT else "sample_and_match"

@@ -4,14 +4,16 @@ approximate."""
 from __future__ import annotations
 
 import math
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from drafttrain.decoding.rules.shared import check, deepest, path_to
 from drafttrain.errors import InputError
 from drafttrain.flow import Acceptance, Proposal, Sampling
+from drafttrain.later import torch
 from drafttrain.tree.topology import children_of, depths_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EPSILON, DELTA = 0.09, 0.3
 """Medusa's thresholds (Cai et al. 2024, arXiv:2401.10774, section 3.3.2): delta is the root of

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from drafttrain.decoding.rules.shared import check, minus, refuse_undrawable
 from drafttrain.flow import Acceptance, Proposal, Sampling
+from drafttrain.later import torch
 from drafttrain.nn.sampling import draw
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def ratio(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:

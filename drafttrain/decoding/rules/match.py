@@ -3,14 +3,17 @@ own draw."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from drafttrain.decoding.rules.shared import check, check_tree, deepest, path_to
 from drafttrain.errors import InputError
 from drafttrain.flow import Acceptance, Proposal, Sampling
+from drafttrain.later import torch
 from drafttrain.nn.sampling import draw
 from drafttrain.tree.topology import depths_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def greedy(argmax: Tensor, proposal: Proposal) -> Acceptance:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from drafttrain.errors import InputError
 from drafttrain.flow import Proposal, Sampling
+from drafttrain.later import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INSTEAD = {
-    Sampling.IID: "multi_step, or ratio or block on a chain",
+    Sampling.IID: "multi_step, or block or ratio on a chain",
     Sampling.WOR: "multi_step",
     Sampling.ONE_HOT: "one_hot",
     Sampling.UNKNOWN: "sample_and_match",

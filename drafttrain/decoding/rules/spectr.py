@@ -3,14 +3,17 @@ discount instead."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from drafttrain.decoding.rules.shared import check, deepest, refuse_undrawable
 from drafttrain.errors import InputError
 from drafttrain.flow import Acceptance, Proposal, Sampling
+from drafttrain.later import torch
 from drafttrain.nn.sampling import draw
 from drafttrain.tree.topology import children_of, depths_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _HALVINGS = 24
 

@@ -3,13 +3,16 @@ distribution (multi-step residual)."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from drafttrain.decoding.rules.shared import check, deepest, minus, norm, refuse_undrawable
 from drafttrain.flow import Acceptance, Proposal, Sampling
+from drafttrain.later import torch
 from drafttrain.nn.sampling import draw, untried
 from drafttrain.tree.topology import children_of, depths_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def multi_step(p: Tensor, proposal: Proposal, u: Tensor) -> Acceptance:

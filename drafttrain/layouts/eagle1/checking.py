@@ -11,15 +11,10 @@ from drafttrain.layouts.block import Sizes, block_shapes, sizes_of
 from drafttrain.layouts.directory import FLOATS, Directory
 from drafttrain.layouts.eagle1.facts import COMPUTED, READINGS, TOKEN_MAP, Embedding, FcBias, Reads
 from drafttrain.layouts.engines import Engine
-from drafttrain.layouts.inspection import Inspection, Shapes
+from drafttrain.layouts.inspection import EMBEDDINGS, Inspection, Shapes
 from drafttrain.packaging.checking import read_json, some
 
 _LARGEST_MAP = 16 << 20
-_EMBEDDINGS = (
-    "model.embed_tokens.weight",
-    "embed_tokens.weight",
-    "model.language_model.embed_tokens.weight",
-)
 _NO_NORM = "layers.0.input_layernorm.weight"
 _QKV_BIASES = tuple(f"layers.0.self_attn.{name}_proj.bias" for name in "qkv")
 _JUDGED = (_NO_NORM, "lm_head.weight", "norm.weight", "d2t", "t2d")
@@ -80,7 +75,7 @@ def check(inspection: Inspection[Reads]) -> None:
     inspection.compare(expected, optional)
     inspection.weights(("d2t", "t2d"))
     needed = reads.embedding is not Embedding.USED
-    inspection.borrowed("embed_tokens.weight", _EMBEDDINGS, "embedding", needed=needed)
+    inspection.borrowed("embed_tokens.weight", EMBEDDINGS, "embedding", needed=needed)
 
 
 def _shapes(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 from typing import Any
 
 import torch
 
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError
+from drafttrain.layouts import engines
+from drafttrain.layouts.block import Sizes, sizes_of
 from drafttrain.layouts.directory import FLOATS, Directory
-from drafttrain.layouts.eagle1.facts import COMPUTED
-from drafttrain.layouts.inspection import alike
+from drafttrain.layouts.eagle1.facts import COMPUTED, READINGS
+from drafttrain.layouts.inspection import Inspection, alike, refuse
 from drafttrain.layouts.rope import effective
 from drafttrain.packaging.checking import some
 from drafttrain.target.model import Target
@@ -30,13 +33,15 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Eagle1:
     """
     config = _layer_config(head)
     names = {_ours(name): name for name in head.tensors if not name.endswith(COMPUTED)}
-    _refuse_another_target(head, config, target)
+    _refuse_sizes(head, config, target)
     _refuse_own_vocabulary(head, names, target)
+    _refuse_other_sizes(head, config, target.config)
     d = target.width
     bias = head.weight(names["fc.bias"], (d,)) if "fc.bias" in names else torch.zeros(d)
     drafter = with_defaults(
         Eagle1, target, **{**known, "bias": known.get("bias", False) or bool(bias.any())}
     )
+    _refuse_another_block(head, config, drafter.layer_config())
     shapes = {
         _theirs(name): tuple(t.shape)
         for name, t in drafter.state_dict().items()
@@ -85,16 +90,19 @@ def _theirs(name: str) -> str:
     return name.replace("layer.", "layers.0.", 1) if name.startswith("layer.") else name
 
 
-def _refuse_another_target(head: Directory, config: dict[str, Any], target: Target) -> None:
-    """Raise InputError unless the block's config is the target's, which it will be computed
-    with."""
-    own = target.config
+def _refuse_sizes(head: Directory, config: dict[str, Any], target: Target) -> None:
+    """Raise InputError for a head of another width or vocabulary than the target's."""
     for key, mine in (("hidden_size", target.width), ("vocab_size", target.vocab_size)):
         if config.get(key, mine) != mine:
             raise InputError(
                 f"{head.path}: {key} is {str(config[key])[:40]}, the target's is {mine}: it is "
                 "another target's head"
             )
+
+
+def _refuse_another_block(head: Directory, config: dict[str, Any], own: Any) -> None:
+    """Raise InputError unless the block's config is the drafter's, which it will be computed
+    with."""
     facts = {
         "rms_norm_eps": getattr(own, "rms_norm_eps", None),
         "hidden_act": getattr(own, "hidden_act", None),
@@ -113,6 +121,35 @@ def _refuse_another_target(head: Directory, config: dict[str, Any], target: Targ
             f"{theirs[0]:g} (or their scalings differ): it was trained so, or its config.json lost "
             "rope_theta; correct that file if you know"
         )
+
+
+def _refuse_other_sizes(head: Directory, config: dict[str, Any], own: Any) -> None:
+    """Raise InputError unless config.json gives the block's sizes, as `export check=` asks, and
+    they are those that it will be computed with: other heads have tensors of the same shapes.
+
+    Args:
+        own: config of the block that it becomes.
+    """
+    inspection = Inspection(head, engines.VLLM, READINGS[engines.VLLM])
+    said, layers = sizes_of(config, inspection), inspection.integer(config, "num_hidden_layers")
+    refuse(inspection.findings, str(head.path))
+    assert said is not None
+    heads = own.num_attention_heads
+    theirs = Sizes(
+        own.hidden_size,
+        own.intermediate_size,
+        heads,
+        getattr(own, "num_key_value_heads", None) or heads,
+        getattr(own, "head_dim", None) or own.hidden_size // heads,
+    )
+    keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    for key, value, need in zip((*keys, "head_dim"), astuple(said), astuple(theirs), strict=True):
+        if value != need:
+            raise InputError(
+                f"{head.path}: {key} is {value}, the target's is {need}: eagle1 takes the target's"
+            )
+    if layers != 1:
+        raise InputError(f"{head.path}: num_hidden_layers is {layers}, EAGLE-1 has one block")
 
 
 def _refuse_own_vocabulary(head: Directory, names: dict[str, str], target: Target) -> None:

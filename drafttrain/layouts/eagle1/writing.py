@@ -17,7 +17,7 @@ from drafttrain.layouts.rope import FALLBACK
 from drafttrain.layouts.writing import Exported, Source, stored
 
 FAMILIES = ("llama", "mistral", "qwen2")
-"""Targets whose block is Llama's, with biases of queries, keys and values at most."""
+"""Targets whose own block is Llama's, with biases of queries, keys and values at most."""
 
 
 def write(source: Source[Reads]) -> Exported:
@@ -25,13 +25,14 @@ def write(source: Source[Reads]) -> Exported:
     RoPE it does not know."""
     drafter, target, reads, engine = source.drafter, source.target, source.reads, source.engine
     assert isinstance(drafter, Eagle1)
-    if target.config.model_type not in FAMILIES:
+    if not drafter.plain and target.config.model_type not in FAMILIES:
         raise InputError(
             f"to={engine}: target {target.name} is a {target.config.model_type}, whose block no "
             f"engine's EAGLE-1 runs (they run those of {', '.join(FAMILIES)}); the package itself "
             "decodes in transformers, by custom_generate"
         )
-    config = block_config(target) | _family(source)
+    block = drafter.layer_config()
+    config = block_config(target, block) | _family(source, block)
     tensors = _tensors(drafter)
     _settle_bias(tensors, config, source)
     _check_block(config, source)
@@ -61,6 +62,12 @@ def _notes(source: Source[Reads], ids: Tensor | None) -> tuple[str, ...]:
             f"the package drafts from {len(source.draft_ids)} tokens; EAGLE-1 in {engine} drafts "
             "from the target's whole head, which may propose others too"
         )
+    assert isinstance(source.drafter, Eagle1)
+    if source.drafter.plain:
+        notes.append(
+            f"the block is Llama's, the target is a {source.target.config.model_type}: whether "
+            f"{engine.title} drafts with EAGLE-1 for such a target was not tried"
+        )
     notes += source.reads.notes
     if ids is not None:
         notes.append(
@@ -85,10 +92,14 @@ def _tensors(drafter: Eagle1) -> dict[str, Tensor]:
     return found
 
 
-def _family(source: Source[Reads]) -> dict[str, Any]:
-    """The engine's name for the block, and its biases."""
+def _family(source: Source[Reads], config: Any) -> dict[str, Any]:
+    """The engine's name for the block, and its biases.
+
+    Args:
+        config: that the block was made by.
+    """
     target, engine, reads = source.target, source.engine, source.reads
-    config, qwen = target.config, target.config.model_type == "qwen2"
+    qwen = config.model_type == "qwen2"
     both, mlp = (
         bool(getattr(config, "attention_bias", False)),
         bool(getattr(config, "mlp_bias", False)),

@@ -11,7 +11,7 @@ from drafttrain.layouts import engines, vocabulary
 from drafttrain.layouts.directory import FLOATS, Directory
 from drafttrain.layouts.engines import Engine
 from drafttrain.layouts.inspection import Inspection, Shapes
-from drafttrain.layouts.medusa.facts import BLOCK, PLAIN, Reads, bare
+from drafttrain.layouts.medusa.facts import BLOCK, PLAIN, Reads, bare, counts
 from drafttrain.packaging.checking import some
 
 _TARGET_HEADS = ("lm_head.weight", "model.embed_tokens.weight")
@@ -47,7 +47,7 @@ def check(inspection: Inspection[Reads]) -> None:
     width = inspection.integer(
         config, "hidden_size", None if reads.sizes_by_config else _width(held)
     )
-    heads, layers = _counts(inspection)
+    heads, layers = counts(inspection, names)
     vocab_size = _vocab_size(inspection)
     if width is None or heads is None or layers is None or not held:
         return
@@ -102,17 +102,6 @@ def _check_keys(inspection: Inspection[Reads]) -> None:
         inspection.add(
             "medusa-hidden-size", f"hidden_size is not given: {inspection.engine.title} takes 4096"
         )
-
-
-def _counts(inspection: Inspection[Reads]) -> tuple[int | None, int | None]:
-    config = inspection.config
-    heads = "num_heads" if "num_heads" in config else "medusa_num_heads"
-    layers = (
-        "num_hidden_layers"
-        if "num_hidden_layers" in config and heads == "num_heads"
-        else "medusa_num_layers"
-    )
-    return inspection.integer(config, heads), inspection.integer(config, layers, 1)
 
 
 def _vocab_size(inspection: Inspection[Reads]) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -9,13 +10,15 @@ from torch import Tensor
 
 from drafttrain.drafter.medusa import Medusa
 from drafttrain.errors import InputError
-from drafttrain.layouts import vocabulary
+from drafttrain.layouts import engines, vocabulary
 from drafttrain.layouts.directory import Directory
-from drafttrain.layouts.inspection import alike
-from drafttrain.layouts.medusa.facts import BLOCK, PLAIN, bare
+from drafttrain.layouts.inspection import Inspection, alike, refuse
+from drafttrain.layouts.medusa.facts import PLAIN, READINGS, bare, counts, held
 from drafttrain.packaging.checking import some
 from drafttrain.target.model import Target
 from drafttrain.wiring.defaults import with_defaults
+
+log = logging.getLogger(__name__)
 
 
 def read(head: Directory, target: Target, known: dict[str, Any]) -> Medusa:
@@ -29,13 +32,14 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Medusa:
     Raises: InputError.
     """
     names = {bare(name): name for name in head.tensors}
-    found = [match for name in names if (match := BLOCK.fullmatch(name) or PLAIN.fullmatch(name))]
-    if not found:
+    sizes_held = held(names)
+    if sizes_held is None:
         raise InputError(
             f"{head.path} holds no Medusa blocks: blocks.0.layers.0.weight or 0.0.linear.weight"
         )
-    plain = found[0].re is PLAIN
-    count, blocks = (1 + max(int(match[place]) for match in found) for place in (1, 2))
+    _check_counts(head, names)
+    count, blocks = sizes_held
+    plain = any(PLAIN.fullmatch(name) for name in names)
     width = target.width
     ids, order = _ids(head, target)
     rows = target.vocab_size if ids is None else len(ids)
@@ -76,6 +80,17 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Medusa:
         state |= {f"projections.{j}": weight for j, weight in enumerate(every)}
     drafter.load_state_dict(state, strict=False)  # draft_ids, where there are any, are set already.
     return drafter.eval()
+
+
+def _check_counts(head: Directory, names: dict[str, str]) -> None:
+    """Raise InputError for what `export check=` calls an error in the numbers of heads and blocks;
+    what it warns of is said."""
+    engine = engines.MEDUSA if "medusa_num_heads" in head.config else engines.VLLM
+    inspection = Inspection(head, engine, READINGS[engine])
+    counts(inspection, names)
+    refuse(inspection.findings, str(head.path))
+    for finding in inspection.findings:
+        log.warning("%s: [%s] %s", head.path, finding.name, finding.said)
 
 
 def _ids(head: Directory, target: Target) -> tuple[Tensor | None, Tensor]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from drafttrain.data.conversations import write_atomic
+from drafttrain.files import write_atomic
 from drafttrain.reporting.page.acceptance import positions
 from drafttrain.reporting.page.markup import Content, Markup, element
 from drafttrain.reporting.page.parts import Row

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, room
 from drafttrain.packaging.decoding import read_plan
 from drafttrain.packaging.manifest import DECODING
-from drafttrain.reporting.console import clock, room
+from drafttrain.reporting.console import clock
 from drafttrain.reporting.figures import row_label
 from drafttrain.reporting.page import charts
 from drafttrain.reporting.page.acceptance import positions, trees

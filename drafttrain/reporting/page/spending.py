@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from drafttrain.decoding.clock import STAGES
 from drafttrain.reporting.console import clock
 from drafttrain.reporting.figures import row_label
 from drafttrain.reporting.page import charts
 from drafttrain.reporting.page.markup import Content, Markup
 from drafttrain.reporting.page.parts import Row, figure, figures, missing
 from drafttrain.reporting.page.tables import numbers, table
-from drafttrain.reporting.records import FIT_STAGES, STAGES, Record
+from drafttrain.reporting.records import FIT_STAGES, Record
 
 Bar = tuple[str, dict[str, float]]
 _RUN = (

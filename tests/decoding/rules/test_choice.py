@@ -189,7 +189,7 @@ def test_a_vocabulary_of_50_thousand() -> None:
 def test_the_default_rule_follows_how_drafts_are_made() -> None:
     for sampling in Sampling:
         assert rule_for(sampling, greedy=True, is_chain=False) == "greedy"
-    assert rule_for(Sampling.IID, greedy=False, is_chain=True) == "ratio"
+    assert rule_for(Sampling.IID, greedy=False, is_chain=True) == "block"
     assert rule_for(Sampling.IID, greedy=False, is_chain=False) == "multi_step"
     assert rule_for(Sampling.WOR, greedy=False, is_chain=True) == "multi_step"
     assert rule_for(Sampling.ONE_HOT, greedy=False, is_chain=True) == "one_hot"

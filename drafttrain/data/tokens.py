@@ -1,0 +1,130 @@
+"""Rows of token ids with a loss mask, as somebody made them: taken as they are, no target asked.
+
+A row has `input_ids`, a list of ids, and `loss_mask`, of the same length, with 1 or true where a
+token is to be learned. Files as of prompts: JSON Lines, a JSON array or parquet, or a folder of
+them. What a target wrote is not known of them, so they belong to none; ids are checked against the
+vocabulary of the target at hand.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from drafttrain.checks import integer
+from drafttrain.data.conversations import HELD_OUT, SOURCES, ConversationSet
+from drafttrain.data.datamodule import ConversationData
+from drafttrain.data.prompts import PromptFile, as_object, by_reason, nothing_left, some
+from drafttrain.data.shapes import Unusable
+
+IDS, MASK = "input_ids", "loss_mask"
+HELD_OUT_SHARE = 5
+"""At most one row in five is held out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFile(PromptFile):
+    """The rows of such files."""
+
+    room: ClassVar[str] = "data"
+
+    def reads(self) -> set[str]:
+        return {IDS, MASK}
+
+    def parse(self, row: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Ids (s) int32 and loss mask (s) bool."""
+        ids, mask = (as_object(row).get(name) for name in (IDS, MASK))
+        if not isinstance(ids, list) or not isinstance(mask, list):
+            raise Unusable(f"without a list {IDS} and a list {MASK}")
+        if not ids or len(ids) != len(mask):
+            raise Unusable(f"{IDS} and {MASK} of different lengths, or empty")
+        if not all(type(one) is int and 0 <= one < 1 << 31 for one in ids):
+            raise Unusable(f"{IDS} that are no token ids")
+        if not all(type(one) in (int, bool) and one in (0, 1) for one in mask):
+            raise Unusable(f"a {MASK} of other values than 0 and 1")
+        return np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=bool)
+
+
+class TokenData(ConversationData):
+    """One split of such rows, otherwise as of a conversation set."""
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        held_out: int,
+        seed: int = 0,
+        split: str = "train",
+        max_length: int | None = None,
+        limit_tokens: int | None = None,
+        limit_rows: int | None = None,
+        temperatures: Sequence[float] | None = None,
+        labels: str = "answers",
+        set_aside: int = 0,
+        take_set_aside: bool = False,
+    ) -> None:
+        """Read a split; arguments as of `ConversationData`, and:
+
+        Args:
+            path: of a file or a folder of files.
+            held_out: rows, the first ones, that are kept apart; at most a fifth.
+            seed: which rows of several files come first.
+        """
+        integer("data.held_out", held_out)
+        super().__init__(
+            _set_of(str(path), seed, held_out, _state_of(str(path))),
+            split=split,
+            max_length=max_length,
+            limit_tokens=limit_tokens,
+            limit_rows=limit_rows,
+            temperatures=temperatures,
+            labels=labels,
+            set_aside=set_aside,
+            take_set_aside=take_set_aside,
+        )
+        self.name = str(path)
+        for reason, rows in self.set.manifest["skipped"].items():
+            self.counts[f"{reason} (rows {some(rows)})"] = len(rows)
+
+
+def _state_of(path: str) -> tuple[int, ...]:
+    """What changes when a file is written again: it is read once for all splits of a run."""
+    try:
+        found = os.stat(Path(path).expanduser())
+    except (OSError, ValueError, RuntimeError):
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@functools.lru_cache(maxsize=1)
+def _set_of(path: str, seed: int, held_out: int, _state: tuple[int, ...]) -> ConversationSet:
+    found = TokenFile(path=path, seed=seed).read(None)
+    if not found.rows:
+        raise nothing_left(path, found)
+    ids, masks = ([pair[side] for _, pair in found.rows] for side in (0, 1))
+    split = np.zeros(len(ids), dtype=np.uint8)
+    split[: min(held_out, len(ids) // HELD_OUT_SHARE)] = HELD_OUT
+    names = sorted({name for name, _ in found.origin.values()})
+    manifest = {
+        "target": {"name": "", "fingerprint": {}},
+        "skipped": by_reason(found.skipped),
+        SOURCES: names,
+    }
+    source = [names.index(found.origin[row][0]) for row, _ in found.rows if found.origin]
+    return ConversationSet(
+        np.concatenate(ids),
+        np.cumsum([0, *map(len, ids)]).astype(np.int64),
+        np.concatenate(masks),
+        np.asarray([row for row, _ in found.rows]),
+        split,
+        manifest,
+        np.full(len(ids), np.nan, dtype=np.float32),  # How they were sampled is not known.
+        np.zeros(len(ids), dtype=np.uint8),
+        np.asarray(source) if source else None,
+    )

@@ -1,0 +1,165 @@
+"""A run goes on from its own checkpoints, the best one included, or says which of them is not."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain.data.datamodule import ConversationData
+from drafttrain.errors import InputError
+from drafttrain.target.model import Target
+from drafttrain.training.checkpoint import read_checkpoint, write_checkpoint
+from drafttrain.training.resume import go_on_from, read_best
+from drafttrain.training.run import Run
+from tests.messages import said
+from tests.training.parts import Scripted, fit, keeper, module_for
+
+TAUS: list[float | None] = [1.0, 3.0, 2.0, 2.5]
+
+
+@pytest.fixture(scope="module")
+def made(
+    target: Target, data: ConversationData, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Folders of a run whose best is of update 2 of 4, and of one with another seed."""
+    folders = {}
+    for seed, name in enumerate(("own", "other")):
+        folder = tmp_path_factory.mktemp(name)
+        torch.manual_seed(seed)
+        module, stream = module_for(data, target, max_steps=4, optim={"lr": 1e-2 * (1 + seed)})
+        decode = Scripted(TAUS)
+        keep = keeper(folder / "checkpoints", decode, every=1, keep=4)
+        keep.facts = {"target": {"name": "tiny"}, "seed": seed}
+        fit(module, stream, decode, keep)
+        folders[name] = folder
+    return folders
+
+
+@pytest.fixture
+def run(made: dict[str, Path], tmp_path: Path) -> Run:
+    shutil.copytree(made["own"], tmp_path / "run")
+    return Run(tmp_path / "run")
+
+
+def resumed(run: Run, name: str = "last") -> str:
+    """What is said when a run goes on from one of its checkpoints."""
+    lines: list[str] = []
+    go_on_from(run, run.checkpoints / f"{name}.ckpt", lines.append)
+    return "; ".join(lines)
+
+
+def change(path: Path, how: Callable[[dict[str, Any]], Any]) -> None:
+    state = read_checkpoint(path)
+    how(state)
+    state.pop("format")
+    write_checkpoint(path, state)
+
+
+def place(run: Run) -> tuple[int, float | None]:
+    """Updates made, and the figure that the run remembers as its best."""
+    assert run.resumed is not None
+    return run.resumed["progress"]["updates"], run.resumed["keeper"]["best"]
+
+
+# The kind: `best.ckpt` is taken for the one that `last.ckpt` speaks of, by its name only.
+# Neighbours: it is gone, cut, of another seed, of another update of the same run, has other weights
+# under the same figures, is a numbered one by that name, is a folder; the run goes on from an
+# earlier place, or was killed between its two files; files of earlier versions, without a digest.
+@pytest.mark.field("F73")
+def test_the_run_s_own_best_is_taken_without_a_word(run: Run) -> None:
+    assert resumed(run) == "" and place(run) == (4, 3.0)
+    assert run.resumed is not None and len(run.resumed["keeper"]["best_digest"]) == 64
+    assert resumed(run, "best") == "" and place(run) == (2, 3.0)
+    for name in ("last", "best"):  # As an earlier version wrote them.
+        change(run.checkpoints / f"{name}.ckpt", lambda state: state["keeper"].pop("best_digest"))
+    assert resumed(run) == "" and place(run) == (4, 3.0)
+
+
+@pytest.mark.field("F73")
+def test_a_lost_best_is_said_and_lends_its_figure_to_no_other(run: Run) -> None:
+    best = run.checkpoints / "best.ckpt"
+    best.unlink()
+    said_now = resumed(run)
+    assert f"{best} is lost, and the best was val/tau 3.000 of update 2: the best is" in said_now
+    assert place(run) == (4, None)
+    state = read_checkpoint(run.checkpoints / "last.ckpt")
+    with pytest.raises(InputError, match=said("training.no_checkpoint")):
+        read_best(best, state)
+
+
+@pytest.mark.field("F73")
+def test_a_best_that_is_not_the_run_s_own_is_refused_at_once(
+    run: Run, made: dict[str, Path]
+) -> None:
+    best, intact = run.checkpoints / "best.ckpt", made["own"] / "checkpoints" / "best.ckpt"
+
+    def cut() -> None:
+        best.write_bytes(intact.read_bytes()[:-1000])
+
+    def foreign() -> None:
+        shutil.copy(made["other"] / "checkpoints" / "best.ckpt", best)
+
+    def numbered() -> None:
+        shutil.copy(run.checkpoints / "update-00000003.ckpt", best)
+
+    def altered() -> None:
+        shutil.copy(intact, best)
+        change(best, lambda state: state["weights"].update(first_of(state["weights"])))
+
+    def folder() -> None:
+        best.unlink()
+        best.mkdir()
+
+    for what, fault in (
+        (cut, said("training.unreadable")),
+        (foreign, said("training.another_s_best")),
+        (numbered, said("training.no_best")),
+        (altered, said("training.no_best")),
+        (folder, said("training.unreadable")),
+    ):
+        what()
+        with pytest.raises(InputError, match=fault) as caught:
+            resumed(run)
+        assert "Put the run's own best.ckpt there, or remove it" in str(caught.value), what
+        with pytest.raises(InputError, match=fault):
+            read_best(best, read_checkpoint(run.checkpoints / "last.ckpt"))
+
+
+def first_of(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One of the weights, changed in one place."""
+    name = next(name for name, weight in weights.items() if weight.is_floating_point())
+    changed = copy.deepcopy(weights[name])
+    changed.view(-1)[0] += 1
+    return {name: changed}
+
+
+@pytest.mark.field("F73")
+def test_weights_of_the_right_update_with_another_digest_are_refused(run: Run) -> None:
+    """As a second run of the same settings may make them, on another machine."""
+    change(
+        run.checkpoints / "last.ckpt", lambda state: state["keeper"].update(best_digest="0" * 64)
+    )
+    with pytest.raises(InputError, match=said("training.other_best")):
+        resumed(run)
+
+
+@pytest.mark.field("F73")
+def test_an_earlier_place_in_the_run_does_not_take_a_later_best(run: Run) -> None:
+    assert "best.ckpt is of update 2, and the best was val/tau 1.000 of update 1" in resumed(
+        run, "update-00000001"
+    )
+    assert place(run) == (1, None)
+    assert resumed(run, "update-00000003") == "" and place(run) == (3, 3.0)
+
+
+@pytest.mark.field("F73")
+def test_a_kill_between_best_and_last_goes_on_from_the_newer_one(run: Run) -> None:
+    shutil.copy(run.checkpoints / "update-00000001.ckpt", run.checkpoints / "last.ckpt")
+    assert "last.ckpt is older than best.ckpt, which the run goes on from" in resumed(run)
+    assert place(run) == (2, 3.0) and run.resumed_from == run.checkpoints / "best.ckpt"
