@@ -66,8 +66,9 @@ def test_a_later_turn_follows_the_targets_own_answers(target: Target, answer: in
 
 @pytest.mark.field("F76")
 def test_a_later_turn_is_shown_with_the_rows_own_arguments() -> None:
-    """Here every turn begins with them."""
-    target = tiny_chat_target(CHATML.replace("{{ message.content", "{{ mark }}{{ message.content"))
+    """Here every turn of the user begins with them."""
+    marked = "{{ mark if message.role == 'user' }}{{ message.content"
+    target = tiny_chat_target(CHATML.replace("{{ message.content", marked))
     pieces = ChatPieces(target.tokenizer, target.stop_ids)
     prompt = Prompt(("the", "an"), arguments={"mark": "in "})
     first = pieces.given(prompt.arguments).first_prompt([{"role": "user", "content": "the"}])
