@@ -109,7 +109,7 @@ def start(rank: int, port: int, what: str, *, machines: int = 1) -> subprocess.P
 
 
 def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
-    said = [process.communicate(timeout=60)[1] for process in processes]
+    said = [process.communicate(timeout=180)[1] for process in processes]
     return [(process.returncode, one) for process, one in zip(processes, said, strict=True)]
 
 
