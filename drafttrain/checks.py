@@ -138,8 +138,8 @@ def check_ids(given: object, vocab_size: int | None = None) -> None:
     """
     if given is None:
         return
-    end = "the target's vocabulary" if vocab_size is None else vocab_size - 1
-    needs = f"needs ids of the target, from 0 to {end}, each once and rising"
+    bounds = "" if vocab_size is None else f", from 0 to {vocab_size - 1}"
+    needs = f"needs ids of the target{bounds}, each once and rising"
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise InputError(f"drafter.draft_ids={shown(given)}: {needs}")
     before = -1

@@ -24,7 +24,7 @@ from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.medusa import Medusa
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
-from drafttrain.layouts.checking import check_directory
+from drafttrain.layouts.checking import check_path
 from drafttrain.layouts.directory import how_to_convert, open_directory
 from drafttrain.packaging.beginning import check_beginning, read_beginning, take_weights
 from drafttrain.packaging.manifest import read_config
@@ -135,7 +135,7 @@ def test_adopt_and_check_judge_numbers_alike(
 ) -> None:
     path = Path(shutil.copytree(place / kind, tmp_path / "head"))
     config(**changes)(path)
-    found = {one.name: one.fatal for one in check_directory(open_directory(path))}
+    found = {one.name: one.fatal for one in check_path(path)}
     assert found.get(name) is fatal
     if fatal:
         with pytest.raises(InputError, match=rf"\[{name}\]"):
