@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -96,14 +97,14 @@ def by_turn(found: Measurement | None, turns: Sequence[int]) -> dict[str, Any]:
     """Of every turn its prompts, rounds and tau, where the prompts have several."""
     if found is None or len(set(turns)) < 2:
         return {}
-    tallies: dict[int, list[Tally]] = {}
+    totals: dict[int, Tally] = {}
+    prompts = Counter(turns[: len(found.tallies)])
     for turn, tally in zip(turns, found.tallies, strict=False):
-        tallies.setdefault(turn, []).append(tally)
-    totals = {turn: sum(some, Tally()) for turn, some in sorted(tallies.items())}
+        totals[turn] = totals.get(turn, Tally()) + tally
     return {
         "by_turn": [
-            {"turn": turn, "prompts": len(tallies[turn]), "rounds": total.rounds, "tau": total.tau}
-            for turn, total in totals.items()
+            {"turn": turn, "prompts": prompts[turn], "rounds": total.rounds, "tau": total.tau}
+            for turn, total in sorted(totals.items())
         ]
     }
 
