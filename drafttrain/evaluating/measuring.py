@@ -100,7 +100,8 @@ def by_turn(found: Measurement | None, turns: Sequence[int]) -> dict[str, Any]:
     totals: dict[int, Tally] = {}
     prompts = Counter(turns[: len(found.tallies)])
     for turn, tally in zip(turns, found.tallies, strict=False):
-        totals[turn] = totals.get(turn, Tally()) + tally
+        total = totals.setdefault(turn, Tally())
+        total += tally
     return {
         "by_turn": [
             {"turn": turn, "prompts": prompts[turn], "rounds": total.rounds, "tau": total.tau}
