@@ -349,7 +349,9 @@ def finish(job: Job, tokenizer: Any, speed: float | None) -> None:
             **there,
             **precision(there),
             "skipped": by_reason(prompts.skipped),
-            "columns_not_read": unread_columns(prompts, ChatPieces(tokenizer, ())),
+            "columns_not_read": {}
+            if prompts.texts
+            else unread_columns(prompts, ChatPieces(tokenizer, ())),
             "not_written": by_reason(refused),
             "supervised_by_temperature": by_temperature(rows),
             "reencoding_would_change_rows": changed_by_reencoding(tokenizer, rows),

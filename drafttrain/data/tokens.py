@@ -107,8 +107,8 @@ def _set_of(path: str, seed: int, held_out: int, _state: tuple[int, ...]) -> Con
     found = TokenFile(path=path, seed=seed).read(None)
     if not found.rows:
         raise nothing_left(path, found)
-    pairs: list[Any] = [pair for _, pair in found.rows]
-    ids, masks = ([pair[side] for pair in pairs] for side in (0, 1))
+    rows: list[Any] = [row for _, row in found.rows]
+    ids, masks = ([row[side] for row in rows] for side in (0, 1))
     split = np.zeros(len(ids), dtype=np.uint8)
     split[: min(held_out, len(ids) // HELD_OUT_SHARE)] = HELD_OUT
     names = sorted({name for name, _ in found.origin.values()})

@@ -98,9 +98,8 @@ def by_turn(found: Measurement | None, turns: Sequence[int]) -> dict[str, Any]:
     if found is None or len(set(turns)) < 2:
         return {}
     totals: dict[int, Tally] = {}
-    prompts: Counter[int] = Counter()
+    prompts = Counter(turns[: len(found.tallies)])
     for turn, tally in zip(turns, found.tallies, strict=False):
-        prompts[turn] += 1
         total = totals.setdefault(turn, Tally())
         total += tally
     return {
