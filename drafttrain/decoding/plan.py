@@ -6,11 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from drafttrain.decoding import rules
 from drafttrain.errors import InputError
 from drafttrain.flow import Sampling
+from drafttrain.later import torch
 from drafttrain.nn.sampling import Policy
 from drafttrain.tree.topology import Growth
 
