@@ -259,7 +259,7 @@ def test_a_finished_store_is_looked_after(
         ("layers=[1]", "contents.layers was [], is [1]"),
         ("seed=1", "batches.seed was 0, is 1"),
         ("data.limit_rows=3", "set.rows was 36, is 3"),
-        ("target.dtype=bfloat16", "dtype float32 there, bfloat16 here"),
+        ("target.dtype=bfloat16", "dtype float32, it is loaded in bfloat16 here"),
         ("resume=false", "resume=false"),
     ):
         assert said in refusal(capsys, capture, words(folder, out, *more, changed))

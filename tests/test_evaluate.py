@@ -200,23 +200,23 @@ def test_rules_are_compared_where_they_fit(
         "limit=1",
         "max_new_tokens=6",
     )
-    evaluate.main(words(place, tmp_path / "run", *more, "rule=[auto,block,typical:0.05:0.2]"))
+    evaluate.main(words(place, tmp_path / "run", *more, "rule=[auto,ratio,typical:0.05:0.2]"))
     result = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())
     assert [
         (row["temperature"], row["nodes"], row["rule"], row["guarantee"]) for row in result["rows"]
     ] == [
         (0.0, 2, "greedy", "greedy"),
         (0.0, 4, "greedy", "greedy"),
-        (1.0, 2, "ratio", "distribution"),
         (1.0, 2, "block", "distribution"),
+        (1.0, 2, "ratio", "distribution"),
         (1.0, 2, "typical:0.05:0.2", "approximate"),
         (1.0, 4, "multi_step", "distribution"),
         (1.0, 4, "typical:0.05:0.2", "approximate"),
     ]
-    assert result["settings"]["rule"] == ["auto", "block", "typical:0.05:0.2"]
+    assert result["settings"]["rule"] == ["auto", "ratio", "typical:0.05:0.2"]
     shown = capsys.readouterr()
-    assert "T=1 chain 2 block" in shown.out
-    assert "T=1 static 4 block is not measured: rule block judges a chain" in shown.err
+    assert "T=1 chain 2 ratio" in shown.out
+    assert "T=1 static 4 ratio is not measured: rule ratio judges a chain" in shown.err
     evaluate.main(words(place, tmp_path / "one", *more, "rule=block"))
     rows = json.loads((tmp_path / "one" / evaluate.RESULT).read_text())["rows"]
     assert [(row["temperature"], row["rule"]) for row in rows] == [(1.0, "block")]

@@ -435,7 +435,7 @@ def test_measuring_again_with_sampling_and_without_a_baseline(field: Path, tmp_p
     rows = result_of(tmp_path / "out")["rows"]
     found = {one["run"]: (one["rule"], one["guarantee"], one["same_as_plain"]) for one in rows}
     assert found == {
-        "knows": ("ratio", "distribution", None),
+        "knows": ("block", "distribution", None),
         "guesses": ("block", "distribution", None),
     }
 

@@ -77,6 +77,7 @@ class TokenData(ConversationData):
             seed: which rows of several files come first.
         """
         integer("data.held_out", held_out)
+        integer("data.seed", seed)
         super().__init__(
             _set_of(str(path), seed, held_out, _state_of(str(path))),
             split=split,

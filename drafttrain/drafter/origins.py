@@ -435,6 +435,19 @@ class Directory:
         return network
 
 
+def _as_written(folder: Path) -> Any | None:
+    """The tokenizer as its file describes it; None where there is no such file, or none to read."""
+    from transformers import PreTrainedTokenizerFast
+
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        return PreTrainedTokenizerFast(tokenizer_file=str(file))
+    except Exception:  # Another library's many kinds.
+        return None
+
+
 def _check_tokenizer(folder: Path, target: Target) -> None:
     from transformers import AutoTokenizer
 
@@ -451,8 +464,12 @@ def _check_tokenizer(folder: Path, target: Target) -> None:
         raise InputError(
             f"drafter.path={folder}: its tokenizer cannot be read: {first_line(error)}"
         ) from error
-    theirs, own = (tokenising.parts_of(one) for one in (tokenizer, target.tokenizer))
-    if words := tokenising.difference(theirs, own, target.tokenizer):
+    own = tokenising.parts_of(target.tokenizer)
+    words = tokenising.difference(tokenising.parts_of(tokenizer), own, target.tokenizer)
+    if words and (written := _as_written(folder)) is not None:
+        # The class that a config names may load a tokenizer otherwise than its file says.
+        words = tokenising.difference(tokenising.parts_of(written), own, target.tokenizer)
+    if words:
         raise InputError(
             f"drafter.path={folder} has another tokenizer than target {target.name} ({words}): "
             "drafts are ids, so a drafter must share the target's vocabulary"

@@ -49,7 +49,8 @@ def parts_of(tokenizer: Any) -> dict[str, str]:
     if data is not None:
         merges = _merges(data)
         parts["merges"] += f":{_digest(merges)[:8]}"  # Their order counts.
-        model = {k: v for k, v in data["model"].items() if k not in ("vocab", "merges")}
+        # An empty prefix is none: which of the two is written depends on who wrote it.
+        model = {k: v for k, v in data["model"].items() if k not in ("vocab", "merges") and v != ""}
         parts["model"] = _text(model)
         parts |= {name: _text(_changing(data.get(_OF_JSON[name]), name)) for name in TEXTS}
     if getattr(tokenizer, "split_special_tokens", False):

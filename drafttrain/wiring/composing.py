@@ -142,7 +142,7 @@ def _leave_unchosen(config: DictConfig, values: Sequence[Override], groups: Sequ
         if not OmegaConf.is_dict(section) or "_target_" in section:
             continue
         for override in values:
-            if override.key_or_group.startswith(f"{group}."):
+            if f"{override.key_or_group}.".startswith(f"{group}."):
                 raise InputError(
                     f"{override.input_line}: {group}=null has no settings; give {group}=<choice>, "
                     "see --help"

@@ -104,9 +104,8 @@ def resampled_from_p(p, proposal, u):
 
 def test_a_planted_wrong_rule_is_found(speculator, monkeypatch):
     monkeypatch.setitem(rules.RULES, "ratio", resampled_from_p)
-    found = exactness.check(
-        speculator, PROMPTS, {"chain": PLANS["chain"], "block": PLANS["block"]}, **COMMON
-    )
+    plans = {"chain": dataclasses.replace(PLANS["chain"], rule="ratio"), "block": PLANS["block"]}
+    found = exactness.check(speculator, PROMPTS, plans, **COMMON)
     wrong, right, _ = found["law"]
     assert wrong["verdict"] == "DIFFERS" and right["verdict"] == "no difference found"
     lines = exactness.words(found)

@@ -107,7 +107,7 @@ def test_a_rows_text_and_counts_are_its_own(pair: Any, name: str, policy: Policy
         and row["tree"] == plan.tree.title
         and row["nodes"] == plan.tree.size
     )
-    exact = {"dynamic": "one_hot", "chain": "ratio", "static": "multi_step"}
+    exact = {"dynamic": "one_hot", "chain": "block", "static": "multi_step"}
     assert row["rule"] == ("greedy" if policy.greedy else exact[plan.tree.kind])
 
 

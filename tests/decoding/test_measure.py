@@ -56,7 +56,7 @@ def test_acceptance_is_the_same_for_every_batch_size(pair, policy):
     assert low <= row["tau"] <= high and row["prompts"] == 5
     assert row["speedup"] is None
     assert (row["guarantee"], row["rule"]) == (
-        ("greedy", "greedy") if policy.greedy else ("distribution", "ratio")
+        ("greedy", "greedy") if policy.greedy else ("distribution", "block")
     )
 
 

@@ -520,7 +520,7 @@ def test_what_rows_and_prompts_refuse_comes_before_long_work(
         "search=skips",
     ]
     said = refusal(capsys, words(folder, tmp_path / "run", *selfspec, "final.max_new_tokens=600"))
-    assert "none of the 4 held-out prompts leaves 600 of the target's 512 tokens" in said
+    assert "none of the 4 held-out prompts leaves 600 of the target's context of 512 tokens" in said
     monkeypatch.setattr(fit, "load_target", lambda *_: pytest.fail("the target was loaded"))
     for more, what in (
         (["trainer.batch_tokens=16"], "trainer.batch_tokens=16 is less than the longest row"),
@@ -663,7 +663,7 @@ def test_a_limit_of_file_sizes(
         said = refusal(capsys, words(folder, run, *more))
     assert (
         "a file grew larger than this system allows while writing" in said
-        and "last.ckpt: raise the limit (ulimit -f)" in said
+        and "last.ckpt (30 kB are allowed): raise the limit (ulimit -f)" in said
     )
     assert not list((run / "checkpoints").iterdir()) and not (run / "package").exists()
     fit.main([*words(folder, run, *more), "resume=last"])
