@@ -113,8 +113,8 @@ def test_a_package_without_a_model_of_its_own_is_refused(
     [
         (("--package", "/nowhere"), "package=/nowhere"),
         (("--package", "~nobody-of-that-name/x"), "package=~nobody-of-that-name/x"),
-        (("--prompts", 0), "--k, --prompts and --new"),
-        (("--k", -1), "--k, --prompts and --new"),
+        (("--prompts", 0), "--prompts: 0: needs an integer of at least 1"),
+        (("--k", -1), "--k: -1: needs an integer of at least 1"),
         (("--temperature", "nan"), "temperature is nan"),
         (("--new", 1), "--new"),
         (("--package", "{ngram}"), "rule ratio"),

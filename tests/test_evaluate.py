@@ -455,7 +455,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "prompts empty": (lambda p, t: [f"prompts={made(t, '')}"], said("doors.no_rows")),
     "prompts unusable": (lambda p, t: [f"prompts={made(t, '{}')}"], said("doors.no_usable_row")),
     "prompts are a folder": (lambda p, t: [f"prompts={p / 'target'}"], r"manifest\.json"),
-    "prompts are nothing": (lambda p, t: ["prompts= "], "prompts= "),
+    "prompts are nothing": (lambda p, t: ["prompts= "], "prompts= ?: give "),
     "set unknown": (lambda p, t: ["prompts=builtin:octopus"], "builtin:octopus"),
     "column misspelt": (lambda p, t: ["columns.promt=question"], r"columns\.prompt"),
     "no growth": (lambda p, t: ["chains=[]", "trees=[]"], "chains and trees"),

@@ -213,6 +213,7 @@ def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str
         elif key in text:
             literal[key] = literal_text(value)
         else:
+            literal.pop(key, None)  # Of two words for one setting the last counts.
             words.append(word)
     parsed = []
     for word in words:

@@ -216,7 +216,7 @@ def test_a_run_broken_off_goes_on_between_and_within_fits_to_the_same_weights(
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("drafter._target_", "drafttrain.drafter.eagle1.Eagle1", "boost: Eagle1"),
+        ("drafter", OmegaConf.load(conf_dir() / "drafter" / "eagle1.yaml"), "boost: Eagle1"),
         ("resume", "x.ckpt", "resume=x.ckpt"),
         ("export_assistant", True, "export_assistant"),
         ("data.set_aside", 0, "boost.nodes"),
