@@ -84,7 +84,7 @@ def fault_of(model: Reads, found: Origin | None, where: str, more: str = "") -> 
     return InputError(f"{model.called}: {known}; {_way_out(model.dtype, _DAMAGED)}")
 
 
-def drafter_fault(drafter: nn.Module, dtype: torch.dtype | None, where: str) -> InputError:
+def drafter_fault(drafter: object, dtype: torch.dtype | None, where: str) -> InputError:
     """The same for a drafter: its drafts after such values would mean nothing."""
     return InputError(
         f"drafter {type(drafter).__name__}: NaN or infinite values after {where}: its weights are "
