@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from drafttrain.checks import integer
+from drafttrain.checks import integer, path_of
 from drafttrain.data.conversations import HELD_OUT, SOURCES, ConversationSet
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.data.prompts import PromptFile, as_object, by_reason, nothing_left, some
@@ -76,7 +76,9 @@ class TokenData(ConversationData):
             held_out: rows, the first ones, that are kept apart; at most a fifth.
             seed: which rows of several files come first.
         """
+        path = path_of("data.path", path)
         integer("data.held_out", held_out)
+        integer("data.seed", seed)
         integer("data.seed", seed)
         super().__init__(
             _set_of(str(path), seed, held_out, _state_of(str(path))),
