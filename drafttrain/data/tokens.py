@@ -79,7 +79,6 @@ class TokenData(ConversationData):
         path = path_of("data.path", path)
         integer("data.held_out", held_out)
         integer("data.seed", seed)
-        integer("data.seed", seed)
         super().__init__(
             _set_of(str(path), seed, held_out, _state_of(str(path))),
             split=split,
