@@ -807,8 +807,8 @@ def test_two_processes_give_the_weights_of_one(folder: Path, tmp_path: Path) -> 
     states = [read_checkpoint(run / "checkpoints" / "last.ckpt") for run in (one, two)]
     assert states[0]["progress"]["supervised"] == states[1]["progress"]["supervised"]
     # Sums over processes round otherwise, so the digest of the best weights is another.
-    one, other = ({**state["keeper"], "best_digest": None} for state in states)
-    assert one == other
+    mine, theirs = ({**state["keeper"], "best_digest": None} for state in states)
+    assert mine == theirs
     rows = [read_metrics(run / "metrics.csv") for run in (one, two)]
     assert any(row["train/batches_without_labels"] for row in rows[1])
     for ours, theirs in zip(*rows, strict=True):
