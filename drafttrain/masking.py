@@ -136,6 +136,8 @@ def secrets_among(words: Collection[str]) -> Iterator[str]:
         for found in _INSIDE.finditer(word):
             if looks_secret(found["name"]):
                 yield from _long(found["value"])
+            else:
+                yield from secrets_among([found["value"]])
 
 
 def _long(text: str) -> Iterator[str]:
@@ -162,6 +164,9 @@ def _without_default(found: re.Match[str]) -> str:
 
 
 def _without_value(found: re.Match[str]) -> str:
-    if not looks_secret(found["name"]) or _PLACEHOLDER.match(found["value"]):
+    if not looks_secret(found["name"]):
+        # Its value may name one, as an address does in what follows its question mark.
+        return f"{found['name']}{found['sign']}{_NAMED.sub(_without_value, found['value'])}"
+    if _PLACEHOLDER.match(found["value"]):
         return found[0]
     return f"{found['name']}{found['sign']}{MASK}"

@@ -104,6 +104,8 @@ def test_nothing_that_is_kept_holds_a_secret(config: dict[str, Any], door: Invoc
         ("settings are written key=value", "settings are written key=value"),
         ("give token=<yours> or token=...", "give token=<yours> or token=..."),
         ("trainer.batch_tokens=12 at a@b.c", "trainer.batch_tokens=12 at a@b.c"),
+        ("+logger.url=https://h/x?token=abc&a=1", "+logger.url=https://h/x?token=***&a=1"),
+        ("logger.opts='api_key=abc other=1'", "logger.opts='api_key=*** other=1'"),
         ("logger.token=${oc.env:X}", "logger.token=${oc.env:X}"),
     ],
 )

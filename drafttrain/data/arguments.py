@@ -24,6 +24,8 @@ RESERVED = frozenset(
     )
 )
 """What this program gives to a template, or transformers takes for itself."""
+_DEEPEST = 100
+"""Levels of a value that a column gives to the chat template."""
 OF_TEMPLATE = ("tools", "documents", "chat_template_kwargs")
 """Columns whose values are given to the chat template: lists of objects, and an object of further
 arguments; each may be the JSON of it."""
@@ -56,7 +58,7 @@ def read_arguments(get: Callable[[str], Any]) -> dict[str, Any]:
         found.setdefault(name, value)
     try:
         json.dumps(found).encode()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         raise ValueError("a column for the chat template with values that JSON lacks") from None
     return found
 
@@ -67,7 +69,9 @@ def _objects(value: Any, name: str) -> list[dict[str, Any]] | None:
     value = _decoded(value, name)
     lists = isinstance(value, dict) and all(isinstance(part, list) for part in value.values())
     if lists and value:
-        value = [dict(zip(value, one, strict=True)) for one in zip(*value.values(), strict=False)]
+        if len({len(part) for part in value.values()}) > 1:
+            raise ValueError(f"a {name} column whose lists are of unequal lengths")
+        value = [dict(zip(value, one, strict=True)) for one in zip(*value.values(), strict=True)]
     if value is None or value == {}:
         return None
     listed = [value] if isinstance(value, dict) else value
@@ -90,8 +94,10 @@ def _decoded(value: Any, name: str) -> Any:
         raise ValueError(f"a {name} column whose JSON cannot be read") from None
 
 
-def _without_gaps(value: Any) -> Any:
+def _without_gaps(value: Any, depth: int = 0) -> Any:
     """Without keys that have no value: tables fill in every key that any of their rows has."""
+    if depth > _DEEPEST:
+        raise ValueError("a column for the chat template that is nested too deep")
     if isinstance(value, dict):
-        return {str(k): _without_gaps(v) for k, v in value.items() if v is not None}
-    return [_without_gaps(one) for one in value] if isinstance(value, list) else value
+        return {str(k): _without_gaps(v, depth + 1) for k, v in value.items() if v is not None}
+    return [_without_gaps(one, depth + 1) for one in value] if isinstance(value, list) else value

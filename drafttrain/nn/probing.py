@@ -99,14 +99,16 @@ def _fault(model: CausalLM, lengths: tuple[int, int]) -> str:
                     raise finite.fault(model, text, "the text that it is tried with")
             doing = "its code fails where each token is given a mask and a position"
             for what, found, expected in _trial(model, ids, lengths, own):
-                if not bool(found.isfinite().all()):
+                if not bool(finite.usable(found).all()):
                     return f"it gives NaN or infinite logits in {what}"
-                gaps.setdefault(what, []).append((found - expected).abs().amax(-1))
+                # A token may be ruled out by -inf, in both alike.
+                gap = torch.where(found == expected, 0, found - expected).abs().amax(-1)
+                gaps.setdefault(what, []).append(gap)
     except Exception as error:  # A family's own code.
         if isinstance(error, InputError) or refused_by_system(error):
             raise
         return f"{doing} ({first_line(error)})"
-    size = max(float(logits.abs().max()) for logits in own) + 1e-6
+    size = max(float(logits[logits.isfinite()].abs().max()) for logits in own) + 1e-6
     exact = model.dtype in (torch.float32, torch.float64)
     for what, some in gaps.items():
         every = torch.cat(some) / size

@@ -116,19 +116,22 @@ def read_best(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
         _check_best(found, path, state)
     except InputError as error:
         raise InputError(
-            f"{error}. Put the run's own {path.name} there, or remove it and give resume=last: the "
-            "best is then chosen again"
+            f"{error}. Put the run's own {path.name} there, or move it away and give resume=last: "
+            "the best is then chosen again"
         ) from error
     return found
 
 
 def _check_best(found: Mapping[str, Any], path: Path, state: Mapping[str, Any]) -> None:
     keeper, own, updates = state["keeper"], found["keeper"], found["progress"]["updates"]
-    if _remembers(keeper, found):
+    known = _remembers(keeper, found)
+    if known and keeper.get("best_digest") is not None:
         return
     changed = _changed(state["facts"], found["facts"])
     if changed:
-        raise InputError(f"{path} is of another run ({changed})")
+        raise InputError(f"{path} and the checkpoint to go on from are of two runs ({changed})")
+    if known:
+        return
     digest = own.get("best_digest")
     if own["best_update"] != updates or (digest and digest != digest_of(found["weights"])):
         raise InputError(f"{path} is no best checkpoint: it holds other weights than it says")

@@ -156,7 +156,7 @@ def _take_literal(config: DictConfig, literal: Mapping[str, str], choices: dict[
     for key, value in literal.items():
         if not has_key(settings, key):
             raise InputError(unknown_key(f"{key}={value}", key, config, choices))
-        OmegaConf.update(config, key, value)
+        OmegaConf.update(config, key, value, force_add=True)
 
 
 def _check_complete(

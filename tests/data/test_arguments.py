@@ -65,6 +65,8 @@ def test_other_columns_of_the_template() -> None:
         ({"tools": 3}, "a tools column that is not a list of objects"),
         ({"tools": ["3"]}, "a tools column that is not a list of objects"),
         ({"documents": "[1]"}, "a documents column that is not a list of objects"),
+        ({"tools": '[{"a":' + '{"a":' * 600 + "1" + "}" * 600 + "}]"}, "nested too deep"),
+        ({"tools": {"name": ["f", "g"], "d": ["x"]}}, "lists are of unequal lengths"),
         ({"chat_template_kwargs": "[]"}, "a chat_template_kwargs column that is not an object"),
         ({"chat_template_kwargs": {"tokenize": 1}}, "tokenize, which is decided here"),
     ],

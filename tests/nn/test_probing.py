@@ -170,6 +170,22 @@ def test_weights_that_are_not_finite_are_named_as_such(dtype: torch.dtype) -> No
         Target(model, None, "old")
 
 
+@pytest.mark.field("F71")
+def test_a_token_that_a_head_rules_out_is_no_fault() -> None:
+    model = load.tiny().model
+    head = torch.nn.Linear(64, 320)
+    with torch.no_grad():
+        head.weight.copy_(model.lm_head.weight)
+        head.bias.zero_()
+        head.bias[300:] = -torch.inf
+    model.lm_head = head
+    Target(model, None, "without spare ids")
+    with torch.no_grad():
+        head.bias[7] = torch.inf
+    with pytest.raises(InputError, match=said("nn.damaged_head")):
+        Target(model, None, "with infinity")
+
+
 @pytest.mark.field("F87")
 def test_another_backend_is_advised_only_where_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that reads only the first row's mask."""

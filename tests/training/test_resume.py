@@ -126,7 +126,7 @@ def test_a_best_that_is_not_the_run_s_own_is_refused_at_once(
         what()
         with pytest.raises(InputError, match=fault) as caught:
             resumed(run)
-        assert "Put the run's own best.ckpt there, or remove it" in str(caught.value), what
+        assert "Put the run's own best.ckpt there, or move it away" in str(caught.value), what
         with pytest.raises(InputError, match=fault):
             read_best(best, read_checkpoint(run.checkpoints / "last.ckpt"))
 
