@@ -23,7 +23,8 @@ PROBES = (
     *("for i in range(10):\n    print(i)", "{'key': [1, 2]}", "https://example.org/a?b=c"),
     "The thing is that an answer often begins with the words of its question.",
     "In other parts of the world, there are more of them than anyone has counted.",
-    *("Größe", "Привет", "你好", "こんにちは", "안녕", "مرحبا", "हिन्दी", "🙂"),
+    *("Größe", "Привет", "你好", "こんにちは", "안녕"),
+    *("مرحبا", "हिन्दी", "🙂"),
 )
 """Texts that are tokenised to compare two tokenizers, the first of them since ever."""
 

@@ -25,11 +25,11 @@ from drafttrain.target.adapter import Trained, tuned
 from drafttrain.target.features import FeatureSource, LiveFeatures, OnlineFeatures
 from drafttrain.target.model import Target
 from drafttrain.target.turns import turn_words
-from drafttrain.training.checkpoint import Keeper, refuse_full_disk
 from drafttrain.training.course import Course, Stream
 from drafttrain.training.decode_callback import DecodeCallback
 from drafttrain.training.job import Job, Settings
 from drafttrain.training.joint import JointModule
+from drafttrain.training.keeper import Keeper, refuse_full_disk
 from drafttrain.training.module import DraftModule
 from drafttrain.training.resume import facts_of, refuse_other_run
 from drafttrain.training.run import Run

@@ -65,7 +65,7 @@ def write(
     )
     folder, plan = StoreFolder(out), planned(data, contents, batches, stamp_of(settings))
     folder.create()
-    folder.refuse_full_disk(folder.needed(plan, plan.shards), f"{plan.bytes} bytes")
+    folder.check_room(folder.needed(plan, plan.shards))
     journal = folder.open_journal(0)
     for _ in folder.fill(plan, plan.shards, data, journal, read):
         pass

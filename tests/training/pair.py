@@ -20,10 +20,12 @@ from drafttrain.drafter.ssm import Ssm
 from drafttrain.flow import Batch
 from drafttrain.target.features import OnlineFeatures
 from drafttrain.target.model import Target
-from drafttrain.training.checkpoint import CheckpointConfig, Keeper, read_checkpoint
+from drafttrain.training.checkpoint import read_checkpoint
 from drafttrain.training.course import Course, Stream, TrainerConfig
+from drafttrain.training.keeper import Keeper
 from drafttrain.training.module import DraftModule
 from drafttrain.training.optim import AdamW
+from drafttrain.training.settings import CheckpointConfig
 from drafttrain.training.trainer import quiet_lightning, trainer_of
 from tests.drafter import make as drafters
 from tests.training.parts import OPTIM, TRAINER, Direct, Fixed, Watch, tiny

@@ -25,11 +25,12 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.target.features import OnlineFeatures
 from drafttrain.target.model import Target
-from drafttrain.training.checkpoint import CheckpointConfig, Keeper
 from drafttrain.training.course import Course, Stream, TrainerConfig
 from drafttrain.training.decode_callback import DecodeCallback, EvalConfig
+from drafttrain.training.keeper import Keeper
 from drafttrain.training.module import DraftModule
 from drafttrain.training.optim import AdamW
+from drafttrain.training.settings import CheckpointConfig
 from drafttrain.tree.topology import Tree
 from tests.drafter import make as drafters
 

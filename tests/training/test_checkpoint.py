@@ -243,7 +243,7 @@ def test_processes_that_share_the_weights_only_write_together(
 ) -> None:
     """A process that holds a part of the state cannot write it by itself, wherever a signal finds
     it."""
-    monkeypatch.setattr("drafttrain.training.checkpoint.SingleDeviceStrategy", Killed)
+    monkeypatch.setattr("drafttrain.training.keeper.SingleDeviceStrategy", Killed)
     module, stream = module_for(data, target, accumulate=2, max_steps=9, batch_tokens=320)
     with pytest.raises(Killed):
         fit(module, stream, KilledWithinAWindow(), keeper(tmp_path, every=100))
