@@ -39,7 +39,7 @@ from drafttrain.target.features import check_layers, computed
 from drafttrain.target.filling import Plan, StoreFolder, planned, settings_of
 from drafttrain.target.fingerprint import refuse_other
 from drafttrain.target.model import Target
-from drafttrain.target.store import Contents, Shard, stamp_of
+from drafttrain.target.shards import Contents, Shard, stamp_of
 from drafttrain.target.stored import gives_last
 from drafttrain.target.together import admit, auto_dtype, enter
 from drafttrain.training.pairing import check_set

@@ -55,7 +55,8 @@ from drafttrain.target import fingerprint, load
 from drafttrain.target.filling import StoreFolder
 from drafttrain.target.load import read_tokenizer
 from drafttrain.target.model import Target
-from drafttrain.target.store import Store, digest_of
+from drafttrain.target.shards import digest_of
+from drafttrain.target.store import Store
 from drafttrain.training.checkpoint import check_complete, read_checkpoint, write_checkpoint
 from drafttrain.training.resume import refuse_other_run
 from drafttrain.tree.files import read_tree, table

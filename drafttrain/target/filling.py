@@ -40,13 +40,12 @@ from drafttrain.files import write_atomic
 from drafttrain.flow import Batch
 from drafttrain.target.batches import Batches
 from drafttrain.target.features import SLACK, SPARE, take_room
-from drafttrain.target.store import (
+from drafttrain.target.shards import (
     FORMAT,
     PARTS,
     Contents,
     Layout,
     Shard,
-    Store,
     digest_of,
     fits,
     is_sha256,
@@ -54,6 +53,7 @@ from drafttrain.target.store import (
     set_facts,
     tensor_name,
 )
+from drafttrain.target.store import Store
 
 PART = ".part"
 SMALLEST, LARGEST, WANTED = 16 << 20, 1 << 30, 64

@@ -21,7 +21,8 @@ from drafttrain.target.features import GB, LAST, check_layers, names_of
 from drafttrain.target.fingerprint import refuse_other
 from drafttrain.target.matching import ROWS, TOKENS, check_rows
 from drafttrain.target.model import Target
-from drafttrain.target.store import Contents, Store
+from drafttrain.target.shards import Contents
+from drafttrain.target.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)

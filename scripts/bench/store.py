@@ -35,7 +35,7 @@ from drafttrain.target.encoding import ENCODINGS
 from drafttrain.target.features import LAST, computed
 from drafttrain.target.filling import Batches, StoreFolder, planned, settings_of
 from drafttrain.target.model import Target
-from drafttrain.target.store import Contents, stamp_of
+from drafttrain.target.shards import Contents, stamp_of
 from drafttrain.target.stored import StoredFeatures
 from drafttrain.training.course import TrainerConfig
 from drafttrain.wiring.building import build

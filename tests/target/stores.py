@@ -15,7 +15,7 @@ from drafttrain.flow import Batch
 from drafttrain.target.features import computed
 from drafttrain.target.filling import Batches, Plan, StoreFolder, planned, settings_of
 from drafttrain.target.model import Target
-from drafttrain.target.store import Contents, stamp_of
+from drafttrain.target.shards import Contents, stamp_of
 
 
 def random_set(

@@ -21,7 +21,8 @@ from drafttrain.target import load
 from drafttrain.target.features import LAST, OnlineFeatures, computed
 from drafttrain.target.filling import Batches
 from drafttrain.target.model import Target
-from drafttrain.target.store import Store, digest_of
+from drafttrain.target.shards import digest_of
+from drafttrain.target.store import Store
 from drafttrain.target.stored import StoredFeatures, gives_last
 from tests.messages import said
 from tests.target.stores import make_store, random_set, started_store
