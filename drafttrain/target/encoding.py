@@ -41,8 +41,7 @@ class Encoding:
         if self.largest is None:
             return values.to(self.dtype), None
         values = values.to(SCALE)
-        # Never 0, and never so small that a quotient overflows.
-        scales = (values.abs().amax(-1) / self.largest).clamp_min(torch.finfo(SCALE).tiny)
+        scales = self._scales(values.abs())
         codes = (values / scales[:, None]).clamp(-self.largest, self.largest)
         return (codes if self.dtype.is_floating_point else codes.round()).to(self.dtype), scales
 
@@ -50,6 +49,25 @@ class Encoding:
         """Codes (... d) and scales (...) -> (... d) in the dtype `served`."""
         values = codes.to(self.served)
         return values if scales is None else values * scales[..., None]
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """(n d) float32 as they are read again, in float32."""
+        return self.decode(*self.encode(values)).to(values.dtype)
+
+    def loss(self, values: Tensor) -> Tensor:
+        """(n d) float32: by how much each value may move, see `encode`."""
+        size = values.abs()
+        if self.largest is None:
+            return size * (0.0 if self.dtype == values.dtype else torch.finfo(self.dtype).eps / 2)
+        steps = self._scales(size)[:, None]
+        if self.dtype.is_floating_point:
+            return torch.maximum(size / 16, steps * 2**-10).broadcast_to(size.shape)
+        return (steps / 2).broadcast_to(size.shape)
+
+    def _scales(self, size: Tensor) -> Tensor:
+        """(n) for the sizes of vectors (n d): never 0, and so large that no quotient overflows."""
+        assert self.largest is not None
+        return (size.amax(-1) / self.largest).clamp_min(torch.finfo(SCALE).tiny)
 
 
 SCALE = torch.float32

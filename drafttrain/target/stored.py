@@ -17,6 +17,7 @@ from drafttrain.data.joining import laid_out
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Needs
 from drafttrain.processes import world_size
+from drafttrain.target.encoding import ENCODINGS
 from drafttrain.target.features import GB, LAST, check_layers, names_of
 from drafttrain.target.fingerprint import refuse_other
 from drafttrain.target.matching import ROWS, TOKENS, check_rows
@@ -117,7 +118,13 @@ class StoredFeatures:
         wanted = self.store.contents.words()
         again = f"make the store again: python -m drafttrain.capture out=<folder> {wanted}"
         what = f"features.path={self.store.path}"
-        check_rows(self.target, batch, self.features(batch), self.needs, what, again)
+        code = ENCODINGS[self.store.contents.encoding]
+        check_rows(self.target, batch, self._parts(batch), code, what, again)
+
+    def _parts(self, batch: Batch) -> dict[str | int, Tensor]:
+        """{name: (b s d)} of what is stored and needed."""
+        names = [self._last if name == LAST else name for name in names_of(self.needs)]
+        return {name: self._read(name, batch) for name in dict.fromkeys(names)}
 
     def _refuse_lacking(self, has: Contents, recomputed: bool) -> None:
         lacking: list[str] = [
@@ -145,13 +152,10 @@ class StoredFeatures:
 
     def features(self, batch: Batch) -> Features:
         """What the drafter needs of a batch's rows: (b s d), zero on padding, without grad."""
-        names = names_of(self.needs)
-        if not names:
+        if not names_of(self.needs):
             return Features()
-        found: dict[str | int, Tensor] = {}
         with torch.no_grad(), torch.autocast(self.target.device.type, enabled=False):
-            for name in dict.fromkeys(self._last if name == LAST else name for name in names):
-                found[name] = self._read(name, batch)
+            found = self._parts(batch)
             if self.needs.last_hidden:
                 hidden = found[self._last]
                 if self._last != LAST:
