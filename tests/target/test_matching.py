@@ -1,5 +1,8 @@
 """F77, neighbours of a last hidden state from before the final norm: another layer, the next or the
-last position, the norm twice, another row's; in every encoding and dtype the right features pass.
+last position, the norm twice, another row's; and what is near: scaled by 1.01 to 1.2, noise, some
+dimensions or one of them zero, the first or the last token another, a mean of two layers, another
+top token. In every encoding and dtype the right features pass: with a few large dimensions, widths
+of 64 and 1024, other attention kernels and batches.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Needs
 from drafttrain.target import load
+from drafttrain.target.encoding import ENCODINGS
 from drafttrain.target.features import LAST, computed
+from drafttrain.target.matching import AGREE, Bounds
 from drafttrain.target.model import Target
 from drafttrain.target.stored import StoredFeatures
 from tests.target.stores import make_store, random_set
@@ -95,6 +100,161 @@ def test_features_that_are_not_what_they_say_are_refused(
         StoredFeatures(target, BOTH, data=data, path=path)
 
 
+def refused(
+    target: Target,
+    data: ConversationData,
+    folder: Path,
+    change: Change,
+    words: str,
+    encoding: str = "float32",
+) -> None:
+    def read(batch: Batch) -> Found:
+        return change(target, batch, dict(computed(target, batch, BOTH)))
+
+    path = make_store(target, data, folder, read=read, layers=[1], encoding=encoding)
+    with pytest.raises(InputError, match=rf"{words}.*drafttrain\.capture"):
+        StoredFeatures(target, BOTH, data=data, path=path)
+
+
+def scaled(factor: float) -> Change:
+    return lambda _target, _batch, found: {**found, 1: found[1].float() * factor}
+
+
+def noisy(share: float) -> Change:
+    def change(_target: Target, _batch: Batch, found: dict[str | int, Tensor]) -> Found:
+        value = found[1].float()
+        chance = torch.Generator().manual_seed(0)
+        size = share * value.norm(dim=-1, keepdim=True) / value.shape[-1] ** 0.5
+        return {**found, 1: value + size * torch.randn(value.shape, generator=chance)}
+
+    return change
+
+
+def zeroed(*dimensions: int) -> Change:
+    def change(_target: Target, _batch: Batch, found: dict[str | int, Tensor]) -> Found:
+        return {**found, 1: found[1].index_fill(-1, torch.tensor(dimensions), 0)}
+
+    return change
+
+
+def last_token_zero(_target: Target, batch: Batch, found: dict[str | int, Tensor]) -> Found:
+    value = found[LAST].clone()
+    value[torch.arange(len(value)), batch.lengths - 1] = 0
+    return {**found, LAST: value}
+
+
+def first_token_replaced(_target: Target, _batch: Batch, found: dict[str | int, Tensor]) -> Found:
+    value = found[1].clone()
+    value[:, 0] = value[:, 3]
+    return {**found, 1: value}
+
+
+def mean_of_layers(target: Target, batch: Batch, _found: dict[str | int, Tensor]) -> Found:
+    every = computed(target, batch, Needs(last_hidden=True, layers=(0, 2)))
+    return {LAST: every[LAST], 1: (every[0] + every[2]) / 2}
+
+
+NEAR: dict[str, tuple[Change, str]] = {
+    "1.01": (scaled(1.01), r"layer 1 .*it is 1\.0\d+ times what it should be"),
+    "0.99": (scaled(0.99), r"layer 1 .*it is 0\.9[89]\d* times what it should be"),
+    "1.2": (scaled(1.2), r"layer 1 .*it is 1\.(2|19)\d* times what it should be"),
+    "noise 0.1": (noisy(0.1), "layer 1 .*beyond what its encoding loses.* noise"),
+    "noise 0.2": (noisy(0.2), "layer 1 .*beyond what its encoding loses.* noise"),
+    "three dimensions": (zeroed(5, 20, 33), "3 of 64 dimensions differ: 5, 20, 33; the other"),
+    "one dimension": (zeroed(20), "1 of 64 dimensions differ: 20; the other dimensions are right"),
+    "last token": (last_token_zero, r"1 of \d+ tokens differ: \d+; the other tokens are right"),
+    "first token": (first_token_replaced, r"1 of \d+ tokens differ: 0; the other tokens are right"),
+    "mean of layers": (mean_of_layers, "layer 1 .*(mean of layers|other weights)"),
+}
+
+
+@pytest.mark.field("F77")
+@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("encoding", sorted(ENCODINGS))
+def test_features_that_are_only_near_are_refused(
+    encoding: str, name: str, target: Target, data: ConversationData, tmp_path: Path
+) -> None:
+    change, words = NEAR[name]
+    refused(target, data, tmp_path / "store", change, words, encoding)
+
+
+@pytest.mark.field("F77")
+@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_they_are_refused_in_half_precision_too(
+    dtype: str, name: str, data: ConversationData, tmp_path: Path
+) -> None:
+    encoding = "fp8" if dtype == "bfloat16" else "float32"
+    half = load.tiny(dtype=dtype)
+    refused(half, data, tmp_path / "store", NEAR[name][0], "is not what the target", encoding)
+
+
+def test_each_bound_is_of_the_dtype() -> None:
+    """A float32 target's is 1e-3 throughout; those of the others are in units of its rounding."""
+    full, half = Bounds.of(torch.float32), Bounds.of(torch.float16)
+    assert {full.near, full.far, full.dimension, full.gain} == {1e-3}
+    assert Bounds.of(torch.bfloat16).near == 16 / 256 and half.far == 128 / 2048
+    assert half.gain == 1e-3 and half.dimension == 64 / 2048
+
+
+def other_top(target: Target, _batch: Batch, found: dict[str | int, Tensor]) -> Found:
+    """Moved as little as gives another top token, where that is little."""
+    hidden, rows = found[LAST].float(), target.output.weight.float()
+    (first, second), ids = (
+        target.head(found[LAST]).float().topk(2).values.unbind(-1),
+        (target.head(found[LAST]).topk(2).indices),
+    )
+    apart = rows[ids[..., 1]] - rows[ids[..., 0]]
+    needed = 1.3 * (first - second) / apart.norm(dim=-1).square()
+    moved = needed[..., None] * apart
+    small = moved.norm(dim=-1) < 0.05 * hidden.norm(dim=-1)
+    return {**found, LAST: torch.where(small[..., None], hidden + moved, hidden)}
+
+
+@pytest.mark.field("F77")
+def test_a_near_state_that_gives_other_top_tokens_is_refused(
+    data: ConversationData, tmp_path: Path
+) -> None:
+    words = rf"through the head only \d+ of \d+ tokens .*at least {AGREE:.0%} are needed"
+    half = load.tiny(dtype="bfloat16", sharpness=1.0)
+    refused(half, data, tmp_path / "store", other_top, words)
+
+
+@pytest.mark.field("F77")
+def test_a_wrong_state_is_reported_with_what_the_head_makes_of_it(
+    target: Target, data: ConversationData, tmp_path: Path
+) -> None:
+    words = r"before the norm.*; through the head \d+ of \d+ tokens are the target's own top"
+    refused(target, data, tmp_path / "store", before_the_norm, words)
+
+
+def test_a_last_state_that_is_recomputed_is_compared_as_its_layer(
+    target: Target, data: ConversationData, tmp_path: Path
+) -> None:
+    """Its own encoding's loss is that of the layer's output, from before the norm."""
+    deepest, needs = len(target.decoder_layers) - 1, Needs(last_hidden=True)
+    for factor in (1.0, 1.05):
+
+        def read(batch: Batch, factor: float = factor) -> Found:
+            found = computed(target, batch, Needs(layers=(deepest,)))
+            return {deepest: found[deepest] * factor}
+
+        path = make_store(
+            target,
+            data,
+            tmp_path / str(factor),
+            read=read,
+            last_hidden=False,
+            layers=[deepest],
+            encoding="fp8",
+        )
+        if factor == 1:
+            StoredFeatures(target, needs, data=data, path=path).close()
+            continue
+        with pytest.raises(InputError, match=f"layer {deepest} .*1\\.05 times"):
+            StoredFeatures(target, needs, data=data, path=path)
+
+
 @pytest.mark.field("F77")
 @pytest.mark.parametrize("encoding", ["float32", "bf16", "int8", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -104,3 +264,32 @@ def test_right_features_pass_in_every_encoding(
     target = load.tiny(dtype=dtype)
     path = make_store(target, data, tmp_path / "store", encoding=encoding, layers=[1])
     StoredFeatures(target, BOTH, data=data, path=path).close()
+
+
+@pytest.mark.field("F77")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("width", "layers"), [(64, 6), (1024, 2)])
+def test_right_features_of_another_kernel_and_batch_pass(
+    width: int, layers: int, dtype: str, tmp_path: Path
+) -> None:
+    made = []
+    for backend in ("sdpa", "eager"):
+        one = load.tiny(dtype=dtype, attention=backend, width=width, layers=layers)
+        with torch.no_grad():  # As in large models, a few dimensions are far larger.
+            one.base.embed_tokens.weight[:, [3, 11]] *= 200
+        made.append(one)
+    here, there = made
+    folder = random_set(here, tmp_path / "set", rows=6)
+    rows = ConversationData(path=str(folder), split="train")
+    for encoding in ENCODINGS:
+        path = make_store(
+            here,
+            rows,
+            tmp_path / encoding,
+            read=lambda batch: computed(there, batch, BOTH),
+            layers=[1],
+            encoding=encoding,
+            batch_tokens=30,
+            shard_mb=0.05,
+        )
+        StoredFeatures(here, BOTH, data=rows, path=path).close()
