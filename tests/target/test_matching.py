@@ -116,6 +116,13 @@ def refused(
         StoredFeatures(target, BOTH, data=data, path=path)
 
 
+def with_outliers(target: Target) -> Target:
+    """As in large models, a few dimensions are far larger than the others."""
+    with torch.no_grad():
+        target.base.embed_tokens.weight[:, [3, 11]] *= 200
+    return target
+
+
 def scaled(factor: float) -> Change:
     return lambda _target, _batch, found: {**found, 1: found[1].float() * factor}
 
@@ -187,6 +194,31 @@ def test_they_are_refused_in_half_precision_too(
     encoding = "fp8" if dtype == "bfloat16" else "float32"
     half = load.tiny(dtype=dtype)
     refused(half, data, tmp_path / "store", NEAR[name][0], "is not what the target", encoding)
+
+
+def noise_in_small_values(_target: Target, _batch: Batch, found: dict[str | int, Tensor]) -> Found:
+    value = found[1].float()
+    size = 0.2 * value.abs().median(-1, keepdim=True).values
+    chance = torch.Generator().manual_seed(0)
+    return {**found, 1: value + size * torch.randn(value.shape, generator=chance)}
+
+
+@pytest.mark.field("F77")
+@pytest.mark.parametrize(
+    ("change", "encoding", "width"),
+    [
+        (noise_in_small_values, "bf16", 64),  # Of the length it is nothing.
+        (last_token_zero, "int8", 64),  # Small values are written as zero.
+        (zeroed(20), "bf16", 1024),  # Of a token it is nothing.
+    ],
+)
+def test_large_values_and_wide_vectors_hide_nothing(
+    change: Change, encoding: str, width: int, tmp_path: Path
+) -> None:
+    target = with_outliers(load.tiny(dtype="bfloat16", width=width, layers=2))
+    folder = random_set(target, tmp_path / "set", rows=6)
+    data = ConversationData(path=str(folder), split="train")
+    refused(target, data, tmp_path / "store", change, "is not what the target", encoding)
 
 
 def test_each_bound_is_of_the_dtype() -> None:
@@ -272,13 +304,10 @@ def test_right_features_pass_in_every_encoding(
 def test_right_features_of_another_kernel_and_batch_pass(
     width: int, layers: int, dtype: str, tmp_path: Path
 ) -> None:
-    made = []
-    for backend in ("sdpa", "eager"):
-        one = load.tiny(dtype=dtype, attention=backend, width=width, layers=layers)
-        with torch.no_grad():  # As in large models, a few dimensions are far larger.
-            one.base.embed_tokens.weight[:, [3, 11]] *= 200
-        made.append(one)
-    here, there = made
+    here, there = (
+        with_outliers(load.tiny(dtype=dtype, attention=backend, width=width, layers=layers))
+        for backend in ("sdpa", "eager")
+    )
     folder = random_set(here, tmp_path / "set", rows=6)
     rows = ConversationData(path=str(folder), split="train")
     for encoding in ENCODINGS:
