@@ -9,7 +9,10 @@ import inspect
 import json
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any
+
+from drafttrain.target import rotary
 
 _VOLATILE = {
     "_name_or_path",
@@ -28,6 +31,10 @@ _NOT_LOGITS = {
 """What a frozen target's logits do not depend on, or what another part says: tied weights show in
 the weights."""
 _ONLY_TRAINING = re.compile(r"drop(out)?(_prob)?$|pdrop$|(^|_)(aux|z)_loss_|jitter_noise$")
+
+
+_ACTIVATION = re.compile(r"act(_fn)?$|activation(_function)?$")
+_ALIASES = {"swish": "silu"}
 
 
 def digest(*parts: bytes) -> str:
@@ -57,15 +64,51 @@ def decisive(config: Any, model: Any = None) -> str:
         beside = name in _NOT_LOGITS or name[0] == "_" or _ONLY_TRAINING.search(name)
         if known and value is not None and not beside:
             found[name] = _plain(value)
-    rotary = found.get("rope_parameters")
-    if isinstance(rotary, dict) and rotary:
+    settings = found.get("rope_parameters")
+    if isinstance(settings, dict) and settings:
         # By now they are here, whatever the file called them.
         found = {k: v for k, v in found.items() if k not in ("rope_theta", "rope_scaling")}
-        found["rope_parameters"] = _rotary(rotary)
-        kinds = [one for one in rotary.values() if isinstance(one, dict)] or [rotary]
+        found["rope_parameters"] = _rotary(settings)
+        kinds = [one for one in settings.values() if isinstance(one, dict)] or [settings]
         if all(one.get("rope_type", "default") == "default" for one in kinds):
             found.pop("max_position_embeddings", None)  # Only a limit then.
-    return json.dumps(found, sort_keys=True)
+        if model is not None:
+            found |= rotary.settings_of(config, model, code)
+    return json.dumps(_plainest(found), sort_keys=True)
+
+
+def difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """The first setting of two configs, as `decisive` records them, that differs, and how many more
+    do. Empty where the logits are the same."""
+    table = rotary.same(there, here)
+    before, after = (_flat(rotary.without(_plainest(one), table=table)) for one in (there, here))
+    odd = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+    if not odd:
+        return ""
+    said = [str(one.get(odd[0], "not given"))[:80] for one in (before, after)]
+    more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+    return f"{odd[0]} {said[0]} there, {said[1]} here{more}"
+
+
+def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        inner = isinstance(value, Mapping)
+        found |= _flat(value, f"{before}{name}.") if inner else {f"{before}{name}": value}
+    return found
+
+
+def _plainest(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without a head's width where it follows from others, and with one name for each
+    activation."""
+    found = {
+        k: _ALIASES.get(v, v) if isinstance(v, str) and _ACTIVATION.search(k) else v
+        for k, v in settings.items()
+    }
+    width, heads, head = (found.get(k) for k in ("hidden_size", "num_attention_heads", "head_dim"))
+    if all(type(one) is int and one > 0 for one in (width, heads, head)) and width // heads == head:
+        del found["head_dim"]
+    return found
 
 
 @functools.lru_cache(maxsize=8)
@@ -107,8 +150,8 @@ def earlier_digests(config: Any) -> list[str]:
         k: v for k, v in config.to_dict().items() if k not in _VOLATILE and not k.startswith("_")
     }
     forms = [settings]
-    if isinstance(rotary := settings.get("rope_parameters"), dict):
-        plain = _rotary(rotary)
+    if isinstance(found := settings.get("rope_parameters"), dict):
+        plain = _rotary(found)
         older = {"type": plain["rope_type"]} if "rope_type" in plain else {}
         for number in (float, _plain):  # Numbers as 10000.0 and as 10000.
             spelt = {k: number(v) if _is_number(v) else v for k, v in plain.items()}

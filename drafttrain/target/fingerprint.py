@@ -21,7 +21,7 @@ from torch import nn
 
 from drafttrain.errors import InputError
 from drafttrain.processes import rank
-from drafttrain.target import modes, tokenising
+from drafttrain.target import configs, modes, tokenising
 from drafttrain.target.configs import decisive, digest, earlier_digests
 from drafttrain.target.tokenising import PROBE
 
@@ -152,7 +152,7 @@ def _difference(part: str, given: Mapping[str, str], here: Mapping[str, str], ow
     elif part == "tokenizer":
         words = tokenising.difference(old, new, own)
     else:
-        words = _first(old, new)
+        words = configs.difference(old, new)
     return words and f"{part}: {words}"
 
 
@@ -195,25 +195,6 @@ def _same_in_float16(given: Mapping[str, str], here: Mapping[str, str]) -> bool:
         one.get("dtype") == "float16" and one.get("weights") == other.get(HALF, "")
         for one, other in pairs
     )
-
-
-def _first(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """The first setting of two configs that differs, and how many more do."""
-    before, after = _flat(there), _flat(here)
-    odd = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
-    if not odd:
-        return ""
-    said = [str(one.get(odd[0], "not given"))[:80] for one in (before, after)]
-    more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-    return f"{odd[0]} {said[0]} there, {said[1]} here{more}"
-
-
-def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        inner = isinstance(value, Mapping)
-        found |= _flat(value, f"{before}{name}.") if inner else {f"{before}{name}": value}
-    return found
 
 
 def refuse_other(
