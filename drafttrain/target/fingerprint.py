@@ -21,7 +21,7 @@ from torch import nn
 
 from drafttrain.errors import InputError
 from drafttrain.processes import rank
-from drafttrain.target import configs, modes, tokenising
+from drafttrain.target import configs, modes, rounding, tokenising
 from drafttrain.target.configs import decisive, digest, earlier_digests
 from drafttrain.target.tokenising import PROBE
 
@@ -43,6 +43,8 @@ ADAPTER = "adapter"
 """A further part, only in the fingerprint of a target that was tuned."""
 HALF = "weights_float16"
 """The weights' digest after rounding to float16: what a target that is loaded in it has."""
+SAMPLED = "weights_sample"
+"""A few weights as they are in bfloat16 or float16: the two are compared by these."""
 EARLIER = "earlier"
 """{part: digests} of forms that earlier versions recorded, as JSON."""
 
@@ -81,14 +83,17 @@ def of_template(tokenizer: Any | None) -> str:
 def of_target(model: Any, config: Any, tokenizer: Any | None, dtype: torch.dtype) -> dict[str, str]:
     """The fingerprint of a target as it was loaded."""
     quantisation = getattr(model.config, "quantization_config", None)
+    name = str(dtype).removeprefix("torch.")
+    sampled = {SAMPLED: rounding.sample(model, dtype)} if name in rounding.KINDS else {}
     return {
         "config": decisive(config, model),
         "weights": of_weights(model),
         "tokenizer": of_tokenizer(tokenizer),
         MODE: of_template(tokenizer),
         "quantisation": "none" if quantisation is None else digest(str(quantisation).encode()),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": name,
         HALF: of_weights(model, torch.float16),
+        **sampled,
         EARLIER: earlier_of(tokenizer, config),
     }
 
@@ -136,7 +141,7 @@ def difference(
 
 def _difference(part: str, given: Mapping[str, str], here: Mapping[str, str], own: Any) -> str:
     there, mine = given.get(part, "none"), here.get(part, "none")
-    if there == mine or (part == "weights" and _same_in_float16(given, here)):
+    if there == mine or (part == "weights" and _same_rounded(given, here)):
         return ""
     old, new = _form(there), _form(mine)
     if (old is None) != (new is None) and part in ("config", "tokenizer", MODE):
@@ -171,7 +176,8 @@ def _named(text: str) -> str:
 def _in_float16(part: str, given: Mapping[str, str], here: Mapping[str, str]) -> str:
     """What to do where weights cannot be compared."""
     half = here.get("dtype") == "float16" and given.get("dtype") != "float16"
-    if part == "weights" and half and HALF not in given:
+    recorded = SAMPLED if given.get("dtype") == "bfloat16" else HALF
+    if part == "weights" and half and recorded not in given:
         return ", which says nothing in float16: compare with target.dtype=float32"
     return ""
 
@@ -188,13 +194,18 @@ def _unrecorded(old: dict[str, Any] | None, new: dict[str, Any] | None) -> str:
     return words and f"{MODE}: {words}"
 
 
-def _same_in_float16(given: Mapping[str, str], here: Mapping[str, str]) -> bool:
-    """Are the weights the same once those of the other are rounded to float16, as one's are?"""
+def _same_rounded(given: Mapping[str, str], here: Mapping[str, str]) -> bool:
+    """Are the weights the same once those of the other are rounded to float16, as one's are; or may
+    both be roundings of the same?"""
     pairs = ((given, here), (here, given))
-    return any(
+    if any(
         one.get("dtype") == "float16" and one.get("weights") == other.get(HALF, "")
         for one, other in pairs
-    )
+    ):
+        return True
+    by_kind = {one.get("dtype"): one.get(SAMPLED) for one, _ in pairs}
+    brain, half = (by_kind.get(kind) for kind in rounding.KINDS)
+    return brain is not None and half is not None and rounding.may_be_one(brain, half)
 
 
 def refuse_other(

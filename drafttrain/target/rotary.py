@@ -22,7 +22,13 @@ _SPELT = (
     *("truncate", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
 )
 """Settings that a table is made of."""
-_READ = ("factor", "attention_factor", "mscale", "mscale_all_dim", "original_max_position_embeddings")
+_READ = (
+    "factor",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+)
 _TOP = ("max_position_embeddings", "original_max_position_embeddings", "partial_rotary_factor")
 _CLOSE = 1e-5
 """Relative difference of frequencies that another version or machine may compute."""

@@ -3,7 +3,7 @@
 F93, neighbours of the older rotary schema: numbers written as 10000 and 10000.0, or as float32 has
 them; keys that decide no logits (ends, padding, dropout, limits, keys that nobody reads); another
 dtype, float16 too; another folder; sets, stores and packages with the fingerprint of an earlier
-version.
+version. test_configs.py and test_rounding.py have more.
 F75, neighbours of one merge taken away: one added, two exchanged, a normaliser, a pre-tokeniser, a
 post-processor, an added token, and parts that are only written otherwise.
 F81, neighbours of an argument: an edited template, a named one, one that the day changes, one that

@@ -1,0 +1,66 @@
+"""F93, neighbours of another dtype: one float32 file in bfloat16 and in float16, and what is near
+it: one tensor longer by a hundredth, shifted, turned round or gone; zeros, very small and very
+large weights; a fingerprint that lacks the sample, or was edited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from drafttrain.errors import InputError
+from drafttrain.target import fingerprint, load, rounding
+from drafttrain.target.model import Target
+
+
+def in_dtype(dtype: str, change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Target:
+    model = load.tiny().model
+    with torch.no_grad():
+        if change is not None:
+            weight = model.model.layers[1].self_attn.v_proj.weight
+            weight.copy_(change(weight))
+    return Target(model.to(getattr(torch, dtype)), None, "t")
+
+
+@pytest.mark.field("F93")
+def test_one_file_in_bfloat16_and_in_float16_is_one_target() -> None:
+    """Rounding twice gives other weights than rounding once, in one of 16 of them."""
+    brain, half = (in_dtype(dtype).fingerprint for dtype in ("bfloat16", "float16"))
+    assert brain[fingerprint.HALF] != half["weights"] != brain["weights"]
+    for one, other in ((brain, half), (half, brain)):
+        fingerprint.refuse_other(one, other, "the set")
+        lacking = {k: v for k, v in one.items() if k != fingerprint.SAMPLED}
+        assert fingerprint.difference("weights", lacking, other)
+        edited = {**one, fingerprint.SAMPLED: "edited"}
+        assert fingerprint.difference("weights", edited, other)
+
+
+@pytest.mark.field("F93")
+@pytest.mark.parametrize(
+    "change", [lambda w: w * 1.01, lambda w: w + 1e-3 * w.std(), lambda w: -w, lambda w: w * 0]
+)
+def test_another_tensor_in_float16_is_another_target(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    brain, half = in_dtype("bfloat16").fingerprint, in_dtype("float16", change).fingerprint
+    for one, other in ((brain, half), (half, brain)):
+        with pytest.raises(InputError, match=r"another target \(weights"):
+            fingerprint.refuse_other(one, other, "the set")
+
+
+def test_every_weight_that_has_both_roundings_fits_them() -> None:
+    chance = torch.Generator().manual_seed(0)
+    values = torch.randn(4000, generator=chance)
+    values *= 10 ** (8 * torch.rand(4000, generator=chance) - 6)
+    values[:4] = torch.tensor([0.0, 1e-9, 7e4, -7e4])
+    values[9] = 3.0
+    model = torch.nn.ParameterList([one for one in values.split(8)])
+    samples = [rounding.sample(model, dtype) for dtype in rounding.KINDS.values()]
+    assert rounding.may_be_one(*samples)
+    for place, other in ((0, 1e-3), (1, -1e-3), (2, 1.0), (9, 3.03)):
+        moved = values.clone()
+        moved[place] = other
+        there = torch.nn.ParameterList([one for one in moved.split(8)])
+        assert not rounding.may_be_one(samples[0], rounding.sample(there, torch.float16))
