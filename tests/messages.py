@@ -210,6 +210,7 @@ TRAINING: dict[str, str] = {
     "odd_step": "says that weight 0 was changed .* times in 1 updates",
     "spoilt_checkpoint": "NaN or infinite values in .* after update 4: not written",
     "spoilt_file": "NaN or infinite values in drafter.*, exp_avg_sq of weight 1: give another",
+    "large_gradient": "its squares, which moments are made of, exceed float32, 3 times in a row",
     "spoilt_gradient": "NaN or infinite values in the gradient of update .*, 3 times in a row",
     "rows_not_finite": "values in row {rows} of the set",
     "not_joined": "does not learn from joined rows",
