@@ -185,7 +185,7 @@ TRAINING: dict[str, str] = {
     "no_language_model": "no language model that could match a text by itself",
     "reads_text_only": "this drafter's loss reads only the text",
     "cannot_be_marked": "1 rows cannot be marked by models fitted without them",
-    "another_run": r"not be the same run \(accumulate x processes was 1, is 2\)",
+    "another_run": r"not be the same run .*\(accumulate x processes was 1, is 2\)",
     "damaged_archive": "cannot be read as a checkpoint: it is damaged",
     "unreadable": "cannot be read",
     "no_checkpoint": "there is no checkpoint",

@@ -257,14 +257,16 @@ def test_other_micro_batches_are_another_run() -> None:
     would not follow."""
     facts = {"target": {"weights": "a"}, "accumulate x processes": 1, "seed": 0}
     settings = {"seed": 0, "trainer": {"log_every": 2}}
-    noted: list[str] = []
+    noted, here = list[str](), Path()
     state = {"facts": facts, "settings": settings}
-    refuse_other_run(state, facts, {**settings, "trainer": {"log_every": 3}}, noted.append)
+    refuse_other_run(state, facts, {**settings, "trainer": {"log_every": 3}}, noted.append, here)
     assert noted == [
         "settings differ from the earlier part of this run: trainer.log_every was 2, is 3"
     ]
     with pytest.raises(InputError, match=said("training.another_run")):
-        refuse_other_run(state, {**facts, "accumulate x processes": 2}, settings, noted.append)
+        refuse_other_run(
+            state, {**facts, "accumulate x processes": 2}, settings, noted.append, here
+        )
 
 
 @pytest.mark.field("F21")
@@ -273,7 +275,7 @@ def test_two_processes_go_on_where_one_stood(
 ) -> None:
     """At the same place, with the same noise for each micro-batch, and as the same run."""
 
-    def facts(world: int, accumulate: int) -> dict[str, Any]:
+    def facts(world: int, accumulate: int, begun: str | None = None) -> dict[str, Any]:
         trainer = {
             "batch_tokens": 320,
             "batch_rows": None,
@@ -288,11 +290,15 @@ def test_two_processes_go_on_where_one_stood(
             "drafter": {},
             "draft_vocab": 0,
             "seed": 0,
+            "init_from": begun,
         }
         return facts_of(config, target, data, single, world, {})
 
     single, stream = module_for(data, target, accumulate=4, max_steps=3, batch_tokens=320)
+    started = facts(1, 4, "package")["weights of init_from"]
     fit(single, stream)
+    assert started != facts(1, 4, "package")["weights of init_from"]
+    assert facts(1, 4)["weights of init_from"] is None
     state = {"weights": single.state_dict(), "progress": single.progress(), "optimiser": None}
     noise = []
     for position in range(12, 16):
