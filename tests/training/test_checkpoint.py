@@ -275,7 +275,7 @@ def test_two_processes_go_on_where_one_stood(
 ) -> None:
     """At the same place, with the same noise for each micro-batch, and as the same run."""
 
-    def facts(world: int, accumulate: int, begun: str | None = None) -> dict[str, Any]:
+    def facts(world: int, accumulate: int, start: str | None = None) -> dict[str, Any]:
         trainer = {
             "batch_tokens": 320,
             "batch_rows": None,
@@ -290,7 +290,7 @@ def test_two_processes_go_on_where_one_stood(
             "drafter": {},
             "draft_vocab": 0,
             "seed": 0,
-            "init_from": begun,
+            "init_from": start,
         }
         return facts_of(config, target, data, single, world, {})
 
