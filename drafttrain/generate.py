@@ -275,6 +275,14 @@ def answer(speculator: Speculator, wanted: Wanted, screen: Screen) -> tuple[Outp
     return output, tally, seconds - shown
 
 
+def dtypes_of(speculator: Speculator) -> str:
+    """What target and drafter ran in: `auto` may choose another the next time, and greedy text may
+    then differ where two tokens are nearly as likely."""
+    target = str(speculator.target.dtype).removeprefix("torch.")
+    drafter = str(speculator.drafter.dtype or "").removeprefix("torch.")
+    return target if drafter in ("", target) else f"{target}, drafter in {drafter}"
+
+
 def close(
     speculator: Speculator,
     wanted: Wanted,
@@ -297,6 +305,7 @@ def close(
         f"{count / seconds:.1f} tokens/s",
         f"{count} tokens in {seconds:.1f} s",
         f"ended by {output.finish}",
+        f"in {dtypes_of(speculator)}",
     ]
     if not wanted.plan.policy.greedy:
         words.append(f"seed {wanted.seed}")

@@ -350,7 +350,7 @@ def checkpoint(folder: Path, target: Target) -> Loader:
         with unittest.mock.patch.object(zipfile.ZipFile, "testzip", lambda _: None):  # Likewise.
             found = read_checkpoint(path / name)
         check_complete(found, path / name)
-        refuse_other_run(found, facts, config, lambda text: None)
+        refuse_other_run(found, facts, config, lambda text: None, Path())
         return found
 
     return Loader({"last.ckpt": archive_of}, read)

@@ -77,6 +77,7 @@ def test_the_text_is_plain_decodings_with_accepted_drafts_marked(
         f"{tally.tau:.2f} tokens per target pass, {tally.accepted_per_round:.2f} drafts accepted"
     )
     assert re.search(r"[\d.]+ tokens/s, \d+ tokens in", closing) and "guarantee: greedy" in closing
+    assert re.search(r", in (float32|bfloat16)[,;]", closing), "auto may choose another dtype"
     assert re.search(r"plain decoding: [\d.]+ tokens/s, the same text; speed [\d.]+x", closing)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from drafttrain import processes, runs
 from drafttrain.errors import InputError
@@ -85,10 +85,13 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "generate.yaml": """
             defaults:
               - target: small
+              - tree: chain
               - _self_
             package: ???   # a folder that fit made
             prompt: null
         """,
+        "tree/chain.yaml": "k: 5\n",
+        "tree/dynamic.yaml": "depth: 6\n",
         "target/small.yaml": "# Small.\n_target_: drafttrain.errors.InputError\npath: a  # where\n",
         "target/large.yaml": "_target_: drafttrain.errors.InputError\npath: b\nshards: 2\n",
         "logger/csv.yaml": "every: 10\n",
@@ -312,6 +315,62 @@ def test_prompt_is_taken_literally(conf: Path, said: str) -> None:
 )
 def test_unreadable_words(conf: Path, override: str, wanted: str) -> None:
     assert wanted in refusal(override)
+
+
+# The kind: words whose values are taken as they were written, set after all others, so that their
+# order did not count; a section, a text and a choice may each name the same setting, with every
+# sign that Hydra has.
+@pytest.mark.parametrize(
+    ("words", "key", "wanted"),
+    [
+        (["run_dir=a", "run_dir=b"], "run_dir", "b"),
+        (["run_dir=a", "++run_dir=b"], "run_dir", "b"),
+        (["++run_dir=b", "run_dir=a"], "run_dir", "a"),
+        (["run_dir=a", "run_dir=null"], "run_dir", None),
+        (["run_dir=null", "run_dir=a b,[c"], "run_dir", "a b,[c"),
+        (["run_dir=a", "++run_dir=null", "~logger.every"], "run_dir", None),
+        (["target.path=x", "target={path: y}"], "target.path", "y"),
+        (["target={path: y}", "target.path=x"], "target.path", "x"),
+        (["target.path=x", "+target={path: y}"], "target.path", "y"),
+        (["target.path=x", "target=large"], "target.path", "x"),
+        (["target.path=${run_dir}", "run_dir=r"], "target.path", "r"),
+        (["+logger.path=x: [y"], "logger.path", "x: [y"),
+        (["+logger.path=x", "++logger.path=y"], "logger.path", "y"),
+        (["~target.path", "+target.path=x"], "target.path", "x"),
+        (["++prompt='${x}\\\"\\", "~logger.every"], "prompt", "'${x}\\\"\\"),
+        (["prompt=a, b", "++prompt=null"], "prompt", "null"),
+    ],
+)
+def test_of_two_words_for_one_setting_the_last_counts(
+    conf: Path, words: list[str], key: str, wanted: object
+) -> None:
+    assert OmegaConf.select(compose("fit", words), key) == wanted
+
+
+def test_of_a_text_and_a_choice_the_last_counts(conf: Path) -> None:
+    def tree(*words: str) -> Any:
+        return compose("generate", ["package=x", *words], text=("prompt", "tree")).tree
+
+    assert tree("tree=dynamic", "tree=2,2") == "2,2" == tree("tree=4", "+tree=2,2")
+    assert tree("tree=2,2", "tree=dynamic", "tree.depth=3") == {"depth": 3}
+    assert tree("tree=dynamic", "tree=chain") == {"k": 5}
+    for words in (("tree.k=3", "tree=2"), ("tree=2", "tree.k=3"), ("tree=2", "++tree.k=3")):
+        with pytest.raises(InputError, match=r"k=3: tree=2 has no settings"):
+            tree(*words)
+
+
+@pytest.mark.parametrize(
+    ("word", "wanted"),
+    [
+        ("+run_dirs.path=x", "Did you mean"),
+        ("~prompt", "~prompt: prompt cannot be left out"),
+        ("data.path=x y", "data.path=x y: there is no setting data.path"),
+    ],
+)
+def test_paths_with_signs_are_refused_as_other_settings_are(
+    conf: Path, word: str, wanted: str
+) -> None:
+    assert wanted in refusal(word)
 
 
 # --- building

@@ -119,7 +119,7 @@ def register(job: Job) -> None:
     """Write which run this is; refuse to go on with another one."""
     facts = procedure_facts(job.config, job.target, job.data)
     if job.run.resumed is not None:
-        refuse_other_run(job.run.resumed, facts, job.kept, say)
+        refuse_other_run(job.run.resumed, facts, job.kept, say, job.run.checkpoints / LAST)
     write_checkpoint(job.run.checkpoints / LAST, {"facts": facts, "settings": job.kept})
     log_config(job.run.loggers, job.kept)
 

@@ -145,8 +145,8 @@ def train(training: Training) -> None:
     )
     if module.spoilt_windows:
         empty += (
-            f"; {module.spoilt_windows} windows had a gradient that is not finite and made no "
-            "update"
+            f"; {module.spoilt_windows} windows had a gradient that is not finite, or too large to "
+            "be squared, and made no update"
         )
     say(
         f"trained {module.updates} updates in "

@@ -9,7 +9,7 @@ the model that are not finite.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,13 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.errors import InputError
-from drafttrain.nn.spoilt import SPOILT
+from drafttrain.nn.spoilt import SPOILT, spoilt
+
+_Pass = Callable[[Tensor], Tensor]
+"""(1 s) ids -> (1 s d) last hidden states."""
 
 
 class Reads(Protocol):
     """A causal LM whose passes can be watched, see `nn.causal.CausalLM`."""
 
     called: str
+    model: Any
     base: Any
     embedding: Any
     output: Any
@@ -35,7 +39,14 @@ class Reads(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
+    @property
+    def norm_name(self) -> str | None: ...
+
     def full_pass(self, ids: Tensor) -> Tensor: ...
+
+    def new_cache(self, rows: int, capacity: int) -> Any: ...
+
+    def read(self, ids: Tensor, cache: Any) -> Tensor: ...
 
     def head(self, hidden: Tensor) -> Tensor: ...
 
@@ -48,9 +59,10 @@ class Origin:
     """Of the token in the text that it comes with, from 0."""
     token: int
     part: str
-    """As people read it: "the embedding", "layer 3", "the final norm", "the head"."""
+    """As people read it: "the embedding", "layer 3", "the final norm", "the head"; another one is
+    called by its name in the code, "the part wpe"."""
     damaged: bool
-    """Are weights of that part not finite?"""
+    """Are weights or buffers of that part not finite?"""
 
 
 def usable(logits: Tensor) -> Tensor:
@@ -72,6 +84,9 @@ def fault(model: Reads, ids: Sequence[int], where: str, more: str = "") -> Input
 
 def fault_of(model: Reads, found: Origin | None, where: str, more: str = "") -> InputError:
     """The same error for what `trace` has found already; None: nothing in the text."""
+    if found is None and (names := spoilt_weights(model)):
+        known = f"{SPOILT} {where}{more}"
+        return InputError(f"{model.called}: {known}; {_not_finite(names)}: {_AGAIN_FILES}")
     if found is None:
         known = f"{SPOILT} {where}, though read again it gives finite ones{more}"
         return InputError(f"{model.called}: {known}; {_way_out(model.dtype, _AGAIN)}")
@@ -79,20 +94,46 @@ def fault_of(model: Reads, found: Origin | None, where: str, more: str = "") -> 
     known = f"{SPOILT} {where}, {place}, first in {found.part}{more}"
     if found.damaged:
         return InputError(
-            f"{model.called}: {known}; weights of {found.part} are not finite: get its files again"
+            f"{model.called}: {known}; weights of {found.part} are not finite: {_AGAIN_FILES}"
         )
     return InputError(f"{model.called}: {known}; {_way_out(model.dtype, _DAMAGED)}")
 
 
+def spoilt_weights(model: Reads) -> list[str]:
+    """Names of a model's weights and buffers that are not finite; -inf in a buffer is a mask."""
+    weights = spoilt(dict(model.model.named_parameters()))
+    buffers = {
+        name: value.masked_fill(value == -torch.inf, 0)
+        for name, value in model.model.named_buffers()
+    }
+    return weights + spoilt(buffers)
+
+
 def drafter_fault(drafter: object, dtype: torch.dtype | None, where: str) -> InputError:
     """The same for a drafter: its drafts after such values would mean nothing."""
+    names = spoilt(dict(drafter.named_parameters())) if isinstance(drafter, nn.Module) else []
+    known = f"drafter {type(drafter).__name__}: NaN or infinite values after {where}"
+    if names:
+        return InputError(
+            f"{known}; {_not_finite(names)}: get the package again, or train it again"
+        )
+    larger = ""
+    if dtype in (torch.float16, torch.bfloat16):
+        known += f": its weights are damaged, or too large for {str(dtype).removeprefix('torch.')}"
+        larger = "decode with dtype=float32, "
+    else:
+        known += ": its weights are damaged, or too large"
     return InputError(
-        f"drafter {type(drafter).__name__}: NaN or infinite values after {where}: its weights are "
-        f"damaged, or too large for {str(dtype).removeprefix('torch.')}; decode with "
-        "dtype=float32, get the package again, or train again with a smaller optim.lr"
+        f"{known}; {larger}get the package again, or train again with a smaller optim.lr"
     )
 
 
+def _not_finite(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} of its weights are not finite"
+
+
+_AGAIN_FILES = "get its files again"
 _DAMAGED = "its files are damaged, or do not fit its code: get them again"
 _AGAIN = "if that happens again, try target.attention=eager"
 
@@ -118,21 +159,30 @@ def trace(model: Reads, ids: Sequence[int]) -> Origin | None:
     Attention spreads NaN also to positions that are masked from it, so the shortest beginning of
     the text that is spoilt is looked for, by halves.
     """
-    part = _first_part(model, ids)
+    # What reads no mask may step over a value that the cached pass of decoding shows.
+    ways = (model.full_pass, lambda row: model.read(row, model.new_cache(1, row.shape[1])))
+    for read in ways:
+        if found := _origin(model, read, ids):
+            return found
+    return None
+
+
+def _origin(model: Reads, read: _Pass, ids: Sequence[int]) -> Origin | None:
+    part = _first_part(model, read, ids)
     if part is None:
         return None
     low, high = 1, len(ids)
     while low < high and part != _HEAD:
         middle = (low + high) // 2
-        found = _first_part(model, ids[:middle])
+        found = _first_part(model, read, ids[:middle])
         if found is None or found == _HEAD:
             low = middle + 1
         else:
             high, part = middle, found
     at = len(ids) - 1 if part == _HEAD else high - 1
     module = dict(_parts(model)).get(part)
-    weights = [] if module is None else list(module.parameters())
-    damaged = any(not _all_finite(weight) for weight in weights)
+    held = [] if module is None else [*module.parameters(), *module.buffers()]
+    damaged = any(not _all_finite(value) for value in held)
     return Origin(at, int(ids[at]), part, damaged)
 
 
@@ -140,15 +190,32 @@ _NORM, _HEAD = "the final norm", "the head"
 
 
 def _parts(model: Reads) -> list[tuple[str, nn.Module]]:
-    layers = [(f"layer {i}", layer) for i, layer in enumerate(model.decoder_layers)]
-    return [("the embedding", model.embedding), *layers, (_HEAD, model.output)]
+    """The layers, the head, and whatever else holds no layer: embeddings, tables of positions,
+    norms."""
+    known = {model.embedding: "the embedding", model.output: _HEAD}
+    known |= {layer: f"layer {i}" for i, layer in enumerate(model.decoder_layers)}
+    if model.norm_name is not None:
+        known.setdefault(getattr(model.base, model.norm_name), _NORM)
+
+    def others(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if child in known:
+                continue
+            if any(inner in known for inner in child.modules()):
+                yield from others(child)
+            else:
+                yield child
+
+    names = {module: name for name, module in model.base.named_modules()}
+    rest = [(f"the part {names[module]}", module) for module in others(model.base)]
+    return [*((name, module) for module, name in known.items()), *rest]
 
 
-def _first_part(model: Reads, ids: Sequence[int]) -> str | None:
+def _first_part(model: Reads, read: _Pass, ids: Sequence[int]) -> str | None:
     """The first part whose output over a text is not finite; the head is looked at for the last
     token only."""
     with _watched(model) as found:
-        hidden = model.full_pass(torch.tensor([list(ids)], device=model.device))
+        hidden = read(torch.tensor([list(ids)], device=model.device))
     if found:
         return found[0]
     if not _all_finite(hidden):
@@ -161,10 +228,14 @@ def _watched(model: Reads) -> Iterator[list[str]]:
     """Names of the parts whose output is not finite, in the order in which they run."""
     found: list[str] = []
     handles = []
-    for name, module in _parts(model)[:-1]:
+    for name, module in _parts(model):
+        if name == _HEAD:
+            continue
 
         def hook(_module: nn.Module, _args: Any, output: Any, name: str = name) -> None:
-            if not _all_finite(output[0] if isinstance(output, tuple) else output):
+            values = output if isinstance(output, tuple) else (output,)
+            given = values[:1] if name.startswith("layer") else values
+            if not all(_all_finite(value) for value in given if isinstance(value, Tensor)):
                 found.append(name)
 
         handles.append(module.register_forward_hook(hook))

@@ -100,6 +100,9 @@ def _fault(model: CausalLM, lengths: tuple[int, int]) -> str:
             doing = "its code fails where each token is given a mask and a position"
             for what, found, expected in _trial(model, ids, lengths, own):
                 if not bool(finite.usable(found).all()):
+                    text = ids[0, : ends[0]].tolist()
+                    if (origin := finite.trace(model, text)) or finite.spoilt_weights(model):
+                        raise finite.fault_of(model, origin, "the text that it is tried with")
                     return f"it gives NaN or infinite logits in {what}"
                 # A token may be ruled out by -inf, in both alike.
                 gap = torch.where(found == expected, 0, found - expected).abs().amax(-1)
@@ -225,6 +228,8 @@ def _check_rotary(model: CausalLM) -> None:
             )
             same = all(map(torch.equal, short, [part[:, :3] for part in long]))
         if not same:
+            if finite.spoilt_weights(model):  # NaN equals nothing.
+                raise finite.fault(model, few.tolist(), "the text that it is tried with")
             raise InputError(
                 f"{_named(model)} cannot be represented: its rotary table depends on the length of "
                 f"the text read, within its context of {model.context}, so that a longer row of a "

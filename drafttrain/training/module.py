@@ -89,7 +89,8 @@ class DraftModule(LightningModule):
         self.empty_windows = 0
         """Windows without a supervised token, which made no update."""
         self.spoilt_windows = 0
-        """Windows whose gradient was not finite on some process, which made no update."""
+        """Windows whose gradient was not finite on some process, or too large to be squared, which
+        made no update."""
         self.supervised = 0.0
         """Supervised tokens seen by all processes together."""
         self.seconds_before = 0.0
@@ -186,9 +187,7 @@ class DraftModule(LightningModule):
             # Gradients are a mean over processes of sums over tokens.
             scale = torch.distributed.get_world_size() / tokens if _several() else 1.0 / tokens
             torch._foreach_mul_([cast(Tensor, p.grad) for p in parameters], scale)
-            norm = self.optim.norm(parameters)
-            if finite_everywhere(norm):
-                self.optim.clip(parameters, norm)
+            if (fault := self._clip(parameters)) is None:
                 for group in optimiser.param_groups:
                     group["lr"] = self.optim.lr * self.rate(self.updates) * group.get("factor", 1.0)
                 optimiser.step()
@@ -196,7 +195,7 @@ class DraftModule(LightningModule):
                 self.supervised += tokens
                 self.just_updated, self._spoilt_in_a_row = True, 0
             else:
-                self._leave_out()
+                self._leave_out(fault)
         else:
             self.empty_windows += 1
         optimiser.zero_grad()
@@ -207,16 +206,31 @@ class DraftModule(LightningModule):
             self.stopped = "signal" if stop else "time"
             self.trainer.should_stop = True
 
-    def _leave_out(self) -> None:
-        """No update from a gradient that is not finite; the end of the run after some in a row."""
+    def _clip(self, parameters: list[torch.nn.Parameter]) -> str | None:
+        """Clip the gradient. Returns: why no update can be made of it, the same on every process;
+        None where one can."""
+        norm = self.optim.norm(parameters)
+        if finite_everywhere(norm):
+            self.optim.clip(parameters, norm)
+            return None
+        norm = self.optim.wide_norm(parameters)
+        if not finite_everywhere(norm):
+            return f"{SPOILT} the gradient of update {self.updates}"
+        self.optim.clip(parameters, norm)
+        if finite_everywhere(self.optim.norm(parameters)):
+            return None
+        return (
+            f"the gradient of update {self.updates} is finite, but its squares, which moments are "
+            "made of, exceed float32"
+        )
+
+    def _leave_out(self, fault: str) -> None:
+        """No update from such a gradient; the end of the run after some in a row."""
         self.spoilt_windows += 1
         self._spoilt_in_a_row += 1
         self.report({"train/spoilt_gradients": self.spoilt_windows})
         if self._spoilt_in_a_row == MOST_SPOILT:
-            raise self.spoilt(
-                f"{SPOILT} the gradient of update {self.updates}, {MOST_SPOILT} times in a row"
-                f"{self._rows()}"
-            )
+            raise self.spoilt(f"{fault}, {MOST_SPOILT} times in a row{self._rows()}")
 
     def _rows(self) -> str:
         return f" (rows of this process: {self._window.rows})"

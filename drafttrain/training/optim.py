@@ -104,12 +104,22 @@ class AdamW:
         nor where the squares of the entries, which moments are made of, are too large."""
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
+    def wide_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """The same, float64: finite where all entries are, however large. Slower."""
+        found = [
+            torch.linalg.vector_norm(p.grad, dtype=torch.float64)
+            for p in parameters
+            if p.grad is not None
+        ]
+        return torch.linalg.vector_norm(torch.stack(found))
+
     def clip(self, parameters: Iterable[nn.Parameter], norm: Tensor) -> None:
-        """Clip gradients whose norm is known."""
+        """Clip gradients whose norm is known, `wide_norm` where the other one is not finite."""
         parameters = list(parameters)
         if self.clip_value is not None:
             torch.nn.utils.clip_grad_value_(parameters, self.clip_value)
-            norm = self.norm(parameters)
+            wide = norm.dtype == torch.float64
+            norm = self.wide_norm(parameters) if wide else self.norm(parameters)
         if self.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
 

@@ -263,7 +263,8 @@ def module_of(
 def take_over(training: Training, state: dict[str, Any], say: Say) -> None:
     """Go on where a checkpoint was. Raises InputError if it is another run's."""
     module = training.module
-    refuse_other_run(state, training.keeper.facts, training.keeper.settings, say)
+    path = training.run.resumed_from or training.run.checkpoints
+    refuse_other_run(state, training.keeper.facts, training.keeper.settings, say, path)
     try:
         module.continue_from(state)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
@@ -277,7 +278,7 @@ def take_over(training: Training, state: dict[str, Any], say: Say) -> None:
     if training.run.resumed_from is not None:
         module.kept = training.run.resumed_from, module.updates
     epochs = module.course.epoch(module.position)
-    say(f"goes on after update {module.updates}, {epochs:.2f} epochs")
+    say(f"goes on after update {module.updates}, {epochs:.2f} epochs, from {path.name}")
 
 
 def joined(

@@ -16,6 +16,8 @@ from drafttrain.training.checkpoint import BEST, LAST, check_complete, digest_of
 from drafttrain.training.module import DraftModule
 from drafttrain.training.run import Run
 
+_BEGUN = "weights of init_from"
+
 
 def facts_of(
     config: dict[str, Any],
@@ -50,6 +52,7 @@ def facts_of(
         "accumulate x processes": config["trainer"]["accumulate"] * world,
         "features": features,
         "seed": config["seed"],
+        _BEGUN: digest_of(module.drafter.state_dict())[:16] if config.get("init_from") else None,
         **({} if data.digest is None else {"part": data.digest}),
     }
     found: dict[str, Any] = masked(facts)
@@ -61,8 +64,13 @@ def refuse_other_run(
     facts: dict[str, Any],
     config: dict[str, Any],
     say: Callable[[str], None],
+    path: Path,
 ) -> None:
-    """List what differs from the earlier part of the run; refuse what would make it another run."""
+    """List what differs from the earlier part of the run; refuse what would make it another run.
+
+    Args:
+        path: of the checkpoint that the earlier part left.
+    """
     other = differences(masked(resumed["settings"]), config)
     for key in ("resume", "run_dir", "dry_run", "target.dtype", "target.device"):
         other.pop(key, None)
@@ -71,8 +79,8 @@ def refuse_other_run(
     changed = _changed(resumed["facts"], facts)
     if changed:
         raise InputError(
-            f"this would not be the same run ({changed}): start a new one with another "
-            "run_dir, or set these back"
+            f"this would not be the same run as that of {path} ({changed}): start a new one with "
+            "another run_dir, set these back, or put the run's own checkpoint there"
         )
 
 
@@ -81,7 +89,8 @@ def go_on_from(run: Run, path: Path, say: Callable[[str], None]) -> None:
 
     A best one that is lost, or of another place in this run, is forgotten, which is said: the best
     is then chosen among the evaluations that follow. Where a run was killed between its two files,
-    `best.ckpt` is the newer one, and the run goes on from there.
+    `best.ckpt` is the newer one, and the run goes on from there; where an earlier checkpoint was
+    put in the place of `last.ckpt`, from that.
 
     Raises: InputError if either cannot be used, or the best one is another run's.
     """
@@ -94,14 +103,57 @@ def go_on_from(run: Run, path: Path, say: Callable[[str], None]) -> None:
             _forget_best(run, f"{best} is lost", say)
         return
     found = read_best(best, state)
+    if path == best:
+        _compare_with_last(run, found, say)
+        return
     if _remembers(keeper, found):
         return
-    updates = found["progress"]["updates"]
-    if path.name == LAST and updates > state["progress"]["updates"]:
-        run.resumed, run.resumed_from = found, best
-        say(f"{LAST} is older than {BEST}, which the run goes on from")
-        return
+    updates, own = found["progress"]["updates"], state["progress"]["updates"]
+    if path.name == LAST and updates > own:
+        if not _put_there(path, best, updates):
+            run.resumed, run.resumed_from = found, best
+            say(
+                f"{LAST} is of update {own}, older than {BEST} of update {updates}, which the run "
+                "goes on from: it was killed between the two"
+            )
+            return
+        say(f"{LAST} of update {own} was put there after {BEST} was written: goes on from it")
     _forget_best(run, f"{best} is of update {updates}", say)
+
+
+def _put_there(last: Path, best: Path, updates: int) -> bool:
+    """Was an earlier checkpoint put in the place of `last.ckpt` after `best.ckpt`, of that many
+    updates, was written? A run that is killed between the two leaves no younger file."""
+    numbered = [path.stem.partition("-")[2] for path in last.parent.glob("update-*.ckpt")]
+    return last.stat().st_mtime_ns > best.stat().st_mtime_ns or any(
+        number.isdecimal() and int(number) >= updates for number in numbered
+    )
+
+
+def _compare_with_last(run: Run, state: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Look whether `best.ckpt`, which a run goes on from, is the one that `last.ckpt` speaks of.
+
+    Raises: InputError if the two are of two runs.
+    """
+    last = run.checkpoints / LAST
+    try:
+        latest = read_checkpoint(last)
+        check_complete(latest, last)
+    except InputError as error:
+        say(f"{BEST} cannot be compared with what the run remembers: {error}")
+        return
+    if changed := _changed(latest["facts"], state["facts"]):
+        raise InputError(
+            f"{run.checkpoints / BEST} and {LAST} are of two runs ({changed}): put the run's own "
+            "files there"
+        )
+    if not _remembers(latest["keeper"], state):
+        kept = latest["keeper"]
+        remembered = "none" if kept["best"] is None else f"that of update {kept['best_update']}"
+        say(
+            f"goes on from {BEST} as it is, of update {state['progress']['updates']}; the best "
+            f"that {LAST} remembers is {remembered}"
+        )
 
 
 def read_best(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +181,10 @@ def _check_best(found: Mapping[str, Any], path: Path, state: Mapping[str, Any]) 
         return
     changed = _changed(state["facts"], found["facts"])
     if changed:
-        raise InputError(f"{path} and the checkpoint to go on from are of two runs ({changed})")
+        raise InputError(
+            f"{path} and the checkpoint to go on from, one of them replaced, are of two runs "
+            f"({changed})"
+        )
     if known:
         return
     digest = own.get("best_digest")
@@ -170,6 +225,8 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What makes it another run, in words; empty where nothing does."""
     # Earlier versions kept secrets in checkpoints.
     one, other = ({**masked(dict(facts)), "target": None} for facts in (before, now))
+    if _BEGUN not in one:  # Earlier versions did not note them.
+        other.pop(_BEGUN, None)
     found = differences(one, other)
     said = [_listed(found)] if found else []
     target_now = now["target"] if isinstance(now["target"], dict) else {}

@@ -21,7 +21,7 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -84,7 +84,7 @@ def invocation_of(
         options_of = functools.cache(lambda group: group_options(group, search))
         base, plain_choices = _load(door_name, search, state)
         choices = plain_choices
-        literal, parsed = _read(overrides, text, choices, options_of)
+        written, parsed = _read(overrides, text, choices, options_of)
         groups = [o for o in parsed if _is_group(o, options_of, choices)]
         values = [o for o in parsed if o not in groups]
         for override in groups:
@@ -106,7 +106,8 @@ def invocation_of(
             ]
             config, choices = _load(door_name, [*search, *lines], None)
     _leave_unchosen(config, values, [group for group in plain_choices if not choices.get(group)])
-    _take_literal(config, literal, choices)
+    for key, value in written.items():
+        OmegaConf.update(config, key, value, force_add=True)
     if check_missing:
         _check_complete(door_name, config, choices, overrides)
     return Invocation(door_name, tuple(overrides), copy.deepcopy(choices), config)
@@ -115,18 +116,37 @@ def invocation_of(
 def _read(
     overrides: Sequence[str], text: Sequence[str], choices: Mapping[str, Any], options_of: _Options
 ) -> tuple[dict[str, str], list[Override]]:
-    """Literal texts by key, and everything else, parsed.
+    """Words of the command line, in their order, since of two for one setting the last counts.
 
     A key that is text and a choice too is a choice where its value names one.
+
+    Returns: values of keys that are named as a group is, by key; everything else, parsed.
+    Raises: InputError for a word that cannot be read, and for a setting of a choice whose place a
+        text takes.
     """
-    options = {key: options_of(key) for key in text if key in choices}
-    picked = [
-        word
-        for word in overrides
-        if word.partition("=")[2] in options.get(word.partition("=")[0], ())
-    ]
-    literal, parsed = _parse([word for word in overrides if word not in picked], text)
-    return literal, parsed + _parse(picked, ())[1]
+    options = {key: options_of(key) for key in text}
+    written: dict[str, str] = {}
+    parsed: list[Override] = []
+    for word in overrides:
+        key, equals, value = word.partition("=")
+        if not equals and not word.startswith("~"):
+            raise InputError(f"cannot read {word!r}: settings are written key=value (see --help)")
+        name = key.lstrip("+")
+        picks = name in choices and value in options.get(name, ())
+        override = _parse(word, () if picks else text)
+        if options.get(name) and not picks:
+            written[name] = str(override.value())
+        else:
+            written.pop(name, None)
+            parsed.append(override)
+    for override in parsed:
+        key, *inside = re.split(r"[.\[]", override.key_or_group, maxsplit=1)
+        if inside and key in written:
+            raise InputError(
+                f"{override.input_line}: {key}={written[key]} has no settings, leave one of them "
+                "out"
+            )
+    return written, parsed
 
 
 def _leave_unchosen(config: DictConfig, values: Sequence[Override], groups: Sequence[str]) -> None:
@@ -148,15 +168,6 @@ def _leave_unchosen(config: DictConfig, values: Sequence[Override], groups: Sequ
                     "see --help"
                 )
         config[group] = None
-
-
-def _take_literal(config: DictConfig, literal: Mapping[str, str], choices: dict[str, Any]) -> None:
-    """Set keys whose value is taken as it was written, from text as OmegaConf must hold it."""
-    settings = OmegaConf.to_container(config) if literal else {}
-    for key, value in literal.items():
-        if not has_key(settings, key):
-            raise InputError(unknown_key(f"{key}={value}", key, config, choices))
-        OmegaConf.update(config, key, value, force_add=True)
 
 
 def _check_complete(
@@ -194,50 +205,41 @@ def search_path(config_dir: str | os.PathLike[str] | None) -> list[str]:
     return [f"hydra.searchpath={word_of([f'file://{folder.resolve()}'])}"]
 
 
-def _parse(overrides: Sequence[str], text: Sequence[str]) -> tuple[dict[str, str], list[Override]]:
-    literal: dict[str, str] = {}
-    words: list[str] = []
-    for word in overrides:
-        key, equals, value = word.partition("=")
-        if not equals and not word.startswith("~"):
-            raise InputError(f"cannot read {word!r}: settings are written key=value (see --help)")
-        is_path = _is_path(key, text)
-        if is_path or key not in text:
-            try:
-                word.encode()
-            except UnicodeEncodeError as error:
-                raise InputError(f"cannot read {word!r}: it is not UTF-8") from error
-        held = _path_in(value) if is_path else None
-        if held is not None:
-            literal[key] = held
-        elif key in text:
-            literal[key] = literal_text(value)
-        else:
-            literal.pop(key, None)  # Of two words for one setting the last counts.
-            words.append(word)
-    parsed = []
-    for word in words:
+def _parse(word: str, text: Sequence[str]) -> Override:
+    """One word; of a text or a path the value is what was written, whatever letters it has."""
+    key, equals, value = word.partition("=")
+    name = key.lstrip("+")
+    is_path = bool(equals) and _is_path(name, text)
+    if is_path or name not in text:
         try:
-            override = OverridesParser.create().parse_override(word)
-        except (OverrideParseException, HydraException, ValueError) as error:
-            key, _, value = word.partition("=")
-            raise InputError(
-                f"cannot read {word!r}: {first_line(error)}. A value with spaces, brackets, "
-                "commas, quotes or colons needs quotes that reach this program: "
-                f"{pasted(key, value)}"
-            ) from error
-        if override.is_sweep_override():
-            raise InputError(
-                f"{word!r} names several values; one command makes one run. A list is written with "
-                f"brackets, '{override.key_or_group}=[...]'; for a sweep, loop in the shell"
-            )
-        if override.key_or_group.split(".")[0] == "hydra":
-            raise InputError(
-                f"{word!r}: Hydra's own settings are not used here; the run's folder is "
-                "run_dir=<folder>"
-            )
-        parsed.append(override)
-    return literal, parsed
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"cannot read {word!r}: it is not UTF-8") from error
+    held = _path_in(value) if is_path else None
+    if held is None and name in text and equals:
+        held = literal_text(value)
+    try:
+        override = OverridesParser.create().parse_override(
+            word if held is None else f"{key}={QuotedString(held, Quote.double).with_quotes()}"
+        )
+    except (OverrideParseException, HydraException, ValueError) as error:
+        raise InputError(
+            f"cannot read {word!r}: {first_line(error)}. A value with spaces, brackets, "
+            f"commas, quotes or colons needs quotes that reach this program: {pasted(key, value)}"
+        ) from error
+    if held is not None:
+        override.input_line = word  # As it was written, for messages.
+    if override.is_sweep_override():
+        raise InputError(
+            f"{word!r} names several values; one command makes one run. A list is written with "
+            f"brackets, '{override.key_or_group}=[...]'; for a sweep, loop in the shell"
+        )
+    if override.key_or_group.split(".")[0] == "hydra":
+        raise InputError(
+            f"{word!r}: Hydra's own settings are not used here; the run's folder is "
+            "run_dir=<folder>"
+        )
+    return override
 
 
 def _is_path(key: str, text: Sequence[str]) -> bool:
@@ -331,8 +333,11 @@ def _line(override: Override, *, group: bool = False) -> str:
     """An override as Hydra reads it; no choice in a group (`group=null`) is what Hydra writes as a
     deletion."""
     assert override.input_line is not None
+    key, value = override.get_key_element(), override._value
     if group and not override.is_delete() and override.value() is None:
-        return f"~{override.get_key_element().lstrip('+')}"
+        return f"~{key.lstrip('+')}"
+    if isinstance(value, QuotedString):  # The word may be without the quotes.
+        return f"{key}={value.with_quotes()}"
     return override.input_line
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from drafttrain.data.shapes import Prompt
 from drafttrain.decoding.loop import decode
@@ -226,6 +227,73 @@ def test_the_first_token_and_part_are_found() -> None:
         target.embedding.weight[17, 2] = float("inf")
     assert finite.trace(target, text) == finite.Origin(7, 17, "the embedding", True)
     assert finite.trace(target, text[:7]) is None
+
+
+# The kind: advice to load in another dtype, or to try another backend, where weights are damaged.
+# Any part may hold them, in a layer or outside of all, as a weight or a buffer; on a CPU the pass
+# without a mask steps over some, and a text may touch none.
+DAMAGE: dict[str, tuple[Callable[[Target], Tensor], str]] = {
+    "the final norm": (lambda t: t.base.norm.weight, "the final norm"),
+    "a query, infinite": (lambda t: t.base.layers[1].self_attn.q_proj.weight, "layer 1"),
+    "a key": (lambda t: t.base.layers[2].self_attn.k_proj.weight, "layer 2"),
+    "frequencies": (lambda t: t.base.rotary_emb.inv_freq, "the part rotary_emb"),
+    "the head": (lambda t: t.output.weight, "the head"),
+}
+
+
+@pytest.mark.field("F71")
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_weights_are_named_wherever_they_are(name: str) -> None:
+    target, (weight, part) = load.tiny(), DAMAGE[name]
+    with torch.no_grad():
+        weight(target).view(-1)[0] = float("inf" if "inf" in name else "nan")
+    words = rf"first in {part}; weights of {part} are not finite: get its files again"
+    with pytest.raises(InputError, match=words):
+        decode(target, None, PROMPTS, PLANS["plain"], max_new_tokens=2)
+    with pytest.raises(InputError, match=words):
+        Target(target.model, None, "damaged")
+
+
+@pytest.mark.field("F71")
+def test_tables_of_positions_are_parts_too() -> None:
+    sizes: Any = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50, "n_positions": 32}
+    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    target = Target(AutoModelForCausalLM.from_config(config), None, "gpt2")
+    with torch.no_grad():
+        target.base.wpe.weight[3, 0] = float("nan")
+    assert finite.trace(target, [5, 6, 7, 8, 9]) == finite.Origin(3, 8, "the part wpe", True)
+    assert finite.trace(target, [5, 6, 7]) is None
+
+
+@pytest.mark.field("F71")
+def test_where_no_text_shows_it_weights_are_looked_at() -> None:
+    target = load.tiny()
+    assert finite.spoilt_weights(target) == []
+    assert said("nn.again") in str(finite.fault(target, PROMPTS[0], "prompt 0"))
+    target.base.register_buffer("mask", torch.tensor([0, -torch.inf]))
+    assert finite.spoilt_weights(target) == [], "a mask"
+    with torch.no_grad():
+        target.embedding.weight[BAD] = torch.nan  # Of a token that this text does not have.
+    found = str(finite.fault(target, PROMPTS[0], "prompt 0"))
+    assert "model.embed_tokens.weight of its weights are not finite: get its files again" in found
+
+
+@pytest.mark.field("F71")
+def test_a_drafter_is_given_advice_that_can_help() -> None:
+    drafter = drafters.make(Medusa, load.tiny()).eval()
+    wide, half = (
+        str(finite.drafter_fault(drafter, dtype, "prompt 0"))
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert "too large; get the package again" in wide and "dtype" not in wide
+    assert "too large for bfloat16; decode with dtype=float32, get" in half
+    assert "too large;" in str(finite.drafter_fault(object(), None, "prompt 0"))
+    name, weight = next(iter(drafter.named_parameters()))
+    with torch.no_grad():
+        weight.view(-1)[0] = torch.nan
+    found = str(finite.drafter_fault(drafter, torch.bfloat16, "prompt 0"))
+    assert f"{name} of its weights are not finite: get the package" in found
+    assert "dtype=" not in found
 
 
 @pytest.mark.field("F71")

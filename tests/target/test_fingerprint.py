@@ -104,7 +104,7 @@ def test_what_an_earlier_version_recorded_is_still_recognised(tmp_path: Path) ->
     fingerprint.refuse_other(before, target.fingerprint, "the set", dtype=True, mode=True)
     fingerprint.refuse_other(target.fingerprint, before, "the package")
     resumed = {"facts": {"target": before}, "settings": {}}
-    refuse_other_run(resumed, {"target": target.fingerprint}, {}, lambda _: None)
+    refuse_other_run(resumed, {"target": target.fingerprint}, {}, lambda _: None, Path())
     shifted = Target(target.model, other_tokenizer("added tokens"), "other")
     with pytest.raises(InputError, match=r"\(tokenizer .* there, another here\)"):
         fingerprint.refuse_other(before, shifted.fingerprint, "the set")

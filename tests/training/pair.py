@@ -112,13 +112,17 @@ ALL = tuple((kind, strategy) for kind in KINDS for strategy in ("ddp", "fsdp"))
 
 
 class OneSpoilt(AdamW):
-    """The gradient of the second window is infinite on rank 1, and only there."""
+    """The gradient of the second window is infinite on rank 1, and only there; that of the third is
+    finite on both, and its norm is not."""
 
     def norm(self, parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
         parameters = list(parameters)
         WINDOWS.append(len(WINDOWS))
+        grads = [p.grad for p in parameters if p.grad is not None]
         if len(WINDOWS) == 2 and processes.rank() == 1:
-            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], math.inf)
+            torch._foreach_mul_(grads, math.inf)
+        if len(WINDOWS) == 3:
+            torch._foreach_mul_(grads, 1e30)
         return super().norm(parameters)
 
 

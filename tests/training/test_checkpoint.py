@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import os
 import signal
@@ -256,14 +257,16 @@ def test_other_micro_batches_are_another_run() -> None:
     would not follow."""
     facts = {"target": {"weights": "a"}, "accumulate x processes": 1, "seed": 0}
     settings = {"seed": 0, "trainer": {"log_every": 2}}
-    noted: list[str] = []
+    noted, here = list[str](), Path()
     state = {"facts": facts, "settings": settings}
-    refuse_other_run(state, facts, {**settings, "trainer": {"log_every": 3}}, noted.append)
+    refuse_other_run(state, facts, {**settings, "trainer": {"log_every": 3}}, noted.append, here)
     assert noted == [
         "settings differ from the earlier part of this run: trainer.log_every was 2, is 3"
     ]
     with pytest.raises(InputError, match=said("training.another_run")):
-        refuse_other_run(state, {**facts, "accumulate x processes": 2}, settings, noted.append)
+        refuse_other_run(
+            state, {**facts, "accumulate x processes": 2}, settings, noted.append, here
+        )
 
 
 @pytest.mark.field("F21")
@@ -272,7 +275,7 @@ def test_two_processes_go_on_where_one_stood(
 ) -> None:
     """At the same place, with the same noise for each micro-batch, and as the same run."""
 
-    def facts(world: int, accumulate: int) -> dict[str, Any]:
+    def facts(world: int, accumulate: int, start: str | None = None) -> dict[str, Any]:
         trainer = {
             "batch_tokens": 320,
             "batch_rows": None,
@@ -287,11 +290,15 @@ def test_two_processes_go_on_where_one_stood(
             "drafter": {},
             "draft_vocab": 0,
             "seed": 0,
+            "init_from": start,
         }
         return facts_of(config, target, data, single, world, {})
 
     single, stream = module_for(data, target, accumulate=4, max_steps=3, batch_tokens=320)
+    started = facts(1, 4, "package")["weights of init_from"]
     fit(single, stream)
+    assert started != facts(1, 4, "package")["weights of init_from"]
+    assert facts(1, 4)["weights of init_from"] is None
     state = {"weights": single.state_dict(), "progress": single.progress(), "optimiser": None}
     noise = []
     for position in range(12, 16):
@@ -420,13 +427,24 @@ def test_what_a_run_cannot_go_on_from_is_refused(
             check_complete(state, path)
 
 
+NO_CLIP: dict[str, Any] = {"clip_norm": None}
+
+
 # The kind: numbers that are no longer finite must change and enter nothing that is kept.
-# Neighbours: NaN, infinity, and finite entries whose squares overflow; with each way of clipping,
-# of which clip_value hides infinity; of one process only; once and in a row; weights and moments
-# that an update with a finite gradient spoils; files of earlier versions that hold such values.
+# Neighbours: NaN, infinity, and finite entries whose squares overflow, which clipping may save;
+# with each way of clipping, of which clip_value hides infinity; of one process only; once and in a
+# row; weights and moments that an update with a finite gradient spoils; files of earlier versions
+# that hold such values.
 @pytest.mark.field("F72")
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
-@pytest.mark.parametrize("clip", [{"clip_norm": None}, {}, {"clip_norm": None, "clip_value": 1.0}])
+@pytest.mark.parametrize(
+    ("value", "clip"),
+    [
+        *itertools.product((math.nan, math.inf), (NO_CLIP, {}, {**NO_CLIP, "clip_value": 1.0})),
+        (1e30, NO_CLIP),
+        (1e30, {"clip_norm": 1e25}),
+        (1e30, {"clip_norm": None, "clip_value": 1e25}),
+    ],
+)
 def test_a_gradient_that_is_not_finite_changes_nothing_and_ends_the_run_in_time(
     target: Target, data: ConversationData, tmp_path: Path, value: float, clip: dict[str, Any]
 ) -> None:
@@ -434,7 +452,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_ends_the_run_in_time(
     first = next(module.drafter.parameters())
     windows = {1, 3, 4, 5}  # One by itself, and three in a row.
     first.register_hook(lambda g: g * (value / g.abs().max() if module.position in windows else 1))
-    with pytest.raises(InputError, match=said("training.spoilt_gradient")) as caught:
+    name = "training.large_gradient" if value == 1e30 else "training.spoilt_gradient"
+    with pytest.raises(InputError, match=said(name)) as caught:
         fit(module, stream, keeper(tmp_path, every=1))
     path = tmp_path / "last.ckpt"
     assert f"the last good checkpoint is {path} of update 2" in str(caught.value)
@@ -447,6 +466,28 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_ends_the_run_in_time(
     stream.position = again.position
     fit(again, stream)
     assert again.spoilt_windows == 1 and again.updates == 19
+
+
+@pytest.mark.field("F72")
+@pytest.mark.parametrize("value", [1e25, 3e38])
+@pytest.mark.parametrize("clip", [{}, {"clip_norm": None, "clip_value": 0.1}, {"clip_value": 2e38}])
+def test_a_finite_gradient_whose_norm_overflows_is_clipped(
+    target: Target, data: ConversationData, value: float, clip: dict[str, Any]
+) -> None:
+    """Of a gradient that is scaled up the clipped one is the same."""
+
+    def run(value: float) -> tuple[DraftModule, dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        module, stream = module_for(data, target, optim=clip, max_steps=3)
+        first = next(module.drafter.parameters())
+        first.register_hook(lambda g: g.sign() * value)
+        fit(module, stream)
+        return module, weights_of(module)
+
+    (module, large), (_, small) = run(value), run(1e12)
+    assert (module.updates, module.spoilt_windows) == (3, 0)
+    for name, weight in large.items():
+        torch.testing.assert_close(weight, small[name], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.field("F72")

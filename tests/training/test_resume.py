@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError
 from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import read_checkpoint, write_checkpoint
-from drafttrain.training.resume import go_on_from, read_best
+from drafttrain.training.resume import go_on_from, read_best, refuse_other_run
 from drafttrain.training.run import Run
 from tests.messages import said
 from tests.training.parts import Scripted, fit, keeper, module_for
@@ -160,6 +161,61 @@ def test_an_earlier_place_in_the_run_does_not_take_a_later_best(run: Run) -> Non
 
 @pytest.mark.field("F73")
 def test_a_kill_between_best_and_last_goes_on_from_the_newer_one(run: Run) -> None:
-    shutil.copy(run.checkpoints / "update-00000001.ckpt", run.checkpoints / "last.ckpt")
-    assert "last.ckpt is older than best.ckpt, which the run goes on from" in resumed(run)
+    stepped_back(run)
+    for update in (2, 3, 4):
+        (run.checkpoints / f"update-{update:08d}.ckpt").unlink()
+    os.utime(run.checkpoints / "last.ckpt", (0, 0))
+    said_now = resumed(run)
+    assert "last.ckpt is of update 1, older than best.ckpt of update 2, which the run" in said_now
     assert place(run) == (2, 3.0) and run.resumed_from == run.checkpoints / "best.ckpt"
+
+
+def stepped_back(run: Run) -> None:
+    """As people do it: an earlier checkpoint takes the place of the last one."""
+    shutil.copy(run.checkpoints / "update-00000001.ckpt", run.checkpoints / "last.ckpt")
+
+
+# The kind: files in a run's folder that somebody replaced are taken for what the run left there.
+# Neighbours: an earlier one as the last, with its own time or a fresh one; another best of the same
+# run as the best, of another run, without a last one to compare it with; another run's last.
+@pytest.mark.field("F73")
+@pytest.mark.parametrize("how", ["younger", "with its own time"])
+def test_a_step_back_is_taken_and_said(run: Run, how: str) -> None:
+    stepped_back(run)
+    if how == "younger":  # And nothing else shows it.
+        for update in (2, 3, 4):
+            (run.checkpoints / f"update-{update:08d}.ckpt").unlink()
+    else:
+        os.utime(run.checkpoints / "last.ckpt", (0, 0))
+    said_now = resumed(run)
+    assert "last.ckpt of update 1 was put there after best.ckpt was written: goes on" in said_now
+    assert "best.ckpt is of update 2, and the best was val/tau 1.000 of update 1" in said_now
+    assert place(run) == (1, None) and run.resumed_from == run.checkpoints / "last.ckpt"
+
+
+@pytest.mark.field("F73")
+def test_a_best_that_was_replaced_is_said_or_refused_where_it_is_asked_for(
+    run: Run, made: dict[str, Path]
+) -> None:
+    best, last = run.checkpoints / "best.ckpt", run.checkpoints / "last.ckpt"
+    shutil.copy(run.checkpoints / "update-00000001.ckpt", best)
+    said_now = resumed(run, "best")
+    assert "goes on from best.ckpt as it is, of update 1; the best that last.ckpt" in said_now
+    assert said_now.endswith("remembers is that of update 2") and place(run) == (1, 1.0)
+    shutil.copy(made["other"] / "checkpoints" / "best.ckpt", best)
+    with pytest.raises(InputError, match=r"of two runs \(seed was 0, is 1\): put the run's own"):
+        resumed(run, "best")
+    last.unlink()
+    assert "best.ckpt cannot be compared with what the run remembers" in resumed(run, "best")
+
+
+@pytest.mark.field("F73")
+def test_another_run_s_checkpoint_is_refused_by_its_name(made: dict[str, Path]) -> None:
+    path = made["other"] / "checkpoints" / "last.ckpt"
+    state = read_checkpoint(path)
+    facts = {**state["facts"], "weights of init_from": None}
+    refuse_other_run(state, facts, {}, lambda _: None, path)  # As an earlier version wrote it.
+    for name, value in (("seed", 5), ("weights of init_from", "a")):
+        state["facts"] = facts
+        with pytest.raises(InputError, match=rf"{path} \({name} was .*, is {value}\).*own checkp"):
+            refuse_other_run(state, {**facts, name: value}, {}, lambda _: None, path)
