@@ -8,7 +8,9 @@ from typing import Any
 
 RESERVED = frozenset(
     (
+        "self",
         "conversation",
+        "conversations",
         "messages",
         "tokenize",
         "add_generation_prompt",

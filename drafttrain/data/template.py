@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from jinja2 import meta
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from drafttrain.checks import shown
 from drafttrain.data.arguments import RESERVED, is_list_of_objects
@@ -76,6 +78,17 @@ def give_arguments(tokenizer: Any | None, given: object) -> None:
         )
 
 
+@functools.lru_cache(maxsize=16)
+def variables_of(template: str) -> frozenset[str]:
+    """The names that a chat template looks up among what it is given: no text of its own, no word
+    of its language, no attribute, and nothing that it always sets before it reads it.
+
+    Raises: whatever the template's compilation raises, for one that cannot be read.
+    """
+    environment = _compile_jinja_template(template).environment  # With the tags transformers adds.
+    return frozenset(meta.find_undeclared_variables(environment.parse(template)))
+
+
 class ChatPieces:
     """Ids to feed between turns. `stop_ids` end a turn and are part of what the writer wrote.
     `arguments` are given to every rendering, next to those of the tokenizer."""
@@ -104,11 +117,11 @@ class ChatPieces:
         """Those of some arguments that the template does not read."""
         chosen, tools = self.arguments.get("chat_template"), self.arguments.get("tools")
         try:
-            text = self.tokenizer.get_chat_template(chosen, tools)
-        except ValueError:  # Several templates and none chosen: rendering says so.
+            with within(MOST_SECONDS, MOST_MEMORY):
+                read = variables_of(self.tokenizer.get_chat_template(chosen, tools))
+        except Exception:  # It cannot be read, or none of several is chosen: rendering says so.
             return []
-        taken = [name for name in names if name != "chat_template"]
-        return [name for name in taken if not re.search(rf"\b{re.escape(name)}\b", text)]
+        return [name for name in names if not (name == "chat_template" or name in read)]
 
     def render(self, messages: list[Message], *, prompt: bool) -> str:
         """The template's text; `prompt` ends it with the header of the next answer.

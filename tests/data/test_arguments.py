@@ -5,15 +5,20 @@ a JSON that ends early, text, numbers, names that are decided here.
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
+from drafttrain.data.arguments import OF_TEMPLATE, RESERVED
 from drafttrain.data.prompts import PromptFile, by_reason, unread_columns
 from drafttrain.data.shapes import Unusable, parse
-from drafttrain.data.template import ChatPieces
+from drafttrain.data.template import ChatPieces, give_arguments
+from drafttrain.errors import InputError
 from drafttrain.target.prompts import open_prompts
 from tests.helpers import CHATML, tiny_chat_target, tiny_tokenizer
 
@@ -93,3 +98,49 @@ def test_broken_and_unread_ones_are_counted_with_their_rows(tmp_path: Path) -> N
         tiny_chat_target(TAKES), None, said.append
     )
     assert len(taken[1]) > len(taken[0])
+
+
+# Whether a template reads an argument: not a part of a longer name, a word of its language or of
+# its own text, an attribute, a comment, raw text, or a name that it always sets itself; but one
+# that it sets only where it is not given, that only a macro reads, a block, or a named template.
+
+READS = (
+    "{# later #}{% set mode = 'x' %}{% raw %}{{ unread }}{% endraw %}"
+    "{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}"
+    "{% macro f(content) %}{{ content ~ inner }}{% endmacro %}{% set deep = kwargs.deeper %}"
+    "{% set budget = budget if budget is defined else 3 %}{{ f(1) ~ mode ~ enable_thinking }}"
+    "{% for m in messages %}{% generation %}{{ m.content }}{{ kept }}{% endgeneration %}"
+    "{% if loop.last %}{% break %}{% endif %}{% endfor %}say thinking"
+)
+
+
+@pytest.mark.field("F79", "F81")
+def test_only_names_that_a_template_looks_up_count_as_read() -> None:
+    pieces = ChatPieces(tiny_tokenizer(READS), ())
+    read = ["enable_thinking", "inner", "budget", "kept", "messages"]
+    plain = ["think", "thinking", "content", "if", "later", "mode", "unread", "deeper", "m", "say"]
+    assert pieces.unread([*read, *plain, "chat_template"]) == plain
+    for name in plain:
+        with pytest.raises(InputError, match=f"the chat template reads no {name}"):
+            give_arguments(tiny_tokenizer(READS), {name: 1})
+    give_arguments(tiny_tokenizer(READS), dict.fromkeys(read[:-1], 1))
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = {"default": CHATML, "tool_use": TAKES}
+    assert ChatPieces(tokenizer, ()).unread(["tools"]) == ["tools"]
+    assert ChatPieces(tokenizer, (), {"tools": [TOOL]}).unread(["tools"]) == []
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{ x | nofilter }}"])
+def test_of_a_template_that_cannot_be_read_rendering_says_so(template: str) -> None:
+    pieces = ChatPieces(tiny_tokenizer(template), ())
+    assert pieces.unread(["x"]) == []
+    with pytest.raises(InputError, match="the chat template refuses"):
+        pieces.render([{"role": "user", "content": "a"}], prompt=True)
+
+
+def test_what_transformers_takes_for_itself_is_reserved() -> None:
+    taken = {
+        *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+        *inspect.signature(render_jinja_template).parameters,
+    }
+    assert taken - {"kwargs", "chat_template", *OF_TEMPLATE} <= RESERVED
