@@ -15,17 +15,8 @@ from drafttrain.data.conversations import (
     read_set,
 )
 from drafttrain.data.datamodule import BUILTIN, set_folder, words_of
-from drafttrain.data.prompts import (
-    PromptFile,
-    Prompts,
-    Skipped,
-    Watch,
-    by_reason,
-    nothing_left,
-    some,
-    unread_columns,
-    unwatched,
-)
+from drafttrain.data.numbered import Prompts, Skipped, by_reason, nothing_left, some, unread_columns
+from drafttrain.data.prompts import PromptFile, Watch, unwatched
 from drafttrain.data.template import ChatPieces
 from drafttrain.errors import InputError
 from drafttrain.target import fingerprint

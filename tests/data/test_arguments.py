@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from drafttrain.data.arguments import OF_TEMPLATE, RESERVED
-from drafttrain.data.prompts import PromptFile, by_reason, unread_columns
+from drafttrain.data.numbered import by_reason, unread_columns
+from drafttrain.data.prompts import PromptFile
 from drafttrain.data.shapes import Unusable, parse
 from drafttrain.data.template import ChatPieces, give_arguments
 from drafttrain.errors import InputError

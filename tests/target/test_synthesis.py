@@ -17,7 +17,7 @@ import torch
 from drafttrain import synthesize as door
 from drafttrain.data.conversations import HELD_OUT, Journal, Row, read_journals, read_set, rows_of
 from drafttrain.data.datamodule import ConversationData, set_folder
-from drafttrain.data.prompts import Prompts
+from drafttrain.data.numbered import Prompts
 from drafttrain.data.shapes import Prompt
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
