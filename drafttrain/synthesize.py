@@ -35,7 +35,7 @@ if __name__ == "__main__":
 from drafttrain.data.conversations import Journal, Row
 from drafttrain.data.datamodule import set_folder
 from drafttrain.data.folder import SetFolder
-from drafttrain.data.numbered import Prompts, Skipped, by_reason, nothing_left, some, unread_columns
+from drafttrain.data.numbered import Prompts, Skipped, account, by_reason, nothing_left, some
 from drafttrain.data.prompts import Source
 from drafttrain.data.shapes import Prompt
 from drafttrain.data.template import ChatPieces, changed_by_reencoding, text_ids
@@ -347,11 +347,7 @@ def finish(job: Job, tokenizer: Any, speed: float | None) -> None:
         {
             **there,
             **precision(there),
-            "skipped": by_reason(prompts.skipped),
-            **({"files_not_read": prompts.passed_over} if prompts.passed_over else {}),
-            "columns_not_read": {}
-            if prompts.texts
-            else prompts.by_file(unread_columns(prompts, ChatPieces(tokenizer, ()))),
+            **account(prompts, tokenizer),
             "not_written": refused,
             **({IN_FILES: prompts.by_file(refused)} if prompts.files or prompts.origin else {}),
             "supervised_by_temperature": by_temperature(rows),
@@ -417,6 +413,9 @@ def report(
         lines.append((f"skipped: {reason}", f"{len(numbers)} rows: {prompts.places(numbers)}"))
     for name, numbers in manifest["columns_not_read"].items():
         why = f"not read by the chat template: {name}"
+        lines.append((why, f"{len(numbers)} rows: {some(numbers)}"))
+    for token, numbers in manifest["control_tokens_spelt"].items():
+        why = f"spelt in prompts, read as a control token: {token}"
         lines.append((why, f"{len(numbers)} rows: {some(numbers)}"))
     if speed is not None:
         share = " by this process" if world_size() > 1 else ""

@@ -4,6 +4,7 @@ finds a row: in which file, and on which line of it."""
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any
 
 from drafttrain.data.shapes import Prompt
 from drafttrain.data.sources import drawn
-from drafttrain.data.template import ChatPieces
+from drafttrain.data.template import ChatPieces, spelt_tokens
 from drafttrain.errors import InputError
 
 TEXT = "text"
@@ -176,6 +177,30 @@ def unread_columns(prompts: Prompts, pieces: ChatPieces) -> dict[str, list[int]]
             for name in pieces.given(prompt.arguments).unread(prompt.arguments):
                 found.setdefault(name, []).append(row)
     return found
+
+
+def spelt_by_rows(prompts: Prompts, tokenizer: Any) -> dict[str, list[int]]:
+    """{control token that the text of rows spells: row numbers}; see `spelt_tokens`."""
+    found: dict[str, list[int]] = {}
+    for row, prompt in prompts.rows:
+        if prompt is not None:
+            more = json.dumps(prompt.arguments, ensure_ascii=False) if prompt.arguments else ""
+            text = "\n".join((*prompt.users, prompt.system or "", more))
+            for token in spelt_tokens(tokenizer, text):
+                found.setdefault(token, []).append(row)
+    return found
+
+
+def account(prompts: Prompts, tokenizer: Any) -> dict[str, Any]:
+    """What a set's manifest says of its prompts: rows that were left out, and what is in rows or
+    next to them that somebody may miss."""
+    unread = {} if prompts.texts else unread_columns(prompts, ChatPieces(tokenizer, ()))
+    return {
+        "skipped": by_reason(prompts.skipped),
+        "columns_not_read": prompts.by_file(unread),
+        "control_tokens_spelt": prompts.by_file(spelt_by_rows(prompts, tokenizer)),
+        "files_not_read": list(prompts.passed_over),
+    }
 
 
 def some(rows: list[int], limit: int = 10) -> str:

@@ -25,6 +25,7 @@ from drafttrain.data.row_files import file_rows
 from drafttrain.data.shapes import (
     SHAPES,
     Prompt,
+    TableRow,
     UnknownShape,
     Unusable,
     check_unicode,
@@ -312,7 +313,7 @@ def _rows_of(data: Any, count: int, columns: dict[str, str]) -> Iterator[tuple[i
     blank = dict.fromkeys(data.column_names)
     read = [name for name in blank if name in reads(columns)]
     rows = data.select(range(count)).select_columns(read) if read else ({} for _ in range(count))
-    yield from ((number, blank | row) for number, row in enumerate(rows, start=1))
+    yield from ((number, TableRow(blank | row)) for number, row in enumerate(rows, start=1))
 
 
 def as_object(row: Any) -> dict[str, Any]:
