@@ -51,8 +51,8 @@ def test_tools_in_any_form_are_given_to_the_template(tools: Any) -> None:
 
 # A key without a value: in JSON it is one, such as a default; a table fills in every key that any
 # of its rows has, so there it is none, but for JSON within a table. Tried: JSON Lines, parquet and
-# data sets; as objects, as JSON, as a list of JSON, as an object of lists; deep within, in documents
-# and in chat_template_kwargs.
+# data sets; as objects, as JSON, as a list of JSON, as an object of lists; deep within, in
+# documents and in chat_template_kwargs.
 
 
 @pytest.mark.field("F79")
