@@ -138,11 +138,7 @@ def test_texts_that_quote_a_secret(text: str, shown: str, door: Invocation) -> N
     ("secret", "text", "shown"),
     [
         ("drafttrain", "_target_: drafttrain.fit.x", "_target_: drafttrain.fit.x"),
-        (
-            "drafttrain",
-            "at /home/drafttrain/x, my-drafttrain",
-            "at /home/drafttrain/x, my-drafttrain",
-        ),
+        ("drafttrain", "at /home/drafttrain/x-drafttrain", "at /home/drafttrain/x-drafttrain"),
         ("drafttrain", "refused drafttrain. Or 'drafttrain'", "refused ***. Or '***'"),
         ("20240131", "loss 0.20240131 in key/20240131/x", "loss 0.20240131 in key/20240131/x"),
         ("20240131", "refused 20240131", "refused ***"),
@@ -166,7 +162,7 @@ def test_a_part_of_a_path_is_not_looked_for_in_texts() -> None:
     assert list(masking.secrets_among(words)) == []
     given = ["+a={url:'https://h/x?token=abcdef-3&a=1',b:{key: abcdef-4}}", "logger/token=abcdef-5"]
     found = set(masking.secrets_among(given))
-    assert {"abcdef-4", "abcdef-5"} <= found and any("abcdef-3" in one for one in found)
+    assert {"abcdef-3", "abcdef-4", "abcdef-5"} <= found
 
 
 def test_a_page_of_an_earlier_version_shows_no_secrets() -> None:
