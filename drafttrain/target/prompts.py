@@ -80,8 +80,8 @@ class Source:
             else self._of_set(target, limit, turns, say)
         )
         spelt = spelt_by_rows(self.prompts, target.tokenizer) if self.prompts else {}
-        for token, rows in spelt.items():
-            say(f"rows {some(rows)} spell {token}, which is read as the control token")
+        for token, spelling in spelt.items():
+            say(f"rows {some(spelling)} spell {token}, which is read as the control token")
         kept = [one for one in found if len(one[2]) < target.context]
         if len(kept) < len(found):
             rows = [str(number) for number, _, ids in found if len(ids) >= target.context]
