@@ -100,7 +100,8 @@ def test_files_of_any_spelling_are_read_and_the_others_named(tmp_path: Path) -> 
     (folder / "a_link").symlink_to(tmp_path / "outside")
     (folder / "file.jsonl").symlink_to(tmp_path / "outside" / "g.jsonl")
     (folder / "deep" / "up").symlink_to(folder)
-    (folder / "aaa").symlink_to(folder / "deep" / "er")
+    for name in ("aaa", "zzz"):  # Both before and after what they lead to.
+        (folder / name).symlink_to(folder / "deep" / "er")
     (folder / "z.jsonl").symlink_to(tmp_path / "none.jsonl")
     found = files_of(folder)
     expected = {*names, "f.NDJSON.GZ", "a_link/g.jsonl", "file.jsonl"}
@@ -109,7 +110,7 @@ def test_files_of_any_spelling_are_read_and_the_others_named(tmp_path: Path) -> 
         "1 hidden files (.hidden.jsonl)",
         "3 files with other endings (README.md, deep/j.jsonl.zst, i.csv)",
         "1 links that lead to no file (z.jsonl)",
-        "2 links to folders that are read anyway (aaa, deep/up)",
+        "3 links to folders that are read anyway (aaa, deep/up, zzz)",
     }
     prompts = read(folder)
     assert len(prompts.rows) == len(expected) and prompts.passed_over == found.passed_over
