@@ -13,26 +13,39 @@ from typing import Any
 
 MASK = "***"
 _ANYWHERE = {
-    *("password", "passwd", "pwd", "passphrase", "secret", "secrets", "credential", "credentials"),
-    *("auth", "oauth", "authorization", "apikey", "bearer", "cookie", "cookies"),
+    *("password", "passwd", "pwd", "passphrase", "passcode", "secret", "secrets", "credential"),
+    *("credentials", "cred", "creds", "auth", "oauth", "authorization", "authentication", "bearer"),
+    *("cookie", "cookies", "jwt", "session", "sessionid", "signature", "csrf", "webhook"),
 }
 """Words that make a secret of a setting, wherever they are in its name."""
-_LAST = {"token", "key"}
+_LAST = {"token", "key", "pass", "pw", "pat", "sig"}
 """Words that make a secret of a setting where its name ends with them."""
 _OWNED = {"api", "access", "auth", "private", "secret"}
 """Words that precede `tokens` and `keys` where these are secrets."""
 _OF_TEXT = {"bos", "eos", "pad", "unk", "sep", "cls", "mask", "start", "stop", "end", "image"}
 """Words that precede `token` where it is a token of text."""
-_JOINED = ("password", "secret", "apikey", "authtoken", "accesstoken")
-_SHORTEST, _SHORTEST_WORD = 4, 8
+_JOINED = re.compile(
+    "(?:password|passwd|secret"
+    "|(?:api|access|auth|bearer|private|refresh|secret|session)(?:key|token)s?)(?:id)?$"
+)
+"""Ends of words that are written without what parts them."""
+_SHORTEST, _SHORTEST_WORD = 6, 8
 """Characters, and letters of a plain word or digits of a number, of a secret that is looked for in
 texts: a shorter one would be found everywhere."""
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _USER = re.compile(r"(?<=://)[^/\s@?#]*(?:@[^/\s@?#]*)*@")
-_NAMED = re.compile(
-    r"(?P<name>[\w-]+)(?P<sign>=|%3D)(?P<value>\"[^\"]*\"|'[^']*'|[^\s&,;)\]}'\"]+)"
-)
-_INSIDE = re.compile(r"(?P<name>[\w-]+)[\"']?\s*[:=]\s*[\"']?(?P<value>[^\s,{}\[\]\"']+)")
+_NAME = re.compile(r"(?P<name>[\w-]+)(?:=|%3D)")
+_VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s&,;)\]}'\"]+")
+_NAME_INSIDE = re.compile(r"(?P<name>[\w-]+)[\"']?\s*[:=]\s*[\"']?")
+_VALUE_INSIDE = re.compile(r"[^\s,{}\[\]\"']+")
+_BEFORE = re.compile(r"[^\s,;&?=(){}\[\]'\"]*$")
+"""What precedes a name and belongs to it."""
+_QUERY = re.compile(r"://[^\s'\"]*\?[^\s'\"]*$")
+_PART = re.compile(r"[\d-]+(?:/|$)")
+"""A number or a day, as a part of a path has it."""
+_ROOT = re.compile(r"[/\\~.]|\w:[/\\]")
+_NEAR = 2000
+"""Characters before a name that are looked at."""
 _LINE = re.compile(r"(?m)^(?P<start>\s*(?:- )?)(?P<name>[\w-]+):[ \t]+(?P<value>\S.*)$")
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*(?P<name>\w+)\s*(?:,(?P<default>[^{}]*))?\}")
 _REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")
@@ -49,7 +62,8 @@ def looks_secret(name: str) -> bool:
         not _ANYWHERE.isdisjoint(words)
         or (last in _LAST and before not in _OF_TEXT)
         or (last in ("tokens", "keys") and before in _OWNED)
-        or last.endswith(_JOINED)
+        or ((before, last) == ("key", "id") and "access" in words)
+        or any(map(_JOINED.search, words))
     )
 
 
@@ -60,11 +74,15 @@ def reads_environment(text: str) -> bool:
 
 def hidden(text: str, known: Collection[str] = ()) -> str:
     """A text without users and passwords in addresses, values that follow the name of a secret, and
-    secrets that are known."""
+    secrets that are known. A plain word or number among these is left where it is a part of a
+    longer name or path."""
     for secret in sorted(known, key=len, reverse=True):
-        text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", MASK, text)
+        before, after = r"(?<!\w)", r"(?!\w)"
+        if secret.isalpha() or secret.isdigit():
+            before, after = r"(?<![\w./\\-])", r"(?![\w/\\-]|\.\w)"
+        text = re.sub(before + re.escape(secret) + after, MASK, text)
     text = _ENVIRONMENT.sub(_without_default, text)
-    return _NAMED.sub(_without_value, _USER.sub(f"{MASK}@", text))
+    return _without_values(_USER.sub(f"{MASK}@", text))
 
 
 def hidden_lines(text: str, known: Collection[str] = ()) -> str:
@@ -130,14 +148,14 @@ def secrets_among(words: Collection[str]) -> Iterator[str]:
     """Those on a command line, also where it cannot be read as settings."""
     for word in words:
         name, _, value = word.partition("=")
-        if looks_secret(name.rpartition(".")[2]):
+        if looks_secret(name.rpartition(".")[2]) and not name.startswith("/"):
             yield from _long(value)
             yield from _long(value.strip("\"'"))
-        for found in _INSIDE.finditer(word):
-            if looks_secret(found["name"]):
-                yield from _long(found["value"])
-            else:
-                yield from secrets_among([found["value"]])
+        for found in _NAME_INSIDE.finditer(word):
+            held = _VALUE_INSIDE.match(word, found.end())
+            if held and looks_secret(found["name"]) and not _in_path(word, found, held[0]):
+                for value in {held[0], held[0].partition("&")[0]}:
+                    yield from _long(value)
 
 
 def _long(text: str) -> Iterator[str]:
@@ -163,10 +181,31 @@ def _without_default(found: re.Match[str]) -> str:
     return _named_only(found) if looks_secret(found["name"]) else found[0]
 
 
-def _without_value(found: re.Match[str]) -> str:
-    if not looks_secret(found["name"]):
-        # Its value may name one, as an address does in what follows its question mark.
-        return f"{found['name']}{found['sign']}{_NAMED.sub(_without_value, found['value'])}"
-    if _PLACEHOLDER.match(found["value"]):
-        return found[0]
-    return f"{found['name']}{found['sign']}{MASK}"
+def _without_values(text: str) -> str:
+    kept, end = [], 0
+    for found in _NAME.finditer(text):
+        held = _VALUE.match(text, found.end())
+        if found.start() < end or held is None or not looks_secret(found["name"]):
+            continue
+        if not _PLACEHOLDER.match(held[0]) and not _in_path(text, found, held[0]):
+            kept += [text[end : found.end()], MASK]
+            end = held.end()
+    return "".join((*kept, text[end:]))
+
+
+def _in_path(text: str, found: re.Match[str], value: str) -> bool:
+    """Is a name with its value a part of a file's path, as in /data/key=2024/a.jsonl?
+
+    In what an address asks for, after its question mark, it is none. Where no path is seen to
+    begin, it is one if it is a number or a day, or if there is a folder before it and after it.
+    """
+    start = found.start()
+    near = max(0, start - _NEAR)
+    if _QUERY.search(text, near, start):
+        return False
+    before = _BEFORE.search(text, near, start)
+    lead = before[0] if before else ""
+    is_part = _PART.match(value) is not None
+    if "://" in lead or not re.search(r"[/\\]", lead):
+        return is_part and ("://" in lead or "/" in value)
+    return is_part or "/" in value or _ROOT.match(lead) is not None

@@ -35,15 +35,8 @@ if __name__ == "__main__":
 from drafttrain.data.conversations import Journal, Row
 from drafttrain.data.datamodule import set_folder
 from drafttrain.data.folder import SetFolder
-from drafttrain.data.prompts import (
-    Prompts,
-    Skipped,
-    Source,
-    by_reason,
-    nothing_left,
-    some,
-    unread_columns,
-)
+from drafttrain.data.numbered import Prompts, Skipped, account, by_reason, nothing_left, some
+from drafttrain.data.prompts import Source
 from drafttrain.data.shapes import Prompt
 from drafttrain.data.template import ChatPieces, changed_by_reencoding, text_ids
 from drafttrain.errors import InputError
@@ -64,6 +57,9 @@ from drafttrain.target.synthesis import (
 from drafttrain.target.together import admit, auto_dtype, enter
 from drafttrain.wiring.building import build
 
+IN_FILES = "not_written_in_files"
+"""In the manifest, where there are several files: rows that were not written, by their numbers in
+each file; under `not_written` they have their numbers in the set."""
 HELD_OUT_SHARE = 5
 """At most one row in five is held out."""
 
@@ -139,12 +135,14 @@ def read_prompts(
     """Rows that can be written. Raises InputError if there are none, or at the first that cannot be
     when `strict`."""
     found = source.read(settings.rows, reading)
+    for what in found.passed_over:
+        say(f"not read: {what}", first_only=True)
     if tokenizer is not None:
         ask_tokenizer(found, tokenizer, writing)
-    found.skipped.sort(key=lambda item: (item.source, item.row))
+    found.skipped.sort(key=lambda item: (item.file, item.row))
     if found.skipped and settings.strict:
         first = found.skipped[0]
-        where = f"{first.source}, " * bool(first.source)
+        where = f"{first.file}, " * bool(first.file)
         raise InputError(
             f"{where}row {first.row}: {first.reason} (strict=true stops at the first row that "
             "cannot be used)"
@@ -334,10 +332,11 @@ def finish(job: Job, tokenizer: Any, speed: float | None) -> None:
     folder, prompts = job.folder, job.prompts
     found, not_written = folder.await_rows({row for row, _ in prompts.rows}, world_size(), say)
     rows = [found[row] for row in sorted(found)]
-    refused = [Skipped(row, reason) for row, reason in sorted(not_written.items())]
     if not rows:
-        left_out = Prompts([], [*prompts.skipped, *refused], first_keys=prompts.first_keys)
-        raise nothing_left(f"out={folder.path}", left_out)
+        for row, reason in sorted(not_written.items()):
+            prompts.leave_out(row, reason)
+        raise nothing_left(f"out={folder.path}", prompts)
+    refused = by_reason(Skipped(row, reason) for row, reason in sorted(not_written.items()))
     wanted = job.settings.held_out
     held_out = min(wanted, len(rows) // HELD_OUT_SHARE)
     there = folder.recorded()
@@ -348,11 +347,9 @@ def finish(job: Job, tokenizer: Any, speed: float | None) -> None:
         {
             **there,
             **precision(there),
-            "skipped": by_reason(prompts.skipped),
-            "columns_not_read": {}
-            if prompts.texts
-            else unread_columns(prompts, ChatPieces(tokenizer, ())),
-            "not_written": by_reason(refused),
+            **account(prompts, tokenizer),
+            "not_written": refused,
+            **({IN_FILES: prompts.by_file(refused)} if prompts.files or prompts.origin else {}),
             "supervised_by_temperature": by_temperature(rows),
             "reencoding_would_change_rows": changed_by_reencoding(tokenizer, rows),
             **{key: made[key] for key in ("date", "versions")},
@@ -396,6 +393,7 @@ def report(
         (f"  from {name}", f"{count}, {kept_apart.get(name, 0)} of them held out")
         for name, count in sorted(prompts.counts(numbers).items())
     ]
+    lines += [("not read", what) for what in prompts.passed_over]
     lines.append(("supervised tokens", supervised))
     lines += [
         (f"  at temperature {temperature}", f"{count} ({count / total:.0%})")
@@ -414,7 +412,10 @@ def report(
     for reason, numbers in manifest["not_written"].items():
         lines.append((f"skipped: {reason}", f"{len(numbers)} rows: {prompts.places(numbers)}"))
     for name, numbers in manifest["columns_not_read"].items():
-        why = f"{name} is not read by the chat template"
+        why = f"not read by the chat template: {name}"
+        lines.append((why, f"{len(numbers)} rows: {some(numbers)}"))
+    for token, numbers in manifest["control_tokens_spelt"].items():
+        why = f"spelt in prompts, read as a control token: {token}"
         lines.append((why, f"{len(numbers)} rows: {some(numbers)}"))
     if speed is not None:
         share = " by this process" if world_size() > 1 else ""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from drafttrain import fit, runs
+from drafttrain import fit, masking, runs
 from drafttrain.masking import hidden_lines, looks_secret
 from drafttrain.reporting import loggers
 from drafttrain.runs import Invocation, hidden, kept, masked
@@ -107,10 +107,62 @@ def test_nothing_that_is_kept_holds_a_secret(config: dict[str, Any], door: Invoc
         ("+logger.url=https://h/x?token=abc&a=1", "+logger.url=https://h/x?token=***&a=1"),
         ("logger.opts='api_key=abc other=1'", "logger.opts='api_key=*** other=1'"),
         ("logger.token=${oc.env:X}", "logger.token=${oc.env:X}"),
+        # A part of a path is no value of a secret, what an address asks for is.
+        ("data.path=/data/key=2024/a.jsonl", "data.path=/data/key=2024/a.jsonl"),
+        ("'/my data/token=abc/key=7' is empty", "'/my data/token=abc/key=7' is empty"),
+        ("data.path=key=2024-01-31/a.jsonl", "data.path=key=2024-01-31/a.jsonl"),
+        ("data.path=in/key=abc/a.jsonl", "data.path=in/key=abc/a.jsonl"),
+        ("data.path=~/key=abc out=./key=abc", "data.path=~/key=abc out=./key=abc"),
+        (r"data.path=C:\x\key=abc", r"data.path=C:\x\key=abc"),
+        ("s3://b/key=2024/a.parquet", "s3://b/key=2024/a.parquet"),
+        ("https://h/x/key=abc", "https://h/x/key=***"),
+        ("https://h/x?a=/b/key=2024/c", "https://h/x?a=/b/key=***"),
+        ("logger/x.token=abc", "logger/x.token=***"),
+        (
+            "https://h/x?sig=a%2Fb&X-Amz-Signature=c&n=1",
+            "https://h/x?sig=***&X-Amz-Signature=***&n=1",
+        ),
+        ("https://h/x?pat=ab;jwt=c d", "https://h/x?pat=***;jwt=*** d"),
+        ("api_key=key=abc x", "api_key=*** x"),
     ],
 )
 def test_texts_that_quote_a_secret(text: str, shown: str, door: Invocation) -> None:
     assert hidden(text) == shown
+
+
+# A secret that is a plain word or a number is masked where it is a value, and left in longer names;
+# a short one is only found by its setting's name. Tried: names of classes, modules, paths, numbers.
+
+
+@pytest.mark.parametrize(
+    ("secret", "text", "shown"),
+    [
+        ("drafttrain", "_target_: drafttrain.fit.x", "_target_: drafttrain.fit.x"),
+        ("drafttrain", "at /home/drafttrain/x-drafttrain", "at /home/drafttrain/x-drafttrain"),
+        ("drafttrain", "refused drafttrain. Or 'drafttrain'", "refused ***. Or '***'"),
+        ("20240131", "loss 0.20240131 in key/20240131/x", "loss 0.20240131 in key/20240131/x"),
+        ("20240131", "refused 20240131", "refused ***"),
+        ("tok-123456", "at https://h/tok-123456/x", "at https://h/***/x"),
+        ("seed7", "seed7 of logger.token=seed7", "seed7 of logger.token=***"),
+    ],
+)
+def test_secrets_that_are_words_are_masked_where_they_are_values(
+    secret: str, text: str, shown: str
+) -> None:
+    word = f"+logger.token={secret}"
+    config = OmegaConf.create({"logger": {"token": secret}})
+    found = Invocation("fit", (word,), {}, config)
+    assert masking.hidden(text, found.secrets) == shown
+    assert found.command == "python -m drafttrain.fit '+logger.token=***'"
+    assert masking.masked({"x": text}, found.secrets) == {"x": shown}
+
+
+def test_a_part_of_a_path_is_not_looked_for_in_texts() -> None:
+    words = ["data.path=/data/key=20240101/token=abcdef-1/x", "out=in/key=abcdef-2/y"]
+    assert list(masking.secrets_among(words)) == []
+    given = ["+a={url:'https://h/x?token=abcdef-3&a=1',b:{key: abcdef-4}}", "logger/token=abcdef-5"]
+    found = set(masking.secrets_among(given))
+    assert {"abcdef-3", "abcdef-4", "abcdef-5"} <= found
 
 
 def test_a_page_of_an_earlier_version_shows_no_secrets() -> None:
@@ -128,7 +180,12 @@ def test_no_setting_of_this_program_is_taken_for_a_secret() -> None:
     }
     assert len(names) > 100 and [name for name in names if looks_secret(name)] == []
     secret = "token HF_TOKEN apiKey APIKey dbPassword secrets oauth api_keys authtoken wandb-key"
+    secret += " pass dbPass smtp_pass pw creds aws_creds pat GITHUB_PAT jwt sig sas_sig accesskey"
+    secret += " access_key AWSAccessKeyId accesskeyid session session_id cookie bearer bearer_token"
+    secret += " X-Amz-Signature passcode mypassword sessiontoken refreshtoken csrf webhook_url"
     plain = "tokens batch_tokens eos_token mask_token token_id author monkey keys tokenizer '' 1"
+    plain += " path passes bypass pattern patience spwn sigma design credit possession pwm jwtx"
+    plain += " signal passage compass obsession"
     assert all(map(looks_secret, secret.split())) and not any(map(looks_secret, plain.split()))
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 RESERVED = frozenset(
     (
+        "self",
         "conversation",
+        "conversations",
         "messages",
         "tokenize",
         "add_generation_prompt",
@@ -35,43 +37,62 @@ def is_list_of_objects(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(one, dict) for one in value)
 
 
-def read_arguments(get: Callable[[str], Any]) -> dict[str, Any]:
+def read_arguments(get: Callable[[str], Any], *, table: bool = False) -> dict[str, Any]:
     """{argument: value} of a row.
 
     Args:
         get: a column's value by its name, None where the row has none.
+        table: whether the row is a table's. A table fills in every key that any of its rows has,
+            so there a key without a value is none; in JSON it is a value, such as a default.
     Raises: ValueError saying which column cannot be read.
     """
     found: dict[str, Any] = {}
     for name in OF_TEMPLATE[:-1]:
-        value = _objects(get(name), name)
+        value = _objects(get(name), name, table)
         if value:
             found[name] = value
-    more = _decoded(get(OF_TEMPLATE[-1]), OF_TEMPLATE[-1])
+    more = _decoded(_given(get(OF_TEMPLATE[-1]), table), OF_TEMPLATE[-1])
     if more is not None and not isinstance(more, dict):
         raise ValueError(f"a {OF_TEMPLATE[-1]} column that is not an object")
-    for name, value in _without_gaps(more or {}).items():
+    for name, value in (more or {}).items():
         if name in RESERVED or name == "chat_template":
             raise ValueError(f"a {OF_TEMPLATE[-1]} column with {name}, which is decided here")
         if name in ("tools", "documents"):
-            value = _objects(value, name)
+            value = _objects(value, name, table)
         found.setdefault(name, value)
-    try:
-        json.dumps(found).encode()
-    except (TypeError, ValueError, RecursionError):
-        raise ValueError("a column for the chat template with values that JSON lacks") from None
+    check_plain(found)
     return found
 
 
-def _objects(value: Any, name: str) -> list[dict[str, Any]] | None:
+def check_plain(value: Any) -> None:
+    """Raise ValueError for what a chat template is not given: values that JSON lacks, numbers that
+    are not finite, half a character, and what is nested too deep."""
+    _refuse_depth(value)
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError("a column for the chat template with values that JSON lacks") from None
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            "a column for the chat template with text that is not Unicode (half of a surrogate "
+            "pair)"
+        ) from None
+
+
+def _objects(value: Any, name: str, table: bool) -> list[dict[str, Any]] | None:
     """A list of objects: as it is, as JSON, as a list of JSON, or as an object of lists, which is
-    how a data set may keep it."""
-    value = _decoded(value, name)
+    how a table may keep it."""
+    value = _decoded(_given(value, table), name)
     lists = isinstance(value, dict) and all(isinstance(part, list) for part in value.values())
     if lists and value:
         if len({len(part) for part in value.values()}) > 1:
             raise ValueError(f"a {name} column whose lists are of unequal lengths")
-        value = [dict(zip(value, one, strict=True)) for one in zip(*value.values(), strict=True)]
+        value = [
+            {key: held for key, held in zip(value, one, strict=True) if held is not None}
+            for one in zip(*value.values(), strict=True)
+        ]
     if value is None or value == {}:
         return None
     listed = [value] if isinstance(value, dict) else value
@@ -79,7 +100,12 @@ def _objects(value: Any, name: str) -> list[dict[str, Any]] | None:
         listed = [_decoded(one, name) for one in listed]
     if not is_list_of_objects(listed):
         raise ValueError(f"a {name} column that is not a list of objects")
-    return [_without_gaps(one) for one in listed]
+    return listed
+
+
+def _given(value: Any, table: bool) -> Any:
+    _refuse_depth(value)
+    return _without_gaps(value) if table else value
 
 
 def _decoded(value: Any, name: str) -> Any:
@@ -94,10 +120,17 @@ def _decoded(value: Any, name: str) -> Any:
         raise ValueError(f"a {name} column whose JSON cannot be read") from None
 
 
-def _without_gaps(value: Any, depth: int = 0) -> Any:
-    """Without keys that have no value: tables fill in every key that any of their rows has."""
+def _without_gaps(value: Any) -> Any:
+    """Without keys that have no value."""
+    if isinstance(value, dict):
+        return {str(key): _without_gaps(held) for key, held in value.items() if held is not None}
+    return [_without_gaps(one) for one in value] if isinstance(value, list) else value
+
+
+def _refuse_depth(value: Any, depth: int = 0) -> None:
     if depth > _DEEPEST:
         raise ValueError("a column for the chat template that is nested too deep")
-    if isinstance(value, dict):
-        return {str(k): _without_gaps(v, depth + 1) for k, v in value.items() if v is not None}
-    return [_without_gaps(one, depth + 1) for one in value] if isinstance(value, list) else value
+    parts = value.values() if isinstance(value, dict) else value
+    if isinstance(value, dict | list):
+        for part in parts:
+            _refuse_depth(part, depth + 1)

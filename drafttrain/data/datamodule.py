@@ -204,6 +204,8 @@ class ConversationData:
         self.counts[why] = self.counts.get(why, 0) + rows
 
     def _nothing_left(self, rows: int) -> InputError:
+        if not rows:
+            return InputError(f"{self.name} has no rows in split {self.split}: {self._to_fill()}")
         advice = (
             "set data.temperatures=null"
             if "of another temperature" in self.counts
@@ -211,8 +213,12 @@ class ConversationData:
         )
         return InputError(
             f"{self.name}, split {self.split}: none of its {rows} rows can be used "
-            f"({_listed(self.counts) or 'the split is empty'}); {advice}, or give another set"
+            f"({_listed(self.counts)}); {advice}, or give another set"
         )
+
+    def _to_fill(self) -> str:
+        """How the split gets rows, in words."""
+        return "write the set again, with held_out=<rows> for held-out ones, or give another set"
 
     @property
     def supervised(self) -> int:

@@ -13,18 +13,19 @@ import dataclasses
 import hashlib
 import json
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from drafttrain.checks import MOST, integer, pasted, path_of, shown
 from drafttrain.data.conversations import sha256_of
+from drafttrain.data.numbered import TEXT, FileRows, Prompts, Skipped, joined
 from drafttrain.data.row_files import file_rows
 from drafttrain.data.shapes import (
     SHAPES,
     Prompt,
+    TableRow,
     UnknownShape,
     Unusable,
     check_unicode,
@@ -32,67 +33,12 @@ from drafttrain.data.shapes import (
     parse,
     reads,
 )
-from drafttrain.data.sources import ENDINGS, by_source, drawn, files_of
-from drafttrain.data.template import ChatPieces
+from drafttrain.data.sources import ENDINGS, Found, by_source, files_of
 from drafttrain.errors import InputError, first_line
 
 MOST_ROWS = 10_000_000
-TEXT = "text"
-"""Kind of a source of texts that are continued."""
 _HEAD = 100
 """Rows of a data set that its identity is made from."""
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A row that cannot be used."""
-
-    row: int
-    reason: str
-    messages: tuple[tuple[str, str], ...] = ()
-    """(role, content) of its turns where they could be read; a chat template may have a word to say
-    about them."""
-    source: str = ""
-    """Where the source has several: the one in which the row has this number."""
-
-
-@dataclass
-class Prompts:
-    """What a source holds."""
-
-    rows: list[tuple[int, Prompt | None]]
-    """Row numbers and prompts; None is a conversation whose user turns the target writes too."""
-    skipped: list[Skipped] = field(default_factory=list)
-    source: dict[str, Any] = field(default_factory=dict)
-    """Who the source is: equal for equal rows, wherever the file is and whatever limit applies."""
-    first_keys: tuple[str, ...] = ()
-    more: bool = False
-    """Whether the source goes on after the limit."""
-    origin: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """Where there are several sources: the source of every row, those after the limit too, and its
-    number in it."""
-
-    @property
-    def texts(self) -> bool:
-        """Are they texts that the target goes on with, without a chat template?"""
-        return self.source.get("kind") == TEXT
-
-    def leave_out(self, row: int, reason: str) -> None:
-        """Count a row among the skipped ones."""
-        source, number = self.origin.get(row, ("", row))
-        self.skipped.append(Skipped(number, reason, source=source))
-
-    def places(self, rows: Iterable[int]) -> str:
-        """Rows as a person finds them: their numbers, or those in each source."""
-        found: dict[str, list[int]] = {}
-        for row in rows:
-            source, number = self.origin.get(row, ("", row))
-            found.setdefault(source, []).append(number)
-        return "; ".join(f"{source} {some(found[source])}".strip() for source in sorted(found))
-
-    def counts(self, rows: Iterable[int]) -> dict[str, int]:
-        """Rows by source, where there are several."""
-        return dict(Counter(self.origin[row][0] for row in sorted(rows) if row in self.origin))
 
 
 Numbered = Iterable[tuple[int, Any]]
@@ -163,37 +109,57 @@ class PromptFile:
                 f"{self.room}.path={self.path} does not exist: give a JSON Lines, JSON (either may "
                 "be .gz) or parquet file, or a folder of them"
             )
-        files = files_of(path) if path.is_dir() else [path]
-        if not files:
-            raise InputError(
-                f"{self.room}.path={self.path} is a folder without files that end in "
-                f"{', '.join(ENDINGS)}: give a file, or for prompts of a data set prompts=dataset "
-                f"{pasted('prompts.path', self.path)}"
-            )
-        source: dict[str, Any] = {"kind": "file", "sha256": _sha256(files[0])}
+        found = self.files(path)
+        files = found.files
+        source: dict[str, Any] = {"kind": "file", "sha256": sum_of(files[0])}
         if len(files) > 1:
-            sums = {str(file.relative_to(path)): _sha256(file) for file in files}
+            sums = {str(file.relative_to(path)): sum_of(file) for file in files}
             source = {"kind": "files", "seed": self.seed, "sha256": sums}
         if self.columns:
             source["columns"] = dict(self.columns)
         sources = by_source(map(str, files), path)
         if len(sources) == 1:
-            return self._rows(files, limit, source, watch)
+            only = self._rows(files, path, limit, source, watch).with_files()
+            return dataclasses.replace(only, passed_over=found.passed_over)
         parts = {
-            name: self._rows(map(Path, some), None, {}, watch) for name, some in sources.items()
+            name: self._rows(list(map(Path, some)), path, None, {}, watch)
+            for name, some in sources.items()
         }
-        return joined(parts, limit, self.seed, source)
+        every = joined(parts, limit, self.seed, source)
+        return dataclasses.replace(every, passed_over=found.passed_over)
+
+    def files(self, path: Path) -> Found:
+        """The file, or those in the folder. Raises InputError if there are none."""
+        try:
+            found = files_of(path) if path.is_dir() else Found([path], ())
+        except OSError as error:
+            raise InputError(f"{self.room}.path={self.path} cannot be read: {error}") from error
+        if not found.files:
+            there = f"; it has {', '.join(found.passed_over)}" if found.passed_over else ""
+            raise InputError(
+                f"{self.room}.path={self.path} is a folder without files that end in "
+                f"{', '.join(ENDINGS)}{there}: give a file, or for prompts of a data set "
+                f"prompts=dataset {pasted('prompts.path', self.path)}"
+            )
+        return found
 
     def _rows(
-        self, files: Iterable[Path], limit: int | None, source: dict[str, Any], watch: Watch
+        self,
+        files: Sequence[Path],
+        folder: Path,
+        limit: int | None,
+        source: dict[str, Any],
+        watch: Watch,
     ) -> Prompts:
-        """Of files that are one source."""
-        files = list(files)
-        try:
-            rows = watch(_one_by_one(files, self.reads()))
-            return _collect(rows, limit, self.parse, str(files[0]), source)
-        except (OSError, EOFError, zlib.error) as error:
-            raise InputError(f"{files[0]} cannot be read: {error}") from error
+        """Of files that are one source; they may be in a folder."""
+        shards = files if len(files) > 1 else ()
+        several = [FileRows(str(file.relative_to(folder)), 0, 0) for file in shards]
+        label = str(files[0]) + f" and {len(files) - 1} more" * (len(files) > 1)
+        rows = watch(_one_by_one(files, self.reads(), several))
+        found = _collect(rows, limit, self.parse, label, source)
+        if several:
+            found.files[""] = several
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,81 +308,12 @@ class PromptDataset:
         return by_source(map(str, files), folder.resolve())
 
 
-def joined(
-    parts: Mapping[str, Prompts], limit: int | None, seed: int, source: dict[str, Any]
-) -> Prompts:
-    """Several sources as one, in the order of `drawn`; rows count from 1 in it.
-
-    Args:
-        parts: {name: all that a source holds}.
-        limit: rows up to this number are taken.
-    """
-    names = list(parts)
-    prompts = {name: dict(part.rows) for name, part in parts.items()}
-    skipped = {name: {item.row: item for item in part.skipped} for name, part in parts.items()}
-    numbers = {name: sorted([*prompts[name], *skipped[name]]) for name in names}
-    order = drawn([len(numbers[name]) for name in names], seed)
-    found = Prompts([], source=source, more=limit is not None and limit < len(order))
-    for row, (place, turn) in enumerate(order, start=1):
-        name = names[place]
-        number = numbers[name][turn]
-        found.origin[row] = name, number
-        if limit is not None and row > limit:
-            continue
-        if number in skipped[name]:
-            found.skipped.append(dataclasses.replace(skipped[name][number], source=name))
-        else:
-            found.rows.append((row, prompts[name][number]))
-    found.first_keys = next((part.first_keys for part in parts.values() if part.first_keys), ())
-    return found
-
-
-def nothing_left(label: str, prompts: Prompts) -> InputError:
-    """The one message for a source without a usable row."""
-    if not prompts.skipped:
-        return InputError(f"{label} holds no rows")
-    listed = "; ".join(
-        f"{len(rows)} {reason} (rows {some(rows)})"
-        for reason, rows in by_reason(prompts.skipped).items()
-    )
-    keys = f" The first row's keys: {', '.join(prompts.first_keys)}." if prompts.first_keys else ""
-    return InputError(
-        f"{label}: none of its {len(prompts.skipped)} rows can be used: {listed}.{keys}"
-    )
-
-
-def by_reason(skipped: Iterable[Skipped]) -> dict[str, list[int]]:
-    """{reason: row numbers}, the most frequent reason first; where there are several sources, a
-    reason names its own."""
-    found: dict[str, list[int]] = {}
-    for item in skipped:
-        reason = f"{item.reason}, in {item.source}" if item.source else item.reason
-        found.setdefault(reason, []).append(item.row)
-    return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
-
-
-def unread_columns(prompts: Prompts, pieces: ChatPieces) -> dict[str, list[int]]:
-    """{argument that rows bring and the chat template does not read: row numbers}."""
-    found: dict[str, list[int]] = {}
-    for row, prompt in prompts.rows:
-        if prompt is not None and prompt.arguments:
-            for name in pieces.given(prompt.arguments).unread(prompt.arguments):
-                found.setdefault(name, []).append(row)
-    return found
-
-
-def some(rows: list[int], limit: int = 10) -> str:
-    """The first row numbers, in order."""
-    listed = ", ".join(map(str, sorted(rows)[:limit]))
-    return listed + (f" and {len(rows) - limit} more" if len(rows) > limit else "")
-
-
 def _rows_of(data: Any, count: int, columns: dict[str, str]) -> Iterator[tuple[int, Any]]:
     """The first rows of a data set; columns that nothing looks at come as None and are not read."""
     blank = dict.fromkeys(data.column_names)
     read = [name for name in blank if name in reads(columns)]
     rows = data.select(range(count)).select_columns(read) if read else ({} for _ in range(count))
-    yield from ((number, blank | row) for number, row in enumerate(rows, start=1))
+    yield from ((number, TableRow(blank | row)) for number, row in enumerate(rows, start=1))
 
 
 def as_object(row: Any) -> dict[str, Any]:
@@ -426,13 +323,25 @@ def as_object(row: Any) -> dict[str, Any]:
     return row
 
 
-def _one_by_one(files: Iterable[Path], columns: set[str]) -> Iterator[tuple[int, Any]]:
-    """Rows of files, one after the other, numbered through."""
+def _one_by_one(
+    files: Iterable[Path], columns: set[str], several: Sequence[FileRows]
+) -> Iterator[tuple[int, Any]]:
+    """Rows of files, one after the other, numbered through. Raises InputError naming the file that
+    cannot be read.
+
+    Args:
+        several: of each file, where it says which rows it has; none for a single file.
+    """
     before = 0
-    for file in files:
+    for place, file in enumerate(files):
         number = 0
-        for number, row in file_rows(file, columns):
-            yield before + number, row
+        try:
+            for number, row in file_rows(file, columns):
+                if several:
+                    several[place].before, several[place].last = before, before + number
+                yield before + number, row
+        except (OSError, EOFError, zlib.error) as error:
+            raise InputError(f"{file} cannot be read: {error}") from error
         before += number
 
 
@@ -477,7 +386,8 @@ def _collect(
     return found
 
 
-def _sha256(path: Path) -> str:
+def sum_of(path: Path) -> str:
+    """Of a file's content. Raises InputError for one that cannot be read."""
     try:
         return sha256_of(path)
     except OSError as error:

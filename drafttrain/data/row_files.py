@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from drafttrain.data.shapes import Unusable
+from drafttrain.data.shapes import TableRow, Unusable
 from drafttrain.errors import InputError, first_line
 
 _LONGEST_LINE, _LONGEST_ARRAY = 64 << 20, 1 << 30
@@ -46,7 +46,7 @@ def _parquet_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[int, A
             for batch in file.iter_batches(batch_size=1024, columns=read):
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, blank | row
+                    yield number, TableRow(blank | row)
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise InputError(f"{path} cannot be read as parquet: {first_line(error)}") from error
 

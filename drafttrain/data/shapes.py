@@ -69,6 +69,10 @@ class UnknownShape(Unusable):
     """A row that has no column of any shape."""
 
 
+class TableRow(dict[str, Any]):
+    """A row of a table, which fills in every key that any of its rows has."""
+
+
 def parse(row: dict[str, Any], columns: dict[str, str] | None = None) -> Prompt:
     """The user's side of one row. Raises an exception with a `reason` if it cannot be used."""
     columns = columns or {}
@@ -78,7 +82,7 @@ def parse(row: dict[str, Any], columns: dict[str, str] | None = None) -> Prompt:
 
     prompt = _conversation(row, columns, get)
     try:
-        arguments = read_arguments(get)
+        arguments = read_arguments(get, table=isinstance(row, TableRow))
     except ValueError as error:
         raise Unusable(str(error)) from None
     return replace(prompt, arguments=arguments) if arguments else prompt

@@ -6,12 +6,16 @@ Row numbers follow that order. So whatever takes the first rows, the last ones o
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+_TEXTS = (".jsonl", ".ndjson", ".json")
+ENDINGS = (*_TEXTS, *(f"{ending}.gz" for ending in _TEXTS), ".parquet")
+"""Of files of rows, in lower case; upper case is read too."""
 _SHARD = re.compile(r"[-_.]\d{5}-of-\d{5}")
 
 
@@ -28,15 +32,52 @@ def drawn(sizes: Sequence[int], seed: int) -> list[tuple[int, int]]:
     return [(source, place) for _, source, place in sorted(keyed)]
 
 
-def files_of(folder: Path) -> list[Path]:
-    """The files of rows in a folder and in those below it, by name; hidden ones are left out."""
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if path.name.endswith(ENDINGS)
-        and path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
+@dataclass(frozen=True)
+class Found:
+    """What is in a folder and in those below it."""
+
+    files: list[Path]
+    """Those of rows, by name."""
+    passed_over: tuple[str, ...]
+    """What else is there, in words."""
+
+
+def files_of(folder: Path) -> Found:
+    """The files of rows in a folder and in those below it, links followed. A folder is read once,
+    under its own name where it is below by itself; hidden files and folders are not read.
+
+    Raises: OSError for a folder that cannot be read.
+    """
+    files: list[Path] = []
+    left: dict[str, list[Path]] = {}
+    seen: set[str] = set()
+    below, links = [folder], list[Path]()
+    while below or links:
+        place = below.pop() if below else links.pop(0)
+        if os.path.realpath(place) in seen:
+            left.setdefault("links to folders that are read anyway", []).append(place)
+            continue
+        seen.add(os.path.realpath(place))
+        for path in sorted(place.iterdir()):
+            is_rows = path.name.lower().endswith(ENDINGS)
+            if path.name.startswith("."):
+                if is_rows:
+                    left.setdefault("hidden files", []).append(path)
+            elif path.is_dir():
+                (links if path.is_symlink() else below).append(path)
+            elif not is_rows:
+                left.setdefault("files with other endings", []).append(path)
+            elif path.is_file():
+                files.append(path)
+            else:
+                left.setdefault("links that lead to no file", []).append(path)
+    words = (f"{len(paths)} {why} ({_names(paths, folder)})" for why, paths in left.items())
+    return Found(sorted(files), tuple(words))
+
+
+def _names(paths: Sequence[Path], folder: Path, limit: int = 5) -> str:
+    names = sorted(str(path.relative_to(folder)) for path in paths)
+    return ", ".join(names[:limit]) + f" and {len(names) - limit} more" * (len(names) > limit)
 
 
 def by_source(files: Iterable[str], folder: Path) -> dict[str, list[str]]:

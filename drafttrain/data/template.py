@@ -7,13 +7,14 @@ writes is kept as the ids it chose. Nothing written is ever decoded and encoded 
 from __future__ import annotations
 
 import functools
-import json
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jinja2 import meta
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
 from drafttrain.checks import shown
-from drafttrain.data.arguments import RESERVED, is_list_of_objects
+from drafttrain.data.arguments import RESERVED, check_plain, is_list_of_objects
 from drafttrain.data.bounded import within
 from drafttrain.data.conversations import Row
 from drafttrain.errors import InputError, first_line, panicked
@@ -64,9 +65,11 @@ def give_arguments(tokenizer: Any | None, given: object) -> None:
         elif name in ("tools", "documents") and not is_list_of_objects(value):
             raise InputError(f"{where}: needs a list of objects")
         try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"{where}: needs plain values, as JSON has them") from error
+            check_plain(value)
+        except ValueError as error:
+            raise InputError(
+                f"{where}: needs plain values, as JSON has them, of text and finite numbers"
+            ) from error
     setattr(tokenizer, _ARGUMENTS, dict(given))
     if unread := ChatPieces(tokenizer, ()).unread(given):
         delattr(tokenizer, _ARGUMENTS)
@@ -74,6 +77,17 @@ def give_arguments(tokenizer: Any | None, given: object) -> None:
             f"target.template.{unread[0]}: the chat template reads no {unread[0]}: leave it out, "
             "or give a name that the template has"
         )
+
+
+@functools.lru_cache(maxsize=16)
+def variables_of(template: str) -> frozenset[str]:
+    """The names that a chat template looks up among what it is given: no text of its own, no word
+    of its language, no attribute, and nothing that it always sets before it reads it.
+
+    Raises: whatever the template's compilation raises, for one that cannot be read.
+    """
+    environment = _compile_jinja_template(template).environment  # With the tags transformers adds.
+    return frozenset(meta.find_undeclared_variables(environment.parse(template)))
 
 
 class ChatPieces:
@@ -104,11 +118,11 @@ class ChatPieces:
         """Those of some arguments that the template does not read."""
         chosen, tools = self.arguments.get("chat_template"), self.arguments.get("tools")
         try:
-            text = self.tokenizer.get_chat_template(chosen, tools)
-        except ValueError:  # Several templates and none chosen: rendering says so.
+            with within(MOST_SECONDS, MOST_MEMORY):
+                read = variables_of(self.tokenizer.get_chat_template(chosen, tools))
+        except Exception:  # It cannot be read, or none of several is chosen: rendering says so.
             return []
-        taken = [name for name in names if name != "chat_template"]
-        return [name for name in taken if not re.search(rf"\b{re.escape(name)}\b", text)]
+        return [name for name in names if not (name == "chat_template" or name in read)]
 
     def render(self, messages: list[Message], *, prompt: bool) -> str:
         """The template's text; `prompt` ends it with the header of the next answer.
@@ -258,15 +272,26 @@ def text_ids(tokenizer: Any, text: str, most: int) -> list[int]:
     """
     try:
         ids = list(tokenizer(text)["input_ids"])
+        ends = ids[-1:] == [tokenizer.eos_token_id] and len(ids) > 1
+        own = list(tokenizer(text, add_special_tokens=False)["input_ids"]) if ends else []
     except BaseException as error:
         if not isinstance(error, Exception) and not panicked(error):
             raise
         raise InputError(f"the tokenizer refuses: {first_line(error)}") from error
-    if ids[-1:] == [tokenizer.eos_token_id] and len(ids) > 1:
-        ids.pop()  # A text that goes on has no end.
+    if ends and not (own and ids[-len(own) :] == own):
+        ids.pop()  # A text that goes on has no end, but for one that it spells itself.
     if not ids:
         raise InputError("a text without tokens")
     return ids[:most]
+
+
+def spelt_tokens(tokenizer: Any, text: str) -> list[str]:
+    """The control tokens that a text spells, each once. A tokenizer reads them as such, in chats
+    and in plain texts alike, unless it splits them."""
+    if getattr(tokenizer, "split_special_tokens", False):
+        return []
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return sorted({str(token) for token in added if token.special and str(token) in text})
 
 
 def changed_by_reencoding(tokenizer: Any, rows: Iterable[Row], group: int = 512) -> int:

@@ -1,15 +1,14 @@
 """Rows of token ids with a loss mask, as somebody made them: taken as they are, no target asked.
 
-A row has `input_ids`, a list of ids, and `loss_mask`, of the same length, with 1 or true where a
-token is to be learned. Files as of prompts: JSON Lines, a JSON array or parquet, or a folder of
-them. What a target wrote is not known of them, so they belong to none; ids are checked against the
-vocabulary of the target at hand.
+A row has `input_ids`, a list of ids, and `loss_mask`, of the same length, with 1, 1.0 or true where
+a token is to be learned and 0, 0.0 or false elsewhere. Files as of prompts: JSON Lines, a JSON
+array or parquet, or a folder of them. What a target wrote is not known of them, so they belong to
+none; ids are checked against the vocabulary of the target at hand.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,13 @@ import numpy as np
 from drafttrain.checks import integer, path_of
 from drafttrain.data.conversations import HELD_OUT, SOURCES, ConversationSet
 from drafttrain.data.datamodule import ConversationData
-from drafttrain.data.prompts import PromptFile, as_object, by_reason, nothing_left, some
+from drafttrain.data.numbered import by_reason, nothing_left, some
+from drafttrain.data.prompts import PromptFile, as_object, sum_of
 from drafttrain.data.shapes import Unusable
 
 IDS, MASK = "input_ids", "loss_mask"
+State = tuple[tuple[str, str], ...]
+"""(file, sum of its content) of every file."""
 HELD_OUT_SHARE = 5
 """At most one row in five is held out."""
 
@@ -46,7 +48,7 @@ class TokenFile(PromptFile):
             raise Unusable(f"{IDS} and {MASK} of different lengths, or empty")
         if not all(type(one) is int and 0 <= one < 1 << 31 for one in ids):
             raise Unusable(f"{IDS} that are no token ids")
-        if not all(type(one) in (int, bool) and one in (0, 1) for one in mask):
+        if not all(type(one) in (int, bool, float) and one in (0, 1) for one in mask):
             raise Unusable(f"a {MASK} of other values than 0 and 1")
         return np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=bool)
 
@@ -78,9 +80,10 @@ class TokenData(ConversationData):
         """
         path = path_of("data.path", path)
         integer("data.held_out", held_out)
+        self.asked = held_out
         integer("data.seed", seed)
         super().__init__(
-            _set_of(str(path), seed, held_out, _state_of(str(path))),
+            _set_of(str(path), seed, held_out, _state_of(path)),
             split=split,
             max_length=max_length,
             limit_tokens=limit_tokens,
@@ -94,18 +97,39 @@ class TokenData(ConversationData):
         for reason, rows in self.set.manifest["skipped"].items():
             self.counts[f"{reason} (rows {some(rows)})"] = len(rows)
 
+    def summary(self) -> str:
+        found = len(self.set.indices(HELD_OUT))
+        few = f"; data.held_out={self.asked}: {found} are held out, a fifth of {len(self.set)} rows"
+        passed_over = self.set.manifest["passed_over"]
+        return "".join(
+            (
+                super().summary(),
+                f"; not read: {', '.join(passed_over)}" * bool(passed_over),
+                few * (self.split == "train" and found < self.asked),
+            )
+        )
 
-def _state_of(path: str) -> tuple[int, ...]:
-    """What changes when a file is written again: it is read once for all splits of a run."""
-    try:
-        found = os.stat(Path(path).expanduser())
-    except (OSError, ValueError, RuntimeError):
-        return ()
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    def _to_fill(self) -> str:
+        if self.split == "train":
+            return "give more rows"
+        return (
+            f"data.held_out={self.asked} of {len(self.set)} rows, at most one in "
+            f"{HELD_OUT_SHARE} is held out: give data.held_out=1 or more, and at least "
+            f"{HELD_OUT_SHARE} rows"
+        )
+
+
+def _state_of(path: Path) -> State:
+    """The files at a place and the sums of their contents. They change when a file is written
+    again, added or taken away; rows are read once for all splits of a run."""
+    found = TokenFile(path=str(path)).files(path).files if path.exists() else []
+    return tuple((str(file), sum_of(file)) for file in found)
 
 
 @functools.lru_cache(maxsize=1)
-def _set_of(path: str, seed: int, held_out: int, _state: tuple[int, ...]) -> ConversationSet:
+def _set_of(
+    path: str, seed: int, held_out: int, _state: tuple[tuple[str, str], ...]
+) -> ConversationSet:
     found = TokenFile(path=path, seed=seed).read(None)
     if not found.rows:
         raise nothing_left(path, found)
@@ -117,6 +141,7 @@ def _set_of(path: str, seed: int, held_out: int, _state: tuple[int, ...]) -> Con
     manifest = {
         "target": {"name": "", "fingerprint": {}},
         "skipped": by_reason(found.skipped),
+        "passed_over": found.passed_over,
         SOURCES: names,
     }
     source = [names.index(found.origin[row][0]) for row, _ in found.rows if found.origin]

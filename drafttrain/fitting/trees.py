@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from drafttrain.training.job import Settings
 from drafttrain.tree.topology import Growth, check_room
+from drafttrain.wiring.composing import keys_named
 
 
 def cut_defaults(
@@ -24,7 +25,7 @@ def cut_defaults(
     """
     if deepest is None:
         return settings, ""
-    keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
+    keys = keys_named(overrides)
     cut: list[str] = []
 
     def fitted(where: str, tree: Growth) -> Growth:

@@ -15,17 +15,16 @@ from drafttrain.data.conversations import (
     read_set,
 )
 from drafttrain.data.datamodule import BUILTIN, set_folder, words_of
-from drafttrain.data.prompts import (
-    PromptFile,
+from drafttrain.data.numbered import (
     Prompts,
     Skipped,
-    Watch,
     by_reason,
     nothing_left,
     some,
+    spelt_by_rows,
     unread_columns,
-    unwatched,
 )
+from drafttrain.data.prompts import PromptFile, Watch, unwatched
 from drafttrain.data.template import ChatPieces
 from drafttrain.errors import InputError
 from drafttrain.target import fingerprint
@@ -80,6 +79,9 @@ class Source:
             if self.data is None
             else self._of_set(target, limit, turns, say)
         )
+        spelt = spelt_by_rows(self.prompts, target.tokenizer) if self.prompts else {}
+        for token, spelling in spelt.items():
+            say(f"rows {some(spelling)} spell {token}, which is read as the control token")
         kept = [one for one in found if len(one[2]) < target.context]
         if len(kept) < len(found):
             rows = [str(number) for number, _, ids in found if len(ids) >= target.context]

@@ -242,6 +242,26 @@ def _parse(word: str, text: Sequence[str]) -> Override:
     return override
 
 
+def keys_named(overrides: Sequence[str]) -> list[str]:
+    """The settings that words of a command give values to: of an object each part, so none of an
+    empty one."""
+    found: list[str] = []
+    for word in overrides:
+        key, _, value = word.lstrip("+~").partition("=")
+        given: Any = None
+        if value.startswith("{"):
+            with contextlib.suppress(OverrideParseException, HydraException, ValueError):
+                given = OverridesParser.create().parse_override(word).value()
+        found += _leaves(key, given)
+    return found
+
+
+def _leaves(key: str, value: Any) -> list[str]:
+    if not isinstance(value, dict):
+        return [key]
+    return [leaf for name, held in value.items() for leaf in _leaves(f"{key}.{name}", held)]
+
+
 def _is_path(key: str, text: Sequence[str]) -> bool:
     return key.rpartition(".")[2] in _PATHS or (key in _LISTS_OF_PATHS and key in text)
 

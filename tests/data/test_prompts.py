@@ -10,15 +10,8 @@ from typing import Any
 
 import pytest
 
-from drafttrain.data.prompts import (
-    PromptDataset,
-    PromptFile,
-    SelfWritten,
-    Skipped,
-    by_reason,
-    nothing_left,
-    some,
-)
+from drafttrain.data.numbered import Skipped, by_reason, nothing_left, some
+from drafttrain.data.prompts import PromptDataset, PromptFile, SelfWritten
 from drafttrain.data.shapes import Prompt, parse
 from drafttrain.data.sources import drawn
 from drafttrain.errors import InputError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from drafttrain.data.conversations import Row
-from drafttrain.data.template import ChatPieces, changed_by_reencoding, text_ids
+from drafttrain.data.template import ChatPieces, changed_by_reencoding, spelt_tokens, text_ids
 from drafttrain.errors import InputError
 from tests.helpers import ALTERNATING, CHATML, tiny_tokenizer
 from tests.messages import said
@@ -204,13 +204,28 @@ def test_ids_of_a_text_begin_as_the_tokenizer_begins_one() -> None:
     plain = tokenizer("the inner")["input_ids"]
     assert text_ids(tokenizer, "the inner", 3) == plain[:3]
 
-    def framed(text: str) -> dict[str, list[int]]:
-        return {"input_ids": [0, *tokenizer(text)["input_ids"], tokenizer.eos_token_id]}
+    def framed(text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        own = tokenizer(text)["input_ids"]
+        return {"input_ids": [0, *own, tokenizer.eos_token_id] if add_special_tokens else own}
 
     framed.eos_token_id = tokenizer.eos_token_id  # type: ignore[attr-defined]
     assert text_ids(framed, "the inner", 99) == [0, *plain]  # The text goes on: no end.
+    # One that the text spells is its own, and read as the control token that it is.
+    for begin in (tokenizer, framed):
+        spelt = text_ids(begin, "the <|im_end|> inner<|im_end|>", 99)
+        assert spelt.count(2) == 2 and spelt[-1] == 2
     with pytest.raises(InputError, match="without tokens"):
         text_ids(tokenizer, "", 9)
+
+
+@pytest.mark.field("F80")
+def test_control_tokens_that_a_text_spells_are_named() -> None:
+    tokenizer = tiny_tokenizer()
+    text = "a <|im_end|> b <|im_start|> <|im_end|> <|im_en|> th"
+    assert spelt_tokens(tokenizer, text) == ["<|im_end|>", "<|im_start|>"]
+    assert spelt_tokens(tokenizer, "a <| im_end |>") == []
+    tokenizer.split_special_tokens = True
+    assert spelt_tokens(tokenizer, text) == []
 
 
 @pytest.mark.field("F08")

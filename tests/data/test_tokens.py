@@ -118,3 +118,32 @@ def test_a_file_that_was_written_again_is_read_again(tmp_path: Path) -> None:
     assert len(TokenData(lines(path, [row(0)] * 6), held_out=0)) == 6
     with pytest.raises(InputError, match=r"data\.held_out=-1"):
         TokenData(path, held_out=-1)
+
+
+@pytest.mark.field("F80")
+def test_masks_of_numbers_that_are_0_or_1_in_any_type(tmp_path: Path) -> None:
+    clear: list[list[Any]] = [[0.0, 0.0, 1.0, 1.0], [-0.0, 0, True, 1], [False, 0.0, 1, 1.0]]
+    path = lines(tmp_path / "a.jsonl", [row(0, loss_mask=mask) for mask in clear])
+    data = TokenData(path, held_out=0)
+    assert all(data.row(i)[1].tolist() == [False, False, True, True] for i in range(3))
+    other: list[list[Any]] = [
+        [0, 0, 0.5, 1],
+        [0, 0, "1", 1],
+        [0, 0, None, 1],
+        [0, 0, float("nan"), 1],
+    ]
+    data = TokenData(lines(path, [row(0), *(row(0, loss_mask=mask) for mask in other)]), held_out=0)
+    assert data.counts == {"a loss_mask of other values than 0 and 1 (rows 2, 3, 4, 5)": 4}
+
+
+@pytest.mark.field("F80")
+def test_a_held_out_split_without_rows_says_how_to_get_some(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", [row(0)] * 4)
+    for asked in (0, 100):
+        with pytest.raises(
+            InputError, match=f"no rows in split held_out: data.held_out={asked} of 4"
+        ):
+            TokenData(path, held_out=asked, split="held_out")
+    summary = TokenData(path, held_out=100).summary()
+    assert summary.endswith("; data.held_out=100: 0 are held out, a fifth of 4 rows")
+    assert "held_out" not in TokenData(path, held_out=0).summary()

@@ -71,7 +71,10 @@ def test_default_trees_are_cut_to_what_the_drafter_fills(target: Target) -> None
         ("tree.k=4", "the tree"),
         ("final.speed.chain_3.k=5", "final.speed.chain_3"),
         ("final.acceptance.chain_10=${final.speed.chain_5}", "final.acceptance.chain_10"),
-        ("final.speed={chain_5:{k:5}}", "final.speed.chain_3"),
+        ("final.speed={chain_5:{k:5}}", "final.speed.chain_5"),
+        ("final={prompts:2,speed:{chain_4:{k:4}}}", "final.speed.chain_4"),
+        ("+final.speed={mine:${final.speed.chain_5}}", "final.speed.mine"),
+        ("tree={k:4}", "the tree"),
     ],
 )
 def test_a_tree_that_the_command_names_stays_and_is_refused(
@@ -83,6 +86,27 @@ def test_a_tree_that_the_command_names_stays_and_is_refused(
     with pytest.raises(InputError, match=rf"{named}.* deep, this drafter fills"):
         drafter.check(settings.tree)
         settings.final.check(drafter)
+
+
+# Neighbours: a word names what it gives a value to, and nothing next to it.
+
+
+@pytest.mark.field("F95")
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("final={prompts: 2}", "final.prompts=2", "final={}", "final.speed={}", "tree={}"),
+        *("final={speed:{},prompts:2}", "final={speed:{},acceptance:{}}", "final.samples=0"),
+    ],
+)
+def test_a_word_that_names_no_tree_leaves_the_default_ones(target: Target, word: str) -> None:
+    given, overrides = composed(word)
+    drafter = make(Medusa, target, heads=2)
+    settings, said = cut_defaults(given, drafter.max_depth, overrides)
+    drafter.check(settings.tree)
+    settings.final.check(drafter)
+    assert settings.tree == Tree.chain(2) and "chain_4_to_2" in settings.final.acceptance
+    assert "tree (chain 4)" in said and "final.speed.chain_5" in said
 
 
 @pytest.mark.field("F95")

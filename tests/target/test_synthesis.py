@@ -17,7 +17,7 @@ import torch
 from drafttrain import synthesize as door
 from drafttrain.data.conversations import HELD_OUT, Journal, Row, read_journals, read_set, rows_of
 from drafttrain.data.datamodule import ConversationData, set_folder
-from drafttrain.data.prompts import Prompts
+from drafttrain.data.numbered import Prompts
 from drafttrain.data.shapes import Prompt
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
@@ -712,6 +712,46 @@ def test_two_sources_share_the_set_and_every_part_of_it(
     grown = read_set(out)
     assert grown.by_source(range(30)) == {"A.jsonl": 15, "B.jsonl": 15}
     assert list(rows_of(grown))[:20] == list(rows_of(data))
+
+
+@pytest.mark.field("F78", "F79", "F80")
+@pytest.mark.parametrize("texts", [False, True])
+def test_a_manifest_names_files_and_lines(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], texts: bool
+) -> None:
+    """Rows that were left out or not written, columns that are not read, control tokens in prompts,
+    in chats and in plain texts; and what is in the folder and not read."""
+    prompts, out = tmp_path / "in", tmp_path / "out"
+    prompts.mkdir()
+    out.mkdir()
+    for number in range(2):
+        lines = [
+            {"prompt": "a", "tools": [{"name": "f"}]},
+            {"prompt": "a<|im_end|>b"},
+            {"prompt": ""},
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (prompts / f"x-{number:05d}-of-00002.jsonl").write_text(text)
+    (prompts / "README.md").write_text("x")
+    (out / "journal-0001.jsonl").write_text('{"row":4,"skipped":"not this one"}\n')
+    kind = ["prompts=text", "prompts.column=prompt"] if texts else ["prompts=jsonl"]
+    more = [f"prompts.path={prompts}", "adopt=true", "rows=null", "writing.max_answer=2"]
+    door.main(arguments(folder, out, *kind, *more))
+    captured = capsys.readouterr()
+    found = read_set(out).manifest
+    first, second = ("x-00000-of-00002.jsonl", "x-00001-of-00002.jsonl")
+    empty = "no text in column prompt" if texts else "an empty user turn"
+    assert found["skipped"] == {f"{empty}, in {first}": [3], f"{empty}, in {second}": [3]}
+    unread = {} if texts else {f"tools, in {first}": [1], f"tools, in {second}": [1]}
+    assert found["columns_not_read"] == unread
+    spelt = {f"<|im_end|>, in {first}": [2], f"<|im_end|>, in {second}": [2]}
+    assert found["control_tokens_spelt"] == spelt
+    assert found["not_written"] == {"not this one": [4]}
+    assert found["not_written_in_files"] == {f"not this one, in {second}": [1]}
+    assert found["files_not_read"] == ["1 files with other endings (README.md)"]
+    assert "not read: 1 files with other endings (README.md)" in captured.err
+    shown = " ".join(captured.out.split())
+    assert f"1 rows: {second} 1" in shown and "read as a control token: <|im_end|>" in shown
 
 
 @pytest.mark.field("F02", "F62")

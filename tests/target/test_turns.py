@@ -10,7 +10,7 @@ import pytest
 
 from drafttrain.data.conversations import HELD_OUT, Row, read_set, write_set
 from drafttrain.data.datamodule import ConversationData, set_folder
-from drafttrain.data.prompts import Prompts
+from drafttrain.data.numbered import Prompts
 from drafttrain.data.shapes import Prompt
 from drafttrain.data.template import ChatPieces
 from drafttrain.decoding.loop import decode
