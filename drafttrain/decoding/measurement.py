@@ -52,6 +52,8 @@ class Measurement:
     texts."""
     outputs: list[Output] = field(default_factory=list)
     """What was written, one per prompt."""
+    replayed: bool = False
+    """Was it counted on the target's kept answers? Seconds are then no measure of decoding."""
     plain_stages: dict[str, float] = field(default_factory=dict)
     """Wall seconds of plain decoding by stage, where it was timed next to this."""
 
@@ -144,6 +146,7 @@ class Measurement:
             "plain_seconds": dict(self.plain_stages) or None,
             "plain_tokens": sum(self.plain_tokens) or None,
             "prompts": len(self.tallies),
+            "replayed": self.replayed,
             "rounds": tally.rounds,
             "same_as_plain": self.same_as_plain,
             "guarantee": self.guarantee or plan.guarantee,

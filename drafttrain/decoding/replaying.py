@@ -1,0 +1,90 @@
+"""Acceptance at temperature 0 from the target's kept answers, in a fraction of decoding's time.
+
+The counts are those of real decoding, one by one, in float32. In lower precision products of
+another shape are rounded otherwise, and where two logits nearly tie real decoding may go on with
+another text: counts differ by about one in a hundred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from drafttrain.decoding.measure import Measurement, Prompts, Watch, measure_acceptance, unwatched
+from drafttrain.decoding.plan import Plan
+from drafttrain.drafter.base import Drafter
+from drafttrain.errors import InputError
+from drafttrain.flow import Needs
+from drafttrain.target.model import Target
+from drafttrain.target.replay import Answers, Replay, keep
+
+
+def obstacle(drafter: Drafter, plan: Plan) -> str | None:
+    """Why acceptance can be measured only by decoding; None where answers can stand in."""
+    if not plan.policy.greedy:
+        return f"at temperature {plan.policy.temperature:g} what is written is drawn"
+    if plan.policy.processes:
+        return "the policy's processors read the target's logits"
+    if drafter.runs_target:
+        return f"{type(drafter).__name__} drafts with layers of the target, which must run"
+    return None
+
+
+class Replays:
+    """The stand-ins of one target for some prompts; their features are read once for all drafters
+    that need the same."""
+
+    def __init__(self, target: Target, answers: Answers) -> None:
+        self.target, self.answers = target, answers
+        self._made: Replay | None = None
+
+    def of(self, needs: Needs) -> Replay:
+        """The stand-in with these features, and those that it had before."""
+        if self._made is None:
+            self._made = Replay(self.target, keep(self.target, self.answers, needs))
+        elif not self._made.serves(needs):
+            had = self._made.kept
+            wider = Needs(
+                last_hidden=needs.last_hidden or had.hidden.shape[-1] > 0,
+                layers=tuple(sorted({*needs.layers, *had.layers})),
+            )
+            self._made = None  # Its features need not be held while others are read.
+            self._made = Replay(self.target, keep(self.target, self.answers, wider))
+        return self._made
+
+
+def replay_acceptance(
+    replay: Replay,
+    drafter: Drafter,
+    prompts: Prompts,
+    plan: Plan,
+    *,
+    max_new_tokens: int,
+    batch: int = 16,
+    stop_ids: Sequence[int] | None = None,
+    watch: Watch = unwatched,
+) -> Measurement:
+    """`measure_acceptance` without the target's passes.
+
+    Raises: InputError for a plan or drafter that must be decoded, features that the drafter needs
+        and that were not kept, and answers that lack or are too short.
+    """
+    reason = obstacle(drafter, plan)
+    if reason is None and not replay.serves(drafter.needs):
+        needs = drafter.needs
+        wanted = ["the last hidden state"] if needs.last_hidden else []
+        wanted += [f"layer {layer}" for layer in needs.layers]
+        reason = f"{type(drafter).__name__} reads {', '.join(wanted)}, which was not all kept"
+    if reason := reason or replay.lacks(prompts, max_new_tokens, stop_ids):
+        raise InputError(f"acceptance cannot be replayed: {reason}")
+    found = measure_acceptance(
+        replay,
+        drafter,
+        prompts,
+        plan,
+        max_new_tokens=max_new_tokens,
+        batch=batch,
+        stop_ids=stop_ids,
+        watch=watch,
+    )
+    return replace(found, replayed=True)
