@@ -46,7 +46,7 @@ def test_they_end_at_a_stop_token_or_with_the_context():
     target.model.generation_config.eos_token_id = stop
     found = answers.write(target, PROMPTS, 12)
     for prompt, answer in found.items():
-        assert answer.ended and (answer.ids[-1] == stop or len(prompt) + len(answer.ids) == 8)
+        assert answer.ended and (answer.ids[-1] in target.stop_ids or len(prompt) + len(answer.ids) == 8)
     with pytest.raises(InputError, match="prompt 0 has 8 tokens"):
         answers.write(target, [[1] * 8], 2)
 
@@ -127,7 +127,7 @@ def test_every_turn_of_a_greedy_row_is_known(tmp_path):
 def test_a_folder_that_lacks_answers_is_refused(tmp_path):
     target = target_of()
     set_of(tmp_path / "set", target, temperature=0.7)
-    with pytest.raises(InputError, match="to 2 of 4 prompts: write them with .*temperatures"):
+    with pytest.raises(InputError, match="to 2 of 4 prompts: write them with"):
         answers.in_folder(tmp_path / "set", target, [*PROMPTS[:3], PROMPTS[0]], 6)
     with pytest.raises(InputError, match="1 of 1 prompts, 1 of them shorter than 9 tokens"):
         answers.in_folder(tmp_path / "set", target, PROMPTS[:1], 9)
