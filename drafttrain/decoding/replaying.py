@@ -7,16 +7,21 @@ another text: counts differ by about one in a hundred.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
+from typing import Any
 
+from drafttrain.data.conversations import ConversationSet
 from drafttrain.decoding.measure import Measurement, Prompts, Watch, measure_acceptance, unwatched
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.flow import Needs
+from drafttrain.target import answers, fingerprint
 from drafttrain.target.model import Target
-from drafttrain.target.replay import Answers, Replay, keep
+from drafttrain.target.replay import Answer, Answers, Replay, keep
 
 
 def obstacle(drafter: Drafter, plan: Plan) -> str | None:
@@ -32,11 +37,20 @@ def obstacle(drafter: Drafter, plan: Plan) -> str | None:
 
 class Replays:
     """The stand-ins of one target for some prompts; their features are read once for all drafters
-    that need the same."""
+    that need the same.
 
-    def __init__(self, target: Target, answers: Answers) -> None:
-        self.target, self.answers = target, answers
+    Args:
+        answers: gives the target's answers, at the first time that they are needed.
+    """
+
+    def __init__(self, target: Target, answers: Callable[[], Answers]) -> None:
+        self.target, self._answers = target, answers
         self._made: Replay | None = None
+
+    @cached_property
+    def answers(self) -> Answers:
+        """Of all prompts."""
+        return self._answers()
 
     def of(self, needs: Needs) -> Replay:
         """The stand-in with these features, and those that it had before."""
@@ -51,6 +65,12 @@ class Replays:
             self._made = None  # Its features need not be held while others are read.
             self._made = Replay(self.target, keep(self.target, self.answers, wider))
         return self._made
+
+    def measure(
+        self, drafter: Drafter, prompts: Prompts, plan: Plan, **settings: Any
+    ) -> Measurement:
+        """See `replay_acceptance`."""
+        return replay_acceptance(self.of(drafter.needs), drafter, prompts, plan, **settings)
 
 
 def replay_acceptance(
@@ -88,3 +108,36 @@ def replay_acceptance(
         watch=watch,
     )
     return replace(found, replayed=True)
+
+
+def answered(
+    target: Target,
+    prompts: Prompts,
+    limit: int,
+    *,
+    rows: ConversationSet | None,
+    say: Callable[[str], None],
+    watch: Watch = unwatched,
+) -> Answers:
+    """The target's answers to all prompts: out of a set that holds them, or of the cache folder,
+    where those that lack are written.
+
+    Args:
+        limit: new tokens of an answer.
+        rows: a set, some of whose rows may be this target's at temperature 0, in this dtype.
+    """
+    began, known = time.monotonic(), dict[tuple[int, ...], Answer]()
+    if rows is not None and fingerprint.same(
+        rows.manifest["target"]["fingerprint"], target.fingerprint
+    ):
+        known = answers.of_set(rows, target, "the set")
+    ready = [p for p in map(tuple, prompts) if p in known and known[p].covers(limit)]
+    where = "the set's own rows"
+    if len(ready) < len(prompts):
+        known, folder = answers.cached(target, prompts, limit, known=known, watch=watch)
+        where = f"{folder}, {time.monotonic() - began:.0f} s"
+    dtype, near = str(target.dtype).removeprefix("torch."), ""
+    if dtype not in ("float32", "float64"):
+        near = f"; in {dtype} near ties may fall otherwise than by decoding, about one in a hundred"
+    say(f"acceptance is counted on the target's answers to {len(prompts)} prompts ({where}){near}")
+    return known

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from drafttrain.data.conversations import ConversationSet, Row, read_set, rows_of, write_set
@@ -20,12 +20,14 @@ from drafttrain.target.embedded import cache_dir
 from drafttrain.target.model import Target
 from drafttrain.target.replay import Answer, Answers
 
-Report = Callable[[int, int], None]
-"""(prompts answered, prompts in all)"""
+SLOTS = 16
+"""Prompts answered at the same time."""
+Watch = Callable[[Sequence[int], str], Iterable[int]]
+"""(items, what is done) -> the items, shown to a person as they are worked through."""
 
 
-def _say_nothing(_done: int, _total: int) -> None:
-    pass
+def _unwatched(items: Sequence[int], _what: str) -> Iterable[int]:
+    return items
 
 
 def write(
@@ -33,14 +35,13 @@ def write(
     prompts: Sequence[Sequence[int]],
     limit: int,
     *,
-    slots: int = 16,
-    report: Report = _say_nothing,
+    slots: int = SLOTS,
+    watch: Watch = _unwatched,
 ) -> Answers:
     """Let the target answer, at temperature 0.
 
     Args:
         limit: new tokens per answer, a stop token included; its context may hold fewer.
-        slots: prompts answered at the same time.
     Raises: InputError for a prompt that is empty or leaves no room in the context, and for values
         of the target that are not finite.
     """
@@ -51,7 +52,18 @@ def write(
                 f"prompt {number} has {len(prompt)} tokens; an answer needs at least 1, and room "
                 f"in the target's context of {target.context_words}"
             )
-    found: Answers = {}
+    written = _written(target, wanted, limit, slots)
+    found = dict(next(written) for _ in watch(range(len(wanted)), "prompts answered"))
+    return {prompt: found[prompt] for prompt in wanted}
+
+
+def _written(
+    target: Target, prompts: Sequence[tuple[int, ...]], limit: int, slots: int
+) -> Iterator[tuple[tuple[int, ...], Answer]]:
+    """Prompts with their answers, in the order in which these end."""
+    if not prompts:
+        return
+    ended: list[tuple[tuple[int, ...], Answer]] = []
 
     def script(number: int, prompt: tuple[int, ...]) -> generation.Script:
         room = min(limit, target.context - len(prompt))
@@ -59,15 +71,14 @@ def write(
             ids = yield generation.Segment(list(prompt), room, Policy(), target.stop_ids)
         except NotFinite as error:
             raise finite.fault(target, error.ids, f"prompt {number}") from error
-        found[prompt] = _answer(target, prompt, ids)
-        report(len(found), len(wanted))
+        ended.append((prompt, _answer(target, prompt, ids)))
 
-    scripts = ((script(n, prompt), random.Random(0)) for n, prompt in enumerate(wanted))
-    if wanted:
-        capacity = max(map(len, wanted)) + limit + 2
-        for _ in generation.run(target, scripts, slots=min(slots, len(wanted)), capacity=capacity):
-            pass
-    return {prompt: found[prompt] for prompt in wanted}
+    scripts = ((script(n, prompt), random.Random(0)) for n, prompt in enumerate(prompts))
+    capacity = max(map(len, prompts)) + limit + 2
+    for _ in generation.run(target, scripts, slots=min(slots, len(prompts)), capacity=capacity):
+        yield from ended
+        ended.clear()
+    yield from ended
 
 
 def _answer(target: Target, prompt: Sequence[int], ids: Sequence[int]) -> Answer:
@@ -127,8 +138,8 @@ def cached(
     limit: int,
     *,
     known: Answers | None = None,
-    slots: int = 16,
-    report: Report = _say_nothing,
+    slots: int = SLOTS,
+    watch: Watch = _unwatched,
 ) -> tuple[Answers, Path]:
     """The answers to some prompts, written on the first call and read from the cache folder on
     later ones; and where they lie.
@@ -145,7 +156,7 @@ def cached(
             pass  # Damaged, or of an earlier version: it is written again.
     here = {p: a for p, a in (known or {}).items() if a.covers(limit)}
     missing = [prompt for prompt in wanted if prompt not in here]
-    here |= write(target, missing, limit, slots=slots, report=report)
+    here |= write(target, missing, limit, slots=slots, watch=watch)
     answers = {prompt: _cut(here[prompt], limit) for prompt in wanted}
     save(folder, target, answers, limit)
     return answers, folder

@@ -6,12 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from drafttrain.checks import integer, shown
+from drafttrain.checks import integer, path_of, shown
 from drafttrain.errors import InputError
 from drafttrain.tree.topology import Growth
 
 if TYPE_CHECKING:
     from drafttrain.drafter.base import Drafter
+
+
+DECODED = 16
+"""Prompts that an evaluation decodes where none are named and acceptance cannot be replayed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +24,18 @@ class EvalConfig:
 
     every: int | None
     """Updates between evaluations; None evaluates only at the end."""
-    prompts: int
-    """Held-out prompts to decode, shared out over the processes; 0 measures nothing."""
+    prompts: int | None
+    """Held-out prompts that acceptance is measured on, shared out over the processes; 0 measures
+    nothing, None takes all where it is replayed, and `DECODED` where it must be decoded."""
+    replay: bool
+    """Count acceptance on the target's kept answers, where they can stand in for it? False decodes
+    at every evaluation."""
+    answers: str | None
+    """Folder of a conversation set with the target's answers at temperature 0; None: those of the
+    run's own set that are such, and others written once into the cache folder."""
+    checked: int
+    """Prompts that are really decoded at every evaluation where acceptance is replayed, to compare
+    the counts; others each time."""
     max_new_tokens: int
     batch: int
     """Prompts decoded at once."""
@@ -33,14 +47,24 @@ class EvalConfig:
     speed_every: int | None
     """Measure speed at every n-th evaluation and at the end; None is only at the end."""
     patience: int | None
-    """Evaluations without a better val/tau after which the run ends; None never ends it."""
+    """Evaluations without a better val/tau, beyond its noise, after which the run ends; None never
+    ends it."""
     turns: int | None = None
     """Of a held-out conversation, decoded here and at the end of the run; None is all."""
 
     def __post_init__(self) -> None:
-        least = {"prompts": 0, "max_new_tokens": 1, "batch": 1, "sim_rows": 0, "speed_prompts": 0}
+        least = {"checked": 0, "max_new_tokens": 1, "batch": 1, "sim_rows": 0, "speed_prompts": 0}
         for name, low in least.items():
             integer(f"eval.{name}", getattr(self, name), low)
+        integer("eval.prompts", self.prompts, 0, null="all")
+        if type(self.replay) is not bool:
+            raise InputError(f"eval.replay={shown(self.replay)}: give true or false")
+        if self.answers is not None:
+            path_of("eval.answers", self.answers)
+            if not self.replay:
+                raise InputError(
+                    "eval.answers is read where eval.replay=true: leave one of them out"
+                )
         never = {"every": "only at the end", "speed_every": "only at the end", "patience": "never"}
         never["turns"] = "all"
         for name, null in never.items():

@@ -51,7 +51,7 @@ def counts(outputs, tally):
 def both(target, drafter, plan, limit=24, **settings):
     """What decoding counts, and what replaying counts."""
     known = answers.write(target, PROMPTS, limit)
-    replay = Replays(target, known).of(drafter.needs)
+    replay = Replays(target, lambda: known).of(drafter.needs)
     assert replay.lacks(PROMPTS, limit, None) is None
     settings = {"max_new_tokens": limit, **settings}
     real = decode(target, drafter, PROMPTS, plan, **settings)
@@ -114,7 +114,9 @@ def test_a_text_that_ends_with_the_context():
 
 def test_answers_that_go_on_past_the_limit():
     drafter = build("eagle1", target_of())
-    replay = Replays(drafter.target, answers.write(drafter.target, PROMPTS, 30)).of(drafter.needs)
+    replay = Replays(drafter.target, lambda: answers.write(drafter.target, PROMPTS, 30)).of(
+        drafter.needs
+    )
     plan = Plan(Tree.chain(3))
     for limit in (4, 9):
         real = decode(drafter.target, drafter, PROMPTS, plan, max_new_tokens=limit)
@@ -127,7 +129,7 @@ def test_measurements_agree_in_batches_and_with_memory():
     target = target_of()
     for name in ("eagle1", "suffix"):
         drafter = build(name, target)
-        replays = Replays(target, answers.write(target, PROMPTS, 20))
+        replays = Replays(target, lambda: answers.write(target, PROMPTS, 20))
         for batch in (1, 2, 5):
             settings = {"max_new_tokens": 20, "batch": batch}
             plan = Plan(Tree.chain(3))
@@ -143,7 +145,7 @@ def test_measurements_agree_in_batches_and_with_memory():
 
 def test_features_are_read_once_for_all_that_need_the_same(monkeypatch):
     target = target_of()
-    replays = Replays(target, answers.write(target, PROMPTS, 5))
+    replays = Replays(target, lambda: answers.write(target, PROMPTS, 5))
     first = replays.of(Needs(last_hidden=True))
     assert replays.of(Needs()) is first and replays.of(Needs(last_hidden=True)) is first
     wider = replays.of(Needs(layers=(1,)))
@@ -172,7 +174,7 @@ def test_the_features_are_those_of_decoding():
 def test_no_pass_of_the_target(monkeypatch):
     drafter = build("eagle1", target_of())
     target = drafter.target
-    replay = Replays(target, answers.write(target, PROMPTS, 12)).of(drafter.needs)
+    replay = Replays(target, lambda: answers.write(target, PROMPTS, 12)).of(drafter.needs)
 
     def run(*_args, **_kwargs):
         raise AssertionError("a layer of the target ran")
@@ -204,10 +206,10 @@ def refused(match, replay, drafter, prompts=PROMPTS, **settings):
 def test_answers_that_do_not_serve_are_refused():
     target = target_of()
     drafter, known = build("eagle1", target), answers.write(target, PROMPTS, 6)
-    replay = Replays(target, known).of(drafter.needs)
+    replay = Replays(target, lambda: known).of(drafter.needs)
     refused("1 of 6 prompts have no answer", replay, drafter, [*PROMPTS, [7, 7]])
     refused("5 of 5 answers are shorter than 7", replay, drafter, max_new_tokens=7)
-    refused("reads the last hidden state", Replays(target, known).of(Needs()), drafter)
+    refused("reads the last hidden state", Replays(target, lambda: known).of(Needs()), drafter)
     ends = dataclasses.replace(replay.kept, answers=known)
     target.model.generation_config.eos_token_id = [4]
     refused("own stop tokens", Replay(target, ends), drafter, stop_ids=())
@@ -223,7 +225,7 @@ def test_an_answer_says_whether_it_is_complete():
 def test_several_heads_and_layers_share_one_set_of_answers():
     target = target_of()
     torch.manual_seed(0)
-    replays = Replays(target, answers.write(target, PROMPTS, 10))
+    replays = Replays(target, lambda: answers.write(target, PROMPTS, 10))
     for kind in (Eagle1, Medusa):
         drafter = drafters.make(kind, target).eval()
         plan = Plan(Tree.chain(2))

@@ -46,18 +46,23 @@ def test_they_end_at_a_stop_token_or_with_the_context():
     target.model.generation_config.eos_token_id = stop
     found = answers.write(target, PROMPTS, 12)
     for prompt, answer in found.items():
-        assert answer.ended and (answer.ids[-1] in target.stop_ids or len(prompt) + len(answer.ids) == 8)
+        assert answer.ended and (
+            answer.ids[-1] in target.stop_ids or len(prompt) + len(answer.ids) == 8
+        )
     with pytest.raises(InputError, match="prompt 0 has 8 tokens"):
         answers.write(target, [[1] * 8], 2)
 
 
 def test_they_are_written_once_and_read_afterwards(cache, monkeypatch):
     target = target_of()
-    reports = []
-    first, folder = answers.cached(
-        target, PROMPTS, 6, report=lambda done, total: reports.append((done, total))
-    )
-    assert folder.parent == cache and reports[-1] == (3, 3)
+    shown = []
+
+    def watch(items, what):
+        shown.append((len(items), what))
+        return items
+
+    first, folder = answers.cached(target, PROMPTS, 6, watch=watch)
+    assert folder.parent == cache and shown == [(3, "prompts answered")]
     assert read_set(folder).manifest["target"]["fingerprint"] == target.fingerprint
     monkeypatch.setattr(answers, "write", lambda *_, **__: pytest.fail("written again"))
     again, same = answers.cached(target, PROMPTS, 6)
