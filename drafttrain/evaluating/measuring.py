@@ -69,7 +69,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """The rows of plans of one policy, the first of which is plain decoding."""
     timed = prompts[: asked.speed_prompts]
-    common = {"max_new_tokens": asked.max_new_tokens, "seed": asked.seed}
+    common: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "seed": asked.seed}
     at = f"temperature {plans[0].policy.temperature:g}"
     speeds: list[Measurement | None] = [None] * len(plans)
     if timed:

@@ -96,8 +96,8 @@ class DecodeCallback(Callback):
     `val/speedup`; for every further plan the same under `val/<name>/`. Where the speculator has the
     target's answers, these are counted on them (`decoding.replaying`), and some prompts are really
     decoded, others each time: `val/replay_differs` of them counted otherwise. Where prompts are
-    decoded, `val/seconds_<stage>` too. From teacher-forced passes it logs `sim/loss`, `sim/tau`, and
-    `sim/<part>` for every part of the drafter's loss, `sim/accuracy` included. What could not
+    decoded, `val/seconds_<stage>` too. From teacher-forced passes it logs `sim/loss`, `sim/tau`,
+    and `sim/<part>` for every part of the drafter's loss, `sim/accuracy` included. What could not
     be measured is left out: never NaN, never 0.
 
     `sim/tau`: 1 + the mean number of consecutive right guesses, up to the depth of the first plan's
@@ -149,6 +149,11 @@ class DecodeCallback(Callback):
         """By the last evaluation, with the first plan."""
         self.seconds = 0.0
         """Wall seconds spent here so far."""
+
+    @property
+    def tau(self) -> float | None:
+        """Of the last evaluation, by the first plan; None where it could not be measured."""
+        return self.found and self.found.tally.tau
 
     @property
     def measures(self) -> str:

@@ -46,8 +46,8 @@ class Keeper(Callback):
     """Writes checkpoints, remembers the best, ends a run without progress, and stops it cleanly on
     a signal.
 
-    Best is by `decode.found`, where it could be measured, see `_judge`. SIGTERM and the first Ctrl-C
-    write `last.ckpt` at once, as of the last update, since an update or an evaluation may
+    Best is by `decode.found`, where it could be measured, see `_judge`. SIGTERM and the first
+    Ctrl-C write `last.ckpt` at once, as of the last update, since an update or an evaluation may
     take longer than the sender waits; then they let the update that is being made finish, write
     again and end the run. Where processes share the weights among them, nothing is written before
     that.
@@ -142,7 +142,7 @@ class Keeper(Callback):
         ):
             return
         self._looked_at, written = decode.measured_at, False
-        if decode.found is not None and (tau := decode.found.tally.tau) is not None:
+        if decode.found is not None and (tau := decode.tau) is not None:
             if self._judge(decode.found.counts):
                 self.best, self.best_update = tau, module.updates
                 self._write(trainer, module, BEST)
@@ -294,7 +294,7 @@ class Keeper(Callback):
         self.without_progress = state_dict["without_progress"]
         # What was measured otherwise cannot be compared prompt by prompt.
         if self.decode is not None and state_dict.get("measures") == self.decode.measures:
-            self._peak, self._progress = state_dict["peak"], state_dict["progress"]
+            self._peak, self._progress = (state_dict.get(name) for name in ("peak", "progress"))
 
 
 def _surely_above(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> bool:
