@@ -28,7 +28,7 @@ from tests.helpers import file_limit
 from tests.messages import said
 from tests.training.parts import Scripted, Watch, fit, keeper, module_for, same, weights_of
 
-MEASURED = {"measured_at": 1, "evaluations": 1, "tau": 1.5, "seconds": 0.5}
+MEASURED = {"measured_at": 1, "evaluations": 1, "seconds": 0.5}
 
 
 def of_one_update(
@@ -474,7 +474,7 @@ def test_what_a_run_cannot_go_on_from_is_refused(
             said("training.odd_measurement"),
         ),
         (
-            lambda state: state.update(decode={**MEASURED, "tau": "much"}),
+            lambda state: state.update(decode={**MEASURED, "evaluations": "much"}),
             said("training.odd_measurement"),
         ),
         (
