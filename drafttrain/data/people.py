@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 import random
 import re
@@ -67,6 +68,8 @@ class Kind:
     numbers: dict[str, range]
     verbatim: frozenset[str]
     """Gaps whose text no voice changes."""
+    english: bool = True
+    """Are all requests in English? Others get no English greeting."""
 
     def side(self, held_out: bool) -> tuple[list[str], list[str]]:
         """Patterns and follow-ups of one side of the split."""
@@ -137,7 +140,7 @@ def _cut(text: str, start: int, end: int, quoted: Sequence[tuple[int, int]]) -> 
     edges = sorted({start, end, *(edge for span in quoted for edge in span if start < edge < end)})
     return [
         (text[a:b], any(first <= a < last for first, last in quoted))
-        for a, b in zip(edges, edges[1:], strict=False)
+        for a, b in itertools.pairwise(edges)
     ]
 
 
@@ -176,9 +179,7 @@ def catalogue() -> tuple[dict[str, Kind], str]:
         digest.update(path.name.encode() + b"\0" + content + b"\0")
         found[path.stem] = yaml.load(content, Loader=loader)
     shared = [part for name, part in found.items() if "kind" not in part or name == "passages"]
-    kinds = {
-        name: _kind(part, shared) for name, part in found.items() if part.get("kind") in KINDS
-    }
+    kinds = {name: _kind(part, shared) for name, part in found.items() if part.get("kind") in KINDS}
     return {name: kinds[name] for name in KINDS if name in kinds}, digest.hexdigest()
 
 
@@ -201,6 +202,7 @@ def _kind(part: dict[str, Any], shared: list[dict[str, Any]]) -> Kind:
         slots,
         numbers,
         frozenset(verbatim),
+        part.get("english", True),
     )
 
 
@@ -334,7 +336,7 @@ class Drawing:
             held_out = settings.apart(row)
             found.rows.append((row, None if name == TALK else self.draw(name, held_out, number)))
         if self.redrawn:
-            found.notes.append(f"{self.redrawn} prompts were drawn again: they had come before")
+            found.notes.append(f"{self.redrawn} prompts had come before and were drawn again")
         for name, patterns in self.used_up.items():
             found.notes.append(
                 f"{name}: {len(patterns)} patterns give no prompt that had not come before; other "
@@ -362,9 +364,9 @@ class Drawing:
                 parts = filled.parts(pattern)
                 text = "".join(text for text, _ in parts)
                 if text in self.seen:
-                    self.redrawn += 1
                     continue
                 self.seen.add(text)
+                self.redrawn += attempt > 0
                 return self.said(filled, parts, follow_ups)
             self.used_up.setdefault(name, set()).add(pattern)
             spent = self.used_up[name]
@@ -377,6 +379,9 @@ class Drawing:
         """All user turns, in one voice."""
         chance = filled.chance
         voice = chance.choice(self.settings.voices)
+        if voice == "polite" and not filled.kind.english:
+            voice = "plain"
         more = chance.sample(follow_ups, chance.choice(self.settings.turns) - 1)
-        turns = [parts, *(filled.parts(pattern) for pattern in more)]
-        return Prompt(tuple(spoken(turn, voice, chance) for turn in turns))
+        turns = [spoken(parts, voice, chance)]
+        turns += [spoken(filled.parts(pattern), voice, chance, later=True) for pattern in more]
+        return Prompt(tuple(turns))

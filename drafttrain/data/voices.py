@@ -35,7 +35,7 @@ _NEAR = {
     "j": "k", "k": "l", "l": "k", "m": "n", "n": "m", "o": "p", "p": "o", "q": "w", "r": "t",
     "s": "d", "t": "r", "u": "i", "v": "b", "w": "e", "x": "c", "y": "u", "z": "x",
 }  # fmt: skip
-_HELLO = ("Hello! ", "Hi there, ", "Good morning. ", "Hi! ", "Hello, I hope you can help me. ")
+_HELLO = ("Hello! ", "Hi there! ", "Good morning. ", "Hi! ", "Hello, I hope you can help me. ")
 _BYE = (
     " Thank you!",
     " Thanks in advance.",
@@ -155,6 +155,14 @@ VOICES: dict[str, Callable[[list[Part], random.Random], list[Part]]] = {
 }
 
 
-def spoken(parts: list[Part], voice: str, chance: random.Random) -> str:
-    """A request in a voice. Args: parts: at least one."""
+def spoken(parts: list[Part], voice: str, chance: random.Random, *, later: bool = False) -> str:
+    """A request in a voice.
+
+    Args:
+        parts: at least one.
+        later: whether it is a later turn, which nobody greets in.
+    """
+    if later and voice == "polite":
+        parts = _at_ends(parts, last=lambda text: text + chance.choice(("", *_BYE)))
+        voice = "plain"
     return "".join(text for text, _ in VOICES[voice](parts, chance)).strip()
