@@ -67,6 +67,8 @@ from drafttrain.wiring.building import build
 
 HELD_OUT_SHARE = 5
 """At most one row in five is held out."""
+MOST_CATEGORIES = 1000
+"""Of a set."""
 
 
 @dataclass(frozen=True)
@@ -363,16 +365,26 @@ def finish(job: Job, tokenizer: Any, speed: float | None) -> None:
         },
         held_out=apart,
         sources={row.row: prompts.origin[row.row][0] for row in rows if prompts.origin},
-        categories=prompts.category,
+        categories=categories(prompts),
     )
     if not job.settings.keep_journal:
         folder.clear()
     report(folder, manifest, rows, job, speed)
     wanted = job.settings.held_out
     if len(apart) < wanted:
-        fifth = f"more than a fifth of {len(rows)} rows"
-        why = f"is {fifth}" if wanted > len(rows) // HELD_OUT_SHARE else "less those left out"
+        why = f"is more than a fifth of {len(rows)} rows"
+        if job.prompts.apart is not None:
+            why = "asks for every fifth row, less those left out"
         say(f"held_out={wanted} {why}: {len(apart)} are held out")
+
+
+def categories(prompts: Prompts) -> dict[int, str]:
+    """Kinds of task by row; none where there are too many to be kinds."""
+    count = len(set(prompts.category.values()))
+    if count > MOST_CATEGORIES:
+        say(f"{count} categories, more than {MOST_CATEGORIES}: they are not kept with the rows")
+        return {}
+    return prompts.category
 
 
 def kept_apart(job: Job, rows: list[Row]) -> set[int]:

@@ -37,6 +37,7 @@ SHAPES = (
 _PROMPTS = ("conversations", "messages", "prompt", "turns", "instruction")
 CATEGORIES = ("category", "task")
 """Columns that name a row's kind of task; the first that has a value counts."""
+_LONGEST_CATEGORY = 60
 COLUMNS = (*_PROMPTS, "input", "system", *OF_TEMPLATE)
 _USER = {"user", "human", "prompter"}
 _ASSISTANT = {"assistant", "gpt", "model", "bot", "chatgpt", "bard", "bing"}
@@ -216,11 +217,13 @@ def reads(columns: dict[str, str]) -> set[str]:
 
 
 def category_of(row: Any) -> str:
-    """The kind of task that a row names; empty where it names none."""
+    """The kind of task that a row names; empty where it names none. A long text, or one of several
+    lines, is a task itself and no name of a kind."""
     for name in CATEGORIES:
         value = row.get(name) if isinstance(row, dict) else None
-        if isinstance(value, str) and value.strip():
-            return value.strip()
+        text = value.strip() if isinstance(value, str) else ""
+        if 0 < len(text) <= _LONGEST_CATEGORY and text.isprintable():
+            return text
     return ""
 
 
