@@ -23,10 +23,12 @@ from drafttrain.checks import MOST, integer, pasted, path_of, shown
 from drafttrain.data.conversations import sha256_of
 from drafttrain.data.row_files import file_rows
 from drafttrain.data.shapes import (
+    CATEGORIES,
     SHAPES,
     Prompt,
     UnknownShape,
     Unusable,
+    category_of,
     check_unicode,
     named,
     parse,
@@ -71,6 +73,12 @@ class Prompts:
     origin: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Where there are several sources: the source of every row, those after the limit too, and its
     number in it."""
+    category: dict[int, str] = field(default_factory=dict)
+    """The kind of task of a row, where it is named."""
+    apart: Callable[[int], bool] | None = None
+    """Whether a row is held out, where the source decides it; else the first rows are."""
+    notes: list[str] = field(default_factory=list)
+    """What a person should know of how the rows were made."""
 
     @property
     def texts(self) -> bool:
@@ -214,7 +222,7 @@ class TextFile(PromptFile):
             raise InputError(f"prompts.column={shown(self.column)}: needs the name of a column")
 
     def reads(self) -> set[str]:
-        return {self.column}
+        return {self.column, *CATEGORIES}
 
     def parse(self, row: Any) -> Prompt:
         text = row.get(self.column) if isinstance(row, dict) else row
@@ -367,6 +375,8 @@ def joined(
             found.skipped.append(dataclasses.replace(skipped[name][number], source=name))
         else:
             found.rows.append((row, prompts[name][number]))
+            if number in parts[name].category:
+                found.category[row] = parts[name].category[number]
     found.first_keys = next((part.first_keys for part in parts.values() if part.first_keys), ())
     return found
 
@@ -457,6 +467,9 @@ def _collect(
                 found.first_keys = found.first_keys or tuple(map(str, row))
             found.rows.append((number, parse(row)))
             shaped = True
+            category = category_of(row)
+            if category:
+                found.category[number] = category
         except UnknownShape as error:
             unknown = unknown or row
             found.skipped.append(Skipped(number, error.reason))
