@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from drafttrain.data.conversations import ConversationSet
@@ -141,3 +142,29 @@ def answered(
         near = f"; in {dtype} near ties may fall otherwise than by decoding, about one in a hundred"
     say(f"acceptance is counted on the target's answers to {len(prompts)} prompts ({where}){near}")
     return known
+
+
+def asked_replays(
+    target: Target,
+    prompts: Prompts,
+    limit: int,
+    folder: str | None,
+    *,
+    rows: ConversationSet | None = None,
+    say: Callable[[str], None],
+    watch: Watch = unwatched,
+) -> Replays:
+    """The stand-ins for some prompts. Answers are written when they are first needed.
+
+    Args:
+        limit: new tokens of an answer.
+        folder: a set that holds the answers; None: as `answered` finds them.
+        rows: the set that the prompts are of, where they are of one.
+    Raises: InputError for a folder that does not serve.
+    """
+    if folder is not None:
+        known = answers.in_folder(Path(folder).expanduser(), target, prompts, limit)
+        return Replays(target, lambda: known)
+    return Replays(
+        target, lambda: answered(target, prompts, limit, rows=rows, say=say, watch=watch)
+    )

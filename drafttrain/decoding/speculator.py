@@ -137,6 +137,12 @@ class Speculator:
         known = self.replays is not None and plan.tree.size > 0
         return known and obstacle(self.drafter, plan) is None
 
+    def stand_in(self, plan: Plan) -> Target:
+        """What the plan's acceptance is counted on: the target, or its answers."""
+        if self.replays is None or not self.replays_plan(plan):
+            return self.target
+        return self.replays.of(self.drafter.needs)
+
     def measure_acceptance(
         self, prompts: Prompts, plan: Plan | None = None, *, decoding: bool = False, **settings: Any
     ) -> Measurement:

@@ -153,7 +153,7 @@ class DecodeCallback(Callback):
     @property
     def tau(self) -> float | None:
         """Of the last evaluation, by the first plan; None where it could not be measured."""
-        return self.found and self.found.tally.tau
+        return None if self.found is None else self.found.tally.tau
 
     @property
     def measures(self) -> str:

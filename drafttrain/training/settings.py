@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from drafttrain.checks import integer, path_of, shown
+from drafttrain.checks import integer, replay_words, shown
 from drafttrain.errors import InputError
 from drafttrain.tree.topology import Growth
 
@@ -57,14 +57,7 @@ class EvalConfig:
         for name, low in least.items():
             integer(f"eval.{name}", getattr(self, name), low)
         integer("eval.prompts", self.prompts, 0, null="all")
-        if type(self.replay) is not bool:
-            raise InputError(f"eval.replay={shown(self.replay)}: give true or false")
-        if self.answers is not None:
-            path_of("eval.answers", self.answers)
-            if not self.replay:
-                raise InputError(
-                    "eval.answers is read where eval.replay=true: leave one of them out"
-                )
+        replay_words(self.replay, self.answers, "eval.")
         never = {"every": "only at the end", "speed_every": "only at the end", "patience": "never"}
         never["turns"] = "all"
         for name, null in never.items():
