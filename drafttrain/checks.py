@@ -149,3 +149,18 @@ def check_ids(given: object, vocab_size: int | None = None) -> None:
         if token <= before:
             raise InputError(f"drafter.draft_ids holds {token} after {before}: {needs}")
         before = token
+
+
+def replay_words(replay: object, folder: object, where: str = "") -> None:
+    """Raise InputError for settings that do not say whether, and on which answers, acceptance is
+    counted.
+
+    Args:
+        where: what the settings' names begin with.
+    """
+    switch(f"{where}replay", replay)
+    if folder is None:
+        return
+    path_of(f"{where}answers", folder)
+    if not replay:
+        raise InputError(f"{where}answers is read with {where}replay=true: leave one of them out")

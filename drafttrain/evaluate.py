@@ -1,8 +1,9 @@
 """Measure a package: acceptance, speed against plain decoding, guarantee, for chains and trees,
 greedy and sampled.
 
-Every number comes from really decoding. Acceptance is counted over all prompts, decoded in batches;
-speed over some of them, one at a time, interleaved with plain decoding of the same prompts. The
+Acceptance is counted over all prompts: at temperature 0 on the target's kept answers, which gives
+the counts of decoding in a fraction of its time, above it by decoding in batches. Speed is measured
+by decoding some of them one at a time, interleaved with plain decoding of the same prompts. The
 table goes to the console, to evaluation.json (the form of a package's metrics.json) and, as a
 picture, to acceptance.png. With exactness=true the guarantees are tested on this target and
 package, too. A package that was trained jointly with its target is compared with the original on
@@ -23,6 +24,7 @@ if __name__ == "__main__":
     DOOR.greet(__doc__)
 
 from drafttrain import checks
+from drafttrain.decoding.replaying import asked_replays
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.evaluating.comparing import filled_trees, warn_of_length
 from drafttrain.evaluating.measuring import changed, exact, measure, settings_of
@@ -33,7 +35,7 @@ from drafttrain.files import write_json
 from drafttrain.packaging.decoding import read_plan
 from drafttrain.packaging.manifest import DECODING, read_config
 from drafttrain.packaging.reading import load_drafter, target_for
-from drafttrain.reporting.console import reading
+from drafttrain.reporting.console import reading, track
 from drafttrain.reporting.figures import acceptance_curve
 from drafttrain.runs import new_folder, plain_value, provenance
 from drafttrain.target.model import Target
@@ -59,6 +61,16 @@ def main(cfg: DictConfig) -> None:
     growths = filled_trees(asked.trees, speculator, drafter, package)
     asked.check_rules(growths, drafter)
     with new_folder(cfg.run_dir) as folder:
+        if asked.replay and any(policy.greedy for policy in asked.policies):
+            speculator.replays = asked_replays(
+                target,
+                prompts,
+                asked.max_new_tokens,
+                asked.answers,
+                rows=source.data,
+                say=say,
+                watch=lambda items, what: track(items, description=what, unit="prompts"),
+            )
         rows = measure(speculator, prompts, growths, asked, source.by_turn)
         few = prompts[: asked.parity_prompts]
         result = {

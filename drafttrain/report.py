@@ -16,7 +16,7 @@ import functools
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,10 @@ if __name__ == "__main__":
 
 from drafttrain.checks import shown
 from drafttrain.decoding.conditions import conditions, dtype_name
-from drafttrain.decoding.measure import Entrant, behind, race
+from drafttrain.decoding.measure import Entrant, Measurement, behind, measure_acceptance, race
+from drafttrain.decoding.measurement import with_speed
 from drafttrain.decoding.plan import Plan
+from drafttrain.decoding.replaying import Replays, asked_replays, obstacle
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError, writing
@@ -83,6 +85,10 @@ class Settings:
     prompts: str
     columns: dict[str, Any]
     limit: int | None
+    speed_prompts: int
+    batch: int
+    replay: bool
+    answers: str | None
     turns: int | None
     """Of a conversation, at most; None takes all."""
     max_new_tokens: int
@@ -124,6 +130,10 @@ def read_settings(cfg: DictConfig) -> Settings:
         prompts=cfg.prompts,
         columns=plain_value(cfg.columns),
         limit=cfg.limit,
+        speed_prompts=cfg.speed_prompts,
+        batch=cfg.batch,
+        replay=cfg.replay,
+        answers=cfg.answers,
         turns=cfg.turns,
         max_new_tokens=cfg.max_new_tokens,
         seed=cfg.seed,
@@ -194,6 +204,24 @@ class Contest:
     target: Target
     prompts: list[list[int]]
     entrants: list[tuple[Entrant, dict[str, Any]]]
+    replays: dict[int, Replays] = field(default_factory=dict)
+    """By the target that they stand in for, of which training may have tuned some."""
+
+    def replays_of(self, target: Target, settings: Settings) -> Replays | None:
+        """The stand-ins for a target; None where acceptance is measured by decoding."""
+        if not settings.replay or not settings.policy.greedy:
+            return None
+        if id(target) not in self.replays:
+            self.replays[id(target)] = asked_replays(
+                target,
+                self.prompts,
+                settings.max_new_tokens,
+                settings.answers if target is self.target else None,
+                rows=self.source.data,
+                say=say,
+                watch=lambda items, what: track(items, description=what, unit="prompts"),
+            )
+        return self.replays[id(target)]
 
 
 def prepare(settings: Settings, entries: Sequence[Entry]) -> Contest:
@@ -248,29 +276,58 @@ def baseline(drafter: Drafter, settings: Settings) -> tuple[Entrant, dict[str, A
 
 
 def measure(contest: Contest, settings: Settings) -> list[dict[str, Any]]:
-    """A row for each entrant: speed and acceptance from the same decoding of the same prompts."""
-    say(
-        f"times {len(contest.prompts)} prompts, each plainly and in {len(contest.entrants)} other "
-        "ways"
-    )
-    found = race(
-        [entrant for entrant, _ in contest.entrants],
-        contest.prompts,
-        max_new_tokens=settings.max_new_tokens,
-        seed=settings.seed,
-        watch=lambda items, what: track(items, description=what, unit="prompts"),
-    )
-    drafting = [one for one in found if one.plan.tree.size]
-    best = max(drafting, key=lambda one: one.tally.tau or 0.0, default=found[0])
-    return [
-        row_of(one.row(), facts)
-        | behind(best, one if one.plan.tree.size else None)
-        | {
-            "measured": "report",
-            "drafter_dtype": dtype_name(None if entrant.drafter is None else entrant.drafter.dtype),
-        }
-        for one, (entrant, facts) in zip(found, contest.entrants, strict=True)
+    """A row for each entrant, plain decoding first: speed on the first prompts, acceptance on
+    all."""
+    entrants = [entrant for entrant, _ in contest.entrants]
+    timed = contest.prompts[: settings.speed_prompts]
+    raced: list[Measurement | None] = [None] * len(entrants)
+    if timed:
+        say(f"times {len(timed)} prompts, each plainly and in {len(entrants)} other ways")
+        raced = list(
+            race(
+                entrants,
+                timed,
+                max_new_tokens=settings.max_new_tokens,
+                seed=settings.seed,
+                watch=lambda items, what: track(items, description=what, unit="prompts"),
+            )
+        )
+    found = [
+        accepted(contest, settings, entrant, one)
+        for entrant, one in zip(entrants, raced, strict=True)
     ]
+    best = max(found, key=lambda one: one.tally.tau or 0.0)
+    rows = []
+    for one, speed, (entrant, facts) in zip(found, raced, contest.entrants, strict=True):
+        row = one.row() if speed is None or speed is one else with_speed(one.row(), speed)
+        dtype = dtype_name(None if entrant.drafter is None else entrant.drafter.dtype)
+        rows.append(
+            row_of(row, facts) | behind(best, one) | {"measured": "report", "drafter_dtype": dtype}
+        )
+    return rows
+
+
+def accepted(
+    contest: Contest, settings: Settings, entrant: Entrant, timed: Measurement | None
+) -> Measurement:
+    """An entrant's acceptance on all prompts: what was counted while it was timed, where these are
+    all of them."""
+    if timed is not None and len(timed.tallies) == len(contest.prompts):
+        return timed
+    assert entrant.drafter is not None
+    words: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "batch": settings.batch}
+    replays = contest.replays_of(entrant.target, settings)
+    if replays is not None and obstacle(entrant.drafter, entrant.plan) is None:
+        return replays.measure(entrant.drafter, contest.prompts, entrant.plan, **words)
+    return measure_acceptance(
+        entrant.target,
+        entrant.drafter,
+        contest.prompts,
+        entrant.plan,
+        seed=settings.seed,
+        watch=lambda items, what: track(items, description=what),
+        **words,
+    )
 
 
 def conditions_of(contest: Contest, settings: Settings) -> dict[str, Any]:

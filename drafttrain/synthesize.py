@@ -32,10 +32,11 @@ DOOR = door("synthesize", check=check_first)
 if __name__ == "__main__":
     DOOR.greet(__doc__)
 
-from drafttrain.data.conversations import Journal, Row
+from drafttrain.data.conversations import HELD_OUT, Journal, Row, read_set
 from drafttrain.data.datamodule import set_folder
 from drafttrain.data.folder import SetFolder
 from drafttrain.data.numbered import Prompts, Skipped, account, by_reason, nothing_left, some
+from drafttrain.data.people import PeoplePrompts
 from drafttrain.data.prompts import Source
 from drafttrain.data.shapes import Prompt
 from drafttrain.data.template import ChatPieces, changed_by_reencoding, text_ids
@@ -62,6 +63,8 @@ IN_FILES = "not_written_in_files"
 each file; under `not_written` they have their numbers in the set."""
 HELD_OUT_SHARE = 5
 """At most one row in five is held out."""
+MOST_CATEGORIES = 1000
+"""Of a set."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +137,13 @@ def read_prompts(
 ) -> Prompts:
     """Rows that can be written. Raises InputError if there are none, or at the first that cannot be
     when `strict`."""
+    if isinstance(source, PeoplePrompts):
+        source = source.holding_out(settings.held_out)
     found = source.read(settings.rows, reading)
     for what in found.passed_over:
         say(f"not read: {what}", first_only=True)
+    for note in found.notes:
+        say(note, first_only=True)
     if tokenizer is not None:
         ask_tokenizer(found, tokenizer, writing)
     found.skipped.sort(key=lambda item: (item.file, item.row))
@@ -337,8 +344,7 @@ def finish(job: Job, tokenizer: Any, speed: float | None) -> None:
             prompts.leave_out(row, reason)
         raise nothing_left(f"out={folder.path}", prompts)
     refused = by_reason(Skipped(row, reason) for row, reason in sorted(not_written.items()))
-    wanted = job.settings.held_out
-    held_out = min(wanted, len(rows) // HELD_OUT_SHARE)
+    apart = kept_apart(job, rows)
     there = folder.recorded()
     assert there is not None
     made = provenance()
@@ -354,15 +360,36 @@ def finish(job: Job, tokenizer: Any, speed: float | None) -> None:
             "reencoding_would_change_rows": changed_by_reencoding(tokenizer, rows),
             **{key: made[key] for key in ("date", "versions")},
         },
-        held_out=held_out,
+        held_out=apart,
         sources={row.row: prompts.origin[row.row][0] for row in rows if prompts.origin},
+        categories=categories(prompts),
     )
     if not job.settings.keep_journal:
         folder.clear()
     report(folder, manifest, rows, job, speed)
-    if held_out < wanted:
-        fifth = f"more than a fifth of {len(rows)} rows"
-        say(f"held_out={wanted} is {fifth}: {held_out} are held out")
+    wanted = job.settings.held_out
+    if len(apart) < wanted:
+        why = f"is more than a fifth of {len(rows)} rows"
+        if job.prompts.apart is not None:
+            why = "asks for every fifth row, less those left out"
+        say(f"held_out={wanted} {why}: {len(apart)} are held out")
+
+
+def categories(prompts: Prompts) -> dict[int, str]:
+    """Kinds of task by row; none where there are too many to be kinds."""
+    count = len(set(prompts.category.values()))
+    if count > MOST_CATEGORIES:
+        say(f"{count} categories, more than {MOST_CATEGORIES}: they are not kept with the rows")
+        return {}
+    return prompts.category
+
+
+def kept_apart(job: Job, rows: list[Row]) -> set[int]:
+    """Numbers of the held-out rows: those that the source says, else the first ones."""
+    numbers = sorted(row.row for row in rows)
+    if job.prompts.apart is not None:
+        return set(filter(job.prompts.apart, numbers))
+    return set(numbers[: min(job.settings.held_out, len(rows) // HELD_OUT_SHARE)])
 
 
 def precision(there: dict[str, Any]) -> dict[str, str]:
@@ -388,12 +415,18 @@ def report(
         ("conversations", f"{len(rows)}, {manifest['held_out']} of them held out")
     ]
     numbers = sorted(row.row for row in rows)
-    kept_apart = prompts.counts(numbers[: manifest["held_out"]])
+    first = prompts.counts(numbers[: manifest["held_out"]])
     lines += [
-        (f"  from {name}", f"{count}, {kept_apart.get(name, 0)} of them held out")
+        (f"  from {name}", f"{count}, {first.get(name, 0)} of them held out")
         for name, count in sorted(prompts.counts(numbers).items())
     ]
     lines += [("not read", what) for what in prompts.passed_over]
+    data = read_set(folder.path)
+    apart = data.by_category(data.indices(HELD_OUT))
+    lines += [
+        (f"  {name}", f"{count}, {apart[name]} of them held out")
+        for name, count in data.by_category(range(len(data))).items()
+    ]
     lines.append(("supervised tokens", supervised))
     lines += [
         (f"  at temperature {temperature}", f"{count} ({count / total:.0%})")
@@ -473,12 +506,15 @@ def preview_prompts(
 ) -> None:
     """Show what the target would read; nothing in it is supervised."""
     pieces = None if prompts.texts else ChatPieces(tokenizer, ())
+    own = 0
     for row, prompt in prompts.rows[:count]:
         if prompt is None:
-            assert pieces is not None
-            ids = pieces.before_user(writing.system)
-            show_row("before every self-written user turn", ids, [False] * len(ids), tokenizer)
-            break
+            own += 1
+            if own == 1:
+                assert pieces is not None
+                ids = pieces.before_user(writing.system)
+                show_row("before every self-written user turn", ids, [False] * len(ids), tokenizer)
+            continue
         ids = ids_of(prompt, tokenizer, pieces)
         more = f" ({len(prompt.users) - 1} more turns follow)" if len(prompt.users) > 1 else ""
         title = f"row {prompts.places([row])}: prompt of {len(ids)} tokens{more}"

@@ -31,6 +31,7 @@ from drafttrain.decoding.costs import measure_costs
 from drafttrain.decoding.measure import Measurement
 from drafttrain.decoding.members import followed
 from drafttrain.decoding.plan import Plan
+from drafttrain.decoding.replaying import asked_replays
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.ensemble import Ensemble
@@ -78,7 +79,18 @@ def main(cfg: DictConfig) -> None:
     prompts = source.ids(target, asked.calibration_prompts + asked.race_prompts, say)
     more = [fit(Plan(tree), drafter, f"trees: {name}").tree for name, tree in asked.trees.items()]
     with new_folder(cfg.run_dir) as folder:
-        calibration = calibrate(speculator, prompts[: asked.calibration_prompts], asked)
+        to_calibrate = prompts[: asked.calibration_prompts]
+        if asked.replay:
+            speculator.replays = asked_replays(
+                target,
+                to_calibrate,
+                asked.max_new_tokens,
+                asked.answers,
+                rows=source.data,
+                say=say,
+                watch=lambda items, what: track(items, description=what, unit="prompts"),
+            )
+        calibration = calibrate(speculator, to_calibrate, asked)
         guesses = predict(speculator, calibration, prompts, asked)
         show_guesses(guesses)
         plans = racing(guesses, [speculator.plan.tree, *more], drafter, asked)
@@ -199,6 +211,7 @@ def calibrate_members(
         policy=asked.policy,
         batch=asked.batch,
         seed=asked.seed,
+        stand_in=speculator.stand_in(Plan(wide, asked.policy)),
         watch=lambda items, what: track(items, description=what),
     )
     if not rounds:

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from drafttrain import runs
+from drafttrain.checks import integer, replay_words
 from drafttrain.decoding.plan import check_dtype
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy, check_seed
@@ -29,6 +30,9 @@ def check_settings(cfg: DictConfig) -> tuple[Policy, list[Any], Any]:
         value, may_be_null = cfg[key], key != "max_new_tokens"
         if not (may_be_null and value is None) and (type(value) is not int or value < 1):
             raise InputError(f"{key}={value}: needs an integer of at least 1")
+    integer("speed_prompts", cfg.speed_prompts, 0)
+    integer("batch", cfg.batch, 1)
+    replay_words(cfg.replay, cfg.answers)
     check_seed(cfg.seed)
     check_dtype(cfg.dtype)
     check_run_dir(cfg.run_dir, resume=False)

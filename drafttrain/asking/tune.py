@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
-from drafttrain.checks import integer, switch
+from drafttrain.checks import integer, replay_words, switch
 from drafttrain.decoding.plan import check_dtype
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy, check_seed
@@ -30,6 +30,10 @@ class Asked:
     race: int
     """Trees that race."""
     race_prompts: int
+    replay: bool
+    """Calibrate on the target's kept answers, at temperature 0?"""
+    answers: str | None
+    """Folder of a set that holds these; None finds or writes them."""
     seed: int
 
 
@@ -52,6 +56,7 @@ def check_settings(cfg: DictConfig) -> Asked:
         if type(size) is not int or size < 1:
             raise InputError(f"sizes: {size!r} is not an integer of at least 1")
         check_size(size, "sizes")
+    replay_words(cfg.replay, cfg.answers)
     check_seed(cfg.seed)
     check_dtype(cfg.dtype)
     check_run_dir(cfg.run_dir, resume=False)
@@ -68,5 +73,7 @@ def check_settings(cfg: DictConfig) -> Asked:
         trees=trees,
         rules=tuple(rule_of(rule) for rule in cfg.rules),
         **{key: cfg[key] for key in least},
+        replay=cfg.replay,
+        answers=cfg.answers,
         seed=cfg.seed,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from drafttrain.checks import is_count
+from drafttrain.data import named
 from drafttrain.data.journal import Lines, as_line, records
 from drafttrain.errors import InputError
 from drafttrain.files import write_atomic, write_json
@@ -33,6 +34,8 @@ CHECKSUM = "sha256"
 """Of the tensors' file, in the manifest."""
 SOURCES = "sources"
 """In the manifest: names of the sources, where there are several."""
+CATEGORIES = "categories"
+"""In the manifest: names of the kinds of task, where rows name any."""
 TRAIN, HELD_OUT = 0, 1
 FINISH = ("stop", "length", "template")
 """How an answer ends: on a stop token; cut by a limit; on a stop token, with no later turn because
@@ -73,6 +76,7 @@ class ConversationSet:
         temperature: np.ndarray,
         cut: np.ndarray,
         source: np.ndarray | None = None,
+        category: np.ndarray | None = None,
     ) -> None:
         self.ids, self.offsets, self.mask, self.rows, self.split = ids, offsets, mask, rows, split
         self.temperature, self.cut = temperature, cut
@@ -80,6 +84,8 @@ class ConversationSet:
         self.manifest = manifest
         self.source = source
         """Per row, where there are several sources: the place of its own in the manifest's."""
+        self.category = category
+        """Likewise its kind of task, where rows name any."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -119,8 +125,19 @@ class ConversationSet:
         """Rows by source, for the rows of these numbers; empty where there is only one source."""
         if self.source is None:
             return {}
-        counts = np.bincount(self.source[list(indices)], minlength=len(self.manifest[SOURCES]))
-        return dict(zip(self.manifest[SOURCES], counts.tolist(), strict=True))
+        return named.counted(self.manifest[SOURCES], self.source, indices)
+
+    def by_category(self, indices: Iterable[int]) -> dict[str, int]:
+        """Rows by kind of task, for the rows of these numbers; empty where no row names one."""
+        if self.category is None:
+            return {}
+        return named.counted(self.manifest[CATEGORIES], self.category, indices)
+
+    def category_of(self, index: int) -> str:
+        """The kind of task of a row, NO_CATEGORY where it names none."""
+        if self.category is None:
+            return named.NO_CATEGORY
+        return str(self.manifest[CATEGORIES][int(self.category[index])])
 
     @property
     def supervised(self) -> int:
@@ -141,14 +158,16 @@ def write_set(
     rows: Iterable[Row],
     *,
     manifest: dict[str, Any],
-    held_out: int,
+    held_out: int | Collection[int],
     sources: Mapping[int, str] | None = None,
+    categories: Mapping[int, str] | None = None,
 ) -> dict[str, Any]:
-    """Write a set atomically; its first `held_out` rows form the held-out split. Returns the
-    manifest.
+    """Write a set atomically. Returns the manifest.
 
     Args:
+        held_out: how many rows, the first ones, form the held-out split; or the row numbers of it.
         sources: {row number: name of its source}, where there are several.
+        categories: {row number: its kind of task}, for the rows that name one.
     """
     ordered = sorted(rows, key=lambda row: row.row)
     if not ordered:
@@ -158,8 +177,7 @@ def write_set(
     flat = np.concatenate([np.asarray(row.ids, dtype=np.int64) for row in ordered])
     kind = np.uint16 if int(flat.max()) < 1 << 16 else np.int32
     mask = np.concatenate([_mask(row) for row in ordered])
-    split = np.zeros(len(ordered), dtype=np.uint8)
-    split[: min(held_out, len(ordered) - 1)] = HELD_OUT
+    split = _split(ordered, held_out)
     tensors: dict[str, np.ndarray] = {
         "ids": flat.astype(kind),
         "offsets": np.cumsum([0, *(len(row.ids) for row in ordered)]).astype(np.int64),
@@ -172,11 +190,12 @@ def write_set(
         "cut": np.asarray([FINISH.index(row.finish[-1]) for row in ordered], dtype=np.uint8),
     }
     if sources:
-        names = sorted({sources[row.row] for row in ordered})
-        tensors["source"] = np.asarray(
-            [names.index(sources[row.row]) for row in ordered], dtype=np.uint16
-        )
+        names, tensors["source"] = named.encoded([sources[row.row] for row in ordered])
         manifest = {**manifest, SOURCES: names}
+    if categories:
+        kinds = [categories.get(row.row, named.NO_CATEGORY) for row in ordered]
+        names, tensors["category"] = named.encoded(kinds)
+        manifest = {**manifest, CATEGORIES: names}
     manifest = {
         "format": FORMAT,
         **manifest,
@@ -194,6 +213,17 @@ def write_set(
     manifest[CHECKSUM] = sha256_of(folder / TENSORS)
     write_json(folder / MANIFEST, manifest)
     return manifest
+
+
+def _split(rows: list[Row], held_out: int | Collection[int]) -> np.ndarray:
+    """TRAIN or HELD_OUT of every row; at least one row is for training where the first ones are
+    held out."""
+    split = np.zeros(len(rows), dtype=np.uint8)
+    if isinstance(held_out, int):
+        split[: min(held_out, len(rows) - 1)] = HELD_OUT
+    else:
+        split[[row.row in held_out for row in rows]] = HELD_OUT
+    return split
 
 
 def sha256_of(path: Path) -> str:
@@ -241,22 +271,14 @@ def read_set(folder: Path | str) -> ConversationSet:
     offsets, split, temperature, cut = (
         tensors[name] for name in ("offsets", "split", "temperature", "cut")
     )
-    source = _source(folder, manifest, tensors)
-    return ConversationSet(ids, offsets, mask, rows, split, manifest, temperature, cut, source)
-
-
-def _source(
-    folder: Path, manifest: dict[str, Any], tensors: dict[str, np.ndarray]
-) -> np.ndarray | None:
-    """The source of every row, where the manifest names several."""
-    names, source = manifest.get(SOURCES), tensors.get("source")
-    if names is None or source is None:
-        return None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise InputError(f"{folder / MANIFEST}: {SOURCES} is no list of names; make the set again")
-    if source.shape != tensors["rows"].shape or int(source.max()) >= len(names):
-        raise _damaged(folder, "a source of a row that there is none of")
-    return source
+    columns: list[np.ndarray | None] = []
+    for key, name in _NAMED.items():
+        column = tensors.get(name) if key in manifest else None
+        why = "" if column is None else named.fault(manifest[key], column, len(rows))
+        if why:
+            raise _damaged(folder, f"{name}: {why}")
+        columns.append(column)
+    return ConversationSet(ids, offsets, mask, rows, split, manifest, temperature, cut, *columns)
 
 
 def _damaged(folder: Path, why: str) -> InputError:
@@ -288,8 +310,8 @@ def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
             and sizes["mask_bits"] == (sizes["ids"] + 7) // 8
         ):
             raise _damaged(folder, f"sizes do not fit together: {sizes}")
-        source = "source" in file.keys() and file.get_slice("source")  # noqa: SIM118
-        more = ["source"] if source and source.get_dtype() == "U16" else []
+        there = set(file.keys()) & set(_NAMED.values())
+        more = [name for name in there if file.get_slice(name).get_dtype() == "U16"]
         return {name: file.get_tensor(name) for name in (*_KINDS, *more)}
 
 
@@ -318,6 +340,10 @@ _KINDS = {
     "temperature": ("F32",),
     "cut": ("U8",),
 }
+
+
+_NAMED = {SOURCES: "source", CATEGORIES: "category"}
+"""Columns that a set may have: names in the manifest, places among them in the tensors."""
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ It has these files:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from drafttrain.data.conversations import (
@@ -30,6 +30,7 @@ from drafttrain.data.conversations import (
 )
 from drafttrain.data.growing import GRACE, SETTINGS, GrowingFolder
 from drafttrain.data.journal import is_journal, journals
+from drafttrain.data.named import NO_CATEGORY
 from drafttrain.errors import InputError
 
 BASE = "journal-base.jsonl"
@@ -120,11 +121,31 @@ class SetFolder(GrowingFolder):
         rows: Iterable[Row],
         manifest: dict[str, Any],
         *,
-        held_out: int,
+        held_out: int | Collection[int],
         sources: Mapping[int, str] | None = None,
+        categories: Mapping[int, str] | None = None,
     ) -> dict[str, Any]:
-        """The set, in place of an earlier one, as `write_set` does. Returns its manifest."""
-        return write_set(self.path, rows, manifest=manifest, held_out=held_out, sources=sources)
+        """The set, in place of an earlier one, as `write_set` does; kinds of task that the earlier
+        one has are kept. Returns its manifest."""
+        return write_set(
+            self.path,
+            rows,
+            manifest=manifest,
+            held_out=held_out,
+            sources=sources,
+            categories={**self._categories(), **(categories or {})},
+        )
+
+    def _categories(self) -> dict[int, str]:
+        """{row number: its kind of task} of the set that is there."""
+        try:
+            found = self.current()
+        except InputError:
+            return {}  # Cut short while it was replaced: its rows are in the journals.
+        if found is None or found.category is None:
+            return {}
+        kinds = {int(row): found.category_of(index) for index, row in enumerate(found.rows)}
+        return {row: kind for row, kind in kinds.items() if kind != NO_CATEGORY}
 
     def clear(self) -> None:
         """Remove what the finished set no longer needs: journals, and scratch files that a kill

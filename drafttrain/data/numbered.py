@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +62,12 @@ class Prompts:
     """{source that is in several files: these, as far as they were read}; "" is the only source."""
     passed_over: tuple[str, ...] = ()
     """What is in a folder and was not read, in words."""
+    category: dict[int, str] = field(default_factory=dict)
+    """The kind of task of a row, where it is named."""
+    apart: Callable[[int], bool] | None = None
+    """Whether a row is held out, where the source decides it; else the first rows are."""
+    notes: list[str] = field(default_factory=list)
+    """What a person should know of how the rows were made."""
 
     @property
     def texts(self) -> bool:
@@ -137,6 +143,8 @@ def joined(
             found.skipped.append(dataclasses.replace(skipped[name][number], file=name))
         else:
             found.rows.append((row, prompts[name][number]))
+            if number in parts[name].category:
+                found.category[row] = parts[name].category[number]
     found.files = {name: part.files[""] for name, part in parts.items() if part.files}
     found.first_keys = next((part.first_keys for part in parts.values() if part.first_keys), ())
     return found.with_files()

@@ -23,11 +23,13 @@ from drafttrain.data.conversations import sha256_of
 from drafttrain.data.numbered import TEXT, FileRows, Prompts, Skipped, joined
 from drafttrain.data.row_files import file_rows
 from drafttrain.data.shapes import (
+    CATEGORIES,
     SHAPES,
     Prompt,
     TableRow,
     UnknownShape,
     Unusable,
+    category_of,
     check_unicode,
     named,
     parse,
@@ -180,7 +182,7 @@ class TextFile(PromptFile):
             raise InputError(f"prompts.column={shown(self.column)}: needs the name of a column")
 
     def reads(self) -> set[str]:
-        return {self.column}
+        return {self.column, *CATEGORIES}
 
     def parse(self, row: Any) -> Prompt:
         text = row.get(self.column) if isinstance(row, dict) else row
@@ -366,6 +368,9 @@ def _collect(
                 found.first_keys = found.first_keys or tuple(map(str, row))
             found.rows.append((number, parse(row)))
             shaped = True
+            category = category_of(row)
+            if category:
+                found.category[number] = category
         except UnknownShape as error:
             unknown = unknown or row
             found.skipped.append(Skipped(number, error.reason))

@@ -11,7 +11,8 @@
         joined by an empty line; an output is left out
 
 each with an optional `system` text, and with columns that change how the template writes the
-prompt: `tools`, `documents`, `chat_template_kwargs` (values, or their JSON). Answers are left out.
+prompt: `tools`, `documents`, `chat_template_kwargs` (values, or their JSON). A `category` (else a
+`task`) names the kind of task; it is kept with the row. Answers are left out.
 A row with only a `text` is refused, because it does not say where the prompt ends.
 """
 
@@ -34,6 +35,9 @@ SHAPES = (
     "instruction (+ input)",
 )
 _PROMPTS = ("conversations", "messages", "prompt", "turns", "instruction")
+CATEGORIES = ("category", "task")
+"""Columns that name a row's kind of task; the first that has a value counts."""
+_LONGEST_CATEGORY = 60
 COLUMNS = (*_PROMPTS, "input", "system", *OF_TEMPLATE)
 _USER = {"user", "human", "prompter"}
 _ASSISTANT = {"assistant", "gpt", "model", "bot", "chatgpt", "bard", "bing"}
@@ -213,7 +217,18 @@ def check_unicode(text: str) -> None:
 
 def reads(columns: dict[str, str]) -> set[str]:
     """The columns that are looked at; whatever else a row has is not read."""
-    return {columns.get(name, name) for name in COLUMNS}
+    return {*(columns.get(name, name) for name in COLUMNS), *CATEGORIES}
+
+
+def category_of(row: Any) -> str:
+    """The kind of task that a row names; empty where it names none. A long text, or one of several
+    lines, is a task itself and no name of a kind."""
+    for name in CATEGORIES:
+        value = row.get(name) if isinstance(row, dict) else None
+        text = value.strip() if isinstance(value, str) else ""
+        if 0 < len(text) <= _LONGEST_CATEGORY and text.isprintable():
+            return text
+    return ""
 
 
 def named(columns: dict[str, Any]) -> dict[str, str]:

@@ -16,24 +16,24 @@ from drafttrain.tree.topology import ancestor_mask, depths_of
 
 
 def check(
-    logits: Tensor,
+    usable: Tensor,
     target: Target,
     record: Record,
     rows: Sequence[int],
     proposal: Proposal | None = None,
 ) -> None:
-    """Raise InputError for logits (b m v) of the target that no token can be chosen from.
+    """Raise InputError where the target leaves no token to choose: its logits are not finite.
 
     Attention spreads NaN to all nodes of a tree, so what one draft gives ends the run, too.
 
     Args:
+        usable: (b m) bool, can a token be chosen after each token of a pass?
         rows: number of the row at each place of the batch.
         proposal: the drafts that were read with the text.
     """
-    usable = finite.usable(logits).all(1)
     if bool(usable.all()):
         return
-    place = int((~usable).nonzero()[0])
+    place = int((~usable).nonzero()[0, 0])
     ids, where = record.written(rows[place])
     found = finite.trace(target, ids)
     if found is None and proposal is not None:

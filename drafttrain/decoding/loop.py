@@ -24,6 +24,7 @@ from drafttrain.drafter.inside import Inside
 from drafttrain.drafter.remembered import remember_texts
 from drafttrain.errors import InputError, NotFinite
 from drafttrain.flow import Acceptance, Features, Proposal, Sampling, Tally
+from drafttrain.nn import finite
 from drafttrain.nn.processing import Text
 from drafttrain.nn.sampling import Chance, draw
 from drafttrain.target.model import Pass, Target
@@ -91,8 +92,9 @@ class _Verified:
     """What the target says of a proposal."""
 
     out: Pass
-    logits: Tensor
-    """(b n+1 v) after the policy's processors."""
+    said: Tensor
+    """(b n+1) the tokens that it chooses at temperature 0; else (b n+1 v) logits, after the
+    policy's processors."""
     depths: Tensor
     """(b n) of the nodes."""
     nothing: Tensor | None
@@ -160,13 +162,11 @@ class _Decoding:
         capacity = longest + self.plan.tree.size + 1
         if isinstance(self.drafter, Inside):
             capacity += self.plan.tree.reads
-        self.cache = self.target.new_cache(len(prompts), capacity)
+        self.cache = self.target.open(prompts, capacity)
         out = self.target.step(ids, self.cache, layers=self.layers)
         self.cache.commit(lengths)
         places = torch.arange(len(prompts), device=device)
-        logits = self.target.head(out.hidden[places, lengths - 1])
-        faults.check(logits[:, None], self.target, self.record, self.rows)
-        self.anchor = self._first(logits)
+        self.anchor = self._first(out.at(lengths - 1))
         if self.drafter:
             self._open(self.drafter, longest)
             tokens = torch.cat((ids[:, 1:], ids[:, :1]), 1)
@@ -179,18 +179,18 @@ class _Decoding:
         self._keep(self._emit([[token] for token in self.anchor.tolist()]))
         self.clock.mark("host")
 
-    def _first(self, logits: Tensor) -> Tensor:
-        """(b) the first token of every answer, from the logits (b v) after its prompt."""
-        policy = self.plan.policy
+    def _first(self, last: Pass) -> Tensor:
+        """(b) the first token of every answer, from the pass over its prompt's last token."""
+        policy, text = self.plan.policy, None
         if policy.processes:
-            no_drafts = torch.empty(len(logits), 1, 0, dtype=torch.int64, device=logits.device)
-            made, nothing = policy.processed(logits[:, None], self._text(), no_drafts)
-            if bool(nothing.any()):
-                raise self._nothing_left(int(nothing.any(1).nonzero()[0]))
-            logits = made[:, 0]
+            text = self._text()
+        no_drafts = torch.empty(len(self.rows), 1, 0, dtype=torch.int64, device=last.hidden.device)
+        said, nothing = self._said(last, text, no_drafts)
+        if nothing is not None and bool(nothing.any()):
+            raise self._nothing_left(int(nothing.any(1).nonzero()[0]))
         if policy.greedy:
-            return logits.argmax(-1)
-        return draw(policy.probs(logits), self.chance.uniform(1)[:, 0].to(logits.device))
+            return said[:, 0]
+        return draw(policy.probs(said[:, 0]), self.chance.uniform(1)[:, 0].to(said.device))
 
     def _open(self, drafter: Drafter, longest: int) -> None:
         """Open the drafter's state, for texts of at most `longest` tokens."""
@@ -253,19 +253,39 @@ class _Decoding:
             layers=self.layers,
             partial_pass=proposal.partial_pass,
         )
-        logits = self.target.head(out.hidden)  # b n+1 v
-        faults.check(logits, self.target, self.record, self.rows, proposal)
-        nothing = None
+        paths = None
         if proposed.text is not None:
             paths = paths_to(proposal.tokens, tree_mask, depths, deepest)
-            logits, nothing = self.plan.policy.processed(logits, proposed.text, paths)
+        said, nothing = self._said(out, proposed.text, paths, proposal)
         self.clock.mark("verify")
-        return _Verified(out, logits, depths, nothing)
+        return _Verified(out, said, depths, nothing)
+
+    def _said(
+        self, out: Pass, text: Text | None, paths: Tensor | None, proposal: Proposal | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the target says after each token of a pass, as `judge` takes it, and where the
+        policy leaves nothing to choose.
+
+        Args:
+            text, paths: the committed text and (b s k) the drafts that lead to each token, for a
+                policy that reads them; None for one that does not.
+            proposal: the drafts that were read, for the words of an error.
+        """
+        policy, nothing = self.plan.policy, None
+        if policy.greedy and text is None:
+            said = self.target.choices(out)
+            faults.check(said >= 0, self.target, self.record, self.rows, proposal)
+            return said, None
+        logits = self.target.head(out.hidden)
+        faults.check(finite.usable(logits), self.target, self.record, self.rows, proposal)
+        if text is not None and paths is not None:
+            logits, nothing = policy.processed(logits, text, paths)
+        return (logits.argmax(-1) if policy.greedy else logits), nothing
 
     def _accept(self, proposed: _Round, verified: _Verified) -> _Accepted:
         """Judge the drafts, and read in one answer of the device all that the host needs."""
         proposal = proposed.proposal
-        found = judge(verified.logits, proposal, proposed.numbers, self.plan.policy, self.rule)
+        found = judge(verified.said, proposal, proposed.numbers, self.plan.policy, self.rule)
         nodes, path_tokens = found.path, proposal.tokens
         if proposal.size:
             path_tokens = proposal.tokens.gather(1, found.path.clamp_min(0))

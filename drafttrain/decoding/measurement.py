@@ -52,6 +52,8 @@ class Measurement:
     texts."""
     outputs: list[Output] = field(default_factory=list)
     """What was written, one per prompt."""
+    replayed: bool = False
+    """Was it counted on the target's kept answers? Seconds are then no measure of decoding."""
     plain_stages: dict[str, float] = field(default_factory=dict)
     """Wall seconds of plain decoding by stage, where it was timed next to this."""
 
@@ -144,6 +146,7 @@ class Measurement:
             "plain_seconds": dict(self.plain_stages) or None,
             "plain_tokens": sum(self.plain_tokens) or None,
             "prompts": len(self.tallies),
+            "replayed": self.replayed,
             "rounds": tally.rounds,
             "same_as_plain": self.same_as_plain,
             "guarantee": self.guarantee or plan.guarantee,
@@ -154,24 +157,44 @@ class Measurement:
         }
 
 
-def tau_behind(best: Measurement, other: Measurement) -> tuple[float | None, Interval | None]:
-    """By how much tau is lower than the best's, from the same prompts: resampled together, so that
-    what makes a prompt easy for both does not widen the interval."""
-    if best.tally.tau is None or other.tally.tau is None:
-        return None, None
-    columns = [
-        [getattr(t, name) for t in one.tallies]
-        for one in (best, other)
-        for name in ("emitted", "rounds")
-    ]
-    drawn = np.array(columns, dtype=float)[:, resampled(len(best.tallies))].sum(-1)
-    good = (drawn[1] > 0) & (drawn[3] > 0)
-    interval = (
-        middle((drawn[0] / drawn[1].clip(1) - drawn[2] / drawn[3].clip(1))[good])
-        if len(best.tallies) > 1
-        else None
+def with_speed(row: dict[str, Any], timed: Measurement) -> dict[str, Any]:
+    """A row of acceptance, with the speed that was measured on fewer prompts."""
+    found = timed.row()
+    taken = (
+        *("speedup", "speedup_interval", "tokens_per_second", "plain_tokens_per_second"),
+        *("seconds", "tokens", "plain_seconds", "plain_tokens", "same_as_plain", "guarantee"),
     )
-    return best.tally.tau - other.tally.tau, interval
+    return row | {name: found[name] for name in taken} | {"speed_prompts": found["prompts"]}
+
+
+Counts = Sequence[tuple[int, int]]
+"""Per prompt, (tokens emitted, rounds)."""
+
+
+def counts_of(found: Measurement) -> list[tuple[int, int]]:
+    return [(tally.emitted, tally.rounds) for tally in found.tallies]
+
+
+def gain(of: Counts, over: Counts) -> tuple[float | None, Interval | None]:
+    """By how much tau is higher than in another measurement of the same prompts, with its 95 %
+    interval. Prompts are resampled in pairs, so that what makes one easy for both does not widen
+    it. None where there was no round; no interval for one prompt."""
+    if len(of) != len(over):
+        raise ValueError(f"{len(of)} prompts against {len(over)}")
+    columns = np.array([*zip(*of, strict=True), *zip(*over, strict=True)], dtype=float)  # 4 prompts
+    sums = columns.sum(-1) if len(of) else np.zeros(4)
+    if not sums[1] or not sums[3]:
+        return None, None
+    drawn = columns[:, resampled(len(of))].sum(-1)
+    good = (drawn[1] > 0) & (drawn[3] > 0)
+    values = drawn[0] / drawn[1].clip(1) - drawn[2] / drawn[3].clip(1)
+    interval = middle(values[good]) if len(of) > 1 else None
+    return float(sums[0] / sums[1] - sums[2] / sums[3]), interval
+
+
+def tau_behind(best: Measurement, other: Measurement) -> tuple[float | None, Interval | None]:
+    """By how much tau is lower than the best's, from the same prompts, see `gain`."""
+    return gain(counts_of(best), counts_of(other))
 
 
 def behind(best: Measurement, one: Measurement | None) -> dict[str, Any]:

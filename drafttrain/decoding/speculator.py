@@ -15,6 +15,7 @@ from torch import Tensor
 from drafttrain.decoding.loop import Ends, Listener, Output, decode
 from drafttrain.decoding.measure import Measurement, Prompts, measure_acceptance, measure_speed
 from drafttrain.decoding.plan import Plan, check_dtype
+from drafttrain.decoding.replaying import Replays, obstacle
 from drafttrain.drafter.base import Drafter
 from drafttrain.flow import Tally
 from drafttrain.nn.sampling import fresh_seed
@@ -37,6 +38,8 @@ class Speculator:
         drafter.check(plan.tree)
         self.target, self.plan = target, plan.made_by(drafter)
         check_dtype(dtype)
+        self.replays: Replays | None = None
+        """The target's answers, on which acceptance is counted where they can stand in for it."""
         self.drafter = (
             _fastest(drafter, target) if dtype == "auto" else drafter.at(getattr(torch, dtype))
         )
@@ -128,12 +131,31 @@ class Speculator:
             stopped.set()
             worker.join()
 
+    def replays_plan(self, plan: Plan | None = None) -> bool:
+        """Is the plan's acceptance counted on the target's answers?"""
+        plan = plan or self.plan
+        known = self.replays is not None and plan.tree.size > 0
+        return known and obstacle(self.drafter, plan) is None
+
+    def stand_in(self, plan: Plan) -> Target:
+        """What the plan's acceptance is counted on: the target, or its answers."""
+        if self.replays is None or not self.replays_plan(plan):
+            return self.target
+        return self.replays.of(self.drafter.needs)
+
     def measure_acceptance(
-        self, prompts: Prompts, plan: Plan | None = None, **settings: Any
+        self, prompts: Prompts, plan: Plan | None = None, *, decoding: bool = False, **settings: Any
     ) -> Measurement:
         """See `drafttrain.decoding.measure.measure_acceptance`; without a plan its own is
-        measured."""
+        measured, on the target's answers where that can be.
+
+        Args:
+            decoding: really decode.
+        """
         plan = plan or self.plan
+        if self.replays is not None and not decoding and self.replays_plan(plan):
+            settings.pop("seed", None)
+            return self.replays.measure(self.drafter, prompts, plan, **settings)
         return measure_acceptance(
             self.target, self.drafter if plan.tree.size else None, prompts, plan, **settings
         )

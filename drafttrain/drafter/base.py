@@ -60,6 +60,8 @@ class Drafter(nn.Module, abc.ABC):
     """Does a run train it? False: it is measured and packaged as it is."""
     can_draw: bool = True
     """Can drafts be drawn from its distributions? False: they are a function of the text."""
+    runs_target: bool = False
+    """Does it draft with layers of the target, which then must run?"""
     target: Target
 
     def __init__(self, target: Target, **settings: Any) -> None:

@@ -39,6 +39,7 @@ class InsideState:
 class Inside(BorrowsHead, abc.ABC):
     """Runs `common` steps, which are the target's first layers as they are, then `rest`."""
 
+    runs_target = True
     common: Steps = ()
     rest: Steps = ()
 

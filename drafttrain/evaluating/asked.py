@@ -34,6 +34,7 @@ def check_settings(cfg: DictConfig) -> Compared:
     if type(cfg.exactness) is not bool:
         raise InputError(f"exactness={cfg.exactness}: give true or false")
     check_draws(cfg.exactness_draws, cfg.exactness_prompts)
+    checks.replay_words(cfg.replay, cfg.answers)
     check_seed(cfg.seed)
     check_dtype(cfg.dtype)
     check_run_dir(cfg.run_dir, resume=False)
@@ -58,6 +59,8 @@ def check_settings(cfg: DictConfig) -> Compared:
         rules=named_rules(plain_value(cfg.rule)),
         rule_given=plain_value(cfg.rule),
         **{key: cfg[key] for key in least},
+        replay=cfg.replay,
+        answers=cfg.answers,
         seed=cfg.seed,
         exactness_draws=cfg.exactness_draws,
         exactness_prompts=cfg.exactness_prompts,

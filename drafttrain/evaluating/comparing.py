@@ -44,6 +44,10 @@ class Compared:
     max_new_tokens: int
     batch: int
     """Prompts decoded side by side for acceptance."""
+    replay: bool
+    """Count acceptance at temperature 0 on the target's kept answers, where they can stand in?"""
+    answers: str | None
+    """Folder of a set that holds these; None finds or writes them."""
     seed: int
     speed_prompts: int
     parity_prompts: int

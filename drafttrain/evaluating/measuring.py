@@ -11,6 +11,7 @@ from drafttrain.data.datamodule import BUILTIN, ConversationData
 from drafttrain.decoding import exactness
 from drafttrain.decoding.conditions import conditions, dtype_name
 from drafttrain.decoding.measure import Measurement, behind
+from drafttrain.decoding.measurement import with_speed
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.errors import InputError
@@ -69,7 +70,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """The rows of plans of one policy, the first of which is plain decoding."""
     timed = prompts[: asked.speed_prompts]
-    common = {"max_new_tokens": asked.max_new_tokens, "seed": asked.seed}
+    common: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "seed": asked.seed}
     at = f"temperature {plans[0].policy.temperature:g}"
     speeds: list[Measurement | None] = [None] * len(plans)
     if timed:
@@ -114,14 +115,7 @@ def row_of(plan: Plan, accepted: Measurement | None, speed: Measurement | None) 
     """Acceptance over all prompts, speed over the timed ones. None where nothing was measured."""
     row = (accepted or Measurement(plan, [], Tally(), [])).row()
     row["label"] = label_of(plan)
-    if speed is None:
-        return row
-    timed = speed.row()
-    taken = (
-        *("speedup", "speedup_interval", "tokens_per_second", "plain_tokens_per_second"),
-        *("seconds", "tokens", "plain_seconds", "plain_tokens", "same_as_plain", "guarantee"),
-    )
-    return row | {name: timed[name] for name in taken} | {"speed_prompts": timed["prompts"]}
+    return row if speed is None else with_speed(row, speed)
 
 
 def exact(

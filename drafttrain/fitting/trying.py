@@ -21,6 +21,7 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from drafttrain.decoding.plan import Plan
+from drafttrain.decoding.replaying import Replays
 from drafttrain.errors import InputError, room
 from drafttrain.fitting import boosting
 from drafttrain.fitting.given import make_adapter
@@ -37,9 +38,12 @@ from drafttrain.processes import peak_memory, world_size
 from drafttrain.reporting.console import clock, table
 from drafttrain.reporting.progress import ConsoleProgress
 from drafttrain.runs import check_run_dir
+from drafttrain.target import answers
+from drafttrain.target.answers import SLOTS
 from drafttrain.training.boost import Boost
 from drafttrain.training.course import Course
-from drafttrain.training.final import trees_of
+from drafttrain.training.decode_callback import measured
+from drafttrain.training.final import accepted_prompts, trees_of
 from drafttrain.training.job import Job
 from drafttrain.training.prepare import Ready, Training, prepare, prepare_untrained
 from drafttrain.training.run import Run
@@ -235,34 +239,45 @@ def worth_of(parts: Parts, ready: Ready, *, evaluations: int, training: float | 
 
 def decoding_seconds(ready: Ready, evaluations: int) -> float:
     """Of all evaluations and of what is measured at the end, by the time of a few tokens. Answers
-    that end early are not known."""
+    that end early are not known, nor those that are kept already."""
     live, final = ready.settings.eval, ready.settings.final
     own, there = ready.speculator.plan, len(ready.prompts)
+    replays = ready.speculator.replays_plan()
 
     def one_by_one(prompts: int, tokens: int, trees: int) -> float:
         """Decoded plainly and with some trees."""
         known = min(prompts, there)
         return known * (seconds(1, tokens, PLAIN) + trees * seconds(1, tokens, own))
 
-    def batched(prompts: int, batch: int, tokens: int) -> float:
+    def batched(prompts: int, batch: int, tokens: int, plan: Plan = own, by: str = "") -> float:
         known = min(prompts, there)
-        return math.ceil(known / batch) * seconds(min(known, batch), tokens, own)
+        return math.ceil(known / batch) * seconds(min(known, batch), tokens, plan, by)
 
-    def seconds(batch: int, tokens: int, plan: Plan) -> float:
+    def accepted(prompts: int, batch: int, tokens: int) -> float:
+        return batched(prompts, batch, tokens, by="replay" if replays else "")
+
+    def seconds(batch: int, tokens: int, plan: Plan, by: str = "") -> float:
         if not batch:
             return 0.0
-        if (batch, plan) not in times:
-            times[batch, plan] = time_tokens(ready, batch, plan)
-        first, each = times[batch, plan]
+        if (batch, plan, by) not in times:
+            time_it = time_replay if by else time_tokens
+            times[batch, plan, by] = time_it(ready, batch, plan)
+        first, each = times[batch, plan, by]
         return first + tokens * each
 
-    times: dict[tuple[int, Plan], tuple[float, float]] = {}
+    times: dict[tuple[int, Plan, str], tuple[float, float]] = {}
     accepting, racing = (len(trees) for trees in trees_of(ready.speculator, final, None))
     accepting, racing = accepting + len(final.calibrated), racing + len(final.calibrated_speed)
-    total = accepting * batched(final.prompts, final.batch, final.max_new_tokens)
+    worth = len(accepted_prompts(ready.prompts, ready.speculator, final))
+    total = accepting * accepted(worth, final.batch, final.max_new_tokens)
+    if replays:
+        total += batched(there, SLOTS, ready.settings.longest_answer, PLAIN)
     total += one_by_one(final.speed_prompts, final.speed_new_tokens, racing)
     if evaluations:
-        total += evaluations * batched(live.prompts, live.batch, live.max_new_tokens)
+        prompts = len(measured(ready.prompts, ready.speculator, live))
+        total += evaluations * accepted(prompts, live.batch, live.max_new_tokens)
+        if replays:
+            total += evaluations * batched(live.checked, live.batch, live.max_new_tokens)
         total += one_by_one(live.speed_prompts, live.max_new_tokens, 1)
     return total
 
@@ -273,6 +288,21 @@ def time_tokens(ready: Ready, batch: int, plan: Plan) -> tuple[float, float]:
     for tokens in (1, 1, 1 + TOKENS):  # The first time is no measure.
         began = time.perf_counter()
         ready.speculator.generate(prompts, max_new_tokens=tokens, plan=plan, stop_ids=())
+        taken.append(time.perf_counter() - began)
+    return taken[1], max(0.0, taken[2] - taken[1]) / TOKENS
+
+
+def time_replay(ready: Ready, batch: int, plan: Plan) -> tuple[float, float]:
+    """The same of counting on the target's answers."""
+    prompts, taken = ready.prompts[:batch], []
+    known = {
+        prompt: replace(answer, ended=True)
+        for prompt, answer in answers.write(ready.target, prompts, 1 + TOKENS).items()
+    }
+    replays = Replays(ready.target, lambda: known)
+    for tokens in (1, 1, 1 + TOKENS):
+        began = time.perf_counter()
+        replays.measure(ready.speculator.drafter, prompts, plan, max_new_tokens=tokens, batch=batch)
         taken.append(time.perf_counter() - began)
     return taken[1], max(0.0, taken[2] - taken[1]) / TOKENS
 

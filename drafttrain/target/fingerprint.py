@@ -259,6 +259,17 @@ def refuse_other(
         )
 
 
+def same(given: Mapping[str, str], here: Mapping[str, str]) -> bool:
+    """Was it made by this target, in this dtype and mode?"""
+    known = all(part in given for part in (*RECORDED, "dtype"))
+    parts = (*IDENTITY, ADAPTER, MODE)
+    return (
+        known
+        and given["dtype"] == here["dtype"]
+        and not any(difference(part, given, here) for part in parts)
+    )
+
+
 def mode_settings(given: Mapping[str, str]) -> str:
     """A recorded mode as settings; empty where its template was given no arguments."""
     return modes.words(_form(given.get(MODE, "")) or {})

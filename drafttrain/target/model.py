@@ -7,7 +7,7 @@ depth positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +34,19 @@ class Pass:
     """(b s d) last hidden state of each new token, after the final norm."""
     layers: dict[int, Tensor]
     """{l: (b s d)} outputs of the layers asked for."""
+    following: Tensor | None = None
+    """(b s) the token chosen after each new one, where that is known without logits."""
+
+    def at(self, places: Tensor) -> Pass:
+        """One place of every row. Args: places: (b)."""
+        rows = torch.arange(len(places), device=places.device)
+
+        def pick(values: Tensor) -> Tensor:
+            return values[rows, places][:, None]
+
+        layers = {layer: pick(values) for layer, values in self.layers.items()}
+        following = self.following if self.following is None else pick(self.following)
+        return Pass(pick(self.hidden), layers, following)
 
 
 def outside(token: int, target: Target) -> str:
@@ -128,6 +141,20 @@ class Target(CausalLM):
         """(b s) int64 -> (b s d), the last hidden state of the same pass, differentiable where
         gradients are on."""
         return self.full_pass(input_ids.to(self.device))
+
+    def open(self, prompts: Sequence[Sequence[int]], capacity: int) -> KVCache:
+        """An empty cache for texts that start with these prompts, one a row.
+
+        Args:
+            capacity: tokens that a row may come to hold.
+        """
+        return self.new_cache(len(prompts), capacity)
+
+    def choices(self, out: Pass) -> Tensor:
+        """(b s) the most likely token after each of a pass; -1 where the logits leave none to
+        choose, since they are not finite."""
+        values, tokens = self.head(out.hidden).max(-1)
+        return tokens.masked_fill(~values.isfinite(), -1)
 
     @torch.inference_mode()
     def step(

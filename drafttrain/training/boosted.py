@@ -19,6 +19,7 @@ from drafttrain.flow import Batch, Features, Needs
 from drafttrain.runs import masked
 from drafttrain.target.features import FeatureSource, LiveFeatures
 from drafttrain.target.model import Target
+from drafttrain.training.answering import replays_of
 from drafttrain.training.boost import Boost
 from drafttrain.training.job import Job
 from drafttrain.training.prepare import Ready, Training, usable_prompts
@@ -131,6 +132,8 @@ def together(
         )
         for tree in [*shares.values()][:1]:
             speculator.plan = Plan(tree).made_by(ensemble)
+    prompts = usable_prompts(job.target, job.data, settings, say)
+    speculator.replays = replays_of(speculator, prompts, settings, job.data.set, say)
     return Boosted(
         config=job.config,
         settings=dataclasses.replace(settings, final=final),
@@ -138,7 +141,7 @@ def together(
         target=job.target,
         drafter=ensemble,
         speculator=speculator,
-        prompts=usable_prompts(job.target, job.data, settings, say),
+        prompts=prompts,
         found=found,
         trainings=trainings,
     )

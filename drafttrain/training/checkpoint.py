@@ -28,7 +28,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "optimiser": (),
     "progress": ("position", "updates", "empty_windows", "supervised", "seconds"),
     "keeper": ("best", "best_update", "without_progress"),
-    "decode": ("measured_at", "evaluations", "tau", "seconds"),
+    "decode": ("measured_at", "evaluations", "seconds"),
     "facts": ("target",),
     "settings": (),
 }
@@ -202,7 +202,8 @@ def _check_counts(state: Mapping[str, Any], path: Path) -> None:
     )
     digest = keeper.get("best_digest")  # Earlier versions noted none.
     named = digest is None or isinstance(digest, str)
-    if not (found and named and is_count(keeper["without_progress"])):
+    counted = all(_are_counts(keeper.get(name)) for name in ("peak", "progress"))
+    if not (found and named and counted and is_count(keeper["without_progress"])):
         raise InputError(
             f"{path} says that its best was {str(keeper)[:120]}: it is damaged, give another one"
         )
@@ -210,14 +211,19 @@ def _check_counts(state: Mapping[str, Any], path: Path) -> None:
         return
     never = decode["measured_at"] is None
     counted = is_count(decode["evaluations"]) and (never or is_count(decode["measured_at"]))
-    if not (
-        counted
-        and _is_amount(decode["seconds"])
-        and (decode["tau"] is None or _is_amount(decode["tau"]))
-    ):
+    if not (counted and _is_amount(decode["seconds"])):
         raise InputError(
             f"{path} says that it had measured {str(decode)[:120]}: it is damaged, give another one"
         )
+
+
+def _are_counts(value: Any) -> bool:
+    """Are these tokens and rounds of each prompt? Earlier versions noted none."""
+    return value is None or (
+        isinstance(value, list)
+        and all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in value)
+        and all(is_count(number) for pair in value for number in pair)
+    )
 
 
 def _check_optimiser(state: Mapping[str, Any], path: Path) -> None:

@@ -8,11 +8,14 @@ back as they were.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.decoding.clock import STAGES
+from drafttrain.decoding.intervals import Interval, bootstrap
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
@@ -28,21 +32,72 @@ from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Tally
 from drafttrain.processes import rank, world_size
 from drafttrain.training.module import DraftModule, Source, over_processes
-from drafttrain.training.settings import EvalConfig
+from drafttrain.training.settings import DECODED, EvalConfig
 
 
 def _show_nothing(metrics: Mapping[str, float | None], updates: int) -> None:
     pass
 
 
+T = TypeVar("T")
+
+
+def share(items: Sequence[T]) -> Sequence[T]:
+    """What this process takes of all processes' prompts."""
+    return items[rank() :: world_size()]
+
+
+def measured(prompts: Sequence[T], speculator: Speculator, config: EvalConfig) -> Sequence[T]:
+    """The held-out prompts that evaluations measure acceptance on."""
+    count = config.prompts
+    if count is None and not speculator.replays_plan():
+        count = DECODED
+    return prompts[:count]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What an evaluation counted with one plan."""
+
+    tallies: list[Tally]
+    """Of each prompt."""
+    seconds: dict[str, float]
+    """By stage, over all processes; of no meaning where acceptance was replayed."""
+    differs: int | None
+    """Prompts that were really decoded and counted otherwise; None where all were decoded."""
+
+    @property
+    def tally(self) -> Tally:
+        """Of all prompts."""
+        total = Tally()
+        for one in self.tallies:
+            total += one
+        return total
+
+    @property
+    def counts(self) -> list[tuple[int, int]]:
+        """Per prompt, (tokens emitted, rounds)."""
+        return [(one.emitted, one.rounds) for one in self.tallies]
+
+    @property
+    def interval(self) -> Interval | None:
+        """95 % interval of tau over resampled prompts."""
+        return bootstrap(
+            [one.emitted for one in self.tallies], [one.rounds for one in self.tallies]
+        )
+
+
 class DecodeCallback(Callback):
     """Measures every `config.every` updates and at the end.
 
-    Logs for the first plan `val/tau`, `val/accepted_per_round`, `val/accept@k` and its count
-    `val/accept@k_count` (rounds in which position k was drafted after accepted ones),
-    `val/rounds`, `val/seconds_<stage>`, and where measured `val/speedup`; for every further plan
-    the same under `val/<name>/`. From teacher-forced passes it logs `sim/loss`, `sim/tau`, and
-    `sim/<part>` for every part of the drafter's loss, `sim/accuracy` included. What could not
+    Logs for the first plan `val/tau` with its 95 % interval over prompts, `val/tau_low` and
+    `val/tau_high`, `val/accepted_per_round`, `val/accept@k` and its count `val/accept@k_count`
+    (rounds in which position k was drafted after accepted ones), `val/rounds`, and where measured
+    `val/speedup`; for every further plan the same under `val/<name>/`. Where the speculator has the
+    target's answers, these are counted on them (`decoding.replaying`), and some prompts are really
+    decoded, others each time: `val/replay_differs` of them counted otherwise. Where prompts are
+    decoded, `val/seconds_<stage>` too. From teacher-forced passes it logs `sim/loss`, `sim/tau`,
+    and `sim/<part>` for every part of the drafter's loss, `sim/accuracy` included. What could not
     be measured is left out: never NaN, never 0.
 
     `sim/tau`: 1 + the mean number of consecutive right guesses, up to the depth of the first plan's
@@ -51,7 +106,7 @@ class DecodeCallback(Callback):
 
     Args:
         speculator: the runtime; its decoding copy is refreshed from the live weights.
-        prompts: ids to decode from, over all processes: each process takes its share.
+        prompts: ids to decode from, over all processes: each process takes its share, see `share`.
         plans: name to plan; the first one decides what is best.
         held_out, source: rows and features for the teacher-forced estimates.
         show: draws a picture of what was measured, given it and the number of updates.
@@ -73,7 +128,7 @@ class DecodeCallback(Callback):
             raise InputError("eval needs a tree to decode with")
         self.speculator, self.plans, self.config = speculator, dict(plans), config
         self.seed, self.show = seed, show
-        self.prompts = [list(prompt) for prompt in prompts[: config.prompts]]
+        self.prompts = [list(prompt) for prompt in measured(prompts, speculator, config)]
         rows = (
             min(config.sim_rows, len(held_out))
             if held_out is not None and source is not None
@@ -90,10 +145,22 @@ class DecodeCallback(Callback):
         self.caught_up = False
         """Was an evaluation made at the start, since the run had been stopped before it was
         done?"""
-        self.tau: float | None = None
-        """Of the last evaluation, by the first plan; None if it could not be measured."""
+        self.found: Evaluated | None = None
+        """By the last evaluation, with the first plan."""
         self.seconds = 0.0
         """Wall seconds spent here so far."""
+
+    @property
+    def tau(self) -> float | None:
+        """Of the last evaluation, by the first plan; None where it could not be measured."""
+        return None if self.found is None else self.found.tally.tau
+
+    @property
+    def measures(self) -> str:
+        """What is measured: evaluations of the same can be compared prompt by prompt."""
+        plan, config = next(iter(self.plans.values())), self.config
+        what = [self.prompts, config.max_new_tokens, plan.tree.title, plan.rule_name]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, DraftModule)
@@ -132,6 +199,7 @@ class DecodeCallback(Callback):
             last or (config.speed_every and number % config.speed_every == 0)
         )
         metrics: dict[str, float | None] = {}
+        found: Evaluated | None = None
         with (
             module.gathered(),
             undisturbed(module.drafter),
@@ -140,14 +208,15 @@ class DecodeCallback(Callback):
             self.speculator.refresh(module.drafter)
             for place, (name, plan) in enumerate(self.plans.items()):
                 prefix = "val/" if place == 0 else f"val/{name}/"
-                tally = self._decode(plan, module.device)
-                metrics |= {prefix + key: value for key, value in _numbers(tally).items()}
+                one = self._accepted(plan, module.device)
+                found = found or one
+                metrics |= {prefix + key: value for key, value in _numbers(one).items()}
                 if fast and self.prompts and rank() == 0:
                     metrics[prefix + "speedup"] = self._speed(plan)
             if self.sim is not None:
                 depth = max(1, next(iter(self.plans.values())).tree.max_depth)
                 metrics |= self.sim.measure(module.drafter, depth, module.device)
-        self.evaluations, self.tau, self.measured_at = number, metrics["val/tau"], module.updates
+        self.evaluations, self.found, self.measured_at = number, found, module.updates
         self.seconds += time.monotonic() - began
         if module.seconds:
             metrics["val/share_of_time"] = self.seconds / module.seconds
@@ -156,16 +225,34 @@ class DecodeCallback(Callback):
             self.show(metrics, module.updates)
         return metrics
 
-    def _decode(self, plan: Plan, device: torch.device) -> Tally:
-        """Decode this process's share; the counts of all processes are added up."""
-        mine = self.prompts[rank() :: world_size()]
-        tally = Tally()
+    def _accepted(self, plan: Plan, device: torch.device) -> Evaluated:
+        """Measure this process's share; the counts of all processes are put together."""
+        mine, config = share(self.prompts), self.config
+        settings: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "batch": config.batch}
+        settings["seed"] = self.seed
+        tallies, tally, differs = [], Tally(), None
+        replayed = self.speculator.replays_plan(plan)
         if mine:
-            config = self.config
-            tally = self.speculator.measure_acceptance(
-                mine, plan, max_new_tokens=config.max_new_tokens, batch=config.batch, seed=self.seed
-            ).tally
-        return _unpacked(over_processes(_packed(tally, plan.tree.max_depth).to(device)))
+            found = self.speculator.measure_acceptance(mine, plan, **settings)
+            tallies, tally = found.tallies, found.tally
+        if replayed:
+            tally.seconds, differs = {}, 0
+            checked = self._checked(len(mine))
+            if checked:
+                again = self.speculator.measure_acceptance(
+                    [mine[place] for place in checked], plan, decoding=True, **settings
+                )
+                for place, real in zip(checked, again.outputs, strict=True):
+                    differs += real != found.outputs[place]
+        return _over_processes(
+            Evaluated(tallies, tally.seconds, differs), len(self.prompts), plan, device
+        )
+
+    def _checked(self, mine: int) -> list[int]:
+        """Which of this process's prompts are decoded to compare; others at each evaluation."""
+        count = len(share(range(self.config.checked)))
+        first = self.evaluations * count
+        return sorted({(first + i) % mine for i in range(count)}) if mine else []
 
     def _speed(self, plan: Plan) -> float | None:
         config = self.config
@@ -182,13 +269,12 @@ class DecodeCallback(Callback):
         return {
             "measured_at": self.measured_at,
             "evaluations": self.evaluations,
-            "tau": self.tau,
             "seconds": self.seconds,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.measured_at, self.evaluations = state_dict["measured_at"], state_dict["evaluations"]
-        self.tau, self.seconds = state_dict["tau"], state_dict["seconds"]
+        self.seconds = state_dict["seconds"]
 
 
 class _SimRows:
@@ -277,42 +363,59 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def _numbers(tally: Tally) -> dict[str, float | None]:
+def _numbers(found: Evaluated) -> dict[str, float | None]:
+    tally = found.tally
+    low, high = found.interval or (None, None)
     numbers: dict[str, float | None] = {
         "tau": tally.tau,
+        "tau_low": low,
+        "tau_high": high,
         "accepted_per_round": tally.accepted_per_round,
         "rounds": tally.rounds or None,
     }
     for k, value in enumerate(tally.accept_at, start=1):
         numbers[f"accept@{k}"] = value
         numbers[f"accept@{k}_count"] = tally.offered[k - 1] or None
+    if found.differs is not None:
+        return {**numbers, "replay_differs": found.differs}
     numbers |= {
-        f"seconds_{stage}": tally.seconds.get(stage) if tally.rounds else None for stage in STAGES
+        f"seconds_{stage}": found.seconds.get(stage) if tally.rounds else None for stage in STAGES
     }
     return numbers
 
 
-def _packed(tally: Tally, depth: int) -> Tensor:
+def _over_processes(found: Evaluated, prompts: int, plan: Plan, device: torch.device) -> Evaluated:
+    """The shares of all processes, put together in the order of the prompts.
+
+    Args:
+        prompts: of all of them.
+    """
+    depth = plan.tree.max_depth
+    counts = torch.zeros(prompts, 4 + 2 * depth, dtype=torch.float64)
+    for place, tally in zip(share(range(prompts)), found.tallies, strict=False):
+        counts[place] = torch.tensor(_packed(tally, depth), dtype=torch.float64)
+    rest = [found.seconds.get(stage, 0.0) for stage in STAGES] + [found.differs or 0]
+    sums = over_processes(
+        torch.cat((counts.flatten(), torch.tensor(rest, dtype=torch.float64))).to(device)
+    )
+    *seconds, differs = sums[-len(rest) :].tolist()
+    tallies = [_unpacked(row) for row in sums[: -len(rest)].reshape(counts.shape).tolist()]
+    return Evaluated(
+        tallies,
+        dict(zip(STAGES, seconds, strict=True)),
+        None if found.differs is None else int(differs),
+    )
+
+
+def _packed(tally: Tally, depth: int) -> list[int]:
     def filled(counts: list[int]) -> list[int]:
         return counts + [0] * (depth - len(counts))
 
     head = [tally.rounds, tally.drafted, tally.accepted, tally.emitted]
-    tail = [tally.seconds.get(stage, 0.0) for stage in STAGES]
-    return torch.tensor(
-        [*head, *filled(tally.offered), *filled(tally.kept), *tail], dtype=torch.float64
-    )
+    return [*head, *filled(tally.offered), *filled(tally.kept)]
 
 
-def _unpacked(values: Tensor) -> Tally:
-    numbers = values.tolist()
-    depth = (len(numbers) - 4 - len(STAGES)) // 2
-    rounds, drafted, accepted, emitted, *places = (int(n) for n in numbers[: 4 + 2 * depth])
-    return Tally(
-        rounds,
-        drafted,
-        accepted,
-        emitted,
-        offered=places[:depth],
-        kept=places[depth:],
-        seconds=dict(zip(STAGES, numbers[4 + 2 * depth :], strict=True)),
-    )
+def _unpacked(values: list[float]) -> Tally:
+    depth = (len(values) - 4) // 2
+    rounds, drafted, accepted, emitted, *places = (int(n) for n in values)
+    return Tally(rounds, drafted, accepted, emitted, offered=places[:depth], kept=places[depth:])

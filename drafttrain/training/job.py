@@ -36,6 +36,11 @@ class Settings:
     """How what a drafter leaves out of the target is searched; None takes it as given."""
 
     @property
+    def longest_answer(self) -> int:
+        """New tokens that are decoded after a held-out prompt, at most."""
+        return max(self.eval.max_new_tokens, self.final.max_new_tokens, self.final.speed_new_tokens)
+
+    @property
     def unmeasured(self) -> Settings:
         """The same fit, of which nothing is decoded before it is done."""
         quiet = replace(

@@ -1,7 +1,7 @@
 """When a run's checkpoints are written, which of them is the best, and what a signal does.
 
 `last.ckpt` is the newest state and, once a run has ended, its true last step; `best.ckpt` is the
-one with the highest decoded val/tau.
+one with the highest val/tau, as far as that can be told from noise.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
+from drafttrain.decoding.measurement import gain
 from drafttrain.errors import InputError, writing
 from drafttrain.nn.spoilt import SPOILT, spoilt
 from drafttrain.packaging.checking import some
@@ -45,7 +46,7 @@ class Keeper(Callback):
     """Writes checkpoints, remembers the best, ends a run without progress, and stops it cleanly on
     a signal.
 
-    Best is by `decode.tau`, if it could be measured; ties keep the earlier. SIGTERM and the first
+    Best is by `decode.found`, where it could be measured, see `_judge`. SIGTERM and the first
     Ctrl-C write `last.ckpt` at once, as of the last update, since an update or an evaluation may
     take longer than the sender waits; then they let the update that is being made finish, write
     again and end the run. Where processes share the weights among them, nothing is written before
@@ -71,11 +72,16 @@ class Keeper(Callback):
         self.folder, self.config, self.decode, self.patience = folder, config, decode, patience
         self.facts, self.settings = dict(facts or {}), dict(settings or {})
         self.best: float | None = None
+        """val/tau of the checkpoint that is kept as the best."""
         self.best_update: int | None = None
         self.best_digest: str | None = None
         """Of its weights, known to the process that writes."""
         self.without_progress = 0
-        """Evaluations since the best one."""
+        """Evaluations since one that was better beyond its noise."""
+        self._peak: list[tuple[int, int]] | None = None
+        """Per prompt, (tokens, rounds) of the evaluation with the highest val/tau."""
+        self._progress: list[tuple[int, int]] | None = None
+        """The same of the last one that was better beyond its noise."""
         self._looked_at: int | None = None
         self._written: tuple[int, int | None] | None = None
         self._busy = False
@@ -135,15 +141,14 @@ class Keeper(Callback):
             or decode.measured_at != module.updates
         ):
             return
-        self._looked_at = decode.measured_at
-        if decode.tau is not None:
-            if self.best is None or decode.tau > self.best:
-                self.best, self.best_update, self.without_progress = decode.tau, module.updates, 0
+        self._looked_at, written = decode.measured_at, False
+        if decode.found is not None and (tau := decode.tau) is not None:
+            if self._judge(decode.found.counts):
+                self.best, self.best_update = tau, module.updates
                 self._write(trainer, module, BEST)
                 self._link(BEST, LAST)
                 self._number(module)
-                return
-            self.without_progress += 1
+                written = True
             if (
                 self.patience is not None
                 and self.without_progress >= self.patience
@@ -151,8 +156,22 @@ class Keeper(Callback):
             ):
                 module.stopped = "patience"
                 trainer.should_stop = True
-        if self.config.every is None:
+        if self.config.every is None and not written:
             self._save(trainer, module)
+
+    def _judge(self, counts: list[tuple[int, int]]) -> bool:
+        """Note what an evaluation counted, prompt by prompt; whether its checkpoint is the best.
+
+        A difference within its noise is none: of checkpoints that cannot be told apart from the one
+        with the highest val/tau, the last one, which has learned most, is the best.
+        """
+        self.without_progress += 1
+        if self._progress is None or _surely_above(counts, self._progress):
+            self._progress, self.without_progress = counts, 0
+        best = self._peak is None or not _surely_above(self._peak, counts)
+        if self._peak is None or (gain(counts, self._peak)[0] or 0) > 0:
+            self._peak = counts
+        return best
 
     # How ------------------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -264,9 +283,21 @@ class Keeper(Callback):
             "best_update": self.best_update,
             "best_digest": self.best_digest,
             "without_progress": self.without_progress,
+            "measures": None if self.decode is None else self.decode.measures,
+            "peak": self._peak,
+            "progress": self._progress,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best, self.best_update = state_dict["best"], state_dict["best_update"]
         self.best_digest = state_dict.get("best_digest")
         self.without_progress = state_dict["without_progress"]
+        # What was measured otherwise cannot be compared prompt by prompt.
+        if self.decode is not None and state_dict.get("measures") == self.decode.measures:
+            self._peak, self._progress = (state_dict.get(name) for name in ("peak", "progress"))
+
+
+def _surely_above(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> bool:
+    """Is tau higher, beyond its noise? One prompt has no noise that could be known."""
+    value, interval = gain(one, other)
+    return value is not None and (value if interval is None else interval[0]) > 0

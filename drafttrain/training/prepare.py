@@ -25,6 +25,7 @@ from drafttrain.target.adapter import Trained, tuned
 from drafttrain.target.features import FeatureSource, LiveFeatures, OnlineFeatures
 from drafttrain.target.model import Target
 from drafttrain.target.turns import turn_words
+from drafttrain.training.answering import replays_of
 from drafttrain.training.course import Course, Stream
 from drafttrain.training.decode_callback import DecodeCallback
 from drafttrain.training.job import Job, Settings
@@ -130,14 +131,17 @@ def prepare_untrained(job: Job, say: Say) -> Ready:
     """The drafter as it is, with prompts to measure it on."""
     job.drafter.check(job.settings.tree)
     job.settings.final.check(job.drafter)
+    speculator = Speculator(job.target, job.drafter, Plan(job.settings.tree))
+    prompts = usable_prompts(job.target, job.data, job.settings, say)
+    speculator.replays = replays_of(speculator, prompts, job.settings, job.data.set, say)
     return Ready(
         config=job.config,
         settings=job.settings,
         run=job.run,
         target=job.target,
         drafter=job.drafter,
-        speculator=Speculator(job.target, job.drafter, Plan(job.settings.tree)),
-        prompts=usable_prompts(job.target, job.data, job.settings, say),
+        speculator=speculator,
+        prompts=prompts,
         calibration=job.calibration,
     )
 
@@ -309,9 +313,7 @@ def usable_prompts(
 ) -> list[list[int]]:
     """Held-out prompts that leave room in the target's context: all first turns, then all second
     ones, and so on."""
-    room = max(
-        settings.eval.max_new_tokens, settings.final.max_new_tokens, settings.final.speed_new_tokens
-    )
+    room = settings.longest_answer
     most = settings.eval.turns
     asked = [(turn, prompt) for _, turn, prompt in data.set.asked() if prompt]
     fitting = [
@@ -324,7 +326,11 @@ def usable_prompts(
     if (
         prompts
         and not usable
-        and (settings.eval.prompts or settings.final.prompts or settings.final.speed_prompts)
+        and (
+            settings.eval.prompts != 0
+            or settings.final.prompts != 0
+            or settings.final.speed_prompts
+        )
     ):
         raise InputError(
             f"none of the {len(prompts)} held-out prompts leaves {room} of the target's "

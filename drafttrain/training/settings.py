@@ -6,12 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from drafttrain.checks import integer, shown
+from drafttrain.checks import integer, replay_words, shown
 from drafttrain.errors import InputError
 from drafttrain.tree.topology import Growth
 
 if TYPE_CHECKING:
     from drafttrain.drafter.base import Drafter
+
+
+DECODED = 16
+"""Prompts that an evaluation decodes where none are named and acceptance cannot be replayed."""
+
+
+DECODED_LAST = 100
+"""The same at the end of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +28,18 @@ class EvalConfig:
 
     every: int | None
     """Updates between evaluations; None evaluates only at the end."""
-    prompts: int
-    """Held-out prompts to decode, shared out over the processes; 0 measures nothing."""
+    prompts: int | None
+    """Held-out prompts that acceptance is measured on, shared out over the processes; 0 measures
+    nothing, None takes all where it is replayed, and `DECODED` where it must be decoded."""
+    replay: bool
+    """Count acceptance on the target's kept answers, where they can stand in for it? False decodes
+    at every evaluation."""
+    answers: str | None
+    """Folder of a conversation set with the target's answers at temperature 0; None: those of the
+    run's own set that are such, and others written once into the cache folder."""
+    checked: int
+    """Prompts that are really decoded at every evaluation where acceptance is replayed, to compare
+    the counts; others each time."""
     max_new_tokens: int
     batch: int
     """Prompts decoded at once."""
@@ -33,14 +51,17 @@ class EvalConfig:
     speed_every: int | None
     """Measure speed at every n-th evaluation and at the end; None is only at the end."""
     patience: int | None
-    """Evaluations without a better val/tau after which the run ends; None never ends it."""
+    """Evaluations without a better val/tau, beyond its noise, after which the run ends; None never
+    ends it."""
     turns: int | None = None
     """Of a held-out conversation, decoded here and at the end of the run; None is all."""
 
     def __post_init__(self) -> None:
-        least = {"prompts": 0, "max_new_tokens": 1, "batch": 1, "sim_rows": 0, "speed_prompts": 0}
+        least = {"checked": 0, "max_new_tokens": 1, "batch": 1, "sim_rows": 0, "speed_prompts": 0}
         for name, low in least.items():
             integer(f"eval.{name}", getattr(self, name), low)
+        integer("eval.prompts", self.prompts, 0, null="all")
+        replay_words(self.replay, self.answers, "eval.")
         never = {"every": "only at the end", "speed_every": "only at the end", "patience": "never"}
         never["turns"] = "all"
         for name, null in never.items():
@@ -66,8 +87,9 @@ class CheckpointConfig:
 class FinalConfig:
     """What is measured at the end of a run, greedily."""
 
-    prompts: int
-    """Held-out prompts for acceptance."""
+    prompts: int | None
+    """Held-out prompts for acceptance; None takes all where it is replayed, and `DECODED_LAST`
+    where it must be decoded."""
     samples: int
     """How many of their answers are kept as samples; they are held-out text, so they stay in the
     run's folder."""
@@ -89,8 +111,8 @@ class FinalConfig:
     compares none."""
 
     def __post_init__(self) -> None:
+        integer("final.prompts", self.prompts, 0, null="all")
         least = {
-            "prompts": 0,
             "samples": 0,
             "max_new_tokens": 1,
             "batch": 1,

@@ -20,13 +20,13 @@ from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.eagle1 import Eagle1
-from drafttrain.flow import Batch
+from drafttrain.flow import Batch, Tally
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.target.features import OnlineFeatures
 from drafttrain.target.model import Target
 from drafttrain.training.course import Course, Stream, TrainerConfig
-from drafttrain.training.decode_callback import DecodeCallback, EvalConfig
+from drafttrain.training.decode_callback import DecodeCallback, EvalConfig, Evaluated
 from drafttrain.training.keeper import Keeper
 from drafttrain.training.module import DraftModule
 from drafttrain.training.optim import AdamW
@@ -62,6 +62,9 @@ OPTIM: dict[str, Any] = {
 EVAL: dict[str, Any] = {
     "every": 2,
     "prompts": 3,
+    "replay": True,
+    "answers": None,
+    "checked": 0,
     "max_new_tokens": 8,
     "batch": 2,
     "sim_rows": 3,
@@ -244,6 +247,9 @@ class Scripted(DecodeCallback):
         self.taus = taus
 
     def measure(self, module: DraftModule, *, last: bool = False) -> dict[str, float | None]:
-        self.tau, self.measured_at = self.taus[self.evaluations], module.updates
+        tau, self.measured_at = self.taus[self.evaluations], module.updates
+        rounds = 0 if tau is None else 100
+        one = Tally(rounds=rounds, emitted=round((tau or 0) * rounds))
+        self.found = Evaluated([one, one], {}, None)
         self.evaluations += 1
         return {}

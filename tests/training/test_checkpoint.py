@@ -19,15 +19,17 @@ from lightning.pytorch import Callback
 
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError, disk_full
+from drafttrain.flow import Tally
 from drafttrain.target.model import Target
 from drafttrain.training.checkpoint import check_complete, read_checkpoint, write_checkpoint
+from drafttrain.training.decode_callback import Evaluated
 from drafttrain.training.module import DraftModule, over_processes
 from drafttrain.training.resume import facts_of, refuse_other_run
 from tests.helpers import file_limit
 from tests.messages import said
 from tests.training.parts import Scripted, Watch, fit, keeper, module_for, same, weights_of
 
-MEASURED = {"measured_at": 1, "evaluations": 1, "tau": 1.5, "seconds": 0.5}
+MEASURED = {"measured_at": 1, "evaluations": 1, "seconds": 0.5}
 
 
 def of_one_update(
@@ -53,15 +55,15 @@ def updates_in(path: Path) -> int:
 
 
 @pytest.mark.field("F48")
-def test_best_is_by_tau_and_ties_keep_the_earlier(
+def test_best_is_by_tau_and_ties_take_the_later(
     target: Target, data: ConversationData, tmp_path: Path
 ) -> None:
     module, stream = module_for(data, target, max_steps=6)
     decode = Scripted([None, 1.5, 2.0, 2.0, None, 1.9])
     keep = keeper(tmp_path, decode)
     fit(module, stream, decode, keep)
-    assert (keep.best, keep.best_update) == (2.0, 3)
-    assert updates_in(tmp_path / "best.ckpt") == 3 and updates_in(tmp_path / "last.ckpt") == 6
+    assert (keep.best, keep.best_update) == (2.0, 4)
+    assert updates_in(tmp_path / "best.ckpt") == 4 and updates_in(tmp_path / "last.ckpt") == 6
     assert names(tmp_path) == ["best.ckpt", "last.ckpt"]
 
 
@@ -82,6 +84,73 @@ def test_patience_ends_the_run(target: Target, data: ConversationData, tmp_path:
     fit(module, stream, decode, keeper(tmp_path, decode, patience=2))
     assert module.stopped == "patience" and module.updates == 5
     assert updates_in(tmp_path / "best.ckpt") == 3 and updates_in(tmp_path / "last.ckpt") == 5
+
+
+class Noisy(Scripted):
+    """Tokens of each of eight prompts, in ten rounds each, at every evaluation."""
+
+    def __init__(self, *tokens: list[int], every: int = 1) -> None:
+        super().__init__([None] * len(tokens), every)
+        self.tokens = tokens
+
+    def measure(self, module: DraftModule, *, last: bool = False) -> dict[str, float | None]:
+        tallies = [Tally(rounds=10, emitted=n) for n in self.tokens[self.evaluations]]
+        found = super().measure(module, last=last)
+        self.found = Evaluated(tallies, {}, None)
+        return found
+
+
+FIRST = [12, 30, 15, 22, 18, 27, 13, 16]
+ALIKE = [13, 29, 15, 23, 17, 28, 13, 15]
+"""Some prompts a little more, others less: the sum is the same."""
+LESS = [n - 1 for n in FIRST]
+"""A little less, but everywhere: prompts differ far more than this, and yet it is no noise."""
+MORE = [n + 1 for n in FIRST]
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "best", "progress"),
+    [
+        ((FIRST, ALIKE), 2, 1),  # within noise: the later one, and no progress
+        ((FIRST, LESS), 1, 1),
+        ((FIRST, MORE), 2, 0),
+        ((FIRST, LESS, ALIKE), 3, 2),
+        # A slow fall: each is within the noise of the one before it, but not of the first.
+        ((FIRST, [11, *FIRST[1:]], [11, 29, *FIRST[2:]], LESS), 3, 3),
+        # A slow rise: it is progress once it is beyond the noise of where it was last.
+        ((FIRST, [13, *FIRST[1:]], [13, 31, *FIRST[2:]], MORE), 4, 0),
+    ],
+)
+def test_best_and_patience_look_beyond_noise(
+    target: Target,
+    data: ConversationData,
+    tmp_path: Path,
+    evaluations: tuple[list[int], ...],
+    best: int,
+    progress: int,
+) -> None:
+    module, stream = module_for(data, target, max_steps=len(evaluations))
+    decode = Noisy(*evaluations)
+    keep = keeper(tmp_path, decode)
+    fit(module, stream, decode, keep)
+    assert keep.best_update == updates_in(tmp_path / "best.ckpt") == best
+    assert keep.best == pytest.approx(sum(evaluations[best - 1]) / 80)
+    assert keep.without_progress == progress
+
+
+def test_what_was_measured_otherwise_is_not_compared(
+    target: Target, data: ConversationData, tmp_path: Path
+) -> None:
+    module, stream = module_for(data, target, max_steps=2)
+    decode = Noisy(FIRST, LESS)
+    fit(module, stream, decode, keeper(tmp_path, decode))
+    kept = read_checkpoint(tmp_path / "last.ckpt")["keeper"]
+    for measures, best in ((kept["measures"], 2), ("other prompts", 3)):
+        again = Noisy(LESS)
+        keep = keeper(tmp_path, again)
+        keep.load_state_dict({**kept, "measures": measures, "best_update": 2})
+        again.measured_at, again.found = 3, Evaluated([Tally(rounds=10, emitted=5)] * 8, {}, None)
+        assert keep._judge(again.found.counts) == (best == 3)
 
 
 @pytest.mark.field("F20")
@@ -412,7 +481,7 @@ def test_what_a_run_cannot_go_on_from_is_refused(
             said("training.odd_measurement"),
         ),
         (
-            lambda state: state.update(decode={**MEASURED, "tau": "much"}),
+            lambda state: state.update(decode={**MEASURED, "evaluations": "much"}),
             said("training.odd_measurement"),
         ),
         (

@@ -20,8 +20,8 @@ from drafttrain.target.model import Target
 from drafttrain.training.decode_callback import (
     DecodeCallback,
     EvalConfig,
-    _packed,
-    _unpacked,
+    Evaluated,
+    _over_processes,
     undisturbed,
 )
 from drafttrain.training.module import DraftModule
@@ -172,8 +172,11 @@ def test_fewer_prompts_than_the_batch(target: Target, data: ConversationData) ->
 
 
 def test_tallies_travel_completely() -> None:
-    tally = Tally(5, 20, 7, 12, offered=[5, 3], kept=[3, 1], seconds={"draft": 0.5, "host": 0.25})
-    back = _unpacked(_packed(tally, 4) + _packed(Tally(), 4))
+    tally, seconds = Tally(5, 20, 7, 12, offered=[5, 3], kept=[3, 1]), {"draft": 0.5, "host": 0.25}
+    found = Evaluated([tally, Tally()], seconds, 1)
+    back = _over_processes(found, 2, Plan(Tree.chain(4)), torch.device("cpu"))
+    assert back.differs == 1 and back.tallies[1] == Tally(offered=[0] * 4, kept=[0] * 4)
+    assert back.seconds == {"prefill": 0.0, "draft": 0.5, "verify": 0.0, "host": 0.25}
+    (back, _) = back.tallies
     assert (back.rounds, back.drafted, back.accepted, back.emitted) == (5, 20, 7, 12)
     assert back.offered == [5, 3, 0, 0] and back.kept == [3, 1, 0, 0]
-    assert back.seconds == {"prefill": 0.0, "draft": 0.5, "verify": 0.0, "host": 0.25}
