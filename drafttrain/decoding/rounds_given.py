@@ -19,7 +19,7 @@ from drafttrain.nn.finite import usable as can_choose
 from drafttrain.tree.confident import Confident, goes_on
 from drafttrain.tree.topology import Tree, depths_of
 
-Target_at = Callable[[int], Tensor]
+TargetAt = Callable[[int], Tensor]
 """k -> (b v) the target's distribution k places after the anchor, which judges the draft k + 1."""
 
 
@@ -60,7 +60,7 @@ class Draws:
         state: Any,
         committed: Committed,
         tokens: Tensor,
-        target_at: Target_at,
+        target_at: TargetAt,
         usable: Tensor,
         u: Tensor,
     ) -> Chances:
@@ -83,7 +83,9 @@ class Draws:
             for k in range(depth):
                 if not bool(can_choose(candidates.logits).all()):
                     raise NotFinite("no token can be chosen from these candidates")
-                going &= goes_on(candidates.logits[:, 0], self.stop_below) & usable[:, k]
+                going &= usable[:, k]
+                if self.stop_below:
+                    going &= goes_on(candidates.logits[:, 0], self.stop_below)
                 p, token = target_at(k).double(), tokens[:, k]
                 q = candidates.spread(self.plan.policy.probs(candidates.logits))[:, 0].double()
                 u = self._judge(k, nodes, going, found, (p, q / share[:, None], token), u)
@@ -150,7 +152,7 @@ class Follows:
         state: Any,
         committed: Committed,
         tokens: Tensor,
-        target_at: Target_at,
+        target_at: TargetAt,
         usable: Tensor,
         u: Tensor,
     ) -> Chances:

@@ -231,14 +231,13 @@ class _Part:
         at, read = torch.zeros_like(rows), torch.zeros_like(rows)
         committed = None
         while True:
-            going = at < self.answers[rows] - 1
-            if not bool(going.all()):
-                places = going.nonzero()[:, 0]
+            places = (at < self.answers[rows] - 1).nonzero()[:, 0]
+            if not len(places):
+                break
+            if len(places) < len(rows):
                 rows, at, read = rows[places], at[places], read[places]
                 self.drafter.select(state, places)
                 chance = chance.select(places)
-            if not len(rows):
-                break
             committed = self._committed(rows, read, at, first=committed is None)
             read = self.prompts[rows] + at
             found = self._chances(rounds, state, committed, chance, rows, at)
