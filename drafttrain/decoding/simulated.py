@@ -224,7 +224,9 @@ class _Part:
         counts = torch.zeros(2, b, depth, dtype=torch.float64, device=device)
         capacity = self.room + max(self.plan.tree.size, self.plan.tree.reads) + 1
         state = self.drafter.open(b, capacity)
-        chance = Chance.seeded(seed, range(self.first, self.first + b))
+        # Never the numbers that a text was sampled with by the same seed: what is drawn here must
+        # not know its tokens.
+        chance = Chance.seeded(seed, [-1 - self.first - row for row in range(b)])
         kind = Draws if _asks_along(self.plan) else Follows
         rounds = kind(self.drafter, self.plan)
         rows = torch.arange(b, device=device)

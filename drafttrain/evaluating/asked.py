@@ -31,8 +31,9 @@ def check_settings(cfg: DictConfig) -> Compared:
         checks.integer(key, cfg[key], at_least)
     checks.integer("limit", cfg.limit, 1, null="all")
     checks.integer("turns", cfg.turns, 1, null="all")
-    if type(cfg.exactness) is not bool:
-        raise InputError(f"exactness={cfg.exactness}: give true or false")
+    for key in ("exactness", "sim"):
+        if type(cfg[key]) is not bool:
+            raise InputError(f"{key}={cfg[key]}: give true or false")
     check_draws(cfg.exactness_draws, cfg.exactness_prompts)
     check_seed(cfg.seed)
     check_dtype(cfg.dtype)
@@ -62,6 +63,11 @@ def check_settings(cfg: DictConfig) -> Compared:
         exactness_draws=cfg.exactness_draws,
         exactness_prompts=cfg.exactness_prompts,
     )
+    if cfg.sim and all(policy.greedy for policy in asked.policies):
+        raise InputError(
+            f"sim=true computes acceptance at temperatures above 0, temperatures={cfg.temperatures} "
+            "has none: add one, such as 'temperatures=[0,1]', or leave sim out"
+        )
     # The package's own trees are not known yet.
     asked.check_rules(stand_ins(asked.trees))
     return asked
