@@ -1,12 +1,13 @@
 """Measure a package: acceptance, speed against plain decoding, guarantee, for chains and trees,
 greedy and sampled.
 
-Every number of these tables comes from really decoding. Acceptance is counted over all prompts, decoded in batches;
+Every number comes from really decoding. Acceptance is counted over all prompts, decoded in batches;
 speed over some of them, one at a time, interleaved with plain decoding of the same prompts. The
 table goes to the console, to evaluation.json (the form of a package's metrics.json) and, as a
 picture, to acceptance.png. With exactness=true the guarantees are tested on this target and
-package, too; with sim=true acceptance at temperatures above 0 is also computed, and named sim/. A package that was trained jointly with its target is compared with the original on
-held-out text.
+package, too. With sim=true acceptance at temperatures above 0 is also computed, on texts that the
+target samples, in a table of its own. A package that was trained jointly with its target is
+compared with the original on held-out text.
 """
 
 from __future__ import annotations

@@ -160,9 +160,7 @@ class Follows:
         plan, (b, depth) = self.plan, tokens.shape
         found = Chances.none(b, depth, tokens.device)
         numbers = u if plan.draws else None
-        one = self.drafter.propose(
-            state, committed, plan.tree, plan.policy, numbers, plan.sampling
-        )
+        one = self.drafter.propose(state, committed, plan.tree, plan.policy, numbers, plan.sampling)
         if not one.size:
             return found
         depths = depths_of(one.parents, depth)

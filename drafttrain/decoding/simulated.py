@@ -128,9 +128,11 @@ def simulate(
     batch = max(1, min(batch, _AT_ONCE // (longest * target.vocab_size)))
     found, impossible = list[Expected](), 0
     for start in watch(range(0, len(texts), batch), "batches computed"):
-        part = _Part(target, drafter, texts[start : start + batch], plan, start, max_new_tokens)
+        some = texts[start : start + batch]
+        part = _Part(target, drafter, some, plan, start, max_new_tokens)
         found += part.run(seed)
         impossible += part.impossible
+        remember_texts(drafter, [text.ids for text in some])
     places = sum(len(text.answer) for text in texts)
     if impossible > _IMPOSSIBLE * places:
         raise InputError(

@@ -65,8 +65,8 @@ def check_settings(cfg: DictConfig) -> Compared:
     )
     if cfg.sim and all(policy.greedy for policy in asked.policies):
         raise InputError(
-            f"sim=true computes acceptance at temperatures above 0, temperatures={cfg.temperatures} "
-            "has none: add one, such as 'temperatures=[0,1]', or leave sim out"
+            f"sim=true computes acceptance at temperatures above 0, {cfg.temperatures} has none: "
+            "add one, as in 'temperatures=[0,1]', or leave sim out"
         )
     # The package's own trees are not known yet.
     asked.check_rules(stand_ins(asked.trees))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from drafttrain.decoding.simulated import cannot, simulate
@@ -21,7 +21,11 @@ def simulated(
     each temperature. `left_out`: what is not computed, and why."""
     target, drafter = speculator.target, speculator.drafter
     rows, left_out = list[dict[str, Any]](), list[dict[str, str]]()
-    common = {"max_new_tokens": asked.max_new_tokens, "batch": asked.batch, "seed": asked.seed}
+    common: dict[str, Any] = {
+        "max_new_tokens": asked.max_new_tokens,
+        "batch": asked.batch,
+        "seed": asked.seed,
+    }
     for policy in asked.policies:
         if policy.greedy:
             continue
@@ -36,13 +40,9 @@ def simulated(
         if not plans:
             continue
         at = f"temperature {policy.temperature:g}"
+        say(f"{at}: the target samples {len(prompts)} texts for sim/")
         texts = sampled_texts(
-            target,
-            prompts,
-            policy,
-            layers=drafter.needs.layers,
-            watch=lambda items, what, at=at: track(items, description=f"{at}: {what}"),
-            **common,
+            target, prompts, policy, layers=drafter.needs.layers, watch=_watched, **common
         )
         for plan in track(plans, description=f"{at}: sim/", unit="trees"):
             found = simulate(target, drafter, texts, plan, **common)
@@ -54,3 +54,7 @@ def simulated(
                     "count as refused"
                 )
     return {"rows": rows, "left_out": left_out}
+
+
+def _watched(items: Sequence[int], what: str) -> Iterable[int]:
+    return track(items, description=what, unit="batches")
