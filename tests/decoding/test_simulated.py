@@ -3,7 +3,7 @@ computed is refused in words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -24,7 +24,7 @@ from drafttrain.drafter.ngram import NGram
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.drafter.suffix import Suffix
 from drafttrain.errors import InputError
-from drafttrain.nn.sampling import Policy
+from drafttrain.nn.sampling import Chance, Policy
 from drafttrain.target import load
 from drafttrain.target.model import Target
 from drafttrain.tree.confident import Confident
@@ -153,6 +153,23 @@ def test_a_text_counts_the_same_in_every_batch(plan: str) -> None:
         assert ours.rounds == pytest.approx(theirs.rounds, rel=1e-4)
         assert ours.kept == pytest.approx(theirs.kept, rel=1e-4, abs=1e-6)
         assert ours.offered == pytest.approx(theirs.offered, rel=1e-4, abs=1e-6)
+
+
+def test_what_is_drawn_does_not_know_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one seed, a text's numbers are never those that its siblings are drawn with."""
+    used: list[set[int]] = []
+    seeded = Chance.seeded
+
+    def watched(seed: int, rows: Sequence[int]) -> Chance:
+        used.append(set(rows))
+        return seeded(seed, rows)
+
+    monkeypatch.setattr(Chance, "seeded", watched)
+    texts = sampled_texts(target(), PROMPTS[:4], T, max_new_tokens=4, batch=2)
+    asked = DRAWN["without replacement, irregular"]
+    simulate(target(), drafter("eagle1"), texts, asked, max_new_tokens=4, batch=2)
+    assert used[:2] == [{0, 1}, {2, 3}] and len(used) == 4
+    assert not (used[0] | used[1]) & (used[2] | used[3])
 
 
 def test_few_probabilities_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from drafttrain.decoding import rules
 from drafttrain.decoding.plan import Plan
+from drafttrain.decoding.rules.given import masses
 from drafttrain.decoding.rules.spectr import kept_of, overlap, smallest_rho
 from drafttrain.decoding.simulated import simulate
 from drafttrain.decoding.texts import KeptText
 from drafttrain.drafter.growing import Growing, anchor_of
-from drafttrain.flow import Needs
+from drafttrain.flow import Needs, Sampling
 from drafttrain.nn.sampling import Policy
 from drafttrain.tree.candidates import Candidates
 from drafttrain.tree.topology import Tree
@@ -28,15 +29,16 @@ from tests.decoding import exact
 
 P = [
     exact.vector("1/2", "3/10", "1/5"),
-    exact.vector("3/5", "3/10", "1/10"),
+    exact.vector("7/10", "1/5", "1/10"),
     exact.vector("1/10", "2/5", "1/2"),
 ]
 Q = [
     exact.vector("1/5", "3/10", "1/2"),
-    exact.vector("3/10", "3/5", "1/10"),
+    exact.vector("7/20", "1/4", "2/5"),
     exact.vector("1/5", "1/5", "3/5"),
 ]
-"""The target's and the drafter's distributions, by the last token."""
+"""The target's and the drafter's distributions, by the last token. Token 1 after 1 is drafted too
+often, and a block that holds two of them still has tokens to keep."""
 START, STOP, LENGTH = 0, 2, 5
 """The prompt's last token, the one that ends a text, and the most tokens of an answer."""
 
@@ -240,3 +242,27 @@ def test_expected_counts_are_right_on_average_where_siblings_are_drawn(name: str
         error = found[what].std(0) / 60**0.5
         assert bool(((found[what].mean(0) - torch.tensor(values)).abs() <= 4 * error + 1e-6).all())
         assert float((error / torch.tensor(values)).max()) < 0.02
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("how", [Sampling.IID, Sampling.WOR])
+def test_what_a_node_keeps_of_each_token(how: Sampling, k: int) -> None:
+    """Against every draft and uniform number; with one child, nothing is drawn."""
+    p, q, u = exact.constant(P[2]), exact.constant(Q[2]), torch.rand(4000, k - 1)
+    wanted = [0.0] * 3
+    for case in exact.cases(Tree.expansion([k]), q, how):
+        one = replace(case, chance=Fraction(1))
+        for text, chance in exact.measure(rules.multi_step, [one], p)[0].items():
+            if len(text) == 2:
+                wanted[text[0]] += float(case.chance) * float(chance)
+    rows = [exact.floats([x])[0].double().expand(4000, -1) for x in (P[2], Q[2])]
+    drawn = how is Sampling.WOR and k > 1
+    for token in range(3):
+        of_token, total = masses(
+            "multi_step", *rows, torch.full((4000,), token), k, how, u.double()
+        )
+        room = 4 * float(of_token.sum(1).std()) / 4000**0.5 if drawn else 0
+        assert float(of_token.sum(1).mean()) == pytest.approx(wanted[token], abs=room + 1e-6)
+        assert bool((of_token.sum(1) <= rows[0][:, token] + 1e-6).all())
+        room = 4 * float(total.std()) / 4000**0.5 if drawn else 0
+        assert float(total.mean()) == pytest.approx(sum(wanted), abs=room + 1e-6)
