@@ -214,7 +214,7 @@ PLANS = {
     "ratio": Plan(CHAIN, T, rule="ratio"),
     "block": Plan(CHAIN, T, rule="block"),
     "multi_step, a chain": Plan(CHAIN, T, rule="multi_step"),
-    "k_seq": Plan(WIDE, T, rule="k_seq"),
+    "k_seq": Plan(Tree.expansion([2]), T, rule="k_seq"),
     "one_hot, a chain": Plan(CHAIN, T, sampled=False),
     "one_hot": Plan(WIDE, T, sampled=False),
     "sample_and_match": Plan(WIDE, T, rule="sample_and_match"),
@@ -237,9 +237,9 @@ DRAWN = {
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_expected_counts_are_right_on_average_where_siblings_are_drawn(name: str) -> None:
-    wanted, found = decoded(DRAWN[name]), computed(DRAWN[name], 60)
+    wanted, found = decoded(DRAWN[name]), computed(DRAWN[name], 40)
     for what, values in wanted.items():
-        error = found[what].std(0) / 60**0.5
+        error = found[what].std(0) / 40**0.5
         assert bool(((found[what].mean(0) - torch.tensor(values)).abs() <= 4 * error + 1e-6).all())
         assert float((error / torch.tensor(values)).max()) < 0.02
 
@@ -248,7 +248,8 @@ def test_expected_counts_are_right_on_average_where_siblings_are_drawn(name: str
 @pytest.mark.parametrize("how", [Sampling.IID, Sampling.WOR])
 def test_what_a_node_keeps_of_each_token(how: Sampling, k: int) -> None:
     """Against every draft and uniform number; with one child, nothing is drawn."""
-    p, q, u = exact.constant(P[2]), exact.constant(Q[2]), torch.rand(4000, k - 1)
+    numbers = torch.rand(4000, k - 1, generator=torch.Generator().manual_seed(0))
+    p, q, u = exact.constant(P[2]), exact.constant(Q[2]), numbers
     wanted = [0.0] * 3
     for case in exact.cases(Tree.expansion([k]), q, how):
         one = replace(case, chance=Fraction(1))
