@@ -124,7 +124,7 @@ class Draws:
 
 
 def _by_children(tree: Tree, depth: int) -> dict[int, tuple[list[int], list[int]]]:
-    """{number of children: (nodes of this depth with so many, all their children in order)}, each
+    """{number of children: (nodes of this depth that have it, all their children in order)}, each
     node by its row, the anchor's 0."""
     found: dict[int, tuple[list[int], list[int]]] = {}
     level = [-1] if depth == 0 else [n for n in range(tree.size) if tree.depths[n] == depth]
