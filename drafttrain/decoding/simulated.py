@@ -96,6 +96,7 @@ def _asks_along(plan: Plan) -> bool:
     return plan.draws and plan.rule_name != "sample_and_match"
 
 
+@torch.inference_mode()
 def simulate(
     target: Target,
     drafter: Drafter,
@@ -200,8 +201,8 @@ class _Part:
         """(b a v) the target's distribution after answer token i, which judges token i + 1; and how
         many of these tokens it gives probability 0."""
         width = max(int(self.answers.max()) - 1, 1)
-        found = []
-        impossible = 0
+        b, v, impossible = len(self.texts), self.target.vocab_size, 0
+        found = torch.empty(b, width, v, device=self.device)
         for row, text in enumerate(self.texts):
             steps = torch.arange(width, device=self.ids.device).clamp(max=len(text.answer) - 1)
             places = (steps + len(text.prompt)).clamp(max=self.hidden.shape[1] - 1)
@@ -209,13 +210,12 @@ class _Part:
             if not bool(finite.usable(logits).all()):
                 origin = finite.trace(self.target, text.ids)
                 raise finite.fault_of(self.target, origin, f"text {self.first + row}")
-            found.append(self.plan.policy.probs(logits))
+            found[row] = self.plan.policy.probs(logits)
             n = len(text.answer) - 1
             following = self.ids[row, len(text.prompt) + 1 : len(text.ids)]
-            impossible += int((found[-1][:n].gather(1, following[:, None]) <= 0).sum())
-        return torch.stack(found), impossible
+            impossible += int((found[row, :n].gather(1, following[:, None]) <= 0).sum())
+        return found, impossible
 
-    @torch.inference_mode()
     def run(self, seed: int) -> list[Expected]:
         """The expected counts of every text."""
         b, device, depth = len(self.texts), self.ids.device, self.depth
