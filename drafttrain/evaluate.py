@@ -6,8 +6,9 @@ the counts of decoding in a fraction of its time, above it by decoding in batche
 by decoding some of them one at a time, interleaved with plain decoding of the same prompts. The
 table goes to the console, to evaluation.json (the form of a package's metrics.json) and, as a
 picture, to acceptance.png. With exactness=true the guarantees are tested on this target and
-package, too. A package that was trained jointly with its target is compared with the original on
-held-out text.
+package, too. With sim=true acceptance at temperatures above 0 is also computed, on texts that the
+target samples, in a table of its own. A package that was trained jointly with its target is
+compared with the original on held-out text.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from drafttrain.evaluating.measuring import changed, exact, measure, settings_of
 from drafttrain.evaluating.parity import parity
 from drafttrain.evaluating.saying import say
 from drafttrain.evaluating.showing import show
+from drafttrain.evaluating.simulating import simulated
 from drafttrain.files import write_json
 from drafttrain.packaging.decoding import read_plan
 from drafttrain.packaging.manifest import DECODING, read_config
@@ -76,6 +78,7 @@ def main(cfg: DictConfig) -> None:
         result = {
             "settings": settings_of(asked, Path(cfg.package), source, prompts, speculator),
             "rows": rows,
+            "sim": simulated(speculator, prompts, growths, asked) if cfg.sim else None,
             "target_change": changed(target, source, asked.change_rows),
             "parity": parity(speculator, drafter, few, asked.max_new_tokens),
             "exactness": exact(speculator, prompts, growths, asked) if cfg.exactness else None,

@@ -119,7 +119,7 @@ def test_rows_and_their_keys(run: tuple[dict[str, Any], Path]) -> None:
     assert all(row["same_as_plain"] == 2 for row in rows if row["temperature"] == 0)
     assert result["settings"]["max_new_tokens"] == 16 and result["settings"]["prompt_count"] == 3
     assert result["settings"]["prompts_digest"] and result["settings"]["target_dtype"] == "float32"
-    assert result["exactness"] is None
+    assert result["exactness"] is None and result["sim"] is None
     assert (out / evaluate.PICTURE).read_bytes().startswith(b"\x89PNG")
 
 
@@ -143,6 +143,31 @@ def test_numbers_are_those_of_counting(
     ]
     for value, (kept, offered) in zip(row["accept_at"], row["accept_counts"], strict=True):
         assert value == (pytest.approx(kept / offered) if offered else None)
+
+
+def test_acceptance_computed_on_sampled_texts(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A table and rows of their own, for temperatures above 0; what is not computed is named."""
+    more = ("chains=[3]", "trees=[static]", "rule=[auto,typical]", "sim=true", "speed_prompts=0")
+    evaluate.main(words(place, tmp_path / "run", *more))
+    result = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())
+    rows = result["sim"]["rows"]
+    assert [(row["temperature"], row["rule"], row["nodes"]) for row in rows] == [
+        (1.0, "block", 3),
+        (1.0, "multi_step", 25),
+    ]
+    for row in rows:
+        low, high = row["sim/tau_interval"]
+        assert 1 <= low <= row["sim/tau"] <= high and row["texts"] == len(TEXTS)
+        assert 0 < row["sim/accept@1"] < 1 and "tau" not in row and row["impossible"] == 0
+    assert [one["label"] for one in result["sim"]["left_out"]] == [
+        "T=1 chain 3 typical",
+        "T=1 static 25 typical",
+    ]
+    said = capsys.readouterr()
+    assert "has no sim/: rule typical" in said.err and "sim/: acceptance computed" in said.out
+    assert not any("sim/tau" in row for row in result["rows"])
 
 
 def test_drafts_that_are_copied(
@@ -484,6 +509,11 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "a seed of words": (lambda p, t: ["seed=x"], "seed=x"),
     "an unknown dtype": (lambda p, t: ["dtype=foo"], "dtype=foo"),
     "half an exactness": (lambda p, t: ["exactness=maybe"], "exactness=maybe"),
+    "half a sim": (lambda p, t: ["sim=maybe"], "sim=maybe"),
+    "nothing to compute": (
+        lambda p, t: ["sim=true", "temperatures=[0]"],
+        r"sim=true .*'temperatures=\[0,1\]'",
+    ),
     "too few draws": (lambda p, t: ["exactness_draws=100"], "exactness_draws=100: 4 .*160"),
     "no top_p": (lambda p, t: ["top_p=nan"], r"top_p\b.*nan"),
     "prompts that are a prompt": (lambda p, t: [f"prompts={'why ' * 99}"], "prompts=why"),

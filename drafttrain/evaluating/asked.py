@@ -31,8 +31,9 @@ def check_settings(cfg: DictConfig) -> Compared:
         checks.integer(key, cfg[key], at_least)
     checks.integer("limit", cfg.limit, 1, null="all")
     checks.integer("turns", cfg.turns, 1, null="all")
-    if type(cfg.exactness) is not bool:
-        raise InputError(f"exactness={cfg.exactness}: give true or false")
+    for key in ("exactness", "sim"):
+        if type(cfg[key]) is not bool:
+            raise InputError(f"{key}={cfg[key]}: give true or false")
     check_draws(cfg.exactness_draws, cfg.exactness_prompts)
     checks.replay_words(cfg.replay, cfg.answers)
     check_seed(cfg.seed)
@@ -65,6 +66,11 @@ def check_settings(cfg: DictConfig) -> Compared:
         exactness_draws=cfg.exactness_draws,
         exactness_prompts=cfg.exactness_prompts,
     )
+    if cfg.sim and all(policy.greedy for policy in asked.policies):
+        raise InputError(
+            f"sim=true computes acceptance at temperatures above 0, {cfg.temperatures} has none: "
+            "add one, as in 'temperatures=[0,1]', or leave sim out"
+        )
     # The package's own trees are not known yet.
     asked.check_rules(stand_ins(asked.trees))
     return asked

@@ -49,12 +49,34 @@ def show(result: dict[str, Any]) -> None:
         ]
         table(title, columns, [speed_line(row) for row in rows])
         say("speed of plain over plain would be 1 without the noise of timing")
+    if result["sim"]:
+        show_simulated(result["sim"]["rows"])
     if result["target_change"]:
         say(change.words(result["target_change"]))
     for line in (*verdicts(rows), *parity_words(result["parity"])):
         say(line)
     if result["exactness"]:
         show_exactness(result["exactness"])
+
+
+def show_simulated(rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
+    deepest = max(row["depth"] for row in rows)
+    places = [f"sim/accept@{k}" for k in range(1, deepest + 1)]
+    lines = [
+        [
+            row["label"],
+            row["sim/tau"],
+            pair(row["sim/tau_interval"]),
+            row["sim/accepted_per_round"],
+            *(row.get(place, "-") for place in places),
+            row["texts"],
+        ]
+        for row in rows
+    ]
+    columns = ["", "sim/tau", "95 %", "sim/accepted_per_round", *places, "texts"]
+    table("sim/: acceptance computed on texts that the target sampled, not decoded", columns, lines)
 
 
 def _turns(row: dict[str, Any], turns: list[str]) -> list[dict[str, Any]]:

@@ -111,8 +111,8 @@ def smallest_rho(p: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """
 
     def enough(rho: Tensor) -> Tensor:
-        beta = _overlap(p, q, rho)
-        return _kept(beta, k) <= rho * beta
+        beta = overlap(p, q, rho)
+        return kept_of(beta, k) <= rho * beta
 
     low = torch.ones_like(p[:, 0])
     high = torch.where(enough(low), low, k.double())
@@ -123,13 +123,13 @@ def smallest_rho(p: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return high
 
 
-def _overlap(p: Tensor, q: Tensor, rho: Tensor) -> Tensor:
+def overlap(p: Tensor, q: Tensor, rho: Tensor) -> Tensor:
     """(b) beta: the probability that one draft passes; rounded probabilities may add up to a
     little more than 1."""
     return torch.minimum(q, p / rho[:, None]).sum(-1).clamp(max=1)
 
 
-def _kept(beta: Tensor, k: Tensor) -> Tensor:
+def kept_of(beta: Tensor, k: Tensor) -> Tensor:
     """(b) P: the probability that one of k drafts passes."""
     return 1 - (1 - beta) ** k
 
@@ -138,7 +138,7 @@ def _left(p: Tensor, q: Tensor, rho: Tensor, k: Tensor) -> tuple[Tensor, Tensor]
     """What of p the drafts do not give, (b v), and (b) bool where nothing is left."""
     passed = torch.minimum(q, p / rho)  # b v
     beta = passed.sum(-1, keepdim=True).clamp(max=1)
-    share = torch.where(beta > 0, _kept(beta, k) / beta, 0)
+    share = torch.where(beta > 0, kept_of(beta, k) / beta, 0)
     rest = (p - passed * share).clamp_(min=0)
     return rest, ~(rest.sum(-1) > 0)
 
