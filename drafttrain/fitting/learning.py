@@ -6,7 +6,6 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from drafttrain import companions
 from drafttrain.checks import pasted
@@ -15,6 +14,7 @@ from drafttrain.errors import InputError, first_line
 from drafttrain.fitting.given import make_adapter
 from drafttrain.fitting.parts import Parts
 from drafttrain.fitting.saying import say
+from drafttrain.fitting.shared import Shared
 from drafttrain.processes import rank
 from drafttrain.reporting.console import clock
 from drafttrain.reporting.figures import head_accuracies
@@ -47,20 +47,19 @@ def logged(parts: Parts, run: Run) -> Iterator[None]:
         close(run.loggers)
 
 
-def learn(
-    parts: Parts, job: Job, *, source: Borrowed | None = None, home: Path | None = None
-) -> Training:
-    """Train, and take the best checkpoint's weights. Ends the program if a signal ended the
-    training.
+def learn(parts: Parts, job: Job, shared: Shared, *, source: Borrowed | None = None) -> Training:
+    """Train, and take the best checkpoint's weights, unless the run was judged not worth its time.
+    Ends the program if a signal ended the training.
 
     Args:
-        source: features that several fits read; None makes this fit's own.
-        home: the folder of the complete run, where this fit is a part of one.
+        shared: what this run shares with others.
+        source: features that several fits of one run read; None makes this fit's own.
     """
     training = prepare(
         job,
         adapter=make_adapter(job),
-        make_source=parts.features if source is None else lambda **_given: source,
+        make_source=shared.features(parts) if source is None else lambda **_given: source,
+        make_sim=shared.held_out_features(parts),
         show=functools.partial(draw_heads, job.run),
         say=say,
     )
@@ -75,10 +74,10 @@ def learn(
     if training.module.stop_requested or training.module.stopped == "signal":
         say(
             f"stopped by a signal after update {training.updates}: continue with resume=last "
-            f"{pasted('run_dir', home or job.run.folder)}"
+            f"{pasted('run_dir', shared.home or job.run.folder)}"
         )
         raise SystemExit(STOPPED_BY_SIGNAL)  # It is not done, and can be resumed.
-    if rank() == 0:
+    if rank() == 0 and training.module.stopped != "pruned":
         use_best(training, pack=parts.target.get("pack"))
     return training
 
@@ -137,6 +136,7 @@ def train(training: Training) -> None:
         "time": ", by the clock",
         "patience": ", since val/tau no longer rose",
         "signal": ", by a signal",
+        "pruned": ", pruned: it is below the median of other runs",
     }
     empty = (
         f"; {module.empty_windows} windows had no supervised token and made no update"

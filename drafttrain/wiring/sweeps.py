@@ -172,7 +172,7 @@ def _axes_of(door_name: str, words: Sequence[str], search: Sequence[str]) -> lis
                 continue
             if _key_of(word) in ABOUT_THE_SWEEP or override.is_delete():
                 raise InputError(
-                    f"{word}: a sweep has one {_key_of(word)}: give one value; a comma that "
+                    f"{word}: a sweep has one {key}: give one value; a comma that "
                     "belongs to a name needs quotes that reach this program"
                 )
             if keys.count(key) > 1:
