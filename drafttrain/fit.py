@@ -112,7 +112,6 @@ def fit(cfg: DictConfig, shared: Shared, *, packed: bool = True) -> Ready | None
             data=data,
             held_out=held_out,
             calibration=calibration,
-            judge=shared.judge,
         )
         if parts.dry_run:
             try_out(parts, job)

@@ -30,10 +30,14 @@ class Row:
     status: str = RUNNING
     taus: dict[int, float] = field(default_factory=dict)
     """val/tau by update, of every evaluation so far."""
+    intervals: dict[int, list[float]] = field(default_factory=dict)
+    """Their 95 % intervals over prompts, where they were measured."""
     tau: float | None = None
     """The best val/tau, of a run that is complete."""
     best_update: int | None = None
     updates: int | None = None
+    prompts: int | None = None
+    """Held-out prompts that val/tau is measured on."""
     seconds: float | None = None
     """Of training and evaluation, all parts of the run together."""
     why: str | None = None
@@ -45,6 +49,20 @@ class Row:
     def best(self) -> float | None:
         """The highest val/tau so far."""
         return max(self.taus.values(), default=None) if self.tau is None else self.tau
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95 % interval of the best val/tau; None where it was not measured."""
+        found = None if self.best_update is None else self.intervals.get(self.best_update)
+        return None if found is None else (found[0], found[1])
+
+    def hear(self, updates: int, metrics: Mapping[str, float | None]) -> None:
+        """Note what an evaluation measured."""
+        tau, low, high = (metrics.get(f"val/tau{end}") for end in ("", "_low", "_high"))
+        if tau is not None:
+            self.taus[updates] = tau
+        if low is not None and high is not None:
+            self.intervals[updates] = [low, high]
 
 
 @dataclass
@@ -108,8 +126,8 @@ def read_book(folder: Path, words: Sequence[str]) -> Book:
         said = [f"without {' '.join(new)}"] if new else []
         said += [f"with {' '.join(lost)}"] if lost else []
         raise InputError(
-            f"this would not be the same sweep: it was started {' and '.join(said)}; give the words "
-            "that it was started with, or another run_dir without resume"
+            f"this would not be the same sweep: it was started {' and '.join(said)}; give the same "
+            "words, or another run_dir without resume"
         )
     return book
 
@@ -118,8 +136,11 @@ def _row(given: Mapping[str, Any]) -> Row:
     unknown = given.keys() - {one.name for one in fields(Row)}
     if unknown:
         raise ValueError(f"unknown {', '.join(sorted(unknown))}")
-    row = Row(**given)
+    row, found = Row(**given), dict[int, list[float]]()
     row.taus = {int(updates): _number(tau) for updates, tau in given["taus"].items()}
+    for updates, (low, high) in given.get("intervals", {}).items():
+        found[int(updates)] = [_number(low), _number(high)]
+    row.intervals = found
     row.words = [_text(word) for word in given["words"]]
     if row.status not in STATES or (row.status == COMPLETE and row.tau is None):
         raise ValueError(f"a run that is {str(row.status)[:40]}")

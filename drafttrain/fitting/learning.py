@@ -24,6 +24,7 @@ from drafttrain.training.boosted import Borrowed
 from drafttrain.training.checkpoint import BEST, LAST, check_complete, read_checkpoint
 from drafttrain.training.course import Course
 from drafttrain.training.job import Job, Settings
+from drafttrain.training.judged import PRUNED, Judged
 from drafttrain.training.pairing import lay_out
 from drafttrain.training.prepare import Ready, Training, prepare, prepare_untrained
 from drafttrain.training.resume import read_best
@@ -55,12 +56,18 @@ def learn(parts: Parts, job: Job, shared: Shared, *, source: Borrowed | None = N
         shared: what this run shares with others.
         source: features that several fits of one run read; None makes this fit's own.
     """
+    judged = Judged(shared.judge)
+
+    def show(metrics: Mapping[str, float | None], updates: int) -> None:
+        draw_heads(job.run, metrics, updates)
+        judged.hear(metrics, updates)
+
     training = prepare(
         job,
         adapter=make_adapter(job),
         make_source=shared.features(parts) if source is None else lambda **_given: source,
         make_sim=shared.held_out_features(parts),
-        show=functools.partial(draw_heads, job.run),
+        show=show,
         say=say,
     )
     say(outline(training.module.course, job.settings, job.data))
@@ -70,14 +77,14 @@ def learn(parts: Parts, job: Job, shared: Shared, *, source: Borrowed | None = N
             f"WARNING: {shortfall}: see optim.schedule, optim.warmup and optim.end_factor, or "
             "train longer"
         )
-    train(training)
+    train(training, judged)
     if training.module.stop_requested or training.module.stopped == "signal":
         say(
             f"stopped by a signal after update {training.updates}: continue with resume=last "
             f"{pasted('run_dir', shared.home or job.run.folder)}"
         )
         raise SystemExit(STOPPED_BY_SIGNAL)  # It is not done, and can be resumed.
-    if rank() == 0 and training.module.stopped != "pruned":
+    if rank() == 0 and training.module.stopped != PRUNED:
         use_best(training, pack=parts.target.get("pack"))
     return training
 
@@ -105,7 +112,7 @@ def outline(course: Course, settings: Settings, data: ConversationData) -> str:
     return "course: " + ", ".join(words)
 
 
-def train(training: Training) -> None:
+def train(training: Training, judged: Judged) -> None:
     """Train until the run's end, unless it is there already; an evaluation that is due at the end
     and was cut off is made."""
     module, settings = training.module, training.settings
@@ -123,7 +130,7 @@ def train(training: Training) -> None:
         module,
         training.target,
         loggers=training.run.loggers,
-        callbacks=[ConsoleProgress(), training.decode, training.keeper],
+        callbacks=[ConsoleProgress(), training.decode, training.keeper, judged],
         folder=training.run.folder,
         trains=not done,
     )
@@ -136,7 +143,7 @@ def train(training: Training) -> None:
         "time": ", by the clock",
         "patience": ", since val/tau no longer rose",
         "signal": ", by a signal",
-        "pruned": ", pruned: it is below the median of other runs",
+        PRUNED: ", pruned: it is below the median of other runs",
     }
     empty = (
         f"; {module.empty_windows} windows had no supervised token and made no update"

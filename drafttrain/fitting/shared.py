@@ -23,7 +23,7 @@ from drafttrain.fitting.parts import Parts
 from drafttrain.flow import Batch, Features
 from drafttrain.target.features import FeatureSource
 from drafttrain.target.model import Target
-from drafttrain.training.job import Judge
+from drafttrain.training.judged import Judge
 from drafttrain.training.prepare import kept_in_memory
 from drafttrain.training.run import Run
 
@@ -38,7 +38,7 @@ class Shared:
     home: Path | None = None
     """The folder of all, where this run is a part; the one to resume."""
     judge: Judge | None = None
-    """Of the run that is made now, see `Job.judge`."""
+    """Of the run that is made now; None lets it train to its end."""
 
     def data(self, parts: Parts) -> Data:
         """Training rows and held-out ones, see `given.read_data`."""

@@ -6,7 +6,7 @@ import contextlib
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from drafttrain import runs
@@ -15,10 +15,11 @@ from drafttrain.data.journal import locked
 from drafttrain.errors import InputError, disk_full, one_line, refused_by_system
 from drafttrain.fitting.book import COMPLETE, FAILED, PRUNED, RUNNING, Book, Row, read_book
 from drafttrain.fitting.given import check_batches, check_store
+from drafttrain.fitting.parts import Parts
 from drafttrain.fitting.saying import say
 from drafttrain.fitting.settings import read_settings
 from drafttrain.fitting.shared import OfAll
-from drafttrain.fitting.sweeps import Strategy, of_run, strategy_of
+from drafttrain.fitting.sweeps import Strategy, check_sweep, of_run, strategy_of
 from drafttrain.packaging.collection import read_entries
 from drafttrain.packaging.manifest import PACKAGE
 from drafttrain.reporting.console import clock, table
@@ -44,12 +45,12 @@ def make_sweep(sweep: Sweep, fit: Fit) -> None:
     Raises: InputError for what any of the runs would refuse, before the first one; and where none
         came to its end.
     """
-    began, strategy = time.monotonic(), strategy_of(sweep)
-    check_runs(sweep)
+    began = time.monotonic()
+    tried, strategy = check_runs(sweep), strategy_of(sweep)
     with open_sweep(sweep) as book:
         shared = OfAll(book.folder, book.dtype)
         try:
-            load(sweep, shared)
+            load(tried, shared)
             book.dtype = shared.dtype
             making = Making(sweep, fit, strategy, shared, book)
             making.all()
@@ -60,44 +61,44 @@ def make_sweep(sweep: Sweep, fit: Fit) -> None:
         say(f"the sweep took {clock(time.monotonic() - began)}")
 
 
-def check_runs(sweep: Sweep) -> None:
-    """Raise InputError for what the settings of any run show to be wrong. Of a range its ends are
-    tried."""
-    trees = set()
-    for chosen in sweep.samples():
-        with of_run(chosen), as_current(sweep.run(chosen)) as invocation:
+def check_runs(sweep: Sweep) -> list[tuple[runs.Invocation, Parts]]:
+    """The runs that were tried, each with its parts; of a range its ends.
+
+    Raises: InputError for what the settings of any show to be wrong.
+    """
+    found = []
+    for one in check_sweep(sweep):
+        with of_run(one.chosen), as_current(one.invocation) as invocation:
             parts = read_settings(invocation.config)
             if not parts.learns:
                 raise InputError(
                     f"{parts.kind.__name__} learns nothing, so there is no val/tau to compare: "
                     "leave -m out, and see evaluate and tune"
                 )
-            trees.add(parts.settings.tree.title)
+            found.append((invocation, parts))
+    trees = sorted({parts.settings.tree.title for _, parts in found})
     if len(trees) > 1:
         say(
-            "WARNING: runs decode with different trees, so their val/tau also compares these: "
-            + ", ".join(sorted(trees))
+            "WARNING: runs decode with different trees, so their val/tau compares these too: "
+            + ", ".join(trees)
         )
+    return found
 
 
-def load(sweep: Sweep, shared: OfAll) -> None:
+def load(tried: Sequence[tuple[runs.Invocation, Parts]], shared: OfAll) -> None:
     """Read the rows and load the target, so that what all runs need is refused before any of them
     has started."""
-    first = next(sweep.samples())
-    with as_current(sweep.run(first)) as invocation:
-        parts = read_settings(invocation.config)
+    invocation, parts = tried[0]
+    with as_current(invocation):
         data, held_out = shared.data(parts)
         if held_out is None:
             raise InputError(
                 f"{pasted('data.path', parts.data.get('path'))} has no held-out rows, so there is "
                 "no val/tau to compare runs by: give a set with some"
             )
-        rows = parts.config.values["data"]
-        for chosen in sweep.samples():
-            own = read_settings(sweep.run(chosen).config)
-            if own.config.values["data"] == rows:
-                with of_run(chosen):
-                    check_batches(own, data)
+        for _, own in tried:
+            if own.config.values["data"] == parts.config.values["data"]:
+                check_batches(own, data)
         shared.target(shared.settled(check_store(parts, data)), data, held_out)
 
 
@@ -203,8 +204,8 @@ class Making:
         before = self.book.rows[:number]
         row.status, row.why = RUNNING, None
 
-        def judge(updates: int, tau: float, ends: bool) -> bool:
-            row.taus[updates] = tau
+        def judge(updates: int, metrics: Mapping[str, float | None], ends: bool) -> bool:
+            row.hear(updates, metrics)
             pruned = not ends and self.strategy.prunes(self.sweep, before, row)
             row.status = PRUNED if pruned else RUNNING
             self.book.write()
@@ -245,6 +246,7 @@ def note(row: Row, training: Training) -> None:
     row.updates = training.updates
     row.seconds = round(training.module.seconds, 1)
     row.best_update = keeper.best_update
+    row.prompts = len(training.decode.prompts)
     if row.status == PRUNED:
         return
     if keeper.best is None:
@@ -275,23 +277,42 @@ def show(sweep: Sweep, book: Book) -> None:
     ordered = [row for row in (*book.complete, *book.rows) if row.same_as is None]
     ordered = [row for place, row in enumerate(ordered) if row not in ordered[:place]]
     columns = ["run", *(axis.key for axis in sweep.axes)]
-    columns += ["val/tau", "at update", "updates", "time", "how it ended"]
+    columns += ["val/tau", "95 %", "prompts", "at update", "updates", "time", "how it ended"]
     rows = [cells(row) for row in ordered]
     table("runs of the sweep, the best first", columns, rows)
-    best = book.complete[0]
-    place = book.folder / best.name / PACKAGE
-    notes = [
-        f"The best run is {best.name}, val/tau {best.tau:.3f} at update {best.best_update}.",
-        f"Its package is in {BEST}/{PACKAGE}, which is {best.name}/{PACKAGE}.",
-    ]
+    best, notes = book.complete[0], notes_on(book)
     packaged = [row for row in ordered if (book.folder / row.name / PACKAGE).is_dir()][:SHOWN]
     folders = [book.folder / row.name / PACKAGE for row in packaged]
     records = [read_record(entry) for entry in read_entries(folders, measured=True)]
     taus = {row.name: row.taus for row in ordered}
     above = runs_of_sweep(columns, rows, taus, notes)
     write_page(book.folder / PAGE, page(f"Sweep: {title_of(records)}", records, above=above))
-    say(f"{notes[0][0].lower()}{notes[0][1:-1]}; its package is in {place}")
+    for sentence in notes:
+        say(sentence)
+    say(f"the best package is in {book.folder / best.name / PACKAGE}")
     say(f"the page about the sweep is {book.folder / PAGE}")
+
+
+def notes_on(book: Book) -> list[str]:
+    """Which run is the best, and what to think of that."""
+    best, *others = book.complete
+    notes = [
+        f"the best run is {best.name}, val/tau {best.tau:.3f} at update {best.best_update}; "
+        f"{BEST}/{PACKAGE} is its package"
+    ]
+    near = [
+        row.name
+        for row in others
+        if row.interval and best.interval and row.interval[1] >= best.interval[0]
+    ]
+    if near:
+        notes.append(f"within the noise of val/tau as good: {', '.join(near)}")
+    if len({row.prompts for row in (best, *others)}) > 1:
+        notes.append(
+            "WARNING: runs measured val/tau on different numbers of prompts, which is no fair "
+            "comparison: give eval.prompts a number that all reach"
+        )
+    return notes
 
 
 def cells(row: Row) -> list[Any]:
@@ -301,6 +322,8 @@ def cells(row: Row) -> list[Any]:
         row.name,
         *(word.partition("=")[2] for word in row.words),
         row.best,
+        row.interval,
+        row.prompts,
         row.best_update,
         row.updates,
         None if row.seconds is None else clock(row.seconds),

@@ -14,13 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig
-
 from drafttrain import runs
 from drafttrain.checks import integer, shown, switch
 from drafttrain.errors import InputError
 from drafttrain.fitting.book import COMPLETE, FAILED, PRUNED, Row
-from drafttrain.fitting.first import LARGEST_SEED, check_first
+from drafttrain.fitting.first import LARGEST_SEED, check_light, check_own
 from drafttrain.processes import world_size
 from drafttrain.wiring.config import Config, Recipe
 from drafttrain.wiring.sweeps import Axis, Sweep
@@ -215,9 +213,39 @@ def check_packages(value: object) -> None:
 # --- before anything is run -----------------------------------------------------------------------
 
 
-def check_sweep(sweep: Sweep) -> None:
-    """Raise InputError for what is wrong with a sweep, or with any of its runs, whatever is read
-    later. Of a range its ends are tried."""
+def check_sweep(sweep: Sweep) -> list[Tried]:
+    """The runs that were tried; of a range its ends.
+
+    Raises: InputError for what is wrong with a sweep, or with any of its runs, whatever is read
+        later.
+    """
+    check_asked(sweep)
+    tried: list[Tried] = []
+    for chosen in sweep.samples():
+        with of_run(chosen):
+            invocation = sweep.run(chosen)
+            one = Tried(chosen, invocation, Config.of(invocation.config))
+            check_run(one.config)
+            check_same(tried[0] if tried else one, one)
+            tried.append(one)
+    for one in tried:  # Only now may torch be imported.
+        with of_run(one.chosen):
+            check_own(one.config)
+    return tried
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A run whose settings were looked at."""
+
+    chosen: tuple[str, ...]
+    """A word of each axis."""
+    invocation: runs.Invocation
+    config: Config
+
+
+def check_asked(sweep: Sweep) -> None:
+    """Raise InputError for what is wrong with a sweep as a whole."""
     if world_size() > 1:
         raise InputError(
             "-m makes one run after the other in one process: start it without accelerate launch "
@@ -231,38 +259,34 @@ def check_sweep(sweep: Sweep) -> None:
         )
     if values.dry_run:
         raise InputError("dry_run=true tries one run: leave -m out, and give one value each")
+    for axis in sweep.axes:
+        if any(runs.hidden(word) != word for word in axis.words):
+            raise InputError(f"{axis.key} is kept secret, and names of folders say it: give one")
     strategy_of(sweep).check(sweep)
-    first: DictConfig | None = None
-    for chosen in sweep.samples():
-        with of_run(chosen):
-            config = sweep.run(chosen).config
-            check_run(config)
-            check_same(first or config, config)
-            first = first or config
 
 
-def check_run(config: DictConfig) -> None:
+def check_run(config: Config) -> None:
     """Raise InputError for a run that cannot be made, or be compared with others."""
-    check_first(config)
-    if not config.eval.prompts:
+    check_light(config)
+    if config.values["eval"]["prompts"] == 0:
         raise InputError(
             "eval.prompts=0: runs are compared by val/tau, which is measured on held-out prompts"
         )
-    if config.boost is not None:
+    if config.values["boost"] is not None:
         raise InputError(
             "boost fits several drafters in one run, and none of their val/tau is the run's: "
             "leave -m out"
         )
 
 
-def check_same(first: DictConfig, config: DictConfig) -> None:
+def check_same(first: Tried, other: Tried) -> None:
     """Raise InputError for two runs whose val/tau would not be of the same prompts and target."""
-    before, after = (Config.of(one).values for one in (first, config))
-    for key, (one, other) in runs.differences(before, after).items():
+    found = runs.differences(first.config.values, other.config.values)
+    for key, (before, after) in found.items():
         if any(f"{key}.".startswith(f"{name}.") for name in SAME):
             raise InputError(
-                f"{key} is {shown(one)} in one run and {shown(other)} in another: a sweep compares "
-                "val/tau, by one target on the same prompts; make a sweep for each"
+                f"{key} is {shown(before)} in one run and {shown(after)} in another: a sweep "
+                "compares val/tau, by one target on the same prompts; make a sweep for each"
             )
 
 
@@ -272,7 +296,8 @@ def of_run(chosen: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise InputError(f"{' '.join(chosen)}: {error}") from error
+        said, run = str(error), " ".join(chosen)
+        raise InputError(said if said.startswith(run) else f"{run}: {said}") from error
 
 
 def strategy_of(sweep: Sweep) -> Strategy:

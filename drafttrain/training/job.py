@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +16,6 @@ from drafttrain.training.run import Run
 from drafttrain.training.settings import CheckpointConfig, EvalConfig, FinalConfig
 from drafttrain.training.skips import SkipSearch
 from drafttrain.tree.topology import Growth
-
-Judge = Callable[[int, float, bool], bool]
-"""Given the number of updates and val/tau after an evaluation, and whether the run ends there
-anyway: shall it end, since it is not worth its time?"""
 
 
 @dataclass(frozen=True)
@@ -70,8 +65,6 @@ class Job:
     held_out: ConversationData | None
     calibration: ConversationData | None = None
     """Rows set aside, where trees are to be calibrated or shared on them."""
-    judge: Judge | None = None
-    """Of a run that is one of several; None lets it train to its end."""
 
     @property
     def seed(self) -> int:

@@ -25,7 +25,6 @@ from drafttrain.packaging.checking import some
 from drafttrain.processes import rank
 from drafttrain.training.checkpoint import BEST, LAST, digest_of, tensors_of, write_checkpoint
 from drafttrain.training.decode_callback import DecodeCallback
-from drafttrain.training.job import Judge
 from drafttrain.training.module import DraftModule
 from drafttrain.training.settings import CheckpointConfig
 
@@ -55,8 +54,6 @@ class Keeper(Callback):
     Args:
         folder: of the checkpoints.
         decode: measures; None keeps only the last.
-        judge: is asked after every evaluation whether the run shall end, which it then does as
-            `pruned`.
         facts: what a resumed run must agree with; plain values, kept in every checkpoint.
         settings: the run's complete configuration, likewise.
     """
@@ -68,12 +65,10 @@ class Keeper(Callback):
         decode: DecodeCallback | None,
         *,
         patience: int | None = None,
-        judge: Judge | None = None,
         facts: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self.folder, self.config, self.decode = folder, config, decode
-        self.patience, self.judge = patience, judge
+        self.folder, self.config, self.decode, self.patience = folder, config, decode, patience
         self.facts, self.settings = dict(facts or {}), dict(settings or {})
         self.best: float | None = None
         self.best_update: int | None = None
@@ -142,7 +137,6 @@ class Keeper(Callback):
             return
         self._looked_at = decode.measured_at
         if decode.tau is not None:
-            self._judge(trainer, module, decode.tau)
             if self.best is None or decode.tau > self.best:
                 self.best, self.best_update, self.without_progress = decode.tau, module.updates, 0
                 self._write(trainer, module, BEST)
@@ -159,12 +153,6 @@ class Keeper(Callback):
                 trainer.should_stop = True
         if self.config.every is None:
             self._save(trainer, module)
-
-    def _judge(self, trainer: Trainer, module: DraftModule, tau: float) -> None:
-        ends = module.finished or module.stopped is not None
-        if self.judge is not None and self.judge(module.updates, tau, ends) and not ends:
-            module.stopped = "pruned"
-            trainer.should_stop = True
 
     # How ------------------------------------------------------------------------------------------
     @contextlib.contextmanager

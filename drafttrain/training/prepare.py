@@ -180,7 +180,6 @@ def prepare(
         settings.checkpoint,
         decode,
         patience=settings.eval.patience,
-        judge=job.judge,
         facts=facts_of(job.config, job.target, stream.data, module, world_size(), source.facts()),
         settings=job.kept,
     )

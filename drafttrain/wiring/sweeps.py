@@ -138,28 +138,29 @@ def sweep_of(
     Raises: InputError for words that name nothing to sweep over, or what cannot be swept over.
     """
     axes = _axes_of(door_name, words, search_path(config_dir))
+    first = list(_filled(words, axes, [axis.words[0] for axis in axes]))
+
+    def composed(words: Sequence[str]) -> runs.Invocation:
+        return invocation_of(
+            door_name, words, text=text, config_dir=config_dir, check_missing=check_missing
+        )
+
+    own = list(words)
+    plain = composed([word for word in first if not word.startswith(f"{SECTION}.")])
+    if plain.config.get(SECTION) is None:
+        first.append(f"{SECTION}=basic")
+        own.append(f"{SECTION}=basic")
+    found = composed(first)
     if not axes and check_missing:
         raise InputError(
             "-m makes a run for each combination of values, and no word names several: give some "
             "with commas, such as optim.lr=4e-4,8e-4, or leave -m out"
         )
-    first = list(_filled(words, axes, [axis.words[0] for axis in axes]))
-
-    def composed() -> runs.Invocation:
-        return invocation_of(
-            door_name, first, text=text, config_dir=config_dir, check_missing=check_missing
-        )
-
-    found = composed()
-    own = tuple(words)
-    if found.config.get(SECTION) is None:
-        first.append(f"{SECTION}=basic")
-        found, own = composed(), (*own, f"{SECTION}=basic")
     choices = found.choices
     if any(axis.key == "experiment" for axis in axes):
         choices = {**choices, "experiment": None}
     invocation = runs.Invocation(door_name, ("-m", *words), choices, found.config)
-    return Sweep(own, tuple(axes), invocation, tuple(text), config_dir)
+    return Sweep(tuple(own), tuple(axes), invocation, tuple(text), config_dir)
 
 
 def _axes_of(door_name: str, words: Sequence[str], search: Sequence[str]) -> list[Axis]:

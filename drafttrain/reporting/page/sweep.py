@@ -42,7 +42,7 @@ def runs_of_sweep(
     return element(
         "section",
         element("h2", "Runs of the sweep"),
-        [element("p", note) for note in notes],
+        [element("p", f"{note[:1].upper()}{note[1:]}.") for note in notes],
         table("Runs, the best first", columns, rows, name="sweep"),
         element("p", WORDS),
         chart,
