@@ -14,6 +14,7 @@ from drafttrain import fit
 from drafttrain.fitting.book import COMPLETE, FAILED, PRUNED, Row
 from drafttrain.fitting.sweeps import Optuna
 from drafttrain.training.judged import Judged
+from drafttrain.wiring.sweeps import Sweep
 from tests.fitting.parts import refusal
 from tests.fitting.swept import DRAWN, RATES, rows, sweep, swept
 
