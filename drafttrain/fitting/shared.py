@@ -18,7 +18,7 @@ from typing import Any
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
 from drafttrain.fitting.given import check_target, load_target, read_data
-from drafttrain.fitting.opening import settle_dtype
+from drafttrain.fitting.opening import dtype_of, settle_device
 from drafttrain.fitting.parts import Parts
 from drafttrain.flow import Batch, Features
 from drafttrain.target.features import FeatureSource
@@ -92,29 +92,25 @@ class OfAll(Shared):
         super().__init__(home)
         self.dtype = dtype
         """Of the target, as an earlier part of the sweep settled it."""
-        self.loaded = 0
-        """Targets that were loaded."""
         self._made: dict[str, tuple[Any, Any]] = {}
         """{what: (settings that ask for it, itself)}"""
+        Run(home).clear_scratch()  # A killed sweep left it.
 
     def data(self, parts: Parts) -> Data:
         return self._once("data", self._rows(parts), lambda: read_data(parts))
 
     def settled(self, parts: Parts) -> Parts:
+        parts = settle_device(parts)
         if parts.target.get("dtype") != "auto":
             return parts
-        if self.dtype:
-            parts = parts.settled({"target.dtype": self.dtype})
-        parts = settle_dtype(parts, Run(self._folder))
-        self.dtype = str(parts.target.get("dtype"))
-        return parts
+        self.dtype = self.dtype or dtype_of(parts, Run(self._folder))
+        return parts.settled({"target.dtype": self.dtype})
 
     def target(
         self, parts: Parts, data: ConversationData, held_out: ConversationData | None
     ) -> Target:
         def load() -> Target:
             self._free(READ, READ_HELD_OUT)
-            self.loaded += 1
             return load_target(parts, data, held_out)
 
         asked = (_text(parts.config.values["target"]), parts.settings.trains_target)

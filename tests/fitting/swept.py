@@ -11,12 +11,14 @@ import pytest
 from drafttrain.fitting import shared
 from drafttrain.fitting.book import BOOK
 from drafttrain.wiring.sweeps import Sweep, sweep_of
-from tests.fitting.parts import QUICK, UNMEASURED, words
+from tests.fitting.parts import words
 
-SMALL = [*QUICK, "eval.prompts=2", "eval.max_new_tokens=6", "trainer.max_steps=8"]
+NOTHING = ["eval.sim_rows=0", "eval.speed_prompts=0", "final.prompts=0", "final.speed_prompts=0"]
+SMALL = [*NOTHING, "eval.prompts=2", "eval.max_new_tokens=4", "trainer.max_steps=8"]
+"""Of runs that are evaluated twice."""
 RATES, WEIGHTS = "optim.lr=1e-3,2e-2", "drafter.regression=1,10"
 DRAWN = "optim.lr=tag(log,interval(1e-4,1e-1))"
-BARE = [*UNMEASURED[2:], "trainer.max_steps=3", "eval.every=null", "eval.prompts=1"]
+BARE = [*SMALL, "trainer.max_steps=3", "eval.every=null", "eval.prompts=1"]
 """Of runs whose weights are looked at."""
 
 
