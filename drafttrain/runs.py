@@ -208,7 +208,7 @@ def _commit() -> str | None:
     return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
 
 
-def run_dir(given: object, *, resume: bool) -> Path:
+def run_dir(given: object, *, resume: bool, kind: str = "") -> Path:
     """One folder for the run, the same on every process; made by rank 0.
 
     A folder that is given is taken as it is, otherwise it is `runs/<door>-<experiment>-<time>`.
@@ -218,6 +218,7 @@ def run_dir(given: object, *, resume: bool) -> Path:
     Args:
         given: the setting `run_dir`.
         resume: continue the run in the folder.
+        kind: of run, a further part of the name, such as `sweep`.
     Raises: InputError: folder in use, or nothing to resume; on the other processes also when rank 0
     refused or stays silent.
     """
@@ -231,7 +232,7 @@ def run_dir(given: object, *, resume: bool) -> Path:
             return path_of("run_dir", given).absolute()
         return Path(await_word("the run's folder"))
     try:
-        folder = _choose_run_dir(given, resume, Path("runs"))
+        folder = _choose_run_dir(given, resume, Path("runs"), kind)
     except InputError as error:
         give_word(str(error), refuse=True)
         raise
@@ -283,8 +284,9 @@ def new_folder(given: object) -> Iterator[Path]:
             folder.rmdir()
 
 
-def _choose_run_dir(given: object, resume: bool, root: Path) -> Path:
-    name = "-".join(filter(None, [current.door, _file_part(current.choices.get("experiment"))]))
+def _choose_run_dir(given: object, resume: bool, root: Path, kind: str = "") -> Path:
+    experiment = _file_part(current.choices.get("experiment"))
+    name = "-".join(filter(None, [current.door, kind, experiment]))
     folder = check_run_dir(given, resume=resume)
     if folder is not None:
         try:

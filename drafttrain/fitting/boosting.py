@@ -13,6 +13,7 @@ from drafttrain.fitting.given import make_drafter
 from drafttrain.fitting.learning import learn, logged
 from drafttrain.fitting.parts import Parts
 from drafttrain.fitting.saying import say
+from drafttrain.fitting.shared import Shared
 from drafttrain.reporting.console import table, track
 from drafttrain.reporting.loggers import log_config
 from drafttrain.target.features import FeatureSource
@@ -152,7 +153,8 @@ class Fits:
         if fit.begin is not None:
             job.drafter.load_state_dict(fit.begin.state_dict())
         with logged(own, run) if fit.member else contextlib.nullcontext():
-            training = learn(own, job, source=self.source, home=self.job.run.folder)
+            shared = Shared(home=self.job.run.folder)
+            training = learn(own, job, shared, source=self.source)
         self.trainings[fit.name] = training
         return training.drafter.eval()
 

@@ -23,9 +23,19 @@ OWN = ("drafter", "features")
 def check_first(cfg: DictConfig) -> None:
     """Raise InputError for settings that are wrong whatever they are used with."""
     config = Config.of(cfg)
+    check_light(config)
+    check_own(config)
+
+
+def check_light(config: Config) -> None:
+    """The part of `check_first` that never imports torch."""
     check_values(config.values)
     for name in LIGHT:
         Recipe[Any](config, name)()
+
+
+def check_own(config: Config) -> None:
+    """The other part."""
     for name in OWN:
         Recipe[Any](config, name).check()
 
@@ -37,6 +47,11 @@ def check_values(values: dict[str, Any]) -> None:
     if values["draft_vocab"] == 1:
         raise InputError("draft_vocab=1: needs 0 for all ids, or an integer of at least 2")
     _check_listed(values)
+    if values["sweep"] is not None:
+        raise InputError(
+            "sweep says which of several runs are made: give -m too, and words that name several "
+            "values"
+        )
     for name in ("export_assistant", "dry_run"):
         switch(name, values[name])
     if values["run_dir"] not in (None, ""):

@@ -118,11 +118,18 @@ def load_target(parts: Parts, data: ConversationData, held_out: ConversationData
         # An adapter needs plain linears; the tuned target is packed at the end.
         objects["pack"] = False
     target = parts.target(**objects)
-    check_set(target, data, held_out, str(parts.data.get("path")))
-    check_device(target, parts.settings.trainer.accelerator)
+    check_target(parts, target, data, held_out)
     where = f"{target.name}, {target.dtype}, {target.device}".replace("torch.", "")
     say(f"target: {where}, loaded in {clock(time.monotonic() - began)}")
     return target
+
+
+def check_target(
+    parts: Parts, target: Target, data: ConversationData, held_out: ConversationData | None
+) -> None:
+    """Raise InputError unless a target wrote the set and is where training was asked for."""
+    check_set(target, data, held_out, str(parts.data.get("path")))
+    check_device(target, parts.settings.trainer.accelerator)
 
 
 def make_drafter(

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from drafttrain import companions
 from drafttrain.checks import pasted
@@ -15,6 +14,7 @@ from drafttrain.errors import InputError, first_line
 from drafttrain.fitting.given import make_adapter
 from drafttrain.fitting.parts import Parts
 from drafttrain.fitting.saying import say
+from drafttrain.fitting.shared import Shared
 from drafttrain.processes import rank
 from drafttrain.reporting.console import clock
 from drafttrain.reporting.figures import head_accuracies
@@ -24,6 +24,7 @@ from drafttrain.training.boosted import Borrowed
 from drafttrain.training.checkpoint import BEST, LAST, check_complete, read_checkpoint
 from drafttrain.training.course import Course
 from drafttrain.training.job import Job, Settings
+from drafttrain.training.judged import PRUNED, Judged
 from drafttrain.training.pairing import lay_out
 from drafttrain.training.prepare import Ready, Training, prepare, prepare_untrained
 from drafttrain.training.resume import read_best
@@ -47,21 +48,26 @@ def logged(parts: Parts, run: Run) -> Iterator[None]:
         close(run.loggers)
 
 
-def learn(
-    parts: Parts, job: Job, *, source: Borrowed | None = None, home: Path | None = None
-) -> Training:
-    """Train, and take the best checkpoint's weights. Ends the program if a signal ended the
-    training.
+def learn(parts: Parts, job: Job, shared: Shared, *, source: Borrowed | None = None) -> Training:
+    """Train, and take the best checkpoint's weights, unless the run was judged not worth its time.
+    Ends the program if a signal ended the training.
 
     Args:
-        source: features that several fits read; None makes this fit's own.
-        home: the folder of the complete run, where this fit is a part of one.
+        shared: what this run shares with others.
+        source: features that several fits of one run read; None makes this fit's own.
     """
+    judged = Judged(shared.judge)
+
+    def show(metrics: Mapping[str, float | None], updates: int) -> None:
+        draw_heads(job.run, metrics, updates)
+        judged.hear(metrics, updates)
+
     training = prepare(
         job,
         adapter=make_adapter(job),
-        make_source=parts.features if source is None else lambda **_given: source,
-        show=functools.partial(draw_heads, job.run),
+        make_source=shared.features(parts) if source is None else lambda **_given: source,
+        make_sim=shared.held_out_features(parts),
+        show=show,
         say=say,
     )
     say(outline(training.module.course, job.settings, job.data))
@@ -71,14 +77,14 @@ def learn(
             f"WARNING: {shortfall}: see optim.schedule, optim.warmup and optim.end_factor, or "
             "train longer"
         )
-    train(training)
+    train(training, judged)
     if training.module.stop_requested or training.module.stopped == "signal":
         say(
             f"stopped by a signal after update {training.updates}: continue with resume=last "
-            f"{pasted('run_dir', home or job.run.folder)}"
+            f"{pasted('run_dir', shared.home or job.run.folder)}"
         )
         raise SystemExit(STOPPED_BY_SIGNAL)  # It is not done, and can be resumed.
-    if rank() == 0:
+    if rank() == 0 and training.module.stopped != PRUNED:
         use_best(training, pack=parts.target.get("pack"))
     return training
 
@@ -106,7 +112,7 @@ def outline(course: Course, settings: Settings, data: ConversationData) -> str:
     return "course: " + ", ".join(words)
 
 
-def train(training: Training) -> None:
+def train(training: Training, judged: Judged) -> None:
     """Train until the run's end, unless it is there already; an evaluation that is due at the end
     and was cut off is made."""
     module, settings = training.module, training.settings
@@ -124,7 +130,7 @@ def train(training: Training) -> None:
         module,
         training.target,
         loggers=training.run.loggers,
-        callbacks=[ConsoleProgress(), training.decode, training.keeper],
+        callbacks=[ConsoleProgress(), training.decode, training.keeper, judged],
         folder=training.run.folder,
         trains=not done,
     )
@@ -137,6 +143,7 @@ def train(training: Training) -> None:
         "time": ", by the clock",
         "patience": ", since val/tau no longer rose",
         "signal": ", by a signal",
+        PRUNED: ", pruned: it is below the median of other runs",
     }
     empty = (
         f"; {module.empty_windows} windows had no supervised token and made no update"

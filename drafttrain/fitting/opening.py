@@ -120,8 +120,7 @@ def settle_dtype(parts: Parts, run: Run) -> Parts:
     Which dtype is faster here is measured, so two processes, or two days, could disagree. Files
     that a killed run left are removed first.
     """
-    if parts.settings.trainer.accelerator == "cpu" and parts.target.get("device") == "auto":
-        parts = parts.settled({"target.device": "cpu"})
+    parts = settle_device(parts)
     asked = parts.target.get("dtype") == "auto"
     dtype = ""
     if rank() == 0:
@@ -137,6 +136,13 @@ def settle_dtype(parts: Parts, run: Run) -> Parts:
             "target.dtype=bfloat16"
         )
     return parts.settled({"target.dtype": dtype}) if asked and dtype else parts
+
+
+def settle_device(parts: Parts) -> Parts:
+    """With the target where training was asked for."""
+    if parts.settings.trainer.accelerator == "cpu" and parts.target.get("device") == "auto":
+        return parts.settled({"target.device": "cpu"})
+    return parts
 
 
 def dtype_of(parts: Parts, run: Run) -> str:

@@ -151,6 +151,7 @@ def prepare(
     *,
     adapter: Trained | None = None,
     make_source: Callable[..., FeatureSource],
+    make_sim: Callable[..., FeatureSource] | None = None,
     show: Show,
     say: Say,
 ) -> Training:
@@ -159,12 +160,13 @@ def prepare(
     Args:
         adapter: what is trained of the target.
         make_source: builds the source of features from what only the run knows.
+        make_sim: likewise of held-out rows; None is `kept_in_memory`.
         show: draws what an evaluation found.
     """
     settings, run = job.settings, job.run
     ready = prepare_untrained(job, say)
     stream = stream_of(job, say)
-    source, sim = sources_of(job, stream, make_source)
+    source, sim = sources_of(job, stream, make_source, make_sim or kept_in_memory)
     module = module_of(job, stream.course, source, adapter)
     say(source.describe())
     decode = DecodeCallback(
@@ -218,7 +220,10 @@ def stream_of(job: Job, say: Say) -> Stream:
 
 
 def sources_of(
-    job: Job, stream: Stream, make_source: Callable[..., FeatureSource]
+    job: Job,
+    stream: Stream,
+    make_source: Callable[..., FeatureSource],
+    make_sim: Callable[..., FeatureSource],
 ) -> tuple[FeatureSource, FeatureSource | None]:
     """Features of the rows that are trained on, and of the held-out ones where there are any."""
     if job.settings.joint is not None:
@@ -241,7 +246,7 @@ def sources_of(
     )
     if job.held_out is None:
         return source, None
-    return source, kept_in_memory(job.target, job.drafter, job.held_out, job.config["features"])
+    return source, make_sim(job.target, job.drafter, job.held_out, job.config["features"])
 
 
 def module_of(

@@ -232,7 +232,7 @@ def _parse(word: str, text: Sequence[str]) -> Override:
     if override.is_sweep_override():
         raise InputError(
             f"{word!r} names several values; one command makes one run. A list is written with "
-            f"brackets, '{override.key_or_group}=[...]'; for a sweep, loop in the shell"
+            f"brackets, '{override.key_or_group}=[...]'; for a sweep, give fit -m too"
         )
     if override.key_or_group.split(".")[0] == "hydra":
         raise InputError(

@@ -22,6 +22,7 @@ from drafttrain import companions, masking, runs
 from drafttrain.errors import InputError, LostCompanion, one_line, refused_by_system
 from drafttrain.processes import check_variables, rank, world_size
 from drafttrain.wiring.composing import invocation_of
+from drafttrain.wiring.sweeps import Sweep, sweep_of
 from drafttrain.wiring.usage import help_text
 
 TRACEBACK_VARIABLE = "DRAFTTRAIN_TRACEBACK"
@@ -33,7 +34,8 @@ class door:
     """A command: `conf/<name>.yaml` composed with the command line, errors as one line, exit codes.
 
     The command takes `key=value` words, `--help`, `--cfg job` (print the configuration; `--resolve`
-    to resolve references) and `--config-dir DIR` (one's own configurations). Exit codes: 0 done, 1
+    to resolve references) and `--config-dir DIR` (one's own configurations); where it sweeps, `-m`
+    too, with words that name several values. Exit codes: 0 done, 1
     ended since another process of the run was lost, 2 wrong input, or a file, disk or memory that
     cannot be had, 130 interrupted, 143 stopped by a TERM signal.
 
@@ -42,7 +44,11 @@ class door:
         text: keys whose value is taken literally (a prompt may hold any character).
         together: do its processes need each other to go on?
         check: refuses settings that are wrong by themselves; nothing that it needs imports torch.
+        check_sweep: likewise for the runs of a sweep; None: the door makes one run for a command.
     """
+
+    several: Callable[[Sweep], Any]
+    """Does the work of a sweep, see `sweeps`."""
 
     def __init__(
         self,
@@ -51,8 +57,10 @@ class door:
         text: Sequence[str] = ("prompt",),
         together: bool = False,
         check: Callable[[DictConfig], Any] | None = None,
+        check_sweep: Callable[[Sweep], Any] | None = None,
     ) -> None:
-        self.name, self.text, self.together, self.check = name, text, together, check
+        self.name, self.text, self.together = name, text, together
+        self.check, self.check_sweep = check, check_sweep
 
     def greet(self, about: str | None) -> None:
         """Answer `--help`, `--cfg` and wrong settings, and leave; return where there is work to do.
@@ -66,9 +74,16 @@ class door:
             invocation = self._asked(sys.argv[1:], about)
             if invocation is None:
                 raise SystemExit(0)
-            if self.check is not None:
-                runs.current = invocation
+            if isinstance(invocation, Sweep):
+                assert self.check_sweep is not None
+                self.check_sweep(invocation)
+            elif self.check is not None:
                 self.check(invocation.config)
+
+    def sweeps(self, several: Callable[[Sweep], Any]) -> Callable[[Sweep], Any]:
+        """Let a function do the work of a sweep."""
+        self.several = several
+        return several
 
     def __call__(self, main: Callable[[DictConfig], Any]) -> Callable[..., Any]:
         """The command that does the work of a function."""
@@ -88,20 +103,36 @@ class door:
                         check_variables()
                     together = companions.together if self.together else contextlib.nullcontext
                     with together(self.name):
+                        if isinstance(invocation, Sweep):
+                            return self.several(invocation)
                         return main(invocation.config)
             finally:
                 runs.current = before
 
         return command
 
-    def _asked(self, words: list[str], about: str | None) -> runs.Invocation | None:
+    def _asked(self, words: list[str], about: str | None) -> runs.Invocation | Sweep | None:
         """What the words on the command line ask for; None where it was something to print."""
         options, overrides = _options_of(words)
         runs.current = runs.Invocation(self.name, tuple(overrides))  # Its refusals name no secrets.
+        sweep = None
+        if options["multirun"]:
+            sweep = self._swept(options, overrides)
+            runs.current = sweep.invocation
+            overrides = list(sweep.first)
         if options["help"]:
-            shown = help_text(self.name, about, overrides, self.text, options["config_dir"])
+            shown = help_text(
+                self.name,
+                about,
+                overrides,
+                self.text,
+                options["config_dir"],
+                sweeps=self.check_sweep is not None,
+            )
             print(runs.hidden(shown))
             return None
+        if sweep is not None:
+            return sweep
         invocation = invocation_of(
             self.name,
             overrides,
@@ -114,6 +145,27 @@ class door:
             print(_shown(invocation.config, resolve=options["resolve"]), end="")
             return None
         return invocation
+
+    def _swept(self, options: dict[str, Any], words: Sequence[str]) -> Sweep:
+        """The sweep that words with -m ask for. Raises InputError where the door makes none."""
+        given = options["multirun"]
+        if self.check_sweep is None:
+            raise InputError(
+                f"{given}: one command of {self.name} makes one run, only fit sweeps: leave it "
+                "out, and loop in the shell"
+            )
+        if options["cfg"]:
+            raise InputError(
+                f"{given} --cfg: a sweep has several configurations; leave {given} out, and give "
+                "one value for each setting, to see the one of a run"
+            )
+        return sweep_of(
+            self.name,
+            words,
+            text=self.text,
+            config_dir=options["config_dir"],
+            check_missing=not options["help"],
+        )
 
     @contextlib.contextmanager
     def _ended_in_words(self) -> Iterator[None]:
@@ -216,6 +268,7 @@ def _complain(name: str, message: str) -> None:
 
 def _options_of(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     options: dict[str, Any] = {"help": False, "cfg": False, "resolve": False, "config_dir": None}
+    options["multirun"] = ""
     rest: list[str] = []
     queue = list(words)
     while queue:
@@ -238,7 +291,7 @@ def _options_of(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
                 raise InputError(f"{flag} needs a folder: {flag} <folder>")
             options["config_dir"] = folder
         elif word in ("--multirun", "-m"):
-            raise InputError(f"{word}: one command makes one run; for a sweep, loop in the shell")
+            options["multirun"] = word
         elif word.startswith("-"):
             raise InputError(
                 f"{word}: unknown option; settings are key=value, options are --help, --cfg job, "

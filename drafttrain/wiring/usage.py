@@ -21,6 +21,8 @@ def help_text(
     overrides: Sequence[str],
     text: Sequence[str],
     config_dir: str | None,
+    *,
+    sweeps: bool = False,
 ) -> str:
     invocation = invocation_of(
         name, overrides, text=text, config_dir=config_dir, check_missing=False
@@ -31,8 +33,10 @@ def help_text(
         "",
         f"Usage: python -m drafttrain.{name} [key=value ...] [--cfg job [--resolve]] "
         "[--config-dir DIR]",
-        "",
     ]
+    if sweeps:
+        lines.append(f"       python -m drafttrain.{name} -m [key=value,value,... ...]   # a sweep")
+    lines.append("")
     with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name=name):
         if invocation.choices:
             lines.append("Choices (group=choice; * is chosen now)")

@@ -45,6 +45,7 @@ def page(
     rows: Sequence[Row] = (),
     settings: Mapping[str, Any] | None = None,
     notes: Sequence[str] = (),
+    above: Content = None,
 ) -> str:
     """The page's text.
 
@@ -54,6 +55,7 @@ def page(
             without them there is no shared table.
         settings: under which the rows were measured.
         notes: sentences about them.
+        above: what comes before all other parts.
     """
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -77,6 +79,7 @@ def page(
         ),
         element(
             "main",
+            above,
             _side_by_side(rows, settings or {}, notes) if rows else None,
             [section(record, name) for record, name in zip(records, names, strict=True)],
         ),
