@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from drafttrain.data.numbered import Prompts
 from drafttrain.data.people import (
     KINDS,
     TALK,
@@ -19,7 +20,6 @@ from drafttrain.data.people import (
     PeoplePrompts,
     catalogue,
 )
-from drafttrain.data.numbered import Prompts
 from drafttrain.data.voices import VOICES, Part, spoken
 from drafttrain.errors import InputError
 
