@@ -70,6 +70,8 @@ class Target(CausalLM):
         """The part of its weights that joint training added; None for a target as it was loaded."""
         self.original: Target | None = None
         """The target that it was tuned from."""
+        self.made: dict[str, Any] = {}
+        """What others made of it, for use as long as it is there."""
         probe(self)
         self._fingerprint: dict[str, str] | None = None
 

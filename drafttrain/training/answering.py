@@ -25,6 +25,8 @@ def replays_of(
     """The stand-ins on which a run counts acceptance; None where it decodes. Answers are written,
     or read, when they are first needed.
 
+    Several fits with one target, as in a sweep, read its answers once.
+
     Raises: InputError for a folder of answers that does not serve, or that would not be read.
     """
     config, limit = settings.eval, settings.longest_answer
@@ -38,6 +40,12 @@ def replays_of(
             raise InputError(f"eval.answers={config.answers} would not be read: {reason}")
         say(f"acceptance is measured by decoding: {reason}")
         return None
-    return asked_replays(
-        speculator.target, prompts, limit, config.answers, rows=rows, say=say, watch=watch
-    )
+    target, what = speculator.target, ([list(one) for one in prompts], limit, config.answers)
+    known = target.made.get("replays")
+    if known is None or known[0] != what:
+        made = asked_replays(
+            target, prompts, limit, config.answers, rows=rows, say=say, watch=watch
+        )
+        known = target.made["replays"] = what, made
+    found: Replays = known[1]
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.decoding.measure import measure_acceptance
 from drafttrain.decoding.plan import Plan
+from drafttrain.decoding.replaying import Replays, asked_replays
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.flow import Tally
 from drafttrain.target.features import OnlineFeatures
@@ -22,6 +24,7 @@ from drafttrain.training.decode_callback import (
     EvalConfig,
     Evaluated,
     _over_processes,
+    measured,
     undisturbed,
 )
 from drafttrain.training.module import DraftModule
@@ -180,3 +183,71 @@ def test_tallies_travel_completely() -> None:
     (back, _) = back.tallies
     assert (back.rounds, back.drafted, back.accepted, back.emitted) == (5, 20, 7, 12)
     assert back.offered == [5, 3, 0, 0] and back.kept == [3, 1, 0, 0]
+
+
+# Acceptance on kept answers -----------------------------------------------------------------------
+def replaying(
+    target: Target, data: ConversationData, **settings: Any
+) -> tuple[DraftModule, Any, DecodeCallback, list[str]]:
+    said: list[str] = []
+    module, stream = module_for(data, target, max_steps=4)
+    decode = callback(module, target, data, None, speed_prompts=0, checked=2, **settings)
+    prompts = data.set.prompts()
+    known = asked_replays(target, prompts, 8, None, rows=data.set, say=said.append)
+    decode.speculator.replays = known
+    return module, stream, decode, said
+
+
+def test_replayed_evaluations_count_what_decoding_counts(
+    target: Target, data: ConversationData
+) -> None:
+    rows = []
+    for kept in (True, False):
+        module, stream, decode, said = replaying(target, data)
+        if not kept:
+            decode.speculator.replays = None
+        logger = Memory()
+        fit(module, stream, decode, logger=logger)
+        names = ("val/tau", "val/tau_low", "val/tau_high", "val/rounds", "val/accept@1")
+        rows.append({name: logger.values(name) for name in names})
+        assert bool(logger.values("val/seconds_draft")) is not kept
+        assert set(logger.values("val/replay_differs").values()) == ({0.0} if kept else set())
+        assert len(said) == kept
+    assert rows[0] == rows[1] and rows[0]["val/tau"]
+
+
+def test_prompts_that_count_otherwise_are_counted(
+    target: Target, data: ConversationData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, stream, decode, _ = replaying(target, data)
+    replays = decode.speculator.replays
+    assert replays is not None
+    # An answer that is not the target's: its second token is another.
+    wrong = {
+        prompt: dataclasses.replace(a, ids=(a.ids[0], (a.ids[1] + 1) % 300, *a.ids[2:]))
+        for prompt, a in replays.answers.items()
+    }
+    decode.speculator.replays = Replays(target, lambda: wrong)
+    logger = Memory()
+    fit(module, stream, decode, logger=logger)
+    assert set(logger.values("val/replay_differs").values()) == {2.0}
+
+
+def test_other_prompts_are_checked_at_every_evaluation(
+    target: Target, data: ConversationData
+) -> None:
+    _, _, decode, _ = replaying(target, data)
+    taken = []
+    for number in range(3):
+        decode.evaluations = number
+        taken += decode._checked(3)
+    assert taken == [0, 1, 0, 2, 1, 2]
+
+
+def test_all_prompts_are_taken_where_none_are_named(target: Target, data: ConversationData) -> None:
+    module, _ = module_for(data, target)
+    decode = callback(module, target, data, None, prompts=None)
+    prompts = [[1]] * 40
+    assert len(measured(prompts, decode.speculator, decode.config)) == 16
+    decode.speculator.replays = Replays(target, dict)
+    assert len(measured(prompts, decode.speculator, decode.config)) == 40
