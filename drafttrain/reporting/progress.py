@@ -16,6 +16,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from drafttrain.processes import rank, world_size
 from drafttrain.reporting.console import Rate, amount, clock, console
 
+_BOUNDS = ("_low", "_high")
+"""How the metrics end that bound another one's interval; shown after it."""
+
 
 class ConsoleProgress(ProgressBar):
     """Progress of training: steps and supervised tokens a second, time left, loss, and the last
@@ -55,7 +58,8 @@ class ConsoleProgress(ProgressBar):
             self._out.print(*(str(arg) for arg in args), markup=False, highlight=False)
 
     def note_all(self, metrics: Mapping[str, float | None]) -> None:
-        """Keep further numbers in sight; None takes one away."""
+        """Keep further numbers in sight; None takes one away. A metric's interval, under its name
+        with _low and _high, is shown after it."""
         for name, value in metrics.items():
             if value is None:
                 self._seen.pop(name, None)
@@ -140,10 +144,18 @@ class ConsoleProgress(ProgressBar):
         words.append(f"{amount(self._steps.recent)} steps/s")
         if self._tokens.count:
             words.append(f"{amount(self._tokens.recent)} tokens/s")
-        words += [f"{name} {value:.4g}" for name, value in self._seen.items()]
+        words += [
+            f"{name} {value:.4g}{self._interval_of(name)}"
+            for name, value in self._seen.items()
+            if not name.endswith(_BOUNDS)
+        ]
         if self._total:
             words.append(f"left {clock(self._steps.left(self._total - self._step))}")
         return "  ".join(words)
+
+    def _interval_of(self, name: str) -> str:
+        low, high = (self._seen.get(name + bound) for bound in _BOUNDS)
+        return "" if low is None or high is None else f" ({low:.4g}..{high:.4g})"
 
     def _stop(self) -> None:
         if self._live:

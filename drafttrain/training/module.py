@@ -276,7 +276,7 @@ class DraftModule(LightningModule):
                 logger.log_metrics(found, step=self.updates)
             note = getattr(self.trainer.progress_bar_callback, "note_all", None)
             if note is not None:
-                shown = ("train/loss", "val/tau")
+                shown = ("train/loss", "val/tau", "val/tau_low", "val/tau_high")
                 note({name: value for name, value in found.items() if name in shown})
 
     # Lightning ------------------------------------------------------------------------------------

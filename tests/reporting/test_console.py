@@ -167,3 +167,12 @@ def test_training_is_shown(tmp_path: Path, terminal: bool) -> None:
     last = next(line for line in reversed(said(out).splitlines()) if "step 2/2" in line)
     for words in ("step 2/2 100%", "steps/s", "tokens/s", "val/tau 1.75", "extra 2", "left 0s"):
         assert words in last
+
+
+def test_a_metric_is_shown_with_its_interval() -> None:
+    bar = ConsoleProgress(out=plain())
+    bar.note_all({"val/tau": 1.8312, "val/tau_low": 1.79, "val/tau_high": 1.871})
+    bar._steps, bar._tokens, bar._step, bar._total = Rate(), Rate(), 3, None
+    assert "val/tau 1.831 (1.79..1.871)" in bar._line() and "_low" not in bar._line()
+    bar.note_all({"val/tau_low": None})
+    assert "val/tau 1.831" in bar._line() and "(" not in bar._line()

@@ -61,8 +61,8 @@ def _taus(rows: Sequence[Logged], names: set[str]) -> list[Markup]:
     if not lines:
         return []
     words = (
-        "val is decoded from held-out prompts with the live weights, sim is estimated from "
-        "held-out text."
+        "val is of held-out prompts with the live weights, counted on the target's answers or by "
+        "decoding; sim is estimated from held-out text."
     )
     drawing = charts.curves("tau by update", lines, x="update", y="tokens per target pass")
     return [figure(drawing, "tau", words, charts.legend(lines))]
@@ -97,6 +97,7 @@ def _table(rows: Sequence[Logged], places: Sequence[int]) -> Markup:
     columns = [
         "update",
         "val/tau",
+        "interval",
         "accepted/round",
         "rounds",
         "sim/tau",
@@ -107,6 +108,7 @@ def _table(rows: Sequence[Logged], places: Sequence[int]) -> Markup:
         rounds = row.get("val/rounds")
         values = [
             row.get("val/tau"),
+            _interval(row.get("val/tau_low"), row.get("val/tau_high")),
             row.get("val/accepted_per_round"),
             None if rounds is None else round(rounds),
             row.get("sim/tau"),
@@ -120,6 +122,10 @@ def _table(rows: Sequence[Logged], places: Sequence[int]) -> Markup:
 
 def _points(rows: Sequence[Logged], name: str) -> list[tuple[float, float]]:
     return [(row["step"], row[name]) for row in rows if name in row]
+
+
+def _interval(low: float | None, high: float | None) -> str | None:
+    return None if low is None or high is None else f"{low:.3f}..{high:.3f}"
 
 
 def _rate(value: float | None, count: float | None) -> str | None:
