@@ -6,6 +6,7 @@ lists that differ in a few entries have sums from which an entry is found that o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -81,7 +82,7 @@ def _lists(tokenizer: Any, data: Mapping[str, Any] | None) -> dict[str, list[str
         entries = [f"{number} {word} {score}" for number, (word, score) in enumerate(vocabulary)]
     added = [
         json.dumps({k: v for k, v in token.items() if k != "special"}, sort_keys=True)
-        for token in data.get("added_tokens") or ()
+        for token in _added(data)
     ]
     return {"vocabulary": entries, "merges": _merges(data), "added tokens": added}
 
@@ -91,16 +92,53 @@ def _merges(data: Mapping[str, Any]) -> list[str]:
     return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
 
 
+def _added(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The added tokens. Without a normaliser it is the same whether they are looked for before or
+    after it, unless one that is looked for first takes a part of another."""
+    tokens = list(data.get("added_tokens") or ())
+    if _text(data.get("normalizer")) != "none":
+        return tokens
+    early, late = (
+        [one["content"] for one in tokens if bool(one.get("normalized")) == after]
+        for after in (False, True)
+    )
+    wide = any(one.get(k) for one in tokens for k in ("lstrip", "rstrip", "single_word"))
+    if early and late and (wide or _overlap(early, late)):
+        return tokens
+    return [{**one, "normalized": False} for one in tokens]
+
+
+def _overlap(some: list[str], others: list[str]) -> bool:
+    """Can a text hold one of each that share characters?"""
+    for one, other in ((some, others), (others, some)):
+        starts = {word[:n] for word in one for n in range(1, len(word) + 1)}
+        ends = {word[n:] for word in other for n in range(len(word))}
+        text = "\0".join(other)
+        if starts & ends or any(word in text for word in one):
+            return True
+    return False
+
+
 def _changing(part: Any, name: str) -> Any:
-    """A part without what changes no id. As a post-processor ByteLevel only moves places, and a
-    template without special tokens leaves the ids as they are."""
+    """A part without what changes no id: of a post-processor, all but the ids that it puts around a
+    text. As one ByteLevel only moves places; pairs of texts and types of tokens are not used."""
     if name != "post-processor" or not isinstance(part, dict):
         return part
-    if part.get("type") == "Sequence":
-        kept = [one for one in part.get("processors", ()) if _changing(one, name) is not None]
-        return {**part, "processors": kept}
-    empty = part.get("type") == "TemplateProcessing" and not part.get("special_tokens")
-    return None if empty or part.get("type") == "ByteLevel" else part
+    kind = part.get("type")
+    if kind == "Sequence":
+        kept = [_changing(one, name) for one in part.get("processors", ())]
+        return {**part, "processors": [one for one in kept if one is not None]}
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        around = [[part["cls"][1]], "A", [part["sep"][1]]]
+    elif kind == "TemplateProcessing" and part.get("single"):
+        known = part.get("special_tokens") or {}
+        around = [
+            known[one["SpecialToken"]["id"]]["ids"] if "SpecialToken" in one else "A"
+            for one in part["single"]
+        ]
+    else:
+        return None if kind in ("ByteLevel", "TemplateProcessing") else part
+    return None if around == ["A"] else {"ids around": around}
 
 
 def _text(part: Any) -> str:
@@ -186,6 +224,7 @@ def difference(there: Mapping[str, str], here: Mapping[str, str], tokenizer: Any
     Args:
         tokenizer: the one that is here; None where it is not at hand.
     """
+    there, here = _settled(there), _settled(here)
     odd = [
         name
         for name in (*LISTS, "model", *TEXTS, "special tokens", "probes")
@@ -201,6 +240,14 @@ def difference(there: Mapping[str, str], here: Mapping[str, str], tokenizer: Any
     if text is not None:
         words.append(f"the text {json.dumps(text, ensure_ascii=False)} has other ids")
     return ", ".join(words)
+
+
+def _settled(parts: Mapping[str, str]) -> dict[str, str]:
+    """Parts with a post-processor as it is recorded now."""
+    found, name = dict(parts), "post-processor"
+    with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError):
+        found[name] = _text(_changing(json.loads(found[name]), name))
+    return found
 
 
 def _words(name: str, there: Mapping[str, str], here: Mapping[str, str], tokenizer: Any) -> str:

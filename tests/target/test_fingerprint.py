@@ -5,7 +5,8 @@ them; keys that decide no logits (ends, padding, dropout, limits, keys that nobo
 dtype, float16 too; another folder; sets, stores and packages with the fingerprint of an earlier
 version. test_configs.py and test_rounding.py have more.
 F75, neighbours of one merge taken away: one added, two exchanged, a normaliser, a pre-tokeniser, a
-post-processor, an added token, and parts that are only written otherwise.
+post-processor, an added token, and parts that are only written otherwise: pairs, types of tokens,
+when an added token is looked for.
 F81, neighbours of an argument: an edited template, a named one, one that the day changes, one that
 refuses, arguments misspelt or taken by others.
 """
@@ -22,7 +23,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers, processors
 
 from drafttrain.data.template import ChatPieces, give_arguments
 from drafttrain.errors import InputError
@@ -189,7 +190,7 @@ DIFFERENCES = {
     "order": r"merges: 5 there, 5 here, in another order",
     "normaliser": r"normaliser is none there, .*Replace.* here.*the text \"\?\" has other ids",
     "pre-tokeniser": r"pre-tokeniser is .*false.* there, .*true.* here.*the text .* has other ids",
-    "post-processor": r"post-processor is none there, .*SpecialToken.* here",
+    "post-processor": r"post-processor is none there, .*ids around.*\[0\], .*A.* here",
     "added tokens": r"added tokens: 3 there, 4 here, only here .*zx",
 }
 
@@ -218,6 +219,87 @@ def test_a_merge_that_is_only_here_is_named_too() -> None:
 @pytest.mark.field("F75")
 def test_a_tokenizer_that_is_only_written_otherwise_is_the_same() -> None:
     assert tokenising.parts_of(other_tokenizer("same")) == tokenising.parts_of(tiny_tokenizer())
+
+
+def template(single: str, pair: str | None = None, number: int = 0) -> Any:
+    ends = [("<|endoftext|>", number)]
+    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=ends)
+
+
+def processed(by: Any) -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = by
+    return tokenizer
+
+
+FIRST = "<|endoftext|> $A"
+PROCESSORS: list[tuple[Any, Any, bool]] = [
+    (template(FIRST), template(FIRST, f"{FIRST} <|endoftext|> $B"), True),
+    (template(FIRST), template("<|endoftext|>:1 $A:1"), True),
+    (template(FIRST), processors.Sequence([processors.ByteLevel(), template(FIRST)]), True),
+    (template("$A", "$A <|endoftext|> $B"), processors.ByteLevel(), True),
+    (
+        processors.BertProcessing(("b", 2), ("a", 1)),
+        processors.RobertaProcessing(("b", 2), ("a", 1)),
+        True,
+    ),
+    (template(FIRST), template("$A <|endoftext|>"), False),
+    (template(FIRST), template(FIRST, number=1), False),
+    (template(FIRST), template(f"<|endoftext|> {FIRST}"), False),
+    (
+        processors.BertProcessing(("b", 2), ("a", 1)),
+        processors.BertProcessing(("a", 1), ("b", 2)),
+        False,
+    ),
+]
+
+
+@pytest.mark.field("F75")
+@pytest.mark.parametrize(("one", "other", "same"), PROCESSORS)
+def test_a_post_processor_counts_by_the_ids_that_it_adds(one: Any, other: Any, same: bool) -> None:
+    tokenizers = processed(one), processed(other)
+    ids = [made("hello ?")["input_ids"] for made in tokenizers]
+    assert (ids[0] == ids[1]) == same
+    parts = [tokenising.parts_of(made) for made in tokenizers]
+    assert (tokenising.difference(*parts, tokenizers[1]) == "") == same
+    assert (parts[0] == parts[1]) == same
+
+
+@pytest.mark.field("F75")
+def test_a_post_processor_that_was_recorded_whole_is_recognised() -> None:
+    tokenizer = processed(template(FIRST, f"{FIRST} $B"))
+    whole = json.loads(tokenizer.backend_tokenizer.to_str())["post_processor"]
+    parts = tokenising.parts_of(tokenizer)
+    assert not tokenising.difference({**parts, "post-processor": json.dumps(whole)}, parts, None)
+
+
+def with_added(*words: tuple[str, bool], normaliser: Any = None, **settings: Any) -> Any:
+    """(a word, whether it is looked for in the normalised text)."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normaliser
+    tokenizer.backend_tokenizer.add_tokens(
+        [AddedToken(word, normalized=late, **settings) for word, late in words]
+    )
+    return tokenizer
+
+
+@pytest.mark.field("F75")
+def test_when_an_added_token_is_looked_for_counts_where_it_changes_ids() -> None:
+    def differ(one: Any, other: Any) -> bool:
+        return tokenising.parts_of(one) != tokenising.parts_of(other)
+
+    apart = [with_added(("<zx>", late), ("[q]", False)) for late in (False, True)]
+    assert not differ(*apart)
+    lower = normalizers.Lowercase()
+    assert differ(*(with_added(("<ZX>", late), normaliser=lower) for late in (False, True)))
+    for words in (("zxq", "qab"), ("zx", "azxb"), ("qab", "zxq")):
+        first = with_added((words[0], True), (words[1], False))
+        assert differ(first, with_added((words[0], False), (words[1], True)))
+    overlap = [with_added(("zxq", one), ("qab", not one)) for one in (True, False)]
+    ids = [made("zxqab")["input_ids"] for made in overlap]
+    assert ids[0] != ids[1]  # So it must.
+    stripped = [with_added(("<zx>", late), ("[q]", False), lstrip=True) for late in (False, True)]
+    assert differ(*stripped)
 
 
 # --- modes ----------------------------------------------------------------------------------------
