@@ -35,6 +35,7 @@ if __name__ == "__main__":
 from drafttrain.data.conversations import HELD_OUT, Journal, Row, read_set
 from drafttrain.data.datamodule import set_folder
 from drafttrain.data.folder import SetFolder
+from drafttrain.data.named import MOST_CATEGORIES
 from drafttrain.data.people import PeoplePrompts
 from drafttrain.data.prompts import (
     Prompts,
@@ -67,8 +68,6 @@ from drafttrain.wiring.building import build
 
 HELD_OUT_SHARE = 5
 """At most one row in five is held out."""
-MOST_CATEGORIES = 1000
-"""Of a set."""
 
 
 @dataclass(frozen=True)

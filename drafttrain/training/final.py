@@ -9,6 +9,7 @@ from typing import Any
 
 from drafttrain.decoding.conditions import conditions, dtype_name
 from drafttrain.decoding.measure import Measurement, Watch, unwatched
+from drafttrain.decoding.measurement import by_category
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.samples import samples_of
 from drafttrain.decoding.speculator import Speculator
@@ -52,6 +53,7 @@ def measure(
     prompts: Sequence[Sequence[int]],
     config: FinalConfig,
     *,
+    categories: Sequence[str] = (),
     calibrate: Callable[[int], Growth] | None = None,
     seed: int = 0,
     watch: Watch = unwatched,
@@ -60,12 +62,13 @@ def measure(
     of them.
 
     Args:
+        categories: the kind of task of each prompt, where they have any.
         calibrate: makes the calibrated tree of a number of nodes, where some are asked for.
 
     With no prompts nothing is measured, and nothing is made up.
     """
     accepting, racing = trees_of(speculator, config, calibrate)
-    rows, best = acceptances(speculator, accepting, prompts, config, seed, watch)
+    rows, best = acceptances(speculator, accepting, prompts, config, seed, watch, categories)
     raced, fastest = speeds(speculator, racing, prompts, config, seed, watch)
     settings = {
         "prompts": len(prompts[: config.prompts]),
@@ -114,8 +117,9 @@ def acceptances(
     config: FinalConfig,
     seed: int,
     watch: Watch,
+    categories: Sequence[str],
 ) -> tuple[list[dict[str, Any]], Best | None]:
-    """Rows of acceptance, and the tree of the highest tau."""
+    """Rows of acceptance, by kind of task too, and the tree of the highest tau."""
     rows: list[dict[str, Any]] = []
     best: Best | None = None
     chosen = list(prompts[: config.prompts])
@@ -132,6 +136,7 @@ def acceptances(
             "label": name,
             "measured": "acceptance",
             **found.row(),
+            **by_category(found, categories),
             "speedup": None,
             "speedup_interval": None,
         }
