@@ -387,8 +387,9 @@ def _kinds(rows: list[dict[str, Any]]) -> str:
     if not known:
         return ""
     best = max(known, key=lambda row: row["tau"])
+    at = _number(best.get("temperature"), "g")
     lines = [
-        f"By kind of task, with {_drafts(best)} at temperature {_number(best.get('temperature'), 'g')}:",
+        f"By kind of task, with {_drafts(best)} at temperature {at}:",
         "",
         "| kind | tau | mean of prompts | prompts | rounds |",
         "|" + " --- |" * 5,

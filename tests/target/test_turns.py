@@ -11,6 +11,7 @@ import pytest
 from drafttrain.data.conversations import HELD_OUT, Row, read_set, write_set
 from drafttrain.data.datamodule import ConversationData, set_folder
 from drafttrain.data.prompts import Prompts
+from drafttrain.data.named import NO_CATEGORY
 from drafttrain.data.shapes import Prompt
 from drafttrain.data.template import ChatPieces
 from drafttrain.decoding.loop import decode
@@ -168,7 +169,9 @@ def test_a_run_decodes_every_turn_that_its_numbers_of_prompts_have_room_for(
                 max_new_tokens=4, speed_new_tokens=4, prompts=100, speed_prompts=0
             ),
         )
-        return [len(ids) for ids in usable_prompts(target, data, settings, said.append)]
+        ids, kinds = usable_prompts(target, data, settings, said.append)
+        assert kinds == [NO_CATEGORY] * len(ids)
+        return [len(one) for one in ids]
 
     assert usable(None, 8) == [3] * 6 + [7] * 6
     expected = "held-out prompts: turn 1: 6, turn 2: 6; eval.prompts takes "

@@ -24,15 +24,8 @@ from drafttrain.reporting.rows import MEAN, accepted_cells, pair, same_text_cell
 
 _COLUMNS = (
     *("drafts", "nodes", "temperature", "measured for", "tau", "95 %", MEAN, "95 %"),
-    *(
-        "accepted/round",
-        "speed",
-        "95 %",
-        "tokens/s",
-        "plain tokens/s",
-        "accept@1, 2, ... (kept/offered)",
-    ),
-    *("prompts", "rounds", "same text", "rule", "guarantee"),
+    *("accepted/round", "speed", "95 %", "tokens/s", "plain tokens/s"),
+    *("accept@1, 2, ... (kept/offered)", "prompts", "rounds", "same text", "rule", "guarantee"),
 )
 _INTERVALS = "Bars are 95 % intervals over prompts; the line at 1 is decoding without drafts."
 
