@@ -73,7 +73,7 @@ def main(cfg: DictConfig) -> None:
                 say=say,
                 watch=lambda items, what: track(items, description=what, unit="prompts"),
             )
-        rows = measure(speculator, prompts, growths, asked, source.by_turn)
+        rows = measure(speculator, prompts, growths, asked, source)
         few = prompts[: asked.parity_prompts]
         result = {
             "settings": settings_of(asked, Path(cfg.package), source, prompts, speculator),

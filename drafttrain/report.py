@@ -32,7 +32,7 @@ if __name__ == "__main__":
 from drafttrain.checks import shown
 from drafttrain.decoding.conditions import conditions, dtype_name
 from drafttrain.decoding.measure import Entrant, Measurement, behind, measure_acceptance, race
-from drafttrain.decoding.measurement import with_speed
+from drafttrain.decoding.measurement import by_category, with_speed
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.replaying import Replays, asked_replays, obstacle
 from drafttrain.decoding.speculator import Speculator
@@ -53,6 +53,7 @@ from drafttrain.packaging.manifest import DECODING
 from drafttrain.packaging.reading import load_drafter, target_for
 from drafttrain.reporting.console import reading, table, track
 from drafttrain.reporting.figures import comparison
+from drafttrain.reporting.kinds import KINDS, kinds_table
 from drafttrain.reporting.page.document import PAGE, page, title_of
 from drafttrain.reporting.records import read_record
 from drafttrain.reporting.rows import timed_prompts, verdicts
@@ -302,7 +303,10 @@ def measure(contest: Contest, settings: Settings) -> list[dict[str, Any]]:
         row = one.row() if speed is None or speed is one else with_speed(one.row(), speed)
         dtype = dtype_name(None if entrant.drafter is None else entrant.drafter.dtype)
         rows.append(
-            row_of(row, facts) | behind(best, one) | {"measured": "report", "drafter_dtype": dtype}
+            row_of(row, facts)
+            | behind(best, one)
+            | by_category(one, contest.source.categories)
+            | {"measured": "report", "drafter_dtype": dtype}
         )
     return rows
 
@@ -374,6 +378,9 @@ def publish(
     """
     ordered, title = fastest_first(rows), f"Drafters for {conditions['target']}"
     table(f"{title}, the fastest first", COLUMNS, [line(row) for row in ordered])
+    by_kind = kinds_table(ordered)
+    if by_kind is not None:
+        table(KINDS, *by_kind)
     notes = verdicts(ordered)
     places = [row["run"] for row in ordered]
     records = [

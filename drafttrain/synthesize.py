@@ -35,6 +35,7 @@ if __name__ == "__main__":
 from drafttrain.data.conversations import HELD_OUT, Journal, Row, read_set
 from drafttrain.data.datamodule import set_folder
 from drafttrain.data.folder import SetFolder
+from drafttrain.data.named import MOST_CATEGORIES
 from drafttrain.data.numbered import Prompts, Skipped, account, by_reason, nothing_left, some
 from drafttrain.data.people import PeoplePrompts
 from drafttrain.data.prompts import Source
@@ -63,8 +64,6 @@ IN_FILES = "not_written_in_files"
 each file; under `not_written` they have their numbers in the set."""
 HELD_OUT_SHARE = 5
 """At most one row in five is held out."""
-MOST_CATEGORIES = 1000
-"""Of a set."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 import drafttrain
 from drafttrain import evaluate
 from drafttrain.data.conversations import Row, write_set
+from drafttrain.data.named import NO_CATEGORY
 from drafttrain.data.template import ChatPieces
 from drafttrain.decoding.measure import measure_acceptance
 from drafttrain.decoding.plan import Plan
@@ -24,6 +25,7 @@ from drafttrain.drafter.ngram import NGram
 from drafttrain.evaluating.comparing import packaged_tree, warn_of_length
 from drafttrain.evaluating.measuring import row_of
 from drafttrain.evaluating.parity import parity, parity_words
+from drafttrain.reporting.kinds import KINDS, OVER_ROUNDS
 from drafttrain.target.model import Target
 from drafttrain.tree.topology import Tree
 from tests.drafter import make as drafters
@@ -430,6 +432,38 @@ def test_every_turn_is_decoded_and_counted(
     assert settings["prompts_by_turn"] == {"1": 3, "2": 2} and settings["turns_left_out"] == 1
     assert [(one["turn"], one["prompts"]) for one in row["by_turn"]] == [(1, 3), (2, 2)]
     assert row["prompts"] == 5 and sum(one["rounds"] for one in row["by_turn"]) == row["rounds"]
+
+
+def test_acceptance_by_kind_of_task(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some rows name a kind, one in the other column; each turn is of its row's kind."""
+    named: list[dict[str, Any]] = [{"category": "talk"}, {}, {"task": "maths"}]
+    lines = [{"turns": [text, "more"], **one} for text, one in zip(TEXTS, named, strict=True)]
+    (tmp_path / "talk.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    few = ("chains=[2]", "trees=[static]", "temperatures=[0.0]", "speed_prompts=1")
+    given: dict[str, Any] = {"prompts": tmp_path / "talk.jsonl", "max_new_tokens": 6}
+    evaluate.main(words(place, tmp_path / "run", *few, "limit=5", **given))
+    captured = capsys.readouterr()
+    assert "2 of 5 prompts name no kind of task, by kind they are (none)" in captured.err
+    result = json.loads((tmp_path / "run" / evaluate.RESULT).read_text())
+    assert result["settings"]["prompts_by_category"] == {NO_CATEGORY: 2, "maths": 1, "talk": 2}
+    plain, *rows = result["rows"]
+    assert "by_category" not in plain  # Only one prompt was timed.
+    for row in rows:
+        found = row["by_category"]
+        counts = [(one["category"], one["prompts"]) for one in found]
+        assert counts == [("maths", 1), ("talk", 2), (NO_CATEGORY, 2)]
+        assert sum(one["rounds"] for one in found) == row["rounds"]
+    table = captured.out.partition(KINDS)[2].partition("speed:")[0]
+    for one in rows[0]["by_category"]:
+        (line,) = [line for line in table.splitlines() if f" {one['category']} " in line]
+        assert f" {one['tau']:.3f} " in line
+    assert OVER_ROUNDS in table and f"{rows[1]['tau_prompt_mean']:.3f}" in table
+    (tmp_path / "talk.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines[:1] * 2))
+    evaluate.main(words(place, tmp_path / "other", *few, **given))
+    captured = capsys.readouterr()
+    assert KINDS not in captured.out and "kind of task" not in captured.err
 
 
 @pytest.mark.field("F49")

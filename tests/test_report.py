@@ -27,9 +27,10 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.collection import find_packages, read_entries
 from drafttrain.packaging.manifest import METRICS, TENSORS
 from drafttrain.packaging.writing import size_of
+from drafttrain.reporting.kinds import OVER_ROUNDS
 from drafttrain.reporting.page.document import COMPARED
-from drafttrain.reporting.rows import accepted_cells
-from drafttrain.reporting.side_by_side import COLUMNS, tree_title
+from drafttrain.reporting.rows import MEAN, accepted_cells
+from drafttrain.reporting.side_by_side import COLUMNS, fastest_first, tree_title
 from drafttrain.target import load
 from drafttrain.target.adapter import tuned
 from drafttrain.target.model import Target
@@ -71,18 +72,19 @@ def check_page(out: Path, rows: list[dict[str, Any]]) -> None:
     lines = root.one(COMPARED).cells()
     assert len(lines) == len(rows)
     for cells, one in zip(lines, rows, strict=True):
-        assert [cells[place].text for place in (0, 1, 2, 15)] == [
+        assert [cells[place].text for place in (0, 1, 2, 16)] == [
             *(one["run"], one["drafter"], tree_title(one), one["guarantee"])
         ]
-        assert [cells[place].values() for place in (3, 4, 5, 6, 7)] == [
+        assert [cells[place].values() for place in (3, 4, 5, 6, 8)] == [
             [] if one["speedup"] is None else [one["speedup"]],
             one["speedup_interval"] or [],
             *([one["tau"]], one["tau_interval"] or [], [one["accepted_per_round"]]),
         ]
-        assert cells[8].text == (" ".join(accepted_cells(one)) or "-") and cells[9].values() == [
-            one["prompts"]
-        ]
-        assert cells[12].values() == ([] if one["bytes"] is None else [one["bytes"] / 1e6])
+        mean = one.get("tau_prompt_mean")
+        assert cells[7].values() == ([] if mean is None else [mean])
+        assert cells[9].text == (" ".join(accepted_cells(one)) or "-")
+        assert cells[10].values() == [one["prompts"]]
+        assert cells[13].values() == ([] if one["bytes"] is None else [one["bytes"] / 1e6])
     assert [node.text for node in root.all("h2")] == [
         "Side by side",
         *dict.fromkeys(one["run"] for one in rows if one["run"] != report.BASELINE),
@@ -91,7 +93,8 @@ def check_page(out: Path, rows: list[dict[str, Any]]) -> None:
 
 def markdown_rows(out: Path) -> list[dict[int, str]]:
     """Cells of the table by column."""
-    lines = [line for line in (out / report.TEXT).read_text().splitlines() if line.startswith("| ")]
+    text, _, _ = (out / report.TEXT).read_text().partition("\n## ")
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     assert cells[0] == [*COLUMNS] and set(cells[1]) == {"---"}
     return [dict(enumerate(line)) for line in cells[2:]]
@@ -148,8 +151,8 @@ def test_all_forms_say_what_the_packages_say(
             *(f"{one['speedup']:.3f}", f"{one['tau']:.3f}"),
         ]
         assert cells[4] == "..".join(f"{end:.3f}" for end in one["speedup_interval"])
-        assert cells[11] == f"{one['parameters']:,}" and cells[12] == f"{one['bytes'] / 1e6:.3f}"
-    assert shown[1][13] == shown[1][14] == "-", "what was not recorded is not made up"
+        assert cells[12] == f"{one['parameters']:,}" and cells[13] == f"{one['bytes'] / 1e6:.3f}"
+    assert shown[1][14] == shown[1][15] == "-", "what was not recorded is not made up"
     assert imread(tmp_path / "out" / report.PICTURE).shape[1] > 500
     assert f"]({report.PICTURE})" in (tmp_path / "out" / report.TEXT).read_text()
     output = capsys.readouterr()
@@ -335,7 +338,7 @@ def field(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Conversations, and packages of a drafter that knows them, of one that does not, and of one
     with a tuned target."""
     folder = tmp_path_factory.mktemp("field")
-    write_tiny_set(target, folder / "set", rows=8)
+    write_tiny_set(target, folder / "set", rows=8, categories={0: "maths", 1: "code"})
     prompts = read_set(folder / "set").prompts()
     packed(
         folder / "runs" / "knows" / "package",
@@ -417,6 +420,22 @@ def test_measuring_again_puts_all_on_the_same_prompts(
         None,
         size_of(field / "runs" / "knows" / "package"),
     )
+    kinds = [(one["category"], one["prompts"], one["tau"]) for one in mine["by_category"]]
+    each = dict(zip(("maths", "code"), own.tallies, strict=True))
+    assert kinds == [("code", 1, each["code"].tau), ("maths", 1, each["maths"].tau)]
+    part = (tmp_path / "out" / report.TEXT).read_text().partition("\n## ")[2]
+    lines = [line.split(" | ") for line in part.splitlines() if line.startswith("| ")]
+    assert lines[0][2::2] == [one["label"] for one in fastest_first(rows)]
+    assert [line[0] for line in lines[2:]] == [
+        "| code",
+        "| maths",
+        f"| {OVER_ROUNDS}",
+        "| all, " + MEAN,
+    ]
+    place = lines[0].index(mine["label"])
+    assert lines[3][place] == f"{each['maths'].tau:.3f}" and lines[4][place] == f"{mine['tau']:.3f}"
+    page = (tmp_path / "out" / report.PAGE).read_text()
+    assert page.count("By kind of task") == 1 and "code (1)" in page
     ground = next(one for one in rows if one["run"] == "baseline")
     assert (ground["drafter"], ground["parameters"], ground["bytes"]) == ("NGram", 0, None)
     assert [cells[0] for cells in markdown_rows(tmp_path / "out")] == [one["run"] for one in rows]

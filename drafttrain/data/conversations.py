@@ -139,6 +139,11 @@ class ConversationSet:
             return named.NO_CATEGORY
         return str(self.manifest[CATEGORIES][int(self.category[index])])
 
+    def categories_asked(self, numbers: Iterable[int]) -> list[str]:
+        """The kinds of task of held-out rows, which are counted from 1, as in `asked`."""
+        places = self.indices(HELD_OUT)
+        return [self.category_of(places[number - 1]) for number in numbers]
+
     @property
     def supervised(self) -> int:
         """Tokens that the target wrote, over all rows."""

@@ -10,6 +10,8 @@ import numpy as np
 
 NO_CATEGORY = "(none)"
 """Counted for rows that name no kind of task."""
+MOST_CATEGORIES = 1000
+"""Where there are more, they are no kinds."""
 
 
 def encoded(names: Sequence[str]) -> tuple[list[str], np.ndarray]:
@@ -17,6 +19,19 @@ def encoded(names: Sequence[str]) -> tuple[list[str], np.ndarray]:
     listed = sorted(set(names))
     place = {name: number for number, name in enumerate(listed)}
     return listed, np.asarray([place[name] for name in names], dtype=np.uint16)
+
+
+def kinds(names: Sequence[str]) -> tuple[list[str], str]:
+    """The kinds of task of some prompts, none of them where they are too many to be kinds; and what
+    a person should know of that, empty where nothing."""
+    given = len({*names} - {NO_CATEGORY})
+    if given > MOST_CATEGORIES:
+        return [], (
+            f"{given} categories, more than {MOST_CATEGORIES}: nothing is counted by kind of task"
+        )
+    without = names.count(NO_CATEGORY) if given else 0
+    note = f"{without} of {len(names)} prompts name no kind of task, by kind they are {NO_CATEGORY}"
+    return list(names), note if without else ""
 
 
 def fault(names: Any, places: np.ndarray, rows: int) -> str:

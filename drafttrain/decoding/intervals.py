@@ -16,13 +16,14 @@ def resampled(prompts: int) -> np.ndarray:
 
 
 def bootstrap(above: Sequence[float], below: Sequence[float]) -> Interval | None:
-    """95 % interval of sum(above) / sum(below) over resampled prompts; None for one prompt."""
-    if not sum(below) or len(below) < 2:
+    """95 % interval of sum(above) / sum(below) over resampled prompts. Those with nothing below are
+    left out; None where fewer than two remain."""
+    counted = np.asarray(below, dtype=float) > 0
+    if counted.sum() < 2:
         return None
-    index = resampled(len(below))
-    denominators = np.asarray(below, dtype=float)[index].sum(1)
-    good = denominators > 0
-    return middle(np.asarray(above, dtype=float)[index].sum(1)[good] / denominators[good])
+    columns = np.asarray([above, below], dtype=float)[:, counted]  # 2 prompts
+    sums = columns[:, resampled(columns.shape[1])].sum(-1)
+    return middle(sums[0] / sums[1])
 
 
 def middle(values: np.ndarray) -> Interval:

@@ -2,19 +2,25 @@
 each.
 
 tau: tokens emitted per target pass, bonus included; the prefill and its own first token are not
-counted. speedup: seconds per token of plain decoding over seconds per token of speculative
-decoding; same loop, same prompts, interleaved, prefill included on both sides. Intervals are 95 %
-bootstrap intervals over prompts; one prompt has none.
+counted. It is given in both ways that are in use: `tau` over all rounds, so that a long answer
+counts more than a short one, and `tau_prompt_mean`, the mean of the prompts' own taus, in which all
+prompts count alike. A prompt without a round, whose answer ended with the prefill's token, is in
+neither, and is counted in `prompts_without_rounds`. accept@k is over rounds. speedup: seconds per
+token of plain decoding over seconds per token of speculative decoding; same loop, same prompts,
+interleaved, prefill included on both sides. Intervals are 95 % bootstrap intervals over the prompts
+that have a round; one prompt has none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from drafttrain.data.named import NO_CATEGORY
 from drafttrain.decoding.intervals import Interval, bootstrap, middle, resampled
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.record import Output
@@ -130,8 +136,7 @@ class Measurement:
             "nodes": plan.tree.size,
             "depth": plan.tree.max_depth,
             "rule": plan.rule_name,
-            "tau": tally.tau,
-            "tau_interval": _listed(self.tau_interval),
+            **taus(self.tallies),
             "accepted_per_round": tally.accepted_per_round,
             "accept_at": tally.accept_at,
             "accept_at_interval": [_listed(interval) for interval in self.accept_at_interval],
@@ -145,9 +150,7 @@ class Measurement:
             "tokens": sum(self.tokens),
             "plain_seconds": dict(self.plain_stages) or None,
             "plain_tokens": sum(self.plain_tokens) or None,
-            "prompts": len(self.tallies),
             "replayed": self.replayed,
-            "rounds": tally.rounds,
             "same_as_plain": self.same_as_plain,
             "guarantee": self.guarantee or plan.guarantee,
             "rank_rates": self.rates,
@@ -155,6 +158,43 @@ class Measurement:
             "repeated_prompts": self.repeated,
             "node_counts": self.node_counts,
         }
+
+
+def taus(tallies: Sequence[Tally]) -> dict[str, Any]:
+    """How many tokens a target pass gives, over the rounds of some prompts and as the mean of these
+    prompts, with what it was counted on: plain JSON values, None where no prompt had a round."""
+    total = Tally()
+    for one in tallies:
+        total += one
+    own = [one.tau for one in tallies if one.tau is not None]
+    interval = bootstrap([one.emitted for one in tallies], [one.rounds for one in tallies])
+    return {
+        "prompts": len(tallies),
+        "prompts_without_rounds": len(tallies) - len(own),
+        "rounds": total.rounds,
+        "tau": total.tau,
+        "tau_interval": _listed(interval),
+        "tau_prompt_mean": fmean(own) if own else None,
+        "tau_prompt_mean_interval": _listed(bootstrap(own, [1] * len(own))),
+    }
+
+
+def by_category(found: Measurement | None, categories: Sequence[str]) -> dict[str, Any]:
+    """{"by_category": what `taus` gives of every kind of task}; empty where fewer than two kinds
+    were measured.
+
+    Args:
+        categories: of every prompt; the measured ones are the first of them.
+    """
+    if found is None or not categories:
+        return {}
+    kinds: dict[str, list[Tally]] = {}
+    for name, tally in zip(categories[: len(found.tallies)], found.tallies, strict=True):
+        kinds.setdefault(name, []).append(tally)
+    if len(kinds) < 2:
+        return {}
+    names = sorted(kinds, key=lambda name: (name == NO_CATEGORY, name))
+    return {"by_category": [{"category": name, **taus(kinds[name])} for name in names]}
 
 
 def with_speed(row: dict[str, Any], timed: Measurement) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from drafttrain.data.datamodule import BUILTIN, ConversationData
 from drafttrain.decoding import exactness
 from drafttrain.decoding.conditions import conditions, dtype_name
 from drafttrain.decoding.measure import Measurement, behind
-from drafttrain.decoding.measurement import with_speed
+from drafttrain.decoding.measurement import by_category, with_speed
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.errors import InputError
@@ -31,12 +31,12 @@ def measure(
     prompts: list[list[int]],
     growths: Sequence[Growth],
     asked: Compared,
-    turns: Sequence[int],
+    source: Source,
 ) -> list[dict[str, Any]]:
     """A row for each temperature, growth and rule that fits them, plain decoding first.
 
     Args:
-        turns: of every prompt, which of its conversation it is.
+        source: of the prompts; it knows the turn and the kind of task of each.
     """
     rows = []
     for policy in asked.policies:
@@ -45,7 +45,7 @@ def measure(
             *_fitting(asked.plans(growths, policy, speculator.drafter)),
         ]
         if len(plans) > 1:
-            rows += _rows(speculator, prompts, plans, asked, turns)
+            rows += _rows(speculator, prompts, plans, asked, source)
     return rows
 
 
@@ -66,7 +66,7 @@ def _rows(
     prompts: list[list[int]],
     plans: Sequence[Plan],
     asked: Compared,
-    turns: Sequence[int],
+    source: Source,
 ) -> list[dict[str, Any]]:
     """The rows of plans of one policy, the first of which is plain decoding."""
     timed = prompts[: asked.speed_prompts]
@@ -88,7 +88,8 @@ def _rows(
     return [
         row_of(plan, one, speed)
         | behind(best, one if plan.tree.size else None)
-        | by_turn(one, turns)
+        | by_turn(one, source.by_turn)
+        | by_category(one, source.categories)
         for plan, one, speed in zip(plans, accepted, speeds, strict=True)
         if plan.tree.size or speed is not None
     ]
@@ -186,6 +187,7 @@ def settings_of(
         "prompt_count": len(prompts),
         "prompts_by_turn": counted(source.by_turn),
         "turns_left_out": source.turns_left_out,
+        "prompts_by_category": Counter(sorted(source.categories)),
         "speed_prompts": min(asked.speed_prompts, len(prompts)),
         "max_new_tokens": asked.max_new_tokens,
         "batch": asked.batch,

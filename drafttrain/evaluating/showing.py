@@ -9,7 +9,8 @@ from drafttrain.decoding.clock import STAGES
 from drafttrain.evaluating.parity import parity_words
 from drafttrain.evaluating.saying import say
 from drafttrain.reporting.console import table
-from drafttrain.reporting.rows import accepted_cells, pair, same_text_cell, verdicts
+from drafttrain.reporting.kinds import KINDS, kinds_table
+from drafttrain.reporting.rows import MEAN, accepted_cells, pair, same_text_cell, verdicts
 from drafttrain.target import change
 
 
@@ -25,6 +26,8 @@ def show(result: dict[str, Any]) -> None:
         "",
         "tau",
         "95 %",
+        MEAN,
+        "95 %",
         "accepted/round",
         *(f"accept@{k}" for k in range(1, deepest + 1)),
         "rounds",
@@ -35,6 +38,9 @@ def show(result: dict[str, Any]) -> None:
         columns = ["tau by turn", *(f"{turn}" for turn in settings["prompts_by_turn"])]
         lines = [[row["label"], *(one["tau"] for one in _turns(row, columns[1:]))] for row in rows]
         table("acceptance by turn of the conversation", columns, lines)
+    by_kind = kinds_table(rows)
+    if by_kind is not None:
+        table(KINDS, *by_kind)
     if settings["speed_prompts"]:
         where = f"{settings['device']}, {settings['threads']} threads, {settings['target_dtype']}"
         title = f"speed: {settings['speed_prompts']} prompts, one at a time ({where})"
@@ -92,6 +98,8 @@ def acceptance_line(row: dict[str, Any], deepest: int) -> list[Any]:
         row["label"],
         row["tau"],
         pair(row["tau_interval"]),
+        row["tau_prompt_mean"],
+        pair(row["tau_prompt_mean_interval"]),
         row["accepted_per_round"],
         *at,
         row["rounds"],

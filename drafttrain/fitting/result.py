@@ -23,10 +23,11 @@ from drafttrain.packaging.manifest import DECODING, PACKAGE, read_metrics
 from drafttrain.packaging.writing import save_package
 from drafttrain.reporting.console import clock, table, track
 from drafttrain.reporting.figures import acceptance_curve
+from drafttrain.reporting.kinds import KINDS, kinds_table
 from drafttrain.reporting.loggers import log_picture, log_rows
 from drafttrain.reporting.page.document import PAGE, page, title_of, write_page
 from drafttrain.reporting.records import Laps, read_record, write_noted
-from drafttrain.reporting.rows import memories, pair
+from drafttrain.reporting.rows import MEAN, memories, pair, unrounded
 from drafttrain.runs import provenance
 from drafttrain.target import change
 from drafttrain.training.calibrate import calibrated, head_accuracy
@@ -39,6 +40,7 @@ COLUMNS = (
     "nodes",
     "tau",
     "interval",
+    MEAN,
     "accept@1..",
     "speed-up",
     "interval",
@@ -62,6 +64,7 @@ def evaluate(ready: Ready, held_out: ConversationData | None) -> Worth:
         ready.speculator,
         ready.prompts,
         ready.settings.final,
+        categories=ready.categories,
         calibrate=calibrate,
         seed=ready.seed,
         watch=lambda items, what: track(items, description=what),
@@ -74,7 +77,10 @@ def evaluate(ready: Ready, held_out: ConversationData | None) -> Worth:
         say("no held-out prompt to decode: acceptance and speed are not available")
         return worth
     table("held-out prompts, greedy", COLUMNS, [shown(row) for row in worth.rows])
-    for line in memories(worth.rows):
+    by_kind = kinds_table(worth.rows)
+    if by_kind is not None:
+        table(KINDS, *by_kind)
+    for line in (*unrounded(worth.rows), *memories(worth.rows)):
         say(line)
     say(f"measured in {clock(time.monotonic() - began)}")
     picture = acceptance_curve(
@@ -108,6 +114,7 @@ def shown(row: dict[str, Any]) -> list[Any]:
         row["nodes"],
         row["tau"],
         pair(row["tau_interval"]),
+        row["tau_prompt_mean"],
         " ".join(f"{value:.2f}" for value in accept),
         row["speedup"],
         pair(row["speedup_interval"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from drafttrain.decoding.plan import TUNED, UNKEPT, Plan
@@ -71,10 +72,13 @@ package works with no other target: loading compares fingerprints and refuses ot
 ## Measured
 {table}
 
-`tau` is tokens written per target pass, the target's own included; `accept@k` is how often the k-th
+`tau` is tokens written per target pass, over all rounds, the target's own included; `mean of
+prompts` is the mean of the prompts' own taus; `accept@k` is how often the k-th
 drafted token is kept, given that those before it were; `speed` is plain decoding's seconds per
 token divided by the drafter's, in the same loop, on the same prompts, in turn. Brackets are 95 %
 intervals over prompts. {settings}
+
+{kinds}
 
 {guarantees}
 In low precision a pass over several tokens can round differently from a pass over one, so that
@@ -145,6 +149,7 @@ def card(
         if rows
         else "Nothing has been measured yet: run `python -m drafttrain.evaluate`.",
         settings=_settings(metrics.get("settings") or {}),
+        kinds=_kinds(rows),
         guarantees=_guaranteed(rows),
         loading='load.smollm2(dtype="auto", device="auto", attention="sdpa")'
         if name == "smollm2"
@@ -339,27 +344,24 @@ def describe(plan: Plan) -> str:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| temperature | drafts | rule | tau | accept@1, 2, ... | speed | prompts | rounds | "
-        "guarantee |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| temperature | drafts | rule | tau | mean of prompts | accept@1, 2, ... | speed | "
+        "prompts | rounds | guarantee |",
+        "|" + " --- |" * 10,
     ]
     for row in rows:
         cells = (
             _number(row.get("temperature"), "g"),
-            f"{row.get('growth', '?')} {row['nodes']}"
-            if row.get("nodes")
-            else str(row.get("growth", "?")),
+            _drafts(row),
             str(row.get("rule", "?")),
             _ranged(row.get("tau"), row.get("tau_interval")),
+            _ranged(row.get("tau_prompt_mean"), row.get("tau_prompt_mean_interval")),
             " ".join(_number(value) for value in _list(row.get("accept_at"))) or "-",
             _ranged(row.get("speedup"), row.get("speedup_interval"), "x"),
             str(row.get("prompts", "?")),
             str(row.get("rounds", "?")),
             str(row.get("guarantee", "?")),
         )
-        lines.append(
-            "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
-        )
+        lines.append(_line(cells))
     slower = [row for row in rows if _is_number(row.get("speedup")) and row["speedup"] < 1]
     if slower:
         lines += [
@@ -367,6 +369,45 @@ def _table(rows: list[dict[str, Any]]) -> str:
             f"{len(slower)} of these decode **slower** than no drafts at all (speed below 1).",
         ]
     return "\n".join(lines)
+
+
+def _drafts(row: dict[str, Any]) -> str:
+    growth = str(row.get("growth", "?"))
+    return f"{growth} {row['nodes']}" if row.get("nodes") else growth
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
+
+
+def _kinds(rows: list[dict[str, Any]]) -> str:
+    """tau by kind of task, of the way of drafting that has the highest; empty where nothing was
+    counted by kind."""
+    known = [row for row in rows if _is_number(row.get("tau")) and _by_kind(row)]
+    if not known:
+        return ""
+    best = max(known, key=lambda row: row["tau"])
+    at = _number(best.get("temperature"), "g")
+    lines = [
+        f"By kind of task, with {_drafts(best)} at temperature {at}:",
+        "",
+        "| kind | tau | mean of prompts | prompts | rounds |",
+        "|" + " --- |" * 5,
+    ]
+    for one in _by_kind(best):
+        cells = (
+            str(one.get("category", "?")),
+            _ranged(one.get("tau"), one.get("tau_interval")),
+            _ranged(one.get("tau_prompt_mean"), one.get("tau_prompt_mean_interval")),
+            str(one.get("prompts", "?")),
+            str(one.get("rounds", "?")),
+        )
+        lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def _by_kind(row: dict[str, Any]) -> list[dict[str, Any]]:
+    return [one for one in _list(row.get("by_category")) if isinstance(one, dict)]
 
 
 def _is_number(value: Any) -> bool:

@@ -295,11 +295,28 @@ def _is_nodes(value: Any) -> bool:
     return True
 
 
+def _is_kinds(value: Any) -> bool:
+    """What was counted of each kind of task, each once."""
+    keys = {"category", "prompts", "rounds", "tau", "tau_interval"}
+    if not isinstance(value, list) or not all(
+        isinstance(one, dict) and one.keys() >= keys for one in value
+    ):
+        return False
+    names = [one["category"] for one in value]
+    return (
+        all(map(_is_text, names))
+        and len({*names}) == len(names)
+        and all(_is_count(one[name]) for one in value for name in ("prompts", "rounds"))
+        and all(one["tau"] is None or _is_number(one["tau"]) for one in value)
+        and all(one["tau_interval"] is None or _is_pair(one["tau_interval"]) for one in value)
+    )
+
+
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
         (
-            *("temperature", "top_k", "top_p", "tau", "accepted_per_round"),
-            *("speedup", "tokens_per_second", "plain_tokens_per_second"),
+            *("temperature", "top_k", "top_p", "tau", "tau_prompt_mean"),
+            *("accepted_per_round", "speedup", "tokens_per_second", "plain_tokens_per_second"),
         ),
         _is_number,
         "a number",
@@ -309,7 +326,7 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         _is_count,
         "an integer of at least 0",
     ),
-    (("tau_interval", "speedup_interval"), _is_pair, "two numbers"),
+    (("tau_interval", "tau_prompt_mean_interval", "speedup_interval"), _is_pair, "two numbers"),
     (("growth", "tree", "rule", "guarantee", "measured", "label"), _is_text, "text"),
 )
 """Entries of a row that a table reads, and what they must be if present."""
@@ -321,6 +338,8 @@ _MORE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("tokens", _is_count, "a count"),
     ("plain_tokens", _is_count, "a count"),
     ("speed_prompts", _is_count, "a count"),
+    ("prompts_without_rounds", _is_count, "a count"),
+    ("by_category", _is_kinds, "category, prompts, rounds, tau and tau_interval of each kind"),
     ("tau_behind_best", _is_number, "a number"),
     ("tau_behind_best_interval", _is_pair, "two numbers"),
     ("rank_rates", _is_list_of(_is_list_of(_is_number)), "a list of rates for each depth"),

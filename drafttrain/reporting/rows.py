@@ -12,6 +12,10 @@ _Z = 1.959964
 """Half the width of a 95 % interval, in standard deviations."""
 
 
+MEAN = "mean tau of prompts"
+"""Heading of `tau_prompt_mean`; `tau` is over rounds."""
+
+
 def pair(interval: Sequence[float] | None) -> tuple[float, float] | None:
     """An interval as tables take it."""
     return None if interval is None else (interval[0], interval[1])
@@ -94,7 +98,21 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         lines.append(f"fastest is {best['label']}, {best['speedup']:.2f}x plain decoding{sure}")
         if slower:
             lines.append(f"slower than plain decoding: {', '.join(slower)}")
-    return lines + _unlike(rows) + memories(rows)
+    return lines + unrounded(rows) + _unlike(rows) + memories(rows)
+
+
+def unrounded(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How many prompts are in no tau, where some are."""
+    found = dict.fromkeys(
+        (row["prompts_without_rounds"], row["prompts"])
+        for row in rows
+        if row["nodes"] and row["rounds"] and row.get("prompts_without_rounds")
+    )
+    return [
+        f"{without} of {prompts} prompts had no round, since their answers ended with the first "
+        "token: they are in no tau"
+        for without, prompts in found
+    ]
 
 
 def _unlike(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drafttrain.reporting.console import cell, clock
-from drafttrain.reporting.rows import accepted_cells, pair, same_text_cell
+from drafttrain.reporting.kinds import KINDS, kinds_table
+from drafttrain.reporting.rows import MEAN, accepted_cells, pair, same_text_cell
 
 COLUMNS = (
     "run",
@@ -17,6 +18,7 @@ COLUMNS = (
     "95 %",
     "tau",
     "95 %",
+    MEAN,
     "accepted/round",
     "accept@1, 2, ... (kept/offered)",
     "prompts",
@@ -29,8 +31,9 @@ COLUMNS = (
 )
 MEANING = """\
 `speed` is plain decoding's seconds per token divided by the drafter's, `tau` the tokens written per
-target pass, the target's own included, and `accept@k` how often the k-th drafted token is kept,
-given that those before it were. 95 % intervals are over prompts. `parameters` and `MB` are what the
+target pass over all rounds, the target's own included, `mean tau of prompts` the mean of the
+prompts' own taus, and `accept@k` how often the k-th drafted token is kept, given that those before
+it were. 95 % intervals are over prompts. `parameters` and `MB` are what the
 package adds to its target; `tokens learned` are supervised tokens, those of every epoch counted."""
 
 
@@ -49,6 +52,7 @@ def line(row: Mapping[str, Any]) -> list[Any]:
         pair(row["speedup_interval"]),
         row["tau"],
         pair(row["tau_interval"]),
+        row.get("tau_prompt_mean"),
         row["accepted_per_round"],
         " ".join(accepted_cells(row)) or None,
         row["prompts"],
@@ -103,11 +107,25 @@ def markdown(
         *(_table_line([cell(value) for value in line(row)]) for row in rows),
         "",
         MEANING,
+        *_by_kind(rows),
         *(["", f"Measured with: {listed}."] if listed else []),
         *(["", *(f"- {note}" for note in notes)] if notes else []),
         *(["", f"![speed, tau and accept@k]({picture})"] if picture else []),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _by_kind(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    found = kinds_table(rows)
+    if found is None:
+        return []
+    columns, lines = found
+    return [
+        *("", f"## {KINDS[0].upper()}{KINDS[1:]}", ""),
+        _table_line(columns),
+        _table_line(["---"] * len(columns)),
+        *(_table_line([cell(value) for value in line]) for line in lines),
+    ]
 
 
 def _table_line(cells: Sequence[str]) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from drafttrain.checks import path_of
+from drafttrain.data import named
 from drafttrain.data.conversations import (
     HELD_OUT,
     MANIFEST,
@@ -42,6 +43,9 @@ class Source:
     left_out: list[str] = field(default_factory=list)
     by_turn: list[int] = field(default_factory=list)
     """Of every prompt that `ids` gave, the turn of its conversation."""
+    categories: list[str] = field(default_factory=list)
+    """Of every prompt that `ids` gave, its kind of task, NO_CATEGORY where it names none; empty
+    where they are too many to be kinds."""
     turns_left_out: int = 0
     """Later turns that `ids` did not give."""
     watch: Watch = unwatched
@@ -92,6 +96,9 @@ class Source:
         if not kept:
             raise InputError(f"{self.label}: nothing to evaluate; {'; '.join(self.left_out)}")
         self.by_turn = [turn for _, turn, _ in kept]
+        self.categories, note = named.kinds(self._categories([number for number, *_ in kept]))
+        if note:
+            say(note)
         self.turns_left_out = later - sum(turn > 1 for turn in self.by_turn)
         if later:
             say(f"prompts by turn: {turn_words(self.by_turn)}")
@@ -103,6 +110,13 @@ class Source:
         for reason in self.left_out:
             say(f"left out {reason}")
         return [ids for *_, ids in kept]
+
+    def _categories(self, numbers: Sequence[int]) -> list[str]:
+        """The kinds of task of rows with these numbers."""
+        if self.data is not None:
+            return self.data.categories_asked(numbers)
+        assert self.prompts is not None
+        return [self.prompts.category.get(number, named.NO_CATEGORY) for number in numbers]
 
     def _of_set(
         self, target: Target, limit: int | None, turns: int | None, say: Callable[[str], None]

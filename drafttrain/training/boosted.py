@@ -132,7 +132,7 @@ def together(
         )
         for tree in [*shares.values()][:1]:
             speculator.plan = Plan(tree).made_by(ensemble)
-    prompts = usable_prompts(job.target, job.data, settings, say)
+    prompts, categories = usable_prompts(job.target, job.data, settings, say)
     speculator.replays = replays_of(speculator, prompts, settings, job.data.set, say)
     return Boosted(
         config=job.config,
@@ -142,6 +142,7 @@ def together(
         drafter=ensemble,
         speculator=speculator,
         prompts=prompts,
+        categories=categories,
         found=found,
         trainings=trainings,
     )

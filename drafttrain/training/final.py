@@ -9,6 +9,7 @@ from typing import Any
 
 from drafttrain.decoding.conditions import conditions, dtype_name
 from drafttrain.decoding.measure import Measurement, Watch, unwatched
+from drafttrain.decoding.measurement import by_category
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.samples import samples_of
 from drafttrain.decoding.speculator import Speculator
@@ -52,6 +53,7 @@ def measure(
     prompts: Sequence[Sequence[int]],
     config: FinalConfig,
     *,
+    categories: Sequence[str] = (),
     calibrate: Callable[[int], Growth] | None = None,
     seed: int = 0,
     watch: Watch = unwatched,
@@ -60,13 +62,14 @@ def measure(
     of them.
 
     Args:
+        categories: the kind of task of each prompt, where they have any.
         calibrate: makes the calibrated tree of a number of nodes, where some are asked for.
 
     With no prompts nothing is measured, and nothing is made up.
     """
     accepting, racing = trees_of(speculator, config, calibrate)
     chosen = accepted_prompts(prompts, speculator, config)
-    rows, best = acceptances(speculator, accepting, chosen, config, seed, watch)
+    rows, best = acceptances(speculator, accepting, chosen, config, seed, watch, categories)
     raced, fastest = speeds(speculator, racing, prompts, config, seed, watch)
     settings = {
         "prompts": len(chosen),
@@ -125,8 +128,9 @@ def acceptances(
     config: FinalConfig,
     seed: int,
     watch: Watch,
+    categories: Sequence[str],
 ) -> tuple[list[dict[str, Any]], Best | None]:
-    """Rows of acceptance, and the tree of the highest tau."""
+    """Rows of acceptance, by kind of task too, and the tree of the highest tau."""
     rows: list[dict[str, Any]] = []
     best: Best | None = None
     for name, tree in trees.items() if prompts else ():
@@ -142,6 +146,7 @@ def acceptances(
             "label": name,
             "measured": "acceptance",
             **found.row(),
+            **by_category(found, categories),
             "speedup": None,
             "speedup_interval": None,
         }

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from drafttrain.data import named
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.data.sequences import PackedSampler
 from drafttrain.decoding.plan import Plan
@@ -50,6 +51,8 @@ class Ready:
     drafter: Drafter
     speculator: Speculator
     prompts: list[list[int]]
+    categories: list[str]
+    """The kind of task of each; empty where they are too many to be kinds."""
     calibration: ConversationData | None = None
     """Rows set aside, where trees are to be calibrated on them."""
 
@@ -132,7 +135,7 @@ def prepare_untrained(job: Job, say: Say) -> Ready:
     job.drafter.check(job.settings.tree)
     job.settings.final.check(job.drafter)
     speculator = Speculator(job.target, job.drafter, Plan(job.settings.tree))
-    prompts = usable_prompts(job.target, job.data, job.settings, say)
+    prompts, categories = usable_prompts(job.target, job.data, job.settings, say)
     speculator.replays = replays_of(speculator, prompts, job.settings, job.data.set, say)
     return Ready(
         config=job.config,
@@ -142,6 +145,7 @@ def prepare_untrained(job: Job, say: Say) -> Ready:
         drafter=job.drafter,
         speculator=speculator,
         prompts=prompts,
+        categories=categories,
         calibration=job.calibration,
     )
 
@@ -315,19 +319,22 @@ def kept_in_memory(
 
 def usable_prompts(
     target: Target, data: ConversationData, settings: Settings, say: Say
-) -> list[list[int]]:
+) -> tuple[list[list[int]], list[str]]:
     """Held-out prompts that leave room in the target's context: all first turns, then all second
-    ones, and so on."""
+    ones, and so on; and the kind of task of each."""
     room = settings.longest_answer
     most = settings.eval.turns
-    asked = [(turn, prompt) for _, turn, prompt in data.set.asked() if prompt]
+    asked = [one for one in data.set.asked() if one[2]]
     fitting = [
-        (turn, prompt)
-        for turn, prompt in asked
+        (number, turn, prompt)
+        for number, turn, prompt in asked
         if (most is None or turn <= most) and len(prompt) + room <= target.context
     ]
-    prompts = [prompt for turn, prompt in asked if most is None or turn <= most]
-    usable = [prompt for _, prompt in fitting]
+    prompts = [prompt for _, turn, prompt in asked if most is None or turn <= most]
+    usable = [prompt for *_, prompt in fitting]
+    categories, note = named.kinds(data.set.categories_asked([number for number, *_ in fitting]))
+    if note:
+        say(note)
     if (
         prompts
         and not usable
@@ -347,14 +354,14 @@ def usable_prompts(
             f"{len(prompts) - len(usable)} held-out prompts leave less than {room} tokens of the "
             "context and are not decoded"
         )
-    if any(turn > 1 for turn, _ in asked):
+    if any(turn > 1 for _, turn, _ in asked):
         taken = {
-            name: turn_words([turn for turn, _ in fitting[:count]]) or "none"
+            name: turn_words([turn for _, turn, _ in fitting[:count]]) or "none"
             for name, count in (
                 ("eval.prompts", settings.eval.prompts),
                 ("final.prompts", settings.final.prompts),
             )
         }
         listed = "; ".join(f"{name} takes {words}" for name, words in taken.items())
-        say(f"held-out prompts: {turn_words([turn for turn, _ in asked])}; {listed}")
-    return usable
+        say(f"held-out prompts: {turn_words([turn for _, turn, _ in asked])}; {listed}")
+    return usable, categories

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from drafttrain.data.named import NO_CATEGORY
 from drafttrain.decoding import measure, rules
 from drafttrain.decoding.conditions import conditions, digest_of, dtype_name
 from drafttrain.decoding.loop import Output
@@ -17,6 +18,7 @@ from drafttrain.decoding.measure import (
     rank_rates,
     tau_behind,
 )
+from drafttrain.decoding.measurement import by_category, taus
 from drafttrain.decoding.plan import UNKEPT, Plan
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.eagle1 import Eagle1
@@ -279,6 +281,61 @@ def test_positions_have_intervals_over_prompts(pair):
     assert same.row()["accept_at_interval"] == [[0.5, 0.5]]
     single = Measurement(Plan(Tree.chain(1)), even[:1], even[0], [])
     assert single.row()["accept_at_interval"] == [None]
+
+
+def _talk(rounds, emitted):
+    return Tally(rounds=rounds, emitted=emitted)
+
+
+def test_tau_over_rounds_and_as_the_mean_of_prompts():
+    """A long answer counts more over rounds; one that ended at once is in neither."""
+    tallies = [_talk(10, 40), _talk(0, 0), _talk(90, 90)]
+    row = Measurement(Plan(Tree.chain(4)), tallies, Tally(), []).row()
+    assert (row["tau"], row["tau_prompt_mean"]) == (1.3, 2.5)
+    assert (row["prompts"], row["prompts_without_rounds"], row["rounds"]) == (3, 1, 100)
+    assert row["tau_interval"] == row["tau_prompt_mean_interval"] == [1.0, 4.0]
+    lengthy = [_talk(10, 40), _talk(90, 90), _talk(10, 20), _talk(10, 30)]
+    low, high = taus(lengthy)["tau_prompt_mean_interval"]
+    assert 1.0 < low < taus(lengthy)["tau_prompt_mean"] == 2.5 < high < 4.0
+    even = taus([_talk(10, 40), _talk(10, 10)])
+    assert even["tau"] == even["tau_prompt_mean"] == 2.5
+    nothing = taus([_talk(0, 0)])
+    assert nothing["tau"] is None and nothing["tau_prompt_mean"] is None
+    # One prompt with rounds has no interval, whatever others there are.
+    single = taus([_talk(10, 20), _talk(0, 0), _talk(0, 0)])
+    assert single["tau_interval"] is None and single["tau_prompt_mean_interval"] is None
+
+
+def test_kinds_of_task_add_up_to_the_total(pair):
+    measured = measure_acceptance(
+        *pair, PROMPTS, Plan(Tree.chain(3)), max_new_tokens=16, stop_ids=()
+    )
+    kinds = ["maths", NO_CATEGORY, "code", "maths", "code"]
+    row, found = measured.row(), by_category(measured, kinds)["by_category"]
+    assert [(one["category"], one["prompts"]) for one in found] == [
+        *(("code", 2), ("maths", 2), (NO_CATEGORY, 1))
+    ]
+    assert sum(one["rounds"] for one in found) == row["rounds"]
+    assert sum(one["tau"] * one["rounds"] for one in found) == pytest.approx(
+        sum(one.emitted for one in measured.tallies)
+    )
+    assert sum(one["tau_prompt_mean"] * one["prompts"] for one in found) / 5 == pytest.approx(
+        row["tau_prompt_mean"]
+    )
+    maths = Tally()
+    for place in (0, 3):
+        maths += measured.tallies[place]
+    assert (
+        found[1]["tau"] == maths.tau and found[1]["tau_interval"] and not found[2]["tau_interval"]
+    )
+    # Of fewer prompts than there are kinds of: the first ones.
+    few = dataclasses.replace(measured, tallies=measured.tallies[:2])
+    assert [one["prompts"] for one in by_category(few, kinds)["by_category"]] == [1, 1]
+    for none in ([], ["maths"] * 5, [NO_CATEGORY] * 5):
+        assert by_category(measured, none) == {}
+    assert by_category(None, kinds) == {}
+    with pytest.raises(ValueError, match="zip"):
+        by_category(measured, kinds[:3])
 
 
 def test_plain_decoding_s_stages_stand_beside(pair):

@@ -18,6 +18,7 @@ import torch
 
 from drafttrain import fit, report
 from drafttrain.data.conversations import Row, read_set, write_set
+from drafttrain.data.named import NO_CATEGORY
 from drafttrain.decoding.conditions import digest_of
 from drafttrain.decoding.plan import Plan
 from drafttrain.fitting import learning
@@ -200,10 +201,13 @@ def test_what_learns_nothing_is_measured_and_packaged(
         "measuring",
         "packaging",
     ]
-    out = " ".join(capsys.readouterr().out.split())
+    captured = capsys.readouterr()
+    assert "2 of 4 prompts name no kind of task" in captured.err + captured.out
+    out = " ".join(captured.out.split())
     assert "course" not in out and ("decoded before in the same measurement" in out) == (
         experiment == "suffix"
     )
+    assert "tau by kind of task" in out and "all, over rounds" in out
     (row,) = read_metrics(run / "metrics.csv")
     assert not any(name.startswith(("train/", "val/", "sim/")) for name in row)
     metrics = json.loads((run / "package" / "metrics.json").read_text())
@@ -217,6 +221,14 @@ def test_what_learns_nothing_is_measured_and_packaged(
         if row["measured"] == "speed"
     )
     assert {row["remember"] for row in metrics["rows"]} == {500 if experiment == "suffix" else 0}
+    by_kind = [row for row in metrics["rows"] if "by_category" in row]
+    assert [row["measured"] for row in by_kind] == ["acceptance"] * len(by_kind) and by_kind
+    for row in by_kind:
+        found = [(one["category"], one["prompts"]) for one in row["by_category"]]
+        assert found == [("maths", 1), (NO_CATEGORY, 1)]
+        assert sum(one["rounds"] for one in row["by_category"]) == row["rounds"]
+    assert "By kind of task" in (run / "package" / "README.md").read_text()
+    assert "By kind of task" in (run / "report.html").read_text()
     config = json.loads((run / "package" / "config.json").read_text())
     cost = config["training"]["training"]
     assert (cost is None) == (not searched) and config["trained_length"] is None

@@ -188,6 +188,7 @@ def edit_rows(package: Path, **changes: Any) -> None:
 
 
 NODE = {"parent": -1, "kept": 1, "offered": 2}
+KIND = {"category": "maths", "prompts": 1, "rounds": 2, "tau": None, "tau_interval": None}
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str, bool]] = {
     "config cut short": (
         lambda p: (p / CONFIG).write_text('{"format": 1'),
@@ -275,6 +276,31 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, bool]] = {
     "half an interval": (
         lambda p: edit_rows(p, tau_interval=[1.0]),
         "tau_interval of a row is",
+        False,
+    ),
+    "half a kind": (
+        lambda p: edit_rows(p, by_category=[{"category": "maths", "prompts": 1}]),
+        "by_category of a row is",
+        False,
+    ),
+    "a kind twice": (
+        lambda p: edit_rows(p, by_category=[KIND, KIND]),
+        "by_category of a row is",
+        False,
+    ),
+    "a kind with half a prompt": (
+        lambda p: edit_rows(p, by_category=[{**KIND, "prompts": 0.5}]),
+        "by_category of a row is",
+        False,
+    ),
+    "a kind with a wordy tau": (
+        lambda p: edit_rows(p, by_category=[{**KIND, "tau": "x"}]),
+        "by_category of a row is",
+        False,
+    ),
+    "half a mean": (
+        lambda p: edit_rows(p, tau_prompt_mean_interval=[1.0]),
+        "tau_prompt_mean_interval of a row is",
         False,
     ),
     "half the counts": (

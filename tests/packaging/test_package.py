@@ -639,6 +639,25 @@ def test_damage_is_refused_by_name(
     assert not (package.parent / "marker").exists()
 
 
+def test_the_card_has_tau_by_kind_of_the_best_way(
+    target: Target, drafter: Eagle1, tmp_path: Path
+) -> None:
+    kinds = [
+        {"category": "maths|x", "prompts": 2, "rounds": 9, "tau": 2.5, "tau_interval": [2.0, 3.0]},
+        {"category": "code", "prompts": 1, "rounds": 4, "tau": 1.25, "tau_prompt_mean": 1.5},
+    ]
+    best = {**ROWS[0], "tau": 2.25, "nodes": 9, "by_category": kinds, "tau_prompt_mean": 1.875}
+    rows = [{**ROWS[0], "by_category": kinds[1:]}, best, {**ROWS[0], "tau": 9.0}]
+    metrics = {"settings": {}, "rows": rows}
+    text = (packed(tmp_path / "package", drafter, target, metrics=metrics) / CARD).read_text()
+    assert "By kind of task, with chain 9 at temperature 0:" in text
+    assert "| maths/x | 2.50 [2.00, 3.00] | - | 2 | 9 |\n| code | 1.25 | 1.50 | 1 | 4 |\n" in text
+    assert "| 2.25 [2.00, 2.25] | 1.88 |" in text
+    metrics = {"settings": {}, "rows": ROWS}
+    text = (packed(tmp_path / "older", drafter, target, metrics=metrics) / CARD).read_text()
+    assert "kind of task" not in text and "| 2.12 [2.00, 2.25] | - |" in text
+
+
 @pytest.mark.parametrize(
     "rows",
     [
@@ -669,6 +688,8 @@ def test_damage_is_refused_by_name(
                 "rounds": "\n| x",
             }
         ],
+        [{"tau": 1.5, "by_category": [3, {"category": ["|"], "tau": "x", "prompts": None}]}],
+        [{"tau": 1.5, "by_category": "kinds"}],
         [3],
         "rows",
     ],

@@ -83,14 +83,17 @@ def test_every_number_of_the_table_is_the_recorded_one(run: Path, root: Node) ->
         assert cells[0].text == row["label"]
         shown = [cell.values() for cell in cells]
         assert shown[1:3] == [[row["nodes"]], [row["temperature"]]]
-        assert shown[4:7] == [[row["tau"]], row["tau_interval"], [row["accepted_per_round"]]]
+        assert shown[4:6] == [[row["tau"]], row["tau_interval"]]
+        mean = row.get("tau_prompt_mean")
+        assert shown[6:8] == ([[mean], row["tau_prompt_mean_interval"]] if mean else [[], []])
+        assert shown[8] == [row["accepted_per_round"]]
         if row["speedup"] is not None:
-            assert shown[7:9] == [[row["speedup"]], row["speedup_interval"]]
+            assert shown[9:11] == [[row["speedup"]], row["speedup_interval"]]
         else:
-            assert [cell.text for cell in cells[7:9]] == ["-", "-"]
-        assert shown[9:11] == [[row["tokens_per_second"]], [row["plain_tokens_per_second"]]]
-        assert shown[12:14] == [[row["prompts"]], [row["rounds"]]]
-        assert [cell.text for cell in cells[4:7]] == [
+            assert [cell.text for cell in cells[9:11]] == ["-", "-"]
+        assert shown[11:13] == [[row["tokens_per_second"]], [row["plain_tokens_per_second"]]]
+        assert shown[14:16] == [[row["prompts"]], [row["rounds"]]]
+        assert [cell.text for cell in (*cells[4:6], cells[8])] == [
             f"{row['tau']:.3f}",
             "..".join(f"{end:.3f}" for end in row["tau_interval"]),
             f"{row['accepted_per_round']:.3f}",

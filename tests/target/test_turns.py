@@ -10,6 +10,7 @@ import pytest
 
 from drafttrain.data.conversations import HELD_OUT, Row, read_set, write_set
 from drafttrain.data.datamodule import ConversationData, set_folder
+from drafttrain.data.named import NO_CATEGORY
 from drafttrain.data.numbered import Prompts
 from drafttrain.data.shapes import Prompt
 from drafttrain.data.template import ChatPieces
@@ -168,7 +169,9 @@ def test_a_run_decodes_every_turn_that_its_numbers_of_prompts_have_room_for(
                 max_new_tokens=4, speed_new_tokens=4, prompts=100, speed_prompts=0
             ),
         )
-        return [len(ids) for ids in usable_prompts(target, data, settings, said.append)]
+        ids, kinds = usable_prompts(target, data, settings, said.append)
+        assert kinds == [NO_CATEGORY] * len(ids)
+        return [len(one) for one in ids]
 
     assert usable(None, 8) == [3] * 6 + [7] * 6
     expected = "held-out prompts: turn 1: 6, turn 2: 6; eval.prompts takes "

@@ -82,6 +82,7 @@ def write_tiny_set(
     held_out: int = 4,
     tokens: int = 24,
     seed: int = 0,
+    categories: dict[int, str] | None = None,
 ) -> Path:
     """Answers of a target to random prompts of 4 to 9 tokens, at a temperature that makes them
     differ."""
@@ -101,7 +102,7 @@ def write_tiny_set(
         for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
     manifest = {"target": {"name": target.name, "fingerprint": target.fingerprint}}
-    write_set(folder, written, manifest=manifest, held_out=held_out)
+    write_set(folder, written, manifest=manifest, held_out=held_out, categories=categories)
     return folder
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from drafttrain.files import write_atomic
 from drafttrain.reporting.page.acceptance import positions
+from drafttrain.reporting.page.kinds import by_kind
 from drafttrain.reporting.page.markup import Content, Markup, element
 from drafttrain.reporting.page.parts import Row
 from drafttrain.reporting.page.run import intervals, section
@@ -24,7 +25,8 @@ PAGE = "report.html"
 COMPARED = "compared"
 """Id of the table that all runs share."""
 _TERMS = """\
-tau is the number of tokens written per pass of the target, its own token included. accept@k is
+tau is the number of tokens written per pass of the target, its own token included, over all rounds;
+the mean tau of prompts is that of their own taus, all prompts counting alike. accept@k is
 conditional: of the rounds whose first k-1 drafts were accepted, the share that accepts the k-th.
 Speed is plain decoding's seconds per token divided by the drafter's, in the same loop, on the same
 prompts, in turn. 95 % intervals are over prompts unless another kind is named."""
@@ -114,6 +116,7 @@ def _side_by_side(rows: Sequence[Row], settings: Mapping[str, Any], notes: Seque
         element("p", MEANING.replace("`", "")),
         element("p", f"Measured with: {listed}.") if listed else None,
         intervals(rows),
+        by_kind(rows),
         element("h3", "Acceptance by position"),
         positions(rows),
     ]

@@ -13,18 +13,19 @@ from drafttrain.reporting.figures import row_label
 from drafttrain.reporting.page import charts
 from drafttrain.reporting.page.acceptance import positions, trees
 from drafttrain.reporting.page.answers import answers
+from drafttrain.reporting.page.kinds import by_kind
 from drafttrain.reporting.page.learning import learning
 from drafttrain.reporting.page.markup import Content, Markup, element
 from drafttrain.reporting.page.parts import Row, absent, figure, figures, listed, missing, part
 from drafttrain.reporting.page.spending import time_spent
 from drafttrain.reporting.page.tables import numbers, table
 from drafttrain.reporting.records import Record
-from drafttrain.reporting.rows import accepted_cells, pair, same_text_cell, verdicts
+from drafttrain.reporting.rows import MEAN, accepted_cells, pair, same_text_cell, verdicts
 
 _COLUMNS = (
-    *("drafts", "nodes", "temperature", "measured for", "tau", "95 %", "accepted/round"),
-    *("speed", "95 %", "tokens/s", "plain tokens/s", "accept@1, 2, ... (kept/offered)"),
-    *("prompts", "rounds", "same text", "rule", "guarantee"),
+    *("drafts", "nodes", "temperature", "measured for", "tau", "95 %", MEAN, "95 %"),
+    *("accepted/round", "speed", "95 %", "tokens/s", "plain tokens/s"),
+    *("accept@1, 2, ... (kept/offered)", "prompts", "rounds", "same text", "rule", "guarantee"),
 )
 _INTERVALS = "Bars are 95 % intervals over prompts; the line at 1 is decoding without drafts."
 
@@ -152,8 +153,10 @@ def measured(rows: Sequence[Row]) -> Content:
     lines = [
         [
             *(row_label(row), row["nodes"], row["temperature"], row["measured"]),
-            *(row["tau"], pair(row["tau_interval"]), row["accepted_per_round"]),
+            *(row["tau"], pair(row["tau_interval"])),
+            *(row["tau_prompt_mean"], pair(row["tau_prompt_mean_interval"])),
             *(
+                row["accepted_per_round"],
                 row["speedup"],
                 pair(row["speedup_interval"]),
                 row["tokens_per_second"],
@@ -170,6 +173,7 @@ def measured(rows: Sequence[Row]) -> Content:
         sentences,
         intervals(rows),
         table("Every way of drafting that was measured", _COLUMNS, lines),
+        by_kind(rows),
     ]
 
 
