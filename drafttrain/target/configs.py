@@ -105,8 +105,9 @@ def _plainest(settings: Mapping[str, Any]) -> dict[str, Any]:
         k: _ALIASES.get(v, v) if isinstance(v, str) and _ACTIVATION.search(k) else v
         for k, v in settings.items()
     }
-    width, heads, head = (found.get(k) for k in ("hidden_size", "num_attention_heads", "head_dim"))
-    if all(type(one) is int and one > 0 for one in (width, heads, head)) and width // heads == head:
+    names = ("hidden_size", "num_attention_heads", "head_dim")
+    sizes = [size for name in names if type(size := found.get(name)) is int and size > 0]
+    if len(sizes) == len(names) and sizes[0] // sizes[1] == sizes[2]:
         del found["head_dim"]
     return found
 
