@@ -43,8 +43,8 @@ from drafttrain.data.shapes import Prompt
 from drafttrain.data.template import ChatPieces, changed_by_reencoding, text_ids
 from drafttrain.errors import InputError
 from drafttrain.processes import rank, world_size
-from drafttrain.reporting.console import Rate, amount, clock, console, reading, table
-from drafttrain.reporting.preview import show_row
+from drafttrain.reporting.console import Rate, amount, clock, reading, table
+from drafttrain.reporting.preview import show_prompts, show_rows
 from drafttrain.runs import masked, plain, provenance
 from drafttrain.target import fingerprint
 from drafttrain.target.load import resolve_device, tokenizer_only
@@ -489,39 +489,21 @@ def preview_rows(folder: SetFolder, tokenizer: Any | None, count: int) -> bool:
         )
     if there is not None:
         refuse_other_tokenizer(there, tokenizer, folder, mode=False)
-    for number in sorted(rows)[:count]:
-        row = rows[number]
-        places = range(len(row.ids))
-        mask = [any(start <= place < end for start, end in row.spans) for place in places]
-        supervised = f"{row.supervised} of {len(row.ids)} tokens supervised"
-        ends = f"answers end by {', '.join(row.finish)}"
-        title = f"row {number}: {supervised}, temperature {row.temperature}, {ends}"
-        show_row(title, row.ids, mask, tokenizer)
+    show_rows([rows[number] for number in sorted(rows)[:count]], tokenizer)
     return True
 
 
 def preview_prompts(
     prompts: Prompts, writing: SynthesisConfig, tokenizer: Any | None, count: int
 ) -> None:
-    """Show what the target would read; nothing in it is supervised."""
+    """Show what the target would read."""
     pieces = None if prompts.texts else ChatPieces(tokenizer, ())
-    own = 0
-    for row, prompt in prompts.rows[:count]:
-        if prompt is None:
-            own += 1
-            if own == 1:
-                assert pieces is not None
-                ids = pieces.before_user(writing.system)
-                show_row("before every self-written user turn", ids, [False] * len(ids), tokenizer)
-            continue
-        ids = ids_of(prompt, tokenizer, pieces)
-        more = f" ({len(prompt.users) - 1} more turns follow)" if len(prompt.users) > 1 else ""
-        title = f"row {prompts.places([row])}: prompt of {len(ids)} tokens{more}"
-        show_row(title, ids, [False] * len(ids), tokenizer)
-    console().print(
-        "no rows have been written yet: what is shown is read by the target, the answers are "
-        "written by it"
-    )
+    before = [] if pieces is None else pieces.before_user(writing.system)
+
+    def read(prompt: Prompt) -> list[int]:
+        return ids_of(prompt, tokenizer, pieces)
+
+    show_prompts(prompts, count, tokenizer, before, read)
 
 
 if __name__ == "__main__":
