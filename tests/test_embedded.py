@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from drafttrain.data.conversations import read_set
 from drafttrain.data.datamodule import set_folder
+from drafttrain.data.people import KINDS, TALK
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.target import fingerprint, load
 from drafttrain.tree.topology import Tree
+from drafttrain.wiring.building import build
+from drafttrain.wiring.conf import conf_dir
 from tests.drafter import make as drafters
 
 pytestmark = pytest.mark.real
@@ -40,10 +44,9 @@ def test_the_embedded_target_is_the_one_that_is_documented(target):
 def test_the_shipped_set_is_small_and_the_targets_own(target, shipped):
     files = list(set_folder("builtin:smollm2").iterdir())
     assert sum(file.stat().st_size for file in files) < 6_000_000
-    assert len(shipped) == shipped.manifest["conversations"] >= 3_500
-    assert int(shipped.mask.sum()) >= 600_000
-    assert len(shipped.prompts()) == 100
-    # It was recorded by an earlier version.
+    assert len(shipped) == shipped.manifest["conversations"] >= 3_000
+    assert int(shipped.mask.sum()) >= 500_000
+    assert len(shipped.prompts()) == 111
     marks = shipped.manifest["target"]["fingerprint"]
     fingerprint.refuse_other(marks, target.fingerprint, "the set", dtype=True, mode=True)
     assert int(shipped.ids.max()) < target.vocab_size
@@ -51,6 +54,24 @@ def test_the_shipped_set_is_small_and_the_targets_own(target, shipped):
     text = target.tokenizer.decode(ids)
     assert text.startswith("<|im_start|>system") and "<|im_start|>assistant" in text
     assert 0 < int(mask.sum()) < len(ids)
+
+
+def test_the_shipped_set_has_all_kinds_in_balance(target, shipped):
+    for split, talk in ((0, 1195), (1, 7)):
+        counts = shipped.by_category(shipped.indices(split))
+        assert counts.pop(TALK) == talk
+        assert counts.keys() == set(KINDS)
+        assert max(counts.values()) - min(counts.values()) <= 1
+    source = build(OmegaConf.load(conf_dir() / "prompts/mixture.yaml")).holding_out(112)
+    assert shipped.manifest["prompts"] == source.identity(), "its patterns are others now"
+    rows = dict(source.read(3400).rows)
+    for index in (*shipped.indices(0)[:40], *shipped.indices(1)[:10]):
+        number = int(shipped.rows[index])
+        assert shipped.category_of(index) == source.kind(number)[0]
+        assert source.apart(number) == bool(shipped.split[index])
+        if rows[number] is not None:
+            text = target.tokenizer.decode(shipped.row(index)[0])
+            assert rows[number].users[0].strip() in text
 
 
 def test_greedy_answers_of_the_set_are_what_the_target_writes(target, shipped):
