@@ -254,7 +254,9 @@ def write_missing(
     say(f"writes {len(mine)} of {len(every)} rows with {where}", first_only=True)
     progress = Progress(len(mine))
     slots = min(job.settings.slots, len(mine))
-    synthesize(target, iter(mine), writing, journal, slots=slots, report=progress)
+    # Acceptance is measured on the held-out rows, greedily: their own answers serve for that.
+    apart = job.prompts.apart
+    synthesize(target, iter(mine), writing, journal, slots=slots, greedy=apart, report=progress)
     return target.tokenizer, progress.speed
 
 

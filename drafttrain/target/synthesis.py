@@ -59,6 +59,7 @@ def synthesize(
     journal: Journal,
     *,
     slots: int,
+    greedy: Callable[[int], bool] | None = None,
     report: Callable[[int, int], None] = lambda rows, tokens: None,
 ) -> None:
     """Write one conversation per (row number, prompt) into the journal; a prompt of None is written
@@ -67,11 +68,12 @@ def synthesize(
     Args:
         slots: rows written at the same time; in low precision they decide what is written, see
             `is_reproducible`.
+        greedy: rows whose answers are written at temperature 0 in any case.
         report: called after every pass with rows finished and ids written so far.
     """
     prompts = list(prompts)
     pieces = check(target, config, [prompt for _, prompt in prompts])
-    writer = _Writer(target, pieces, config, journal)
+    writer = _Writer(target, pieces, config, journal, greedy or (lambda _row: False))
     scripts = ((writer.script(row, prompt), config.chance(row, "words")) for row, prompt in prompts)
     written = 0
     for count in generation.run(target, scripts, slots=slots, capacity=config.max_length):
@@ -81,9 +83,14 @@ def synthesize(
 
 class _Writer:
     def __init__(
-        self, target: Target, pieces: ChatPieces | None, config: SynthesisConfig, journal: Journal
+        self,
+        target: Target,
+        pieces: ChatPieces | None,
+        config: SynthesisConfig,
+        journal: Journal,
+        greedy: Callable[[int], bool],
     ) -> None:
-        self.target, self.config, self.journal = target, config, journal
+        self.target, self.config, self.journal, self.greedy = target, config, journal, greedy
         self._pieces = pieces
         self.done = 0
 
@@ -95,6 +102,8 @@ class _Writer:
 
     def script(self, row: int, prompt: Prompt | None) -> Script:
         temperature, answers = self.config.drawn(row)
+        if self.greedy(row):
+            temperature = 0.0
         policy = Policy(temperature, self.config.top_k, self.config.top_p)
         ids: list[int] = []
         spans: list[tuple[int, int]] = []
