@@ -42,10 +42,13 @@ class Replays:
 
     Args:
         answers: gives the target's answers, at the first time that they are needed.
+        folder: where their features are kept from one run to the next; None keeps none.
     """
 
-    def __init__(self, target: Target, answers: Callable[[], Answers]) -> None:
-        self.target, self._answers = target, answers
+    def __init__(
+        self, target: Target, answers: Callable[[], Answers], folder: Path | None = None
+    ) -> None:
+        self.target, self._answers, self._folder = target, answers, folder
         self._made: Replay | None = None
 
     @cached_property
@@ -56,7 +59,7 @@ class Replays:
     def of(self, needs: Needs) -> Replay:
         """The stand-in with these features, and those that it had before."""
         if self._made is None:
-            self._made = Replay(self.target, keep(self.target, self.answers, needs))
+            self._made = Replay(self.target, keep(self.target, self.answers, needs, self._folder))
         elif not self._made.serves(needs):
             had = self._made.kept
             wider = Needs(
@@ -64,7 +67,7 @@ class Replays:
                 layers=tuple(sorted({*needs.layers, *had.layers})),
             )
             self._made = None  # Its features need not be held while others are read.
-            self._made = Replay(self.target, keep(self.target, self.answers, wider))
+            self._made = Replay(self.target, keep(self.target, self.answers, wider, self._folder))
         return self._made
 
     def measure(
@@ -134,7 +137,9 @@ def answered(
         known = answers.of_set(rows, target, "the set")
     ready = [p for p in map(tuple, prompts) if p in known and known[p].covers(limit)]
     where = "the set's own rows"
-    if len(ready) < len(prompts):
+    if len(ready) == len(prompts):
+        known = {prompt: known[prompt] for prompt in ready}
+    else:
         known, folder = answers.cached(target, prompts, limit, known=known, watch=watch)
         where = f"{folder}, {time.monotonic() - began:.0f} s"
     dtype, near = str(target.dtype).removeprefix("torch."), ""
@@ -164,7 +169,9 @@ def asked_replays(
     """
     if folder is not None:
         known = answers.in_folder(Path(folder).expanduser(), target, prompts, limit)
-        return Replays(target, lambda: known)
+        return Replays(target, lambda: known, answers.folder_of(target, prompts, limit))
     return Replays(
-        target, lambda: answered(target, prompts, limit, rows=rows, say=say, watch=watch)
+        target,
+        lambda: answered(target, prompts, limit, rows=rows, say=say, watch=watch),
+        answers.folder_of(target, prompts, limit),
     )

@@ -148,7 +148,7 @@ def cached(
         known: answers that need not be written.
     """
     wanted = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
-    folder = cache_dir() / "answers" / _key(target, wanted, limit)
+    folder = folder_of(target, wanted, limit)
     if folder.is_dir():
         try:
             return in_folder(folder, target, wanted, limit), folder
@@ -184,6 +184,8 @@ def _cut(answer: Answer, limit: int) -> Answer:
     return Answer(answer.ids[:limit], ended=False)
 
 
-def _key(target: Target, prompts: Sequence[tuple[int, ...]], limit: int) -> str:
-    what = json.dumps([target.fingerprint, prompts, limit, target.stop_ids], sort_keys=True)
-    return hashlib.sha256(what.encode()).hexdigest()[:24]
+def folder_of(target: Target, prompts: Sequence[Sequence[int]], limit: int) -> Path:
+    """Where the answers to these prompts are kept, and their features."""
+    listed = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
+    what = json.dumps([target.fingerprint, listed, limit, target.stop_ids], sort_keys=True)
+    return cache_dir() / "answers" / hashlib.sha256(what.encode()).hexdigest()[:24]

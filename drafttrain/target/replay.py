@@ -9,19 +9,31 @@ decoding.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from drafttrain.errors import InputError
+from drafttrain.files import write_atomic
 from drafttrain.flow import Needs, PartialPass
+from drafttrain.nn import finite
 from drafttrain.nn.cache import KVCache
 from drafttrain.target.model import Pass, Target
 
 _AT_ONCE = 4096
 """Tokens that the target reads in one pass for their features."""
+LAST = "last_hidden"
+MOST_KEPT = 1 << 30
+"""Bytes of features that are kept from one run to the next; more are read again."""
 
 
 @dataclass(frozen=True)
@@ -62,55 +74,104 @@ class Kept:
 
 
 @torch.inference_mode()
-def keep(target: Target, answers: Answers, needs: Needs) -> Kept:
+def keep(target: Target, answers: Answers, needs: Needs, folder: Path | None = None) -> Kept:
     """Read every answer once, and keep the features that a drafter needs.
 
+    Args:
+        folder: where features of these answers are kept from one run to the next; those that lie
+            there are not read again. None keeps nothing.
     Raises: InputError for features that are not finite.
     """
     texts = [(prompt, [*prompt, *answer.ids]) for prompt, answer in answers.items()]
-    texts.sort(key=lambda one: len(one[1]))
-    starts, flat, hidden = dict[tuple[int, ...], int](), list[int](), list[Tensor]()
-    layers: dict[int, list[Tensor]] = {layer: [] for layer in needs.layers}
-    for group in _groups(texts):
-        lengths = [len(text) for _, text in group]
-        for prompt, text in group:
-            starts[prompt] = len(flat)
-            flat += text
-        if not needs.last_hidden and not layers:
-            continue
-        rows = [text + text[-1:] * (max(lengths) - len(text)) for _, text in group]
-        found = target.features(torch.tensor(rows), torch.tensor(lengths), needs)
-        if found.last_hidden is not None:
-            hidden += _real(found.last_hidden, lengths)
-        for layer, parts in layers.items():
-            parts += _real(found.layers[layer], lengths)
-    ids = torch.tensor(flat, dtype=torch.int64, device=target.device)
-    none = torch.empty(len(flat), 0, dtype=target.dtype, device=target.device)
-    return Kept(
-        answers,
-        starts,
-        ids,
-        torch.cat(hidden) if hidden else none,
-        {layer: torch.cat(parts) for layer, parts in layers.items()},
+    texts.sort(key=lambda one: (len(one[1]), one[1]))
+    ends = np.cumsum([0, *(len(text) for _, text in texts)]).tolist()
+    starts = {prompt: end for (prompt, _), end in zip(texts, ends, strict=False)}
+    ids = torch.tensor([token for _, text in texts for token in text], dtype=torch.int64)
+    wanted = [LAST] if needs.last_hidden else []
+    wanted += [f"layer_{layer}" for layer in needs.layers]
+    marks = _marks(ids)
+    parts = {} if folder is None else _read(folder, wanted, marks)
+    missing = [name for name in wanted if name not in parts]
+    if missing:
+        made = _features(target, [text for _, text in texts], missing)
+        if folder is not None and sum(part.nbytes for part in made.values()) <= MOST_KEPT:
+            _write(folder, made, marks)
+        parts |= made
+    parts = {name: part.to(target.device, target.dtype) for name, part in parts.items()}
+    none = torch.empty(len(ids), 0, dtype=target.dtype, device=target.device)
+    layers = {layer: parts[f"layer_{layer}"] for layer in needs.layers}
+    return Kept(answers, starts, ids.to(target.device), parts.get(LAST, none), layers)
+
+
+def _features(target: Target, texts: list[list[int]], names: list[str]) -> dict[str, Tensor]:
+    """{part: (t d)} of all texts, one after another."""
+    needs = Needs(
+        last_hidden=LAST in names,
+        layers=tuple(int(name.removeprefix("layer_")) for name in names if name != LAST),
     )
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    for group in _groups(texts):
+        lengths = [len(text) for text in group]
+        rows = [text + text[-1:] * (max(lengths) - len(text)) for text in group]
+        read = target.features(torch.tensor(rows), torch.tensor(lengths), needs)
+        for name, parts in found.items():
+            values = read.last_hidden if name == LAST else read.layers[int(name[6:])]
+            assert values is not None
+            for text, row in zip(group, values, strict=True):
+                own = row[: len(text)].clone()  # Holds no padding.
+                if not bool(torch.isfinite(own).all()):
+                    raise finite.fault(target, text, "a held-out prompt with its answer")
+                parts.append(own)
+    return {name: torch.cat(parts) for name, parts in found.items()}
 
 
-def _groups(
-    texts: list[tuple[tuple[int, ...], list[int]]],
-) -> list[list[tuple[tuple[int, ...], list[int]]]]:
+def _groups(texts: list[list[int]]) -> list[list[list[int]]]:
     """Texts that are read together, those of like length; they come sorted by length."""
-    groups: list[list[tuple[tuple[int, ...], list[int]]]] = []
-    for one in texts:
-        if groups and (len(groups[-1]) + 1) * len(one[1]) <= _AT_ONCE:
-            groups[-1].append(one)
+    groups: list[list[list[int]]] = []
+    for text in texts:
+        if groups and (len(groups[-1]) + 1) * len(text) <= _AT_ONCE:
+            groups[-1].append(text)
         else:
-            groups.append([one])
+            groups.append([text])
     return groups
 
 
-def _real(values: Tensor, lengths: list[int]) -> list[Tensor]:
-    """(b s d) -> per row, (length d), copies that hold no padding."""
-    return [row[:length].clone() for row, length in zip(values, lengths, strict=True)]
+# --- features from one run to the next ------------------------------------------------------------
+
+
+def _marks(ids: Tensor) -> dict[str, str]:
+    """What features depend on apart from the target, which the folder is of."""
+    return {
+        "ids": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _read(folder: Path, names: list[str], marks: dict[str, str]) -> dict[str, Tensor]:
+    """Those parts that lie in a folder, are of these texts, and can be used."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(OSError, SafetensorError, ValueError):
+            with safe_open(folder / f"{name}.safetensors", "pt") as file:
+                if file.metadata() != marks:
+                    continue
+                values = file.get_tensor(name)
+            if bool(torch.isfinite(values).all()):
+                found[name] = values
+    return found
+
+
+def _write(folder: Path, parts: dict[str, Tensor], marks: dict[str, str]) -> None:
+    """What cannot be written is read again by the next run."""
+    with contextlib.suppress(OSError, InputError):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, values in parts.items():
+            own = {name: values.cpu().contiguous()}
+            write_atomic(
+                folder / f"{name}.safetensors",
+                lambda path, own=own: save_file(own, path, marks),  # type: ignore[misc]
+            )
 
 
 class _Places(KVCache):

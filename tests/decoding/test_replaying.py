@@ -12,11 +12,14 @@ import dataclasses
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
+from drafttrain.data.conversations import Row, read_set, write_set
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.measure import measure_acceptance
 from drafttrain.decoding.plan import Plan
-from drafttrain.decoding.replaying import Replays, obstacle, replay_acceptance
+from drafttrain.decoding.replaying import Replays, answered, obstacle, replay_acceptance
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.medusa import Medusa
 from drafttrain.errors import InputError
@@ -234,3 +237,80 @@ def test_several_heads_and_layers_share_one_set_of_answers():
             replays.of(drafter.needs), drafter, PROMPTS, plan, max_new_tokens=10
         )
         assert found.tally.kept == real.tally.kept and found.tally.rounds == real.tally.rounds
+
+
+# Features from one run to the next ----------------------------------------------------------------
+def test_features_in_a_folder_are_not_read_again(tmp_path, monkeypatch):
+    target = target_of()
+    known = answers.write(target, PROMPTS, 6)
+    first = keep(target, known, Needs(last_hidden=True), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["last_hidden.safetensors"]
+    asked = []
+    features = target.features
+
+    def counted(ids, lengths, needs):
+        asked.append(needs)
+        return features(ids, lengths, needs)
+
+    monkeypatch.setattr(target, "features", counted)
+    again = keep(target, known, Needs(last_hidden=True), tmp_path)
+    assert not asked and torch.equal(again.hidden, first.hidden) and again.starts == first.starts
+    wider = keep(target, known, Needs(last_hidden=True, layers=(1,)), tmp_path)
+    assert {needs.layers for needs in asked} == {(1,)}
+    assert not any(needs.last_hidden for needs in asked) and torch.equal(wider.hidden, first.hidden)
+    # Of other answers, or damaged: they are read.
+    asked.clear()
+    fewer = {prompt: answer for prompt, answer in known.items() if prompt != (10,)}
+    keep(target, fewer, Needs(last_hidden=True), tmp_path)
+    assert asked
+    asked.clear()
+    path = tmp_path / "last_hidden.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    keep(target, fewer, Needs(last_hidden=True), tmp_path)
+    assert asked
+
+
+def test_features_in_a_folder_that_are_not_finite_are_not_used(tmp_path):
+    target = target_of()
+    known = answers.write(target, PROMPTS, 6)
+    first = keep(target, known, Needs(last_hidden=True), tmp_path)
+    path = tmp_path / "last_hidden.safetensors"
+    with safe_open(path, "pt") as file:
+        marks = file.metadata()
+    spoilt = first.hidden.clone()
+    spoilt[3, 1] = float("nan")
+    save_file({"last_hidden": spoilt}, path, marks)
+    again = keep(target, known, Needs(last_hidden=True), tmp_path)
+    assert torch.equal(again.hidden, first.hidden)
+
+
+def test_features_too_large_are_not_kept(tmp_path, monkeypatch):
+    target = target_of()
+    monkeypatch.setattr("drafttrain.target.replay.MOST_KEPT", 100)
+    keep(target, answers.write(target, PROMPTS, 6), Needs(last_hidden=True), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_features_that_are_not_finite_end_the_run(monkeypatch):
+    target = target_of()
+    known = answers.write(target, PROMPTS, 6)
+    with torch.no_grad():
+        target.decoder_layers[1].mlp.down_proj.weight[0, 0] = float("nan")
+    with pytest.raises(InputError, match="a held-out prompt with its answer"):
+        keep(target, known, Needs(last_hidden=True))
+
+
+def test_answers_of_a_set_are_taken_for_the_prompts_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(answers, "cache_dir", lambda: tmp_path)
+    target, said = target_of(), []
+    known = answers.write(target, PROMPTS, 6)
+    rows = [
+        Row(number, (*prompt, *answer.ids), ((len(prompt), len(prompt) + 6),), ("length",), 0.0)
+        for number, (prompt, answer) in enumerate(known.items())
+    ]
+    manifest = {"target": {"name": "tiny", "fingerprint": target.fingerprint}}
+    write_set(tmp_path / "set", rows, manifest=manifest, held_out=1)
+    taken = answered(target, PROMPTS[:2], 6, rows=read_set(tmp_path / "set"), say=said.append)
+    assert list(taken) == [tuple(prompt) for prompt in PROMPTS[:2]] and "own rows" in said[0]
+    longer = answered(target, PROMPTS[:2], 9, rows=read_set(tmp_path / "set"), say=said.append)
+    assert all(len(answer.ids) == 9 for answer in longer.values()) and str(tmp_path) in said[1]
