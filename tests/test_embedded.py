@@ -47,6 +47,7 @@ def test_the_shipped_set_is_small_and_the_targets_own(target, shipped):
     assert len(shipped) == shipped.manifest["conversations"] >= 3_000
     assert int(shipped.mask.sum()) >= 500_000
     assert len(shipped.prompts()) == 111
+    assert set(shipped.temperature[shipped.indices(1)]) == {0.0}, "acceptance is counted on these"
     marks = shipped.manifest["target"]["fingerprint"]
     fingerprint.refuse_other(marks, target.fingerprint, "the set", dtype=True, mode=True)
     assert int(shipped.ids.max()) < target.vocab_size
