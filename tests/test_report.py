@@ -27,8 +27,8 @@ from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.collection import find_packages, read_entries
 from drafttrain.packaging.manifest import METRICS, TENSORS
 from drafttrain.packaging.writing import size_of
-from drafttrain.reporting.page.document import COMPARED
 from drafttrain.reporting.kinds import OVER_ROUNDS
+from drafttrain.reporting.page.document import COMPARED
 from drafttrain.reporting.rows import MEAN, accepted_cells
 from drafttrain.reporting.side_by_side import COLUMNS, fastest_first, tree_title
 from drafttrain.target import load

@@ -10,8 +10,8 @@ import pytest
 
 from drafttrain.data.conversations import HELD_OUT, Row, read_set, write_set
 from drafttrain.data.datamodule import ConversationData, set_folder
-from drafttrain.data.prompts import Prompts
 from drafttrain.data.named import NO_CATEGORY
+from drafttrain.data.prompts import Prompts
 from drafttrain.data.shapes import Prompt
 from drafttrain.data.template import ChatPieces
 from drafttrain.decoding.loop import decode
