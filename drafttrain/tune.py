@@ -203,7 +203,7 @@ def calibrate_members(
     wide = drafter.shaped(Tree.from_paths([path for path in SHARING.paths if max(path) < narrow]))
     say(f"calibrates: {len(prompts)} prompts with trees of {wide.size} in all")
     rounds = followed(
-        speculator.stand_in(Plan(wide, asked.policy)),
+        speculator.target,
         drafter,
         prompts,
         wide,
@@ -211,6 +211,7 @@ def calibrate_members(
         policy=asked.policy,
         batch=asked.batch,
         seed=asked.seed,
+        stand_in=speculator.stand_in(Plan(wide, asked.policy)),
         watch=lambda items, what: track(items, description=what),
     )
     if not rounds:

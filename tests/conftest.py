@@ -31,6 +31,17 @@ def target() -> Any:
     return tiny_chat_target(stop_bias=1.0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _answers_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Generator[None, Any, Any]:
+    """Answers of tiny targets do not go into the user's cache folder."""
+    from drafttrain.target import answers
+
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answers, "cache_dir", lambda: folder)
+        yield
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that no worker ends with one by itself: those that start

@@ -200,6 +200,17 @@ def test_rows_side_by_side_have_their_own_text(
         assert printed.count("3 of 3 rows have the same text") == 2
 
 
+def test_replay_counts_what_decoding_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = load.tiny()
+    packed(tmp_path / "head", drafters.make(Eagle1, target), target, plan=Plan(Tree.chain(2)))
+    words = ["--package", tmp_path / "head", "--target", "tiny", "--prompts", 3]
+    run("replay.py", *words, "--new", 8, "--batch", 2, patch=monkeypatch)
+    printed = capsys.readouterr().out
+    assert printed.count("other counts in 0 of 3 prompts") == 3 and "s replaying" in printed
+
+
 @pytest.mark.parametrize(
     ("script", "words", "said"),
     [
@@ -218,6 +229,8 @@ def test_rows_side_by_side_have_their_own_text(
             "data.path=/nowhere|/nowhere is",
         ),
         ("packing.py", ["--target", "tiny", "--batch-tokens", "1"], "less than|needs"),
+        ("replay.py", ["--package", "/nowhere"], "package=/nowhere does not exist"),
+        ("replay.py", ["--package", "x", "--new", "0"], "--new: 0: needs an integer of at"),
         ("rules.py", ["--target", "tiny", "--package", "/nowhere"], "package=/nowhere does not"),
         ("store.py", ["data.path=/nowhere", "data=set"], "/nowhere is not a conversation set"),
         ("store.py", ["sed=1"], "there is no setting sed"),

@@ -31,6 +31,7 @@ def followed(
     policy: Policy | None = None,
     batch: int = 8,
     seed: int = 0,
+    stand_in: Target | None = None,
     watch: Watch = unwatched,
 ) -> list[Followed]:
     """Decode, and return for every round how far the text went along each member's own tree.
@@ -40,6 +41,7 @@ def followed(
 
     Args:
         tree: a fixed shape, or a forest of them.
+        stand_in: decodes instead of the target, see `target.replay`.
     Raises: InputError for trees of changing shape, in which a path of ranks means nothing.
     """
     watched = _Watched(target, members=drafter.without_memory().drafters)
@@ -52,7 +54,7 @@ def followed(
         watched.notes = []
         numbers = range(start, start + len(part))
         outputs, _ = decode(
-            target,
+            stand_in or target,
             watched,
             part,
             plan,

@@ -43,7 +43,7 @@ from drafttrain.target.answers import SLOTS
 from drafttrain.training.boost import Boost
 from drafttrain.training.course import Course
 from drafttrain.training.decode_callback import measured
-from drafttrain.training.final import trees_of
+from drafttrain.training.final import accepted_prompts, trees_of
 from drafttrain.training.job import Job
 from drafttrain.training.prepare import Ready, Training, prepare, prepare_untrained
 from drafttrain.training.run import Run
@@ -268,7 +268,8 @@ def decoding_seconds(ready: Ready, evaluations: int) -> float:
     times: dict[tuple[int, Plan, str], tuple[float, float]] = {}
     accepting, racing = (len(trees) for trees in trees_of(ready.speculator, final, None))
     accepting, racing = accepting + len(final.calibrated), racing + len(final.calibrated_speed)
-    total = accepting * accepted(final.prompts, final.batch, final.max_new_tokens)
+    worth = len(accepted_prompts(ready.prompts, ready.speculator, final))
+    total = accepting * accepted(worth, final.batch, final.max_new_tokens)
     if replays:
         total += batched(there, SLOTS, ready.settings.longest_answer, PLAIN)
     total += one_by_one(final.speed_prompts, final.speed_new_tokens, racing)

@@ -28,7 +28,7 @@ def replays_of(
     Raises: InputError for a folder of answers that does not serve, or that would not be read.
     """
     config, limit = settings.eval, settings.longest_answer
-    if not config.replay or not prompts or (config.prompts == 0 and not settings.final.prompts):
+    if not config.replay or not prompts or (config.prompts == settings.final.prompts == 0):
         return None
     reason = obstacle(speculator.drafter, speculator.plan)
     if settings.trains_target:

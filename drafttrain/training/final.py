@@ -13,7 +13,7 @@ from drafttrain.decoding.measurement import by_category
 from drafttrain.decoding.plan import Plan
 from drafttrain.decoding.samples import samples_of
 from drafttrain.decoding.speculator import Speculator
-from drafttrain.training.settings import FinalConfig
+from drafttrain.training.settings import DECODED_LAST, FinalConfig
 from drafttrain.tree.topology import Growth
 
 
@@ -68,17 +68,18 @@ def measure(
     With no prompts nothing is measured, and nothing is made up.
     """
     accepting, racing = trees_of(speculator, config, calibrate)
-    rows, best = acceptances(speculator, accepting, prompts, config, seed, watch, categories)
+    chosen = accepted_prompts(prompts, speculator, config)
+    rows, best = acceptances(speculator, accepting, chosen, config, seed, watch, categories)
     raced, fastest = speeds(speculator, racing, prompts, config, seed, watch)
     settings = {
-        "prompts": len(prompts[: config.prompts]),
+        "prompts": len(chosen),
         "max_new_tokens": config.max_new_tokens,
         "batch": config.batch,
         "speed_prompts": len(prompts[: config.speed_prompts]),
         "speed_new_tokens": config.speed_new_tokens,
         "split": "held_out",
         "seed": seed,
-        **conditions(speculator.target, prompts[: max(config.prompts, config.speed_prompts)]),
+        **conditions(speculator.target, prompts[: max(len(chosen), config.speed_prompts)]),
         "drafter_dtype": dtype_name(speculator.drafter.dtype),
     }
     best = fastest or best
@@ -86,6 +87,16 @@ def measure(
         return Worth(speculator.plan, rows + raced, settings)
     samples = samples_of(speculator.target, prompts, best.found, config.samples)
     return Worth(best.plan, rows + raced, settings, samples=samples)
+
+
+def accepted_prompts(
+    prompts: Sequence[Sequence[int]], speculator: Speculator, config: FinalConfig
+) -> Sequence[Sequence[int]]:
+    """Those that acceptance is measured on."""
+    count = config.prompts
+    if count is None and not speculator.replays_plan():
+        count = DECODED_LAST
+    return prompts[:count]
 
 
 def trees_of(
@@ -122,10 +133,9 @@ def acceptances(
     """Rows of acceptance, by kind of task too, and the tree of the highest tau."""
     rows: list[dict[str, Any]] = []
     best: Best | None = None
-    chosen = list(prompts[: config.prompts])
-    for name, tree in trees.items() if chosen else ():
+    for name, tree in trees.items() if prompts else ():
         found = speculator.measure_acceptance(
-            chosen,
+            prompts,
             Plan(tree),
             max_new_tokens=config.max_new_tokens,
             batch=config.batch,

@@ -332,7 +332,11 @@ def usable_prompts(
     if (
         prompts
         and not usable
-        and (settings.eval.prompts != 0 or settings.final.prompts or settings.final.speed_prompts)
+        and (
+            settings.eval.prompts != 0
+            or settings.final.prompts != 0
+            or settings.final.speed_prompts
+        )
     ):
         raise InputError(
             f"none of the {len(prompts)} held-out prompts leaves {room} of the target's "

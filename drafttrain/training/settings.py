@@ -18,6 +18,10 @@ DECODED = 16
 """Prompts that an evaluation decodes where none are named and acceptance cannot be replayed."""
 
 
+DECODED_LAST = 100
+"""The same at the end of a run."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """How often and how much is decoded while training."""
@@ -83,8 +87,9 @@ class CheckpointConfig:
 class FinalConfig:
     """What is measured at the end of a run, greedily."""
 
-    prompts: int
-    """Held-out prompts for acceptance."""
+    prompts: int | None
+    """Held-out prompts for acceptance; None takes all where it is replayed, and `DECODED_LAST`
+    where it must be decoded."""
     samples: int
     """How many of their answers are kept as samples; they are held-out text, so they stay in the
     run's folder."""
@@ -106,8 +111,8 @@ class FinalConfig:
     compares none."""
 
     def __post_init__(self) -> None:
+        integer("final.prompts", self.prompts, 0, null="all")
         least = {
-            "prompts": 0,
             "samples": 0,
             "max_new_tokens": 1,
             "batch": 1,

@@ -20,7 +20,7 @@ PROMPTS = [[3, 5, 7], [11, 12], [20, 21, 22, 23], [11, 12]]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(answers, "cache_dir", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "answers"
 
 
@@ -72,7 +72,6 @@ def test_they_are_written_once_and_read_afterwards(cache, monkeypatch):
 
 @pytest.mark.parametrize("change", ["limit", "weights", "dtype", "stop"])
 def test_what_changes_them_makes_others(cache, monkeypatch, change):
-    monkeypatch.setenv("DRAFTTRAIN_CACHE", str(cache.parent))
     _, before = answers.cached(target_of(), PROMPTS, 6)
     target = target_of(seed=1) if change == "weights" else target_of()
     if change == "dtype":
