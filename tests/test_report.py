@@ -198,7 +198,7 @@ def test_measured_again_by_evaluate_is_shown_as_evaluate_shows_it(
     (found,) = json.loads((tmp_path / "some" / report.RESULT).read_text())["rows"]
     assert (found["prompts"], found["speed_prompts"]) == (100, 8) and markdown_rows(
         tmp_path / "some"
-    )[0][10] == "8/8"
+    )[0][11] == "8/8"
     assert "near-ties" not in (tmp_path / "some" / report.TEXT).read_text()
     path.write_text(
         json.dumps(
@@ -206,7 +206,7 @@ def test_measured_again_by_evaluate_is_shown_as_evaluate_shows_it(
         )
     )
     report.main(words(place / "slow", tmp_path / "none"))
-    assert markdown_rows(tmp_path / "none")[0][10] == "8/?"
+    assert markdown_rows(tmp_path / "none")[0][11] == "8/?"
 
 
 def test_a_refused_report_leaves_nothing(

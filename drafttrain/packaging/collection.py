@@ -315,8 +315,8 @@ def _is_kinds(value: Any) -> bool:
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
         (
-            *("temperature", "top_k", "top_p", "tau", "tau_prompt_mean"),
-            *("accepted_per_round", "speedup", "tokens_per_second", "plain_tokens_per_second"),
+            *("temperature", "top_k", "top_p", "tau", "accepted_per_round"),
+            *("speedup", "tokens_per_second", "plain_tokens_per_second"),
         ),
         _is_number,
         "a number",
@@ -326,7 +326,7 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         _is_count,
         "an integer of at least 0",
     ),
-    (("tau_interval", "tau_prompt_mean_interval", "speedup_interval"), _is_pair, "two numbers"),
+    (("tau_interval", "speedup_interval"), _is_pair, "two numbers"),
     (("growth", "tree", "rule", "guarantee", "measured", "label"), _is_text, "text"),
 )
 """Entries of a row that a table reads, and what they must be if present."""
@@ -338,6 +338,8 @@ _MORE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("tokens", _is_count, "a count"),
     ("plain_tokens", _is_count, "a count"),
     ("speed_prompts", _is_count, "a count"),
+    ("tau_prompt_mean", _is_number, "a number"),
+    ("tau_prompt_mean_interval", _is_pair, "two numbers"),
     ("prompts_without_rounds", _is_count, "a count"),
     ("by_category", _is_kinds, "category, prompts, rounds, tau and tau_interval of each kind"),
     ("tau_behind_best", _is_number, "a number"),
@@ -345,7 +347,7 @@ _MORE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("rank_rates", _is_list_of(_is_list_of(_is_number)), "a list of rates for each depth"),
     ("node_counts", _is_nodes, "parent, kept and offered of each node of a tree, breadth first"),
 )
-"""Entries that only drawings and sentences read; a row of an earlier version may lack them."""
+"""Entries that a row of an earlier version may lack."""
 
 
 def fastest_row(entry: Entry, temperature: float) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def unrounded(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     found = dict.fromkeys(
         (row["prompts_without_rounds"], row["prompts"])
         for row in rows
-        if row["nodes"] and row["rounds"] and row.get("prompts_without_rounds")
+        if row["nodes"] and row.get("rounds") and row.get("prompts_without_rounds")
     )
     return [
         f"{without} of {prompts} prompts had no round, since their answers ended with the first "

@@ -125,7 +125,10 @@ def test_differences_are_told_prompt_by_prompt():
     gap, (low, high) = tau_behind(better, worse)
     assert gap == pytest.approx(0.2) and low == pytest.approx(0.2) == high
     assert worse.tau_interval[1] > better.tau_interval[0]
-    assert tau_behind(better, Measurement(Plan(Tree.chain(2)), [], Tally(), [])) == (None, None)
+    none = Measurement(Plan(Tree.chain(2)), [], Tally(), [])
+    assert tau_behind(none, none) == (None, None)
+    with pytest.raises(ValueError, match="10 prompts against 0"):
+        tau_behind(better, none)
 
 
 def test_drafters_race_in_turn_against_plain_decoding_of_their_own_target(pair, monkeypatch):

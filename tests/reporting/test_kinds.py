@@ -6,7 +6,7 @@ from typing import Any
 
 from drafttrain.reporting.kinds import OF_PROMPTS, OVER_ROUNDS, kinds_table
 from drafttrain.reporting.page.kinds import by_kind
-from drafttrain.reporting.page.markup import joined
+from drafttrain.reporting.page.markup import element
 from drafttrain.reporting.rows import unrounded
 from tests.packaging.measured import row
 from tests.reporting.parsed import parsed
@@ -45,10 +45,11 @@ def test_kinds_are_lines_and_ways_of_drafting_columns() -> None:
 
 
 def test_the_page_draws_the_best() -> None:
-    root = parsed(str(joined("", by_kind([LOW, HIGH, TIMED]))))
-    assert "static" in root.all("figure")[0].all("h4")[0].text
-    names = [node.text for node in root.all("figure")[0].all("text")]
-    assert {"code (3)", "<b> (1)"} <= {*names} and "2.50" in names
+    html = element("html", by_kind([LOW, HIGH, TIMED]))
+    root = parsed(f"<!DOCTYPE html>\n{html}\n")
+    (figure,) = root.all("figure")
+    assert "static" in figure.all("h4")[0].text
+    assert all(words in figure.text for words in ("code (3)", "<b> (1)", "2.50", "1.75"))
     (table,) = root.all("table")
     assert [cells[0].text for cells in table.cells()][:3] == ["code", "(none)", "<b>"]
     assert table.cells()[0][4].values() == [2.5]

@@ -164,6 +164,7 @@ def test_a_run_decodes_every_turn_that_its_numbers_of_prompts_have_room_for(
 
     def usable(turns: int | None, prompts: int) -> list[int]:
         settings: Any = SimpleNamespace(
+            longest_answer=4,
             eval=SimpleNamespace(max_new_tokens=4, prompts=prompts, turns=turns),
             final=SimpleNamespace(
                 max_new_tokens=4, speed_new_tokens=4, prompts=100, speed_prompts=0

@@ -154,7 +154,7 @@ def measured(rows: Sequence[Row]) -> Content:
         [
             *(row_label(row), row["nodes"], row["temperature"], row["measured"]),
             *(row["tau"], pair(row["tau_interval"])),
-            *(row["tau_prompt_mean"], pair(row["tau_prompt_mean_interval"])),
+            *(row.get("tau_prompt_mean"), pair(row.get("tau_prompt_mean_interval"))),
             *(
                 row["accepted_per_round"],
                 row["speedup"],
