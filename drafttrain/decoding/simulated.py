@@ -202,7 +202,7 @@ class _Part:
         many of these tokens it gives probability 0."""
         width = max(int(self.answers.max()) - 1, 1)
         b, v, impossible = len(self.texts), self.target.vocab_size, 0
-        found = torch.empty(b, width, v, device=self.device)
+        found = torch.empty(b, width, v, device=self.ids.device)
         for row, text in enumerate(self.texts):
             steps = torch.arange(width, device=self.ids.device).clamp(max=len(text.answer) - 1)
             places = (steps + len(text.prompt)).clamp(max=self.hidden.shape[1] - 1)
