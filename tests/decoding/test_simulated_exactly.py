@@ -241,7 +241,7 @@ def test_expected_counts_are_right_on_average_where_siblings_are_drawn(name: str
     for what, values in wanted.items():
         error = found[what].std(0) / 40**0.5
         assert bool(((found[what].mean(0) - torch.tensor(values)).abs() <= 4 * error + 1e-6).all())
-        assert float((error / torch.tensor(values)).max()) < 0.02
+        assert float((error / torch.tensor(values)).max()) < 0.03
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
