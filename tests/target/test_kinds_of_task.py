@@ -72,8 +72,12 @@ def test_held_out_rows_are_those_of_held_out_patterns(
 
 def test_a_mixture_has_the_targets_own_talk(folder: Path, tmp_path: Path) -> None:
     words = ["prompts=mixture", "prompts.people=0.5", "held_out=14", "rows=70"]
-    data = write(folder, tmp_path / "out", *words, "prompts.turns=[1]")
+    words += ["prompts.turns=[1]", "writing.temperatures=[0.7]"]
+    data = write(folder, tmp_path / "out", *words)
     assert kinds(data, HELD_OUT) == dict.fromkeys((*KINDS, TALK), 1)
+    # Acceptance is measured on the held-out rows, greedily.
+    assert set(data.temperature[data.indices(HELD_OUT)]) == {0.0}
+    assert set(data.temperature[data.indices(TRAIN)]) == {np.float32(0.7)}
     assert kinds(data, TRAIN)[TALK] == 28
     assert data.by_category(range(70))[TALK] == 29
 
