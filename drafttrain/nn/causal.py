@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -317,10 +318,15 @@ class CausalLM:
         )
 
     def _attention_windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each layer, None for full attention."""
+        """Sliding window of each layer, None for full attention.
+
+        A config may name a window that the family's code does not read, such as that of a Mistral
+        which was written down as a Llama.
+        """
         count = self.config.num_hidden_layers
         window = getattr(self.config, "sliding_window", None)
         kinds = getattr(self.config, "layer_types", None)
+        slides = _slides(self.base)
         if kinds:
             odd = sorted({k for k in kinds if k not in ("full_attention", "sliding_attention")})
             if odd:
@@ -328,8 +334,10 @@ class CausalLM:
                     f"{self.called} has layers of type {', '.join(odd)}: only full attention and "
                     "attention with a sliding window can be verified as a tree"
                 )
-            return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-        if getattr(self.config, "use_sliding_window", True) is False:
+            return tuple(
+                window if slides and kind == "sliding_attention" else None for kind in kinds
+            )
+        if not slides or getattr(self.config, "use_sliding_window", True) is False:
             window = None
         if getattr(self.model, "_is_stateful", False):
             raise InputError(f"{self.called} is recurrent: drafts cannot be rolled back in it")
@@ -342,6 +350,14 @@ class CausalLM:
         if kind.startswith("granite"):
             return 1.0 / float(self.config.logits_scaling)
         return 1.0
+
+
+def _slides(base: nn.Module) -> bool:
+    """Does a family's code know of sliding windows? It may, where it cannot be read."""
+    forward = inspect.unwrap(type(base).forward)
+    with contextlib.suppress(OSError, TypeError, KeyError):
+        return "sliding" in inspect.getsource(sys.modules[forward.__module__])
+    return True
 
 
 def _lengths_of_tables(config: Any) -> Iterator[int]:

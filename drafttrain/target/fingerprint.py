@@ -208,6 +208,15 @@ def _same_rounded(given: Mapping[str, str], here: Mapping[str, str]) -> bool:
     return brain is not None and half is not None and rounding.may_be_one(brain, half)
 
 
+def _rounded_copy(given: Mapping[str, str], here: Mapping[str, str]) -> bool:
+    """Were the files of one rounded to float16 from those of the other, whatever dtype both were
+    loaded in?"""
+    pairs = ((given, here), (here, given))
+    return bool(difference("weights", given, here)) and any(
+        one.get("weights") == other.get(HALF, "") for one, other in pairs
+    )
+
+
 def refuse_other(
     given: dict[str, str],
     here: dict[str, str],
@@ -233,7 +242,9 @@ def refuse_other(
         raise InputError(
             f"{what}: its target fingerprint lacks {', '.join(missing)}; make it again"
         )
-    parts = (*IDENTITY, ADAPTER, *((MODE,) if mode else ()))
+    copied = not dtype and _rounded_copy(given, here)
+    parts = [part for part in (*IDENTITY, ADAPTER) if part != "weights" or not copied]
+    parts += [MODE] if mode else []
     if other := [words for part in parts if (words := difference(part, given, here, own))]:
         raise InputError(
             f"{what} belongs to another target ({'; '.join(other)}): use the target it was made "
@@ -249,6 +260,11 @@ def refuse_other(
         warn(
             f"{what} was made with the target in {there}, here it is in {mine}: ids and drafters "
             f"fit any dtype, near ties may fall otherwise; target.dtype={there} is as it was made"
+        )
+    if copied:
+        warn(
+            f"{what} was made with a copy of this target's files of another precision, float16 "
+            "against a wider one: ids and drafters fit both, near ties may fall otherwise"
         )
     if not mode and (words := difference(MODE, given, here)):
         advice = mode_settings(given)

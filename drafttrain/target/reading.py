@@ -164,6 +164,14 @@ def has_tokenizer(where: str) -> bool:
     return not folder.is_dir() or any((folder / file).is_file() for file in _TOKENIZER)
 
 
+def _settle(tokenizer: Any) -> None:
+    """Let a text have the same ids every time: merges that are dropped by chance are for
+    training."""
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if getattr(model, "dropout", None):
+        model.dropout = None
+
+
 def read_tokenizer(
     where: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Any:
@@ -177,6 +185,7 @@ def read_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             where, revision=revision, trust_remote_code=trust_remote_code
         )
+        _settle(tokenizer)
         ids = tokenizer(PROBE)["input_ids"]
         if not all(type(one) is int for one in ids) or not isinstance(tokenizer.decode(ids), str):
             raise ValueError("it does not turn a text into integers")

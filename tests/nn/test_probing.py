@@ -4,7 +4,8 @@ F70's kind: whatever makes one token's keys depend on how much else is read. Tri
 spellings and one for each kind of layer, dynamic NTK at the end of its context, a table of unknown
 make. F87's and F100's: whatever a mask and positions for each token do not reach. Tried: alibi
 (Bloom, MPT, Falcon), windows over cache entries (GPT-Neo, long and short), chunks (Llama-4), an
-attention that only one backend computes, weights that are not finite.
+attention that only one backend computes, a window that the family does not read, weights that are
+not finite.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError
 from drafttrain.flow import Needs
+from drafttrain.nn import probing
 from drafttrain.nn.probing import reaches
 from drafttrain.target import load
 from drafttrain.target.model import Target
@@ -247,3 +249,26 @@ def test_windows_are_passed_and_rows_are_unlike() -> None:
     for wrong in (Entries, Full):
         with pytest.raises(InputError, match=said("nn.not_represented")):
             wrong(model, None, "old")
+
+
+MIXED = ["sliding_attention", "full_attention"]
+WINDOW = {"sliding_window": 16, "num_key_value_heads": 4}
+
+
+@pytest.mark.field("F100")
+@pytest.mark.parametrize(
+    "more", [{}, {"layer_types": ["sliding_attention"] * 2}, {"layer_types": MIXED}]
+)
+def test_a_window_that_the_family_does_not_read_is_none(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a Mistral that was written down as a Llama; the window is too long to be tried."""
+    monkeypatch.setattr(probing, "_WORK", {"cpu": 0})
+    target = Target(model_of("llama", "sdpa", **WINDOW, **more), None, "t")
+    ids = torch.arange(3, 63)[None] * 7 % 97
+    with torch.inference_mode():
+        own = target.model(input_ids=ids, use_cache=False).logits
+        hidden = target.read(ids, target.new_cache(1, 64))
+        torch.testing.assert_close(target.head(hidden), own, rtol=1e-4, atol=1e-4)
+    assert set(target.windows) == {None}
+    assert set(Target(model_of("mistral", "sdpa", **WINDOW), None, "t").windows) == {16}

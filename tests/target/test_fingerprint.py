@@ -27,7 +27,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers, proce
 
 from drafttrain.data.template import ChatPieces, give_arguments
 from drafttrain.errors import InputError
-from drafttrain.target import fingerprint, load, tokenising
+from drafttrain.target import fingerprint, load, reading, tokenising
 from drafttrain.target.model import Target
 from drafttrain.training.resume import refuse_other_run
 from tests.helpers import CHATML, tiny_chat_target, tiny_tokenizer
@@ -219,6 +219,17 @@ def test_a_merge_that_is_only_here_is_named_too() -> None:
 @pytest.mark.field("F75")
 def test_a_tokenizer_that_is_only_written_otherwise_is_the_same() -> None:
     assert tokenising.parts_of(other_tokenizer("same")) == tokenising.parts_of(tiny_tokenizer())
+
+
+@pytest.mark.field("F75")
+def test_merges_that_are_dropped_by_chance_are_kept(tmp_path: Path) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    data = json.loads(file.read_text(encoding="utf-8"))
+    data["model"]["dropout"] = 0.5
+    file.write_text(json.dumps(data), encoding="utf-8")
+    parts = tokenising.parts_of(reading.read_tokenizer(str(tmp_path)))
+    assert parts == tokenising.parts_of(tiny_tokenizer())
 
 
 def template(single: str, pair: str | None = None, number: int = 0) -> Any:

@@ -1,6 +1,7 @@
 """F93, neighbours of another dtype: one float32 file in bfloat16 and in float16, and what is near
 it: one tensor longer by a hundredth, shifted, turned round or gone; zeros, very small and very
-large weights; a fingerprint that lacks the sample, or was edited.
+large weights; files in float16, loaded in a wider dtype; a fingerprint that lacks the
+sample, or was edited.
 """
 
 from __future__ import annotations
@@ -48,6 +49,27 @@ def test_another_tensor_in_float16_is_another_target(
     for one, other in ((brain, half), (half, brain)):
         with pytest.raises(InputError, match=r"another target \(weights"):
             fingerprint.refuse_other(one, other, "the set")
+
+
+@pytest.mark.field("F93")
+def test_a_copy_of_the_files_in_float16_is_one_target(caplog: pytest.LogCaptureFixture) -> None:
+    """It is loaded in float32 as the original is, for instance on a CPU."""
+
+    def rounded(change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> dict[str, str]:
+        return Target(in_dtype("float16", change).model.to(torch.float32), None, "t").fingerprint
+
+    own, copy, other = in_dtype("float32").fingerprint, rounded(), rounded(lambda w: w * 1.01)
+    assert own["weights"] != copy["weights"] and own["dtype"] == copy["dtype"]
+    for one, two in ((own, copy), (copy, own)):
+        caplog.clear()
+        fingerprint.refuse_other(one, two, f"a set {one is own}")
+        assert "a copy of this target's files of another precision" in caplog.text
+        # Features and texts of both differ.
+        with pytest.raises(InputError, match="another target"):
+            fingerprint.refuse_other(one, two, "the store", dtype=True)
+        assert not fingerprint.same(one, two) and fingerprint.run_changes(one, two)
+    with pytest.raises(InputError, match="another target"):
+        fingerprint.refuse_other(own, other, "the set")
 
 
 def test_every_weight_that_has_both_roundings_fits_them() -> None:
