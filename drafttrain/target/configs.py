@@ -35,6 +35,7 @@ _ONLY_TRAINING = re.compile(r"drop(out)?(_prob)?$|pdrop$|(^|_)(aux|z)_loss_|jitt
 
 _ACTIVATION = re.compile(r"act(_fn)?$|activation(_function)?$")
 _ALIASES = {"swish": "silu"}
+_HEAD = "head_dim"
 
 
 def digest(*parts: bytes) -> str:
@@ -105,9 +106,9 @@ def _plainest(settings: Mapping[str, Any]) -> dict[str, Any]:
         k: _ALIASES.get(v, v) if isinstance(v, str) and _ACTIVATION.search(k) else v
         for k, v in settings.items()
     }
-    width, heads, head = (found.get(k) for k in ("hidden_size", "num_attention_heads", "head_dim"))
-    if all(type(one) is int and one > 0 for one in (width, heads, head)) and width // heads == head:
-        del found["head_dim"]
+    width, heads, head = (settings.get(k) for k in ("hidden_size", "num_attention_heads", _HEAD))
+    if type(width) is type(heads) is int and heads and width // heads == head:
+        del found[_HEAD]
     return found
 
 
