@@ -35,6 +35,7 @@ _ONLY_TRAINING = re.compile(r"drop(out)?(_prob)?$|pdrop$|(^|_)(aux|z)_loss_|jitt
 
 _ACTIVATION = re.compile(r"act(_fn)?$|activation(_function)?$")
 _ALIASES = {"swish": "silu"}
+_HEAD = "head_dim"
 
 
 def digest(*parts: bytes) -> str:
@@ -105,10 +106,9 @@ def _plainest(settings: Mapping[str, Any]) -> dict[str, Any]:
         k: _ALIASES.get(v, v) if isinstance(v, str) and _ACTIVATION.search(k) else v
         for k, v in settings.items()
     }
-    names = ("hidden_size", "num_attention_heads", "head_dim")
-    sizes = [size for name in names if type(size := found.get(name)) is int and size > 0]
-    if len(sizes) == len(names) and sizes[0] // sizes[1] == sizes[2]:
-        del found["head_dim"]
+    width, heads, head = (settings.get(k) for k in ("hidden_size", "num_attention_heads", _HEAD))
+    if type(width) is type(heads) is int and heads and width // heads == head:
+        del found[_HEAD]
     return found
 
 
