@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from drafttrain.wiring.composing import compose
+from drafttrain.wiring.sweeps import sweep_of
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST_README = 170
@@ -167,8 +168,11 @@ def test_commands_and_choices_exist(page: str) -> None:
         assert (ROOT / "conf" / group / f"{choice}.yaml").is_file(), f"{group}={choice}"
     for door, words in commands(page):
         assert (ROOT / "conf" / f"{door}.yaml").is_file(), door
-        if "--config-dir" not in words:
-            composed(door, *(word for word in words if "=" in word))
+        settings = [word for word in words if "=" in word]
+        if "-m" in words:
+            sweep_of(door, settings, check_missing=False)
+        elif "--config-dir" not in words:
+            composed(door, *settings)
 
 
 def test_commands_are_found_as_they_are_written() -> None:
