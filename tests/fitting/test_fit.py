@@ -21,7 +21,7 @@ from drafttrain.data.conversations import Row, read_set, write_set
 from drafttrain.data.named import NO_CATEGORY
 from drafttrain.decoding.conditions import digest_of
 from drafttrain.decoding.plan import Plan
-from drafttrain.fitting import learning
+from drafttrain.fitting import learning, shared
 from drafttrain.packaging.manifest import read_config, training_of
 from drafttrain.packaging.reading import load as load_package
 from drafttrain.reporting.loggers import read_metrics
@@ -352,7 +352,7 @@ def test_the_page_of_a_run_is_only_made_from_its_folder(
     assert [node.text for node in root.all("h2")] == ["run"] and not root.one("run-1").classed(
         "missing"
     )
-    (table,) = root.one("run-1-measured").all("table")
+    table, *_ = root.one("run-1-measured").all("table")
     assert [(cells[0].text, cells[4].values()) for cells in table.cells()] == [
         (label, [row["tau"]]) for label, row in rows.items()
     ]
@@ -512,7 +512,7 @@ def test_a_place_that_cannot_take_the_package_is_found_before_training(
     (run / "package").mkdir(parents=True)
     (run / "package" / "thesis.tex").write_text("mine")
     (run / "config.yaml").touch()
-    monkeypatch.setattr(fit, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(shared, "load_target", lambda *_: pytest.fail("the target was loaded"))
     assert "holds other files (thesis.tex)" in refusal(capsys, words(folder, run, "resume=last"))
     assert (run / "package" / "thesis.tex").read_text() == "mine"
 
@@ -533,7 +533,7 @@ def test_what_rows_and_prompts_refuse_comes_before_long_work(
     ]
     said = refusal(capsys, words(folder, tmp_path / "run", *selfspec, "final.max_new_tokens=600"))
     assert "none of the 4 held-out prompts leaves 600 of the target's context of 512 tokens" in said
-    monkeypatch.setattr(fit, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(shared, "load_target", lambda *_: pytest.fail("the target was loaded"))
     for more, what in (
         (["trainer.batch_tokens=16"], "trainer.batch_tokens=16 is less than the longest row"),
         (["trainer.pack=16"], "trainer.pack=16 is less than the longest row"),
@@ -710,7 +710,7 @@ def test_a_used_folder_and_a_run_that_is_not_the_same(
     held = metrics.read_bytes()
     metrics.write_bytes(b"notes of mine")
     with monkeypatch.context() as patch:
-        patch.setattr(fit, "load_target", lambda *_: pytest.fail("the target was loaded"))
+        patch.setattr(shared, "load_target", lambda *_: pytest.fail("the target was loaded"))
         assert "metrics.csv is no metrics file of a run" in refusal(capsys, [*once, "resume=last"])
     assert metrics.read_bytes() == b"notes of mine"
     metrics.write_bytes(held)

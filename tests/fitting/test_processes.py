@@ -295,11 +295,12 @@ fit.main(sys.argv[1:])
 SLOW = """
 import os, sys, time
 from drafttrain import companions, fit
+from drafttrain.fitting import shared
 
 companions.REMIND_SECONDS = 1.0
-load = fit.load_target
+load = shared.load_target
 if os.environ["RANK"] == "1":
-    fit.load_target = lambda *given: (load(*given), time.sleep(8))[0]
+    shared.load_target = lambda *given: (load(*given), time.sleep(8))[0]
 fit.main(sys.argv[1:])
 """
 
