@@ -189,13 +189,16 @@ class Companions:
 
     def _has_met(self, other: int) -> bool:
         note = read_note(mark_file(other))
-        if note is None or not is_alive(note):
-            # One that has ended as it should was here.
-            return (
-                other in self._seen if note is None else float(note.get("left") or 0) > self._began
-            )
-        self._seen[other] = note
-        return int(note.get("met", 0)) >= self._own["met"]
+        if note is None:  # One that has ended as it should was here.
+            return other in self._seen
+        came = int(note.get("met", 0)) >= self._own["met"]
+        if is_alive(note):
+            self._seen[other] = note
+            return came
+        # It may have come and ended between two looks: what it said here is known, and its end is
+        # heard of afterwards.
+        ended_well = float(note.get("left") or 0) > self._began
+        return ended_well or (came and self._is_of_this_run(note, self._seen.get(other)))
 
     # The watch ------------------------------------------------------------------------------------
     def watch(self) -> None:
