@@ -70,12 +70,14 @@ def _json_rows(path: Path, *, packed: bool) -> Iterator[tuple[int, Any]]:
                             f"{path} is a JSON array of more than {_LONGEST_ARRAY} bytes: write "
                             "one object a line"
                         )
-                rows = json.loads(text.decode("utf-8-sig"))
+                rows = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_marked)
             except (ValueError, RecursionError) as error:
                 raise InputError(
                     f"{path} starts like a JSON array but cannot be read: {error}"
                 ) from error
-            yield from enumerate(rows, start=1)
+            for number, row in enumerate(rows, start=1):
+                twice = _twice_in(row)
+                yield number, row if twice is None else Unusable(_given_twice(twice))
             return
         file.seek(0)
         for number, read in enumerate(_lines(file), start=1):
@@ -105,7 +107,7 @@ def _json_row(line: bytes) -> Any:
     except UnicodeDecodeError:
         return Unusable("not UTF-8: save the file as UTF-8")
     except _Twice as error:
-        return Unusable(f"key {error} is given twice")
+        return Unusable(_given_twice(str(error)))
     except (ValueError, RecursionError):
         return Unusable("not JSON: one object or string a line")
 
@@ -114,9 +116,32 @@ class _Twice(ValueError):
     pass
 
 
+def _given_twice(key: str) -> str:
+    return f"key {key} is given twice"
+
+
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         raise _Twice(next(key for key in keys if keys.count(key) > 1))
     return found
+
+
+def _marked(pairs: list[tuple[str, Any]]) -> Any:
+    """An object; in the place of one that gives a key twice, what says so."""
+    try:
+        return _once(pairs)
+    except _Twice as error:
+        return error
+
+
+def _twice_in(value: Any) -> str | None:
+    """The key that an object anywhere in a value gives twice; None where there is none."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, _Twice):
+            return str(one)
+        left += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+    return None

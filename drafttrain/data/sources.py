@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 _TEXTS = (".jsonl", ".ndjson", ".json")
 ENDINGS = (*_TEXTS, *(f"{ending}.gz" for ending in _TEXTS), ".parquet")
 """Of files of rows, in lower case; upper case is read too."""
-_SHARD = re.compile(r"[-_.]\d{5}-of-\d{5}")
+_SHARD = re.compile(r"[-_.](\d{5})-of-(\d{5})")
 
 
 def drawn(sizes: Sequence[int], seed: int) -> list[tuple[int, int]]:
@@ -43,8 +43,8 @@ class Found:
 
 
 def files_of(folder: Path) -> Found:
-    """The files of rows in a folder and in those below it, links followed. A folder is read once,
-    under its own name where it is below by itself; hidden files and folders are not read.
+    """The files of rows in a folder and in those below it, links followed. A folder or file is read
+    once, under its own name where it is below by itself; hidden files and folders are not read.
 
     Raises: OSError for a folder that cannot be read.
     """
@@ -71,8 +71,36 @@ def files_of(folder: Path) -> Found:
                 files.append(path)
             else:
                 left.setdefault("links that lead to no file", []).append(path)
-    words = (f"{len(paths)} {why} ({_names(paths, folder)})" for why, paths in left.items())
-    return Found(sorted(files), tuple(words))
+    files, again = _once(files)
+    if again:
+        left["links to files that are read anyway"] = again
+    words = [f"{len(paths)} {why} ({_names(paths, folder)})" for why, paths in left.items()]
+    return Found(files, (*words, *_lacking(files, folder)))
+
+
+def _once(files: Iterable[Path]) -> tuple[list[Path], list[Path]]:
+    """The files, by name, and the links that lead to one of these."""
+    named: dict[str, Path] = {}
+    again = []
+    for path in sorted(files, key=lambda path: (path.is_symlink(), path)):
+        if named.setdefault(os.path.realpath(path), path) is not path:
+            again.append(path)
+    return sorted(named.values()), again
+
+
+def _lacking(files: Sequence[Path], folder: Path) -> list[str]:
+    """The shards that their neighbours' names count and that are not there, in words."""
+    found: dict[tuple[str, int], set[int]] = {}
+    for path in files:
+        name = str(path.relative_to(folder))
+        if match := _SHARD.search(name):
+            whole = f"{name[: match.start()]}{name[match.end() :]}", int(match.group(2))
+            found.setdefault(whole, set()).add(int(match.group(1)))
+    return [
+        f"{count - len(here)} of {count} shards of {name}, which are not there"
+        for (name, count), here in sorted(found.items())
+        if len(here) < count
+    ]
 
 
 def _names(paths: Sequence[Path], folder: Path, limit: int = 5) -> str:

@@ -164,6 +164,19 @@ def test_unusable_rows_are_counted_with_their_numbers(tmp_path: Path) -> None:
     assert by_reason(found.skipped)["no user turn"] == [4, 5]
 
 
+def test_a_key_given_twice_in_an_array_is_counted_too(tmp_path: Path) -> None:
+    rows = [
+        '{"prompt": "a", "prompt": "b"}',
+        '{"prompt": "a"}',
+        '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+    ]
+    (tmp_path / "a.json").write_text(f"[{', '.join(rows)}]")
+    found = PromptFile(path=str(tmp_path / "a.json")).read(None)
+    assert [row for row, _ in found.rows] == [2]
+    reasons = {item.row: item.reason for item in found.skipped}
+    assert reasons == {1: "key prompt is given twice", 3: "key content is given twice"}
+
+
 @pytest.mark.field("F22")
 def test_numbers_do_not_depend_on_the_limit(tmp_path: Path) -> None:
     rows = [{"prompt": ASK} if i % 3 else {"prompt": ""} for i in range(30)]

@@ -102,15 +102,17 @@ def test_files_of_any_spelling_are_read_and_the_others_named(tmp_path: Path) -> 
     (folder / "deep" / "up").symlink_to(folder)
     for name in ("aaa", "zzz"):  # Both before and after what they lead to.
         (folder / name).symlink_to(folder / "deep" / "er")
+    (folder / "b_link.jsonl").symlink_to(folder / "a.ndjson")
     (folder / "z.jsonl").symlink_to(tmp_path / "none.jsonl")
     found = files_of(folder)
-    expected = {*names, "f.NDJSON.GZ", "a_link/g.jsonl", "file.jsonl"}
+    expected = {*names, "f.NDJSON.GZ", "a_link/g.jsonl"}
     assert {str(path.relative_to(folder)) for path in found.files} == expected
     assert set(found.passed_over) == {
         "1 hidden files (.hidden.jsonl)",
         "3 files with other endings (README.md, deep/j.jsonl.zst, i.csv)",
         "1 links that lead to no file (z.jsonl)",
         "3 links to folders that are read anyway (aaa, deep/up, zzz)",
+        "2 links to files that are read anyway (b_link.jsonl, file.jsonl)",
     }
     prompts = read(folder)
     assert len(prompts.rows) == len(expected) and prompts.passed_over == found.passed_over
@@ -166,3 +168,17 @@ def test_token_rows_of_a_folder_are_read_again_when_any_file_changed(tmp_path: P
     assert "; not read: 1 files with other endings (notes.txt)" in (
         TokenData(tmp_path, held_out=0).summary()
     )
+
+
+@pytest.mark.field("F78")
+def test_shards_that_are_not_there_are_missed(tmp_path: Path) -> None:
+    """Neighbours: two sources, each of its own count; a count of one; all of them there."""
+    for name in ("x-00000-of-00003", "x-00002-of-00003", "y-00001-of-00002", "z-00000-of-00001"):
+        lines(tmp_path / f"{name}.jsonl", [GOOD])
+    assert files_of(tmp_path).passed_over == (
+        "1 of 3 shards of x.jsonl, which are not there",
+        "1 of 2 shards of y.jsonl, which are not there",
+    )
+    for name in SHARDS:
+        lines(tmp_path / "all" / name, [GOOD])
+    assert files_of(tmp_path / "all").passed_over == ()
