@@ -90,10 +90,13 @@ def test_a_first_run_is_announced_with_its_figures() -> None:
     expected = section(FRONT, "Two commands")
     assert "scripts/quickstart.sh" in expected
     assert re.search(r"\d+\s+minutes", expected) and re.search(r"[\d.]+ GB of memory", expected)
+    tau = r"\d\.\d\d \(\d\.\d\d\.\.\d\.\d\d\)"
+    measured = rf"^\| \d+ .*prompts .*\| {tau} \| {tau} \| {tau} \|$"
+    assert len(re.findall(measured, PAGES[FRONT], re.MULTILINE)) == 2
     for name in ("eagle1", "quickstart"):
-        lines = PAGES[FRONT].splitlines()
-        (row,) = (line for line in lines if line.startswith(f"| `{name}` | EAGLE-1"))
-        assert re.search(r"\d\.\d\d \(\d\.\d\d\.\.\d\.\d\d\) \| \d\.\d\dx", row) and "min" in row
+        lines = PAGES["drafttrain/drafter/README.md"].splitlines()
+        row = next(line for line in lines if line.startswith(f"| `{name}` | chain"))
+        assert re.search(rf"\d\.\d\dx \(.*\) \| {tau} \|", row) and "min" in row
 
 
 def test_pages_are_short_enough_to_read() -> None:
@@ -158,7 +161,8 @@ def commands(page: str) -> list[tuple[str, list[str]]]:
 
 @functools.cache
 def composed(door: str, *words: str) -> None:
-    compose(door, words, check_missing=False)
+    texts = ("prompt",) if door == "synthesize" else ("prompt", "prompts")
+    compose(door, words, text=texts, check_missing=False)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from drafttrain.checks import pasted
 from drafttrain.data.conversations import ConversationSet, Row, read_set, rows_of, write_set
 from drafttrain.errors import InputError, NotFinite
 from drafttrain.nn import finite
@@ -126,8 +127,8 @@ def in_folder(
         raise InputError(
             f"{folder} lacks the target's answers at temperature 0 to {len(lacking)} of "
             f"{len(wanted)} prompts{few}: write them with python -m drafttrain.synthesize "
-            f"'writing.temperatures=[0]' writing.max_answer={limit}, or leave the folder out, then "
-            "they are written here"
+            f"'writing.temperatures=[0]' {pasted('writing.max_answer', limit)}, or leave the "
+            "folder out, then they are written here"
         )
     return {prompt: known[prompt] for prompt in wanted}
 

@@ -112,13 +112,13 @@ def test_what_an_earlier_version_recorded_is_still_recognised(tmp_path: Path) ->
 
 
 @pytest.mark.field("F93")
-def test_what_ships_with_the_package_was_recorded_by_an_earlier_version() -> None:
+def test_what_ships_with_the_package_names_its_target_completely() -> None:
     """tests/test_embedded.py compares it with the target itself."""
     from drafttrain.data.conversations import read_set
     from drafttrain.data.datamodule import set_folder
 
     marks = read_set(set_folder("builtin:smollm2")).manifest["target"]["fingerprint"]
-    assert set(marks) == {*fingerprint.RECORDED, "dtype"} and len(marks["config"]) == 16
+    assert set(marks) >= {*fingerprint.RECORDED, "dtype"} and marks["config"].startswith("{")
 
 
 @pytest.mark.field("F93")
