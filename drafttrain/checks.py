@@ -151,16 +151,29 @@ def check_ids(given: object, vocab_size: int | None = None) -> None:
         before = token
 
 
-def replay_words(replay: object, folder: object, where: str = "") -> None:
+def replay_words(
+    replay: object, folder: object, where: str = "", *, greedy: bool | None = None
+) -> None:
     """Raise InputError for settings that do not say whether, and on which answers, acceptance is
-    counted.
+    counted, and for answers that nothing would read.
 
     Args:
         where: what the settings' names begin with.
+        greedy: is anything decoded at temperature 0? None: that is not asked here.
     """
     switch(f"{where}replay", replay)
     if folder is None:
         return
-    path_of(f"{where}answers", folder)
+    path = path_of(f"{where}answers", folder)
     if not replay:
         raise InputError(f"{where}answers is read with {where}replay=true: leave one of them out")
+    if greedy is False:
+        raise InputError(
+            f"{where}answers={shown(folder)} would not be read: answers are those at temperature "
+            "0, and nothing is decoded at it here: leave it out"
+        )
+    if not path.is_dir():
+        raise InputError(
+            f"{where}answers={shown(folder)} is no folder: give that of a conversation set, or "
+            "leave it out, then the answers are written here"
+        )

@@ -25,7 +25,7 @@ if __name__ == "__main__":
     DOOR.greet(__doc__)
 
 from drafttrain import checks
-from drafttrain.decoding.replaying import asked_replays
+from drafttrain.decoding.replaying import asked_replays, refuse_unread
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.evaluating.comparing import filled_trees, warn_of_length
 from drafttrain.evaluating.measuring import changed, exact, measure, settings_of
@@ -56,6 +56,7 @@ def main(cfg: DictConfig) -> None:
     target: Target = build(cfg.target, work="decode")
     target = target_for(package, target)
     drafter = load_drafter(package, target)
+    refuse_unread(asked.answers, drafter)
     plan = read_plan(package / DECODING, drafter)
     speculator = Speculator(target, drafter, plan, dtype=cfg.dtype)
     prompts = source.ids(target, cfg.limit, say, turns=cfg.turns, answer=asked.max_new_tokens)

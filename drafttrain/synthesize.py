@@ -32,7 +32,7 @@ DOOR = door("synthesize", check=check_first)
 if __name__ == "__main__":
     DOOR.greet(__doc__)
 
-from drafttrain.data.conversations import HELD_OUT, Journal, Row, read_set
+from drafttrain.data.conversations import HELD_OUT, TRAIN, Journal, Row, read_set
 from drafttrain.data.datamodule import set_folder
 from drafttrain.data.folder import SetFolder
 from drafttrain.data.named import MOST_CATEGORIES
@@ -423,6 +423,10 @@ def report(
     ]
     lines += [("not read", what) for what in prompts.passed_over]
     data = read_set(folder.path)
+    again = data.asked_also(data.indices(TRAIN))
+    if again:
+        why = "held out, though another row has the same prompt"
+        lines.append((f"  {why}", f"{again}: take repeated prompts out of the files"))
     apart = data.by_category(data.indices(HELD_OUT))
     lines += [
         (f"  {name}", f"{count}, {apart[name]} of them held out")

@@ -31,7 +31,7 @@ from drafttrain.decoding.costs import measure_costs
 from drafttrain.decoding.measure import Measurement
 from drafttrain.decoding.members import followed
 from drafttrain.decoding.plan import Plan
-from drafttrain.decoding.replaying import asked_replays
+from drafttrain.decoding.replaying import asked_replays, refuse_unread
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.ensemble import Ensemble
@@ -74,6 +74,7 @@ def main(cfg: DictConfig) -> None:
     target: Target = build(cfg.target, work="decode")
     target = target_for(package, target)
     drafter = load_drafter(package, target)
+    refuse_unread(asked.answers, drafter)
     plan = read_plan(package / DECODING, drafter)
     speculator = Speculator(target, drafter, plan, dtype=cfg.dtype)
     prompts = source.ids(target, asked.calibration_prompts + asked.race_prompts, say)

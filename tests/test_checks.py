@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drafttrain.checks import integer, number, path_of, switch
+from drafttrain.checks import integer, number, path_of, replay_words, switch
 from drafttrain.errors import InputError
 from tests.messages import said
 
@@ -64,3 +64,24 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(InputError, match=f"^out=.*{fault}"):
             path_of("out", given)
+
+
+def test_answers_are_there_and_read(tmp_path: Path) -> None:
+    """Neighbours: a file, a set by its name, a folder that is not there; a sampled run, with and
+    without answers; replay that is off."""
+    (tmp_path / "file").touch()
+    for folder in (None, tmp_path, str(tmp_path)):
+        replay_words(True, folder)
+        replay_words(True, folder, greedy=True)
+    replay_words(True, None, greedy=False)
+    replay_words(False, None)
+    for given, settings, fault in (
+        (tmp_path, {"greedy": False}, "would not be read"),
+        (tmp_path / "none", {}, "is no folder"),
+        (tmp_path / "file", {}, "is no folder"),
+        ("builtin:smollm2", {}, "is no folder"),
+    ):
+        with pytest.raises(InputError, match=f"^eval.answers=.*{fault}"):
+            replay_words(True, given, "eval.", **settings)
+    with pytest.raises(InputError, match="leave one of them out"):
+        replay_words(False, tmp_path)

@@ -548,6 +548,11 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
         lambda p, t: ["sim=true", "temperatures=[0]"],
         r"sim=true .*'temperatures=\[0,1\]'",
     ),
+    "answers that nothing reads": (
+        lambda p, t: [f"answers={p}", "temperatures=[0.7,1]"],
+        "answers=.* would not be read: .*temperature 0",
+    ),
+    "answers from nowhere": (lambda p, t: [f"answers={p}/none"], "answers=.*none is no folder"),
     "too few draws": (lambda p, t: ["exactness_draws=100"], "exactness_draws=100: 4 .*160"),
     "no top_p": (lambda p, t: ["top_p=nan"], r"top_p\b.*nan"),
     "prompts that are a prompt": (lambda p, t: [f"prompts={'why ' * 99}"], "prompts=why"),

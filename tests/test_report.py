@@ -251,6 +251,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown dtype": ({"dtype": "foo"}, "dtype=foo"),
     "a folder in use": ({"run_dir": str(Path(__file__).parent)}, "run_dir="),
     "a seed of words": ({"seed": "x"}, "seed=x"),
+    "answers that nothing reads": (
+        {"answers": str(Path(__file__).parent), "temperature": 1.0},
+        "answers=.* would not be read: .*temperature 0",
+    ),
     "a cold temperature": ({"temperature": -1}, "temperature is -1"),
 }
 

@@ -149,6 +149,10 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no race": (lambda p: ["race=0"], "race=0"),
     "write is a word": (lambda p: ["write=perhaps"], "write=perhaps"),
     "a seed of words": (lambda p: ["seed=x"], "seed=x"),
+    "answers that nothing reads": (
+        lambda p: [f"answers={p}", "temperature=1"],
+        "answers=.* would not be read: .*temperature 0",
+    ),
     "a cold temperature": (lambda p: ["temperature=-1"], r"temperature\b.*-1"),
 }
 

@@ -32,14 +32,15 @@ def check_settings(cfg: DictConfig) -> tuple[Policy, list[Any], Any]:
             raise InputError(f"{key}={value}: needs an integer of at least 1")
     integer("speed_prompts", cfg.speed_prompts, 0)
     integer("batch", cfg.batch, 1)
-    replay_words(cfg.replay, cfg.answers)
     check_seed(cfg.seed)
     check_dtype(cfg.dtype)
     check_run_dir(cfg.run_dir, resume=False)
     trees, baseline_tree = plain_value(cfg.trees), plain_value(cfg.baseline_tree)
     check_trees(trees, baseline_tree)
     listed(cfg.runs)
-    return Policy(cfg.temperature, cfg.top_k, cfg.top_p).simplest(), trees, baseline_tree
+    policy = Policy(cfg.temperature, cfg.top_k, cfg.top_p).simplest()
+    replay_words(cfg.replay, cfg.answers, greedy=policy.greedy)
+    return policy, trees, baseline_tree
 
 
 def check_trees(trees: Any, baseline_tree: Any) -> None:

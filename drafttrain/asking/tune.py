@@ -56,11 +56,11 @@ def check_settings(cfg: DictConfig) -> Asked:
         if type(size) is not int or size < 1:
             raise InputError(f"sizes: {size!r} is not an integer of at least 1")
         check_size(size, "sizes")
-    replay_words(cfg.replay, cfg.answers)
     check_seed(cfg.seed)
     check_dtype(cfg.dtype)
     check_run_dir(cfg.run_dir, resume=False)
     policy = Policy(cfg.temperature, cfg.top_k, cfg.top_p).simplest()
+    replay_words(cfg.replay, cfg.answers, greedy=policy.greedy)
     trees = {str(value): tree_of(plain_value(value)) for value in cfg.trees}
     for name, tree in trees.items():
         if not tree.size:

@@ -121,6 +121,18 @@ class ConversationSet:
                 found.append((number, turn, ids[: max(start, min(1, end))].tolist()))
         return sorted(found, key=lambda one: one[1])
 
+    def asked_also(self, indices: Iterable[int]) -> int:
+        """Held-out rows whose first prompt a row of these numbers has too. Prompts of a single
+        token are not compared."""
+        there = set(map(self._prompt, indices))
+        prompts = map(self._prompt, self.indices(HELD_OUT))
+        return sum(len(prompt) > self.ids.itemsize and prompt in there for prompt in prompts)
+
+    def _prompt(self, index: int) -> bytes:
+        """The ids before a row's first answer."""
+        start, end = int(self.offsets[index]), int(self.offsets[index + 1])
+        return self.ids[start : start + int(self.mask[start:end].argmax())].tobytes()
+
     def by_source(self, indices: Iterable[int]) -> dict[str, int]:
         """Rows by source, for the rows of these numbers; empty where there is only one source."""
         if self.source is None:

@@ -23,6 +23,7 @@ from drafttrain.flow import Needs
 from drafttrain.target import answers, fingerprint
 from drafttrain.target.model import Target
 from drafttrain.target.replay import Answer, Answers, Replay, keep
+from drafttrain.tree.topology import Tree
 
 
 def obstacle(drafter: Drafter, plan: Plan) -> str | None:
@@ -34,6 +35,14 @@ def obstacle(drafter: Drafter, plan: Plan) -> str | None:
     if drafter.runs_target:
         return f"{type(drafter).__name__} drafts with layers of the target, which must run"
     return None
+
+
+def refuse_unread(folder: str | None, drafter: Drafter) -> None:
+    """Raise InputError for a folder of answers that a drafter which must be decoded does not
+    read."""
+    reason = obstacle(drafter, Plan(Tree.chain(1)))
+    if folder is not None and reason is not None:
+        raise InputError(f"answers={folder} would not be read: {reason}")
 
 
 class Replays:

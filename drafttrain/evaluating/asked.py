@@ -35,7 +35,6 @@ def check_settings(cfg: DictConfig) -> Compared:
         if type(cfg[key]) is not bool:
             raise InputError(f"{key}={cfg[key]}: give true or false")
     check_draws(cfg.exactness_draws, cfg.exactness_prompts)
-    checks.replay_words(cfg.replay, cfg.answers)
     check_seed(cfg.seed)
     check_dtype(cfg.dtype)
     check_run_dir(cfg.run_dir, resume=False)
@@ -71,6 +70,8 @@ def check_settings(cfg: DictConfig) -> Compared:
             f"sim=true computes acceptance at temperatures above 0, {cfg.temperatures} has none: "
             "add one, as in 'temperatures=[0,1]', or leave sim out"
         )
+    greedy = any(policy.greedy for policy in asked.policies)
+    checks.replay_words(cfg.replay, cfg.answers, greedy=greedy)
     # The package's own trees are not known yet.
     asked.check_rules(stand_ins(asked.trees))
     return asked

@@ -56,6 +56,13 @@ def read_data(parts: Parts) -> tuple[ConversationData, ConversationData | None]:
         if held_out is None
         else held_out.summary()
     )
+    again = 0 if held_out is None else data.set.asked_also(data.indices)
+    if again:
+        say(
+            f"WARNING: {again} of {len(data.set.indices(HELD_OUT))} held-out rows have the same "
+            "prompt as a row that is trained on, so what is measured on them is no measure for new "
+            "prompts: take repeated prompts out of the files, and make the set again"
+        )
     return data, held_out
 
 

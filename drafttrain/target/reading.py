@@ -168,7 +168,7 @@ def _settle(tokenizer: Any) -> None:
     """Let a text have the same ids every time: merges that are dropped by chance are for
     training."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-    if getattr(model, "dropout", None):
+    if model is not None and getattr(model, "dropout", None):
         model.dropout = None
 
 

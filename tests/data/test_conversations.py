@@ -62,6 +62,20 @@ def test_a_set_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_held_out_rows_that_are_asked_in_training_too_are_counted(tmp_path: Path) -> None:
+    """Neighbours: the same prompt with another answer; a prompt that goes on; a later turn alike;
+    prompts of one token; held-out rows alike among themselves."""
+    asked = [(5, 6), (5, 6, 7), (8,), (9, 9), (5, 6), (8,), (9, 9, 9), (5, 6)]
+    rows = [
+        Row(n, (*prompt, 20 + n, 5, 6, 20 + n), ((len(prompt), len(prompt) + 1),), ("stop",), 0.0)
+        for n, prompt in enumerate(asked)
+    ]
+    write_set(tmp_path, rows, manifest=ABOUT, held_out=4)
+    found = read_set(tmp_path)
+    assert found.asked_also([4, 5, 6, 7]) == 1 and found.asked_also([5, 6]) == 0
+    assert found.asked_also([1]) == 1
+
+
 def test_large_vocabularies_are_kept(tmp_path: Path) -> None:
     rows = some_rows(largest=150_000)
     write_set(tmp_path, rows, manifest=ABOUT, held_out=0)

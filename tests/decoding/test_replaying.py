@@ -19,7 +19,13 @@ from drafttrain.data.conversations import Row, read_set, write_set
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.measure import measure_acceptance
 from drafttrain.decoding.plan import Plan
-from drafttrain.decoding.replaying import Replays, answered, obstacle, replay_acceptance
+from drafttrain.decoding.replaying import (
+    Replays,
+    answered,
+    obstacle,
+    refuse_unread,
+    replay_acceptance,
+)
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.medusa import Medusa
 from drafttrain.errors import InputError
@@ -197,6 +203,10 @@ def test_what_must_be_decoded_is_named():
     assert "processors" in obstacle(eagle, Plan(Tree.chain(2), Policy(min_new_tokens=3)))
     for name in ("selfspec", "early_exit"):
         assert "layers of the target" in obstacle(build(name, target), Plan(Tree.chain(2)))
+        refuse_unread(None, build(name, target))
+        with pytest.raises(InputError, match=r"answers=a would not be read: .* layers of the"):
+            refuse_unread("a", build(name, target))
+    refuse_unread("a", build("eagle1", target))
 
 
 def refused(match, replay, drafter, prompts=PROMPTS, **settings):

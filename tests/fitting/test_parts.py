@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
 from drafttrain import fit
+from drafttrain.data.tokens import TokenData
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError
+from drafttrain.fitting.given import read_data
 from drafttrain.fitting.settings import read_settings
 from drafttrain.runs import plain
 from drafttrain.target import load
@@ -138,3 +142,26 @@ def packaged(run: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((run / "package" / "config.json").read_text())
     kept: dict[str, Any] = config["training"]["config"]
     return kept
+
+
+def test_held_out_prompts_that_training_has_too_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neighbours: all are unlike; the row that is alike is not taken for training."""
+    for alike, limit, expected in ((True, None, "1 of 2 held-out"), (True, 3, ""), (False, 9, "")):
+        rows: list[dict[str, Any]] = [
+            {"input_ids": [9, n, 5, 6], "loss_mask": [0, 0, 1, 1]} for n in range(10)
+        ]
+        rows[7]["input_ids"][1] = 1 if alike else 77
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = functools.partial(TokenData, path, held_out=2)
+        parts: Any = SimpleNamespace(
+            data=lambda split, data=data, limit=limit, **more: data(
+                split=split, **({"limit_rows": limit} if split == "train" else {}), **more
+            )
+        )
+        read_data(parts)
+        said = capsys.readouterr()
+        warned = [line for line in (said.out + said.err).splitlines() if "WARNING" in line]
+        assert [expected in line for line in warned] == [True] * bool(expected), warned
