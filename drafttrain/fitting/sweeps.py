@@ -29,7 +29,7 @@ DIGITS = 4
 """Of a number that is drawn from a range: a folder's name says it."""
 SAME = (
     *("target", "data._target_", "data.path", "eval.prompts", "eval.turns", "eval.max_new_tokens"),
-    *("final.max_new_tokens", "final.speed_new_tokens"),
+    *("eval.replay", "eval.answers", "final.max_new_tokens", "final.speed_new_tokens"),
 )
 """What decides which prompts are decoded, by what and how far: val/tau is compared between runs."""
 
