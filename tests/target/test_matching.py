@@ -75,6 +75,14 @@ def another_row(_target: Target, _batch: Batch, found: dict[str | int, Tensor]) 
     return {**found, LAST: noise}
 
 
+def noisy_position_before(target: Target, batch: Batch, found: dict[str | int, Tensor]) -> Found:
+    """Nearer to another place than to its own, and far from both."""
+    moved = shifted(1)(target, batch, found)[LAST]
+    noise = torch.randn(moved.shape, generator=torch.Generator().manual_seed(0))
+    size = 0.45 * moved.norm(dim=-1, keepdim=True) / moved.shape[-1] ** 0.5
+    return {**found, LAST: moved + size * noise}
+
+
 WRONG: dict[str, tuple[Change, str]] = {
     "before the norm": (before_the_norm, "the last hidden state .*before the norm"),
     "another layer": (another_layer, "the output of layer 1 .*it is the output of layer 0"),
@@ -82,6 +90,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "next position": (shifted(-1), "it is that of the next position"),
     "position before": (shifted(1), "it is that of the position before"),
     "another row": (another_row, "it may be of another row"),
+    "far from all": (noisy_position_before, "it is nothing else of this row"),
 }
 
 
