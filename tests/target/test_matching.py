@@ -205,6 +205,21 @@ def test_they_are_refused_in_half_precision_too(
     refused(half, data, tmp_path / "store", NEAR[name][0], "is not what the target", encoding)
 
 
+@pytest.mark.field("F77")
+def test_a_third_of_the_tokens_is_more_than_rounding_moves(
+    data: ConversationData, tmp_path: Path
+) -> None:
+    """Each of them is near enough to be one that rounding moved."""
+
+    def change(target: Target, batch: Batch, found: dict[str | int, Tensor]) -> Found:
+        value = found[1].clone()
+        value[:, ::3] = noisy(0.2)(target, batch, found)[1][:, ::3].to(value)
+        return {**found, 1: value}
+
+    half = load.tiny(dtype="bfloat16")
+    refused(half, data, tmp_path / "store", change, r"layer 1 .*tokens differ: 0, 3, 6", "bf16")
+
+
 def noise_in_small_values(_target: Target, _batch: Batch, found: dict[str | int, Tensor]) -> Found:
     value = found[1].float()
     size = 0.2 * value.abs().median(-1, keepdim=True).values
