@@ -236,7 +236,7 @@ class DecodeCallback(Callback):
             found = self.speculator.measure_acceptance(mine, plan, **settings)
             tallies, tally = found.tallies, found.tally
         if replayed:
-            tally.seconds, differs = {}, 0
+            differs = 0
             checked = self._checked(len(mine))
             if checked:
                 again = self.speculator.measure_acceptance(

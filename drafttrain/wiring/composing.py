@@ -274,7 +274,7 @@ def _path_in(value: str) -> str | None:
         if not override.is_sweep_override():
             found = override.value()
             return found if isinstance(found, str) else None
-    return value if "${" in value else literal_text(value)
+    return value
 
 
 def _state_of(folder: Path) -> _State:

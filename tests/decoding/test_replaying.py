@@ -161,6 +161,7 @@ def test_features_are_read_once_for_all_that_need_the_same(monkeypatch):
     assert wider is not first
     assert wider.serves(Needs(last_hidden=True, layers=(1,)))
     assert not first.serves(Needs(layers=(1,)))
+    assert replays.of(Needs(layers=(0,))).serves(Needs(last_hidden=True, layers=(0, 1)))
 
 
 def test_the_features_are_those_of_decoding():
@@ -226,6 +227,7 @@ def test_answers_that_do_not_serve_are_refused():
     ends = dataclasses.replace(replay.kept, answers=known)
     target.model.generation_config.eos_token_id = [4]
     refused("own stop tokens", Replay(target, ends), drafter, stop_ids=())
+    assert Replay(target, ends).lacks(PROMPTS, 6, (9, 4)) is None
     with pytest.raises(InputError, match="no logits"):
         decode(replay, drafter, PROMPTS, Plan(Tree.chain(2), Policy(1.0)), max_new_tokens=2)
 

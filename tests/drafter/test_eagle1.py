@@ -325,6 +325,7 @@ def test_a_plain_layer_has_the_targets_shape_and_turns():
         model_of("gemma3_text", "sdpa", rope_parameters=rope, **AFTER["gemma3_text"]), None, "tiny"
     )
     drafter = drafters.make(Eagle1, target)
+    assert "differ in their rotary positions" in drafter.plain
     config = drafter.layer_config()
     assert config.rope_parameters == rope["full_attention"]
     assert (config.hidden_size, config.num_attention_heads, config.head_dim) == (32, 4, 16)

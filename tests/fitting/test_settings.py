@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from drafttrain.errors import InputError
+from drafttrain.fitting.first import check_first
+from drafttrain.wiring.composing import compose
 from tests.fitting.parts import refusal, words
 
 # F94. The cause: what needs the target to be built was checked when it was built. So it is every
@@ -44,3 +47,11 @@ def test_settings_are_refused_before_anything_is_read(
 ) -> None:
     assert wanted in refusal(capsys, words(tmp_path / "absent", tmp_path / "run", *more))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.field("F94")
+@pytest.mark.parametrize("word", ["drafter.chunk=0", "features.keep_dtype=foo"])
+def test_a_first_look_refuses_what_a_section_says_of_itself(word: str) -> None:
+    """It is all that the runs of a sweep are given before the first of them starts."""
+    with pytest.raises(InputError, match=word.partition(".")[2]):
+        check_first(compose("fit", ["experiment=smoke", "data.path=x", word]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -147,3 +149,14 @@ def test_the_time_of_a_run() -> None:
         eta=1.0, begin="fresh", least_left=0.0, least_gain=0.0, nodes=None, share_new_tokens=16,
     )  # fmt: skip
     assert trying.fits_of(boost) == 3 + 2 * 2
+
+
+@pytest.mark.field("F99")
+def test_evaluations_are_counted_with_the_one_at_the_end() -> None:
+    def evaluations(every: int | None, **course: Any) -> int:
+        settings = SimpleNamespace(eval=SimpleNamespace(every=every))
+        training: Any = SimpleNamespace(settings=settings)
+        return trying.evaluations_of(training, Course(batches=10, **course))
+
+    assert evaluations(4, epochs=1) == 3 and evaluations(5, epochs=1) == 2
+    assert evaluations(None, epochs=1) == 1 == evaluations(4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -334,3 +335,23 @@ def test_a_drafter_whose_values_overflow_ends_decoding(
             words = rf"drafter {kind.__name__}: {said('nn.drafter')}"
             with pytest.raises(InputError, match=words):
                 decode(target, drafter, PROMPTS[:1], Plan(tree, policy), max_new_tokens=5)
+
+
+@pytest.mark.field("F71")
+@pytest.mark.field("F88")
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_values_that_overflow_deeper_in_a_draft_end_decoding(
+    tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first candidates are as they should be."""
+    target = load.tiny()
+    drafter = drafters.make(Eagle1, target).eval()
+    inner = drafter.expand
+
+    def expand(*given: Any) -> Any:
+        out, found = inner(*given)
+        return out, dataclasses.replace(found, logits=found.logits * torch.nan)
+
+    monkeypatch.setattr(drafter, "expand", expand)
+    with pytest.raises(InputError, match=rf"drafter Eagle1: {said('nn.drafter')}"):
+        decode(target, drafter, PROMPTS[:1], Plan(tree), max_new_tokens=6)

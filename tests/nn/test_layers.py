@@ -83,6 +83,7 @@ def _stale_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.mark.field("F74")
 @pytest.mark.usefixtures("_stale_memory")
 @pytest.mark.parametrize("family", [*load.TINY, *EXPERTS])
 def test_every_parameter_is_initialised_by_the_seed(family: str) -> None:

@@ -11,9 +11,11 @@ import pytest
 from drafttrain.data.conversations import Row, read_set, write_set
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
+from drafttrain.decoding.replaying import answered
 from drafttrain.errors import InputError
 from drafttrain.target import answers, load
 from drafttrain.tree.topology import Tree
+from tests.helpers import CHATML, tiny_chat_target
 
 PROMPTS = [[3, 5, 7], [11, 12], [20, 21, 22, 23], [11, 12]]
 
@@ -95,10 +97,21 @@ def test_a_damaged_folder_is_written_again():
 
 def test_known_answers_are_not_written_and_are_cut_at_the_limit(monkeypatch):
     target = target_of()
-    known = answers.write(target, PROMPTS, 9)
+    known = {
+        p: dataclasses.replace(a, ended=True) for p, a in answers.write(target, PROMPTS, 9).items()
+    }
     monkeypatch.setattr(answers, "write", lambda _t, missing, *_a, **_k: dict.fromkeys(missing))
     found, _ = answers.cached(target, PROMPTS, 6, known=known)
     assert {p: a.ids for p, a in found.items()} == {p: a.ids[:6] for p, a in known.items()}
+    # What is cut goes on.
+    assert all(a.ended == (len(known[p].ids) <= 6) for p, a in found.items())
+    assert not all(answer.ended for answer in found.values())
+
+
+def test_known_answers_that_are_too_short_are_written():
+    target = target_of()
+    short, right = (answers.write(target, PROMPTS, limit) for limit in (3, 6))
+    assert answers.cached(target, PROMPTS, 6, known=short)[0] == right
 
 
 # Sets that others made ----------------------------------------------------------------------------
@@ -144,6 +157,24 @@ def test_answers_of_another_target_are_refused(tmp_path, other, words):
     set_of(tmp_path / "set", target_of())
     with pytest.raises(InputError, match=words):
         answers.in_folder(tmp_path / "set", target_of(**other), PROMPTS[:1], 6)
+
+
+def test_answers_in_another_mode_are_refused(tmp_path):
+    set_of(tmp_path / "set", tiny_chat_target())
+    other = tiny_chat_target(CHATML.replace("assistant\n", "helper\n"))
+    with pytest.raises(InputError, match="the chat template is another"):
+        answers.in_folder(tmp_path / "set", other, PROMPTS[:1], 1)
+
+
+def test_answers_of_a_set_are_used_where_they_are_this_target_s_and_long_enough(tmp_path):
+    set_of(tmp_path / "set", target_of(), limit=6)
+    rows = read_set(tmp_path / "set")
+    for seed, limit, own in ((0, 6, True), (0, 9, False), (1, 6, False)):
+        target, said = target_of(seed=seed), []
+        found = answered(target, PROMPTS[:1], limit, rows=rows, say=said.append)
+        (prompt, right), *_ = answers.write(target, PROMPTS[:1], limit).items()
+        assert found[prompt].ids == right.ids
+        assert ("the set's own rows" in said[0]) == own
 
 
 def test_an_answer_knows_where_it_ends():

@@ -134,3 +134,23 @@ def test_settings_that_a_family_reads_besides_its_table_still_count() -> None:
     )
     assert rotary.same(one, other)
     assert "mscale_all_dim 1.0 there, not given here" in configs.difference(one, other)
+
+
+@pytest.mark.field("F93")
+def test_a_limit_of_plain_positions_decides_nothing() -> None:
+    """Nor where no table of them can be made."""
+    one, other = (load.tiny(**more).model.config for more in ({}, LONGER))
+    assert configs.decisive(one) == configs.decisive(other)
+
+
+@pytest.mark.field("F93")
+def test_every_spelling_that_an_earlier_version_recorded_is_known() -> None:
+    config = load.tiny(**rope("linear", factor=2.0)).model.config
+    kept = {k: v for k, v in config.to_dict().items() if k not in configs._VOLATILE}
+    for number in (float, int):
+        newer = {"rope_theta": number(10000), "rope_type": "linear", "factor": number(2)}
+        for rotary_settings in (newer, {**newer, "type": "linear"}):
+            form = {k: v for k, v in kept.items() if k[0] != "_"}
+            form["rope_parameters"] = rotary_settings
+            text = json.dumps(form, sort_keys=True, default=str)
+            assert configs.digest(text.encode()) in configs.earlier_digests(config)

@@ -27,7 +27,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers, proce
 
 from drafttrain.data.template import ChatPieces, give_arguments
 from drafttrain.errors import InputError
-from drafttrain.target import fingerprint, load, reading, tokenising
+from drafttrain.target import fingerprint, load, modes, reading, tokenising
 from drafttrain.target.model import Target
 from drafttrain.training.resume import refuse_other_run
 from tests.helpers import CHATML, tiny_chat_target, tiny_tokenizer
@@ -171,6 +171,8 @@ def other_tokenizer(kind: str) -> Any:
         )
     elif kind == "added tokens":
         tokenizer.add_tokens(["zx"])
+    elif kind == "special tokens":
+        tokenizer.split_special_tokens = True
     elif kind == "same":
         backend.normalizer = normalizers.Sequence([])
         backend.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -191,6 +193,7 @@ DIFFERENCES = {
     "normaliser": r"normaliser is none there, .*Replace.* here.*the text \"\?\" has other ids",
     "pre-tokeniser": r"pre-tokeniser is .*false.* there, .*true.* here.*the text .* has other ids",
     "post-processor": r"post-processor is none there, .*ids around.*\[0\], .*A.* here",
+    "special tokens": r"special tokens is none there, split here",
     "added tokens": r"added tokens: 3 there, 4 here, only here .*zx",
 }
 
@@ -408,3 +411,13 @@ def test_a_named_template_is_chosen(tmp_path: Path) -> None:
     settings = {"_target_": "drafttrain.target.load.hf", "path": str(tmp_path)}
     found = load.tokenizer_only({**settings, "template": {"chat_template": "short"}})
     assert fingerprint.of_template(found) == target.fingerprint["chat_template"]
+
+
+@pytest.mark.field("F81")
+def test_modes_are_compared_by_few_texts_and_shown_where_they_part() -> None:
+    """Of a long text the place where another goes on; of a template that refuses, its words once;
+    of one that the day changes no text."""
+    short, long = {"texts": ["a" * 80]}, {"texts": ["a" * 80 + "end"]}
+    assert modes.difference(short, long).endswith("aaaaaaaaaaend' here")
+    assert len(modes.mode_of(tiny_tokenizer("{{ raise_exception('no') }}"))["texts"]) == 1
+    assert modes.mode_of(tiny_tokenizer("{{ strftime_now('%Y') }}" + CHATML))["texts"] == []

@@ -75,6 +75,14 @@ def another_row(_target: Target, _batch: Batch, found: dict[str | int, Tensor]) 
     return {**found, LAST: noise}
 
 
+def noisy_position_before(target: Target, batch: Batch, found: dict[str | int, Tensor]) -> Found:
+    """Nearer to another place than to its own, and far from both."""
+    moved = shifted(1)(target, batch, found)[LAST]
+    noise = torch.randn(moved.shape, generator=torch.Generator().manual_seed(0))
+    size = 0.45 * moved.norm(dim=-1, keepdim=True) / moved.shape[-1] ** 0.5
+    return {**found, LAST: moved + size * noise}
+
+
 WRONG: dict[str, tuple[Change, str]] = {
     "before the norm": (before_the_norm, "the last hidden state .*before the norm"),
     "another layer": (another_layer, "the output of layer 1 .*it is the output of layer 0"),
@@ -82,6 +90,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "next position": (shifted(-1), "it is that of the next position"),
     "position before": (shifted(1), "it is that of the position before"),
     "another row": (another_row, "it may be of another row"),
+    "far from all": (noisy_position_before, "it is nothing else of this row"),
 }
 
 
@@ -194,6 +203,21 @@ def test_they_are_refused_in_half_precision_too(
     encoding = "fp8" if dtype == "bfloat16" else "float32"
     half = load.tiny(dtype=dtype)
     refused(half, data, tmp_path / "store", NEAR[name][0], "is not what the target", encoding)
+
+
+@pytest.mark.field("F77")
+def test_a_third_of_the_tokens_is_more_than_rounding_moves(
+    data: ConversationData, tmp_path: Path
+) -> None:
+    """Each of them is near enough to be one that rounding moved."""
+
+    def change(target: Target, batch: Batch, found: dict[str | int, Tensor]) -> Found:
+        value = found[1].clone()
+        value[:, ::3] = noisy(0.2)(target, batch, found)[1][:, ::3].to(value)
+        return {**found, 1: value}
+
+    half = load.tiny(dtype="bfloat16")
+    refused(half, data, tmp_path / "store", change, r"layer 1 .*tokens differ: 0, 3, 6", "bf16")
 
 
 def noise_in_small_values(_target: Target, _batch: Batch, found: dict[str | int, Tensor]) -> Found:

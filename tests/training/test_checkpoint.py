@@ -119,6 +119,8 @@ MORE = [n + 1 for n in FIRST]
         ((FIRST, [11, *FIRST[1:]], [11, 29, *FIRST[2:]], LESS), 3, 3),
         # A slow rise: it is progress once it is beyond the noise of where it was last.
         ((FIRST, [13, *FIRST[1:]], [13, 31, *FIRST[2:]], MORE), 4, 0),
+        # And also where no step is beyond the noise of the one before it.
+        ((FIRST, [13, 31, *FIRST[2:]], [13, 31, 16, 23, *FIRST[4:]]), 3, 0),
     ],
 )
 def test_best_and_patience_look_beyond_noise(

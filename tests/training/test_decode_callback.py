@@ -185,6 +185,28 @@ def test_tallies_travel_completely() -> None:
     assert back.offered == [5, 3, 0, 0] and back.kept == [3, 1, 0, 0]
 
 
+def test_a_tally_is_that_of_its_own_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two processes measures every second prompt."""
+    monkeypatch.setattr("drafttrain.training.decode_callback.rank", lambda: 1)
+    monkeypatch.setattr("drafttrain.training.decode_callback.world_size", lambda: 2)
+    found = Evaluated([Tally(5, 20, 7, 12)], {}, None)
+    back = _over_processes(found, 3, Plan(Tree.chain(1)), torch.device("cpu"))
+    assert back.counts == [(0, 0), (12, 5), (0, 0)]
+
+
+def test_other_prompts_limits_and_trees_are_not_compared(
+    target: Target, data: ConversationData
+) -> None:
+    module, _ = module_for(data, target)
+    first, same, fewer, shorter, other = (
+        callback(module, target, data, None, **settings)
+        for settings in ({}, {}, {"prompts": 1}, {"max_new_tokens": 5}, {})
+    )
+    other.plans.pop("tree")
+    assert first.measures == same.measures
+    assert len({one.measures for one in (first, fewer, shorter, other)}) == 4
+
+
 # Acceptance on kept answers -----------------------------------------------------------------------
 def replaying(
     target: Target, data: ConversationData, **settings: Any

@@ -86,9 +86,11 @@ def test_the_run_s_own_best_is_taken_without_a_word(run: Run) -> None:
 def test_a_lost_best_is_said_and_lends_its_figure_to_no_other(run: Run) -> None:
     best = run.checkpoints / "best.ckpt"
     best.unlink()
+    change(run.checkpoints / "last.ckpt", lambda state: state["keeper"].update(without_progress=3))
     said_now = resumed(run)
     assert f"{best} is lost, and the best was val/tau 3.000 of update 2: the best is" in said_now
     assert place(run) == (4, None)
+    assert run.resumed is not None and run.resumed["keeper"]["without_progress"] == 0
     state = read_checkpoint(run.checkpoints / "last.ckpt")
     with pytest.raises(InputError, match=said("training.no_checkpoint")):
         read_best(best, state)
@@ -151,6 +153,17 @@ def test_weights_of_the_right_update_with_another_digest_are_refused(run: Run) -
 
 
 @pytest.mark.field("F73")
+def test_without_a_digest_a_best_of_the_same_figures_is_compared_by_its_run(
+    run: Run, made: dict[str, Path]
+) -> None:
+    """As an earlier version wrote it."""
+    change(run.checkpoints / "last.ckpt", lambda state: state["keeper"].pop("best_digest"))
+    shutil.copy(made["other"] / "checkpoints" / "best.ckpt", run.checkpoints / "best.ckpt")
+    with pytest.raises(InputError, match=said("training.another_s_best")):
+        resumed(run)
+
+
+@pytest.mark.field("F73")
 def test_an_earlier_place_in_the_run_does_not_take_a_later_best(run: Run) -> None:
     assert "best.ckpt is of update 2, and the best was val/tau 1.000 of update 1" in resumed(
         run, "update-00000001"
@@ -179,7 +192,7 @@ def stepped_back(run: Run) -> None:
 # Neighbours: an earlier one as the last, with its own time or a fresh one; another best of the same
 # run as the best, of another run, without a last one to compare it with; another run's last.
 @pytest.mark.field("F73")
-@pytest.mark.parametrize("how", ["younger", "with its own time"])
+@pytest.mark.parametrize("how", ["younger", "with its own time", "next to the best alone"])
 def test_a_step_back_is_taken_and_said(run: Run, how: str) -> None:
     stepped_back(run)
     if how == "younger":  # And nothing else shows it.
@@ -187,6 +200,9 @@ def test_a_step_back_is_taken_and_said(run: Run, how: str) -> None:
             (run.checkpoints / f"update-{update:08d}.ckpt").unlink()
     else:
         os.utime(run.checkpoints / "last.ckpt", (0, 0))
+    if how == "next to the best alone":
+        for update in (3, 4):
+            (run.checkpoints / f"update-{update:08d}.ckpt").unlink()
     said_now = resumed(run)
     assert "last.ckpt of update 1 was put there after best.ckpt was written: goes on" in said_now
     assert "best.ckpt is of update 2, and the best was val/tau 1.000 of update 1" in said_now
@@ -214,7 +230,8 @@ def test_another_run_s_checkpoint_is_refused_by_its_name(made: dict[str, Path]) 
     path = made["other"] / "checkpoints" / "last.ckpt"
     state = read_checkpoint(path)
     facts = {**state["facts"], "weights of init_from": None}
-    refuse_other_run(state, facts, {}, lambda _: None, path)  # As an earlier version wrote it.
+    for begun in (None, "a"):  # As an earlier version wrote it.
+        refuse_other_run(state, {**facts, "weights of init_from": begun}, {}, lambda _: None, path)
     for name, value in (("seed", 5), ("weights of init_from", "a")):
         state["facts"] = facts
         with pytest.raises(InputError, match=rf"{path} \({name} was .*, is {value}\).*own checkp"):
