@@ -36,7 +36,15 @@ from drafttrain.data.conversations import HELD_OUT, TRAIN, Journal, Row, read_se
 from drafttrain.data.datamodule import set_folder
 from drafttrain.data.folder import SetFolder
 from drafttrain.data.named import MOST_CATEGORIES
-from drafttrain.data.numbered import Prompts, Skipped, account, by_reason, nothing_left, some
+from drafttrain.data.numbered import (
+    Prompts,
+    Skipped,
+    account,
+    by_reason,
+    not_given,
+    nothing_left,
+    some,
+)
 from drafttrain.data.people import PeoplePrompts
 from drafttrain.data.prompts import Source
 from drafttrain.data.shapes import Prompt
@@ -168,6 +176,13 @@ def ask_tokenizer(prompts: Prompts, tokenizer: Any, writing: SynthesisConfig) ->
     pieces = None if prompts.texts else ChatPieces(tokenizer, ())
     if pieces is not None and any(prompt is None for _, prompt in prompts.rows):
         pieces.before_user(writing.system)  # Refused for all rows alike, or for none.
+    for name in [] if pieces is None else not_given(prompts, pieces):
+        say(
+            f"WARNING: column {name} is not given to the chat template, though that looks up a "
+            f"{name}: put it into a column chat_template_kwargs, as {{{name}: ...}}, or give one "
+            f"value for all rows, +target.template.{name}=...",
+            first_only=True,
+        )
     for row, prompt in reading(prompts.rows):
         try:
             ids = [] if prompt is None else ids_of(prompt, tokenizer, pieces)

@@ -863,3 +863,25 @@ main()
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.split()
     assert first == second and len(list(Path("runs").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ("optim.lr=${nothere}", "optim.lr: .*'nothere' not found"),
+        ("optim.lr=${oc.env:NO_SUCH_NAME}", "optim.lr: .*'NO_SUCH_NAME' not found"),
+        ("optim.lr=${optim.lr}", "optim.lr: .*[Rr]ecurs"),
+        ("optim.lr=${no_resolver:1}", "optim.lr: .*no_resolver"),
+        ("data.path=${nothere}", "data.path: .*'nothere' not found"),
+    ],
+)
+def test_a_reference_to_nothing_is_one_line(
+    given: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the only settings, next to others that have no value yet, and in one run of a sweep."""
+    monkeypatch.delenv("NO_SUCH_NAME", raising=False)
+    for words in (["data=set", given], ["data=set", "data.path=x", given]):
+        with pytest.raises(InputError, match=fault) as caught:
+            compose("fit", words)
+        assert "\n" not in str(caught.value)
+    assert compose("fit", ["optim.lr=${oc.env:NO_SUCH_NAME,3}"]).optim.lr == "3"

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from drafttrain.data.shapes import Prompt
+from drafttrain.data.arguments import RESERVED
+from drafttrain.data.shapes import Prompt, reads
 from drafttrain.data.sources import drawn
 from drafttrain.data.template import ChatPieces, spelt_tokens
 from drafttrain.errors import InputError
@@ -185,6 +186,15 @@ def unread_columns(prompts: Prompts, pieces: ChatPieces) -> dict[str, list[int]]
             for name in pieces.given(prompt.arguments).unread(prompt.arguments):
                 found.setdefault(name, []).append(row)
     return found
+
+
+def not_given(prompts: Prompts, pieces: ChatPieces) -> list[str]:
+    """Columns of the first row that are not given to the chat template, though it looks up such
+    names."""
+    read = reads(prompts.source.get("columns", {})) | RESERVED
+    names = [name for name in prompts.first_keys if name not in read]
+    unread = pieces.unread(names) if names else []
+    return [name for name in names if name != "chat_template" and name not in unread]
 
 
 def spelt_by_rows(prompts: Prompts, tokenizer: Any) -> dict[str, list[int]]:

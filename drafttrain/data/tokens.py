@@ -1,9 +1,10 @@
 """Rows of token ids with a loss mask, as somebody made them: taken as they are, no target asked.
 
 A row has `input_ids`, a list of ids, and `loss_mask`, of the same length, with 1, 1.0 or true where
-a token is to be learned and 0, 0.0 or false elsewhere. Files as of prompts: JSON Lines, a JSON
-array or parquet, or a folder of them. What a target wrote is not known of them, so they belong to
-none; ids are checked against the vocabulary of the target at hand.
+a token is to be learned and 0, 0.0 or false elsewhere. A row is one text: with an `attention_mask`
+that hides tokens, or `position_ids` that do not count from 0, it is left out. Files as of prompts:
+JSON Lines, a JSON array or parquet, or a folder of them. What a target wrote is not known of them,
+so they belong to none; ids are checked against the vocabulary of the target at hand.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from drafttrain.data.numbered import by_reason, nothing_left, some
 from drafttrain.data.prompts import PromptFile, as_object, sum_of
 from drafttrain.data.shapes import Unusable
 
-IDS, MASK = "input_ids", "loss_mask"
+IDS, MASK, SEEN, PLACES = "input_ids", "loss_mask", "attention_mask", "position_ids"
 State = tuple[tuple[str, str], ...]
 """(file, sum of its content) of every file."""
 HELD_OUT_SHARE = 5
@@ -37,7 +38,7 @@ class TokenFile(PromptFile):
     room: ClassVar[str] = "data"
 
     def reads(self) -> set[str]:
-        return {IDS, MASK}
+        return {IDS, MASK, SEEN, PLACES}
 
     def parse(self, row: Any) -> tuple[np.ndarray, np.ndarray]:
         """Ids (s) int32 and loss mask (s) bool."""
@@ -50,6 +51,10 @@ class TokenFile(PromptFile):
             raise Unusable(f"{IDS} that are no token ids")
         if not all(type(one) in (int, bool, float) and one in (0, 1) for one in mask):
             raise Unusable(f"a {MASK} of other values than 0 and 1")
+        if row.get(SEEN) is not None and row[SEEN] != [1] * len(ids):
+            raise Unusable(f"an {SEEN} that hides tokens: leave padding out of the row")
+        if row.get(PLACES) is not None and row[PLACES] != list(range(len(ids))):
+            raise Unusable(f"{PLACES} that do not count from 0: give each text a row of its own")
         return np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=bool)
 
 

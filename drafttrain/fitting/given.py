@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from drafttrain import companions, runs
-from drafttrain.data.conversations import HELD_OUT
+from drafttrain.checks import path_of
+from drafttrain.data.conversations import HELD_OUT, read_set
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
@@ -22,6 +23,7 @@ from drafttrain.processes import rank, world_size
 from drafttrain.reporting.console import clock, track
 from drafttrain.runs import seed_everything
 from drafttrain.target.adapter import Trained
+from drafttrain.target.answers import of_set
 from drafttrain.target.model import Target
 from drafttrain.target.store import Store
 from drafttrain.target.stored import share
@@ -137,6 +139,18 @@ def check_target(
     """Raise InputError unless a target wrote the set and is where training was asked for."""
     check_set(target, data, held_out, str(parts.data.get("path")))
     check_device(target, parts.settings.trainer.accelerator)
+
+
+def check_beginning(parts: Parts, target: Target, data: ConversationData) -> None:
+    """Raise InputError for a draft vocabulary or weights that a drafter cannot start with, and for
+    a set of answers of another target."""
+    if parts.settings.eval.answers is not None:
+        folder = path_of("eval.answers", parts.settings.eval.answers)
+        of_set(read_set(folder), target, str(folder))
+    if parts.init_from is not None:
+        read_beginning(parts.init_from, target, parts.kind, parts.draft_vocab)
+    elif parts.draft_vocab:
+        draft_vocabulary(target, data, None, parts.draft_vocab)
 
 
 def make_drafter(

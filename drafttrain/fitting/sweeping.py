@@ -11,15 +11,16 @@ from typing import Any
 
 from drafttrain import runs
 from drafttrain.checks import pasted, word_of
+from drafttrain.data.datamodule import ConversationData
 from drafttrain.data.journal import locked
 from drafttrain.errors import InputError, disk_full, one_line, refused_by_system
 from drafttrain.fitting.book import COMPLETE, FAILED, PRUNED, RUNNING, Book, Row, read_book
-from drafttrain.fitting.given import check_batches, check_store
+from drafttrain.fitting.given import check_batches, check_beginning, check_store
 from drafttrain.fitting.parts import Parts
 from drafttrain.fitting.saying import say
 from drafttrain.fitting.settings import read_settings
 from drafttrain.fitting.shared import OfAll
-from drafttrain.fitting.sweeps import Strategy, check_sweep, of_run, strategy_of
+from drafttrain.fitting.sweeps import Strategy, Tried, check_sweep, of_run, strategy_of
 from drafttrain.packaging.collection import read_entries
 from drafttrain.packaging.manifest import PACKAGE
 from drafttrain.reporting.console import clock, table
@@ -61,7 +62,7 @@ def make_sweep(sweep: Sweep, fit: Fit) -> None:
         say(f"the sweep took {clock(time.monotonic() - began)}")
 
 
-def check_runs(sweep: Sweep) -> list[tuple[runs.Invocation, Parts]]:
+def check_runs(sweep: Sweep) -> list[tuple[Tried, Parts]]:
     """The runs that were tried, each with its parts; of a range its ends.
 
     Raises: InputError for what the settings of any show to be wrong.
@@ -75,7 +76,7 @@ def check_runs(sweep: Sweep) -> list[tuple[runs.Invocation, Parts]]:
                     f"{parts.kind.__name__} learns nothing, so there is no val/tau to compare: "
                     "leave -m out, and see evaluate and tune"
                 )
-            found.append((invocation, parts))
+            found.append((one, parts))
     trees = sorted({parts.settings.tree.title for _, parts in found})
     if len(trees) > 1:
         say(
@@ -85,21 +86,30 @@ def check_runs(sweep: Sweep) -> list[tuple[runs.Invocation, Parts]]:
     return found
 
 
-def load(tried: Sequence[tuple[runs.Invocation, Parts]], shared: OfAll) -> None:
-    """Read the rows and load the target, so that what all runs need is refused before any of them
-    has started."""
-    invocation, parts = tried[0]
-    with as_current(invocation):
+def load(tried: Sequence[tuple[Tried, Parts]], shared: OfAll) -> None:
+    """Read the rows and load the target, so that what any run needs of them is refused before the
+    first has started."""
+    first, parts = tried[0]
+    with as_current(first.invocation):
         data, held_out = shared.data(parts)
         if held_out is None:
             raise InputError(
                 f"{pasted('data.path', parts.data.get('path'))} has no held-out rows, so there is "
                 "no val/tau to compare runs by: give a set with some"
             )
-        for _, own in tried:
-            if own.config.values["data"] == parts.config.values["data"]:
-                check_batches(own, data)
-        shared.target(shared.settled(check_store(parts, data)), data, held_out)
+        for one, own in tried:
+            with of_run(one.chosen):
+                check_batches(own, rows_of(own, parts, data))
+        target = shared.target(shared.settled(check_store(parts, data)), data, held_out)
+        for one, own in tried:
+            with of_run(one.chosen):
+                check_beginning(own, target, rows_of(own, parts, data))
+
+
+def rows_of(own: Parts, first: Parts, data: ConversationData) -> ConversationData:
+    """The rows that a run trains on; those of the first one where it asks for the same."""
+    same = own.config.values["data"] == first.config.values["data"]
+    return data if same else own.data(split="train")
 
 
 @contextlib.contextmanager

@@ -178,7 +178,15 @@ def _check_complete(
     Args:
         given: the words of the command, which the one that is shown repeats.
     """
-    missing = sorted(OmegaConf.missing_keys(config))
+    try:
+        missing = sorted(OmegaConf.missing_keys(config))
+        if not missing:
+            OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        where = f"{error.full_key}: " * bool(error.full_key)
+        raise InputError(
+            f"{where}the configuration does not resolve: {first_line(error)}"
+        ) from error
     if missing:
         said = comments_of(door_name, choices)
         wanted = ", ".join(
@@ -188,10 +196,6 @@ def _check_complete(
             f"needs {wanted}: python -m drafttrain.{door_name} "
             + " ".join([*map(shlex.quote, given), *(f"{key}=..." for key in missing)])
         )
-    try:
-        OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException as error:
-        raise InputError(f"the configuration does not resolve: {first_line(error)}") from error
 
 
 def search_path(config_dir: str | os.PathLike[str] | None) -> list[str]:

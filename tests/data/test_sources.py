@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from drafttrain.data.numbered import Prompts, by_reason, nothing_left, unread_columns
+from drafttrain.data.numbered import Prompts, by_reason, not_given, nothing_left, unread_columns
 from drafttrain.data.prompts import PromptFile
 from drafttrain.data.sources import files_of
 from drafttrain.data.template import ChatPieces
 from drafttrain.data.tokens import TokenData
 from drafttrain.errors import InputError
-from tests.helpers import tiny_tokenizer
+from tests.helpers import CHATML, tiny_tokenizer
 
 GOOD, BAD = {"prompt": "a"}, {"prompt": ""}
 TOOLS = {"prompt": "a", "tools": [{"name": "f"}]}
@@ -182,3 +182,16 @@ def test_shards_that_are_not_there_are_missed(tmp_path: Path) -> None:
     for name in SHARDS:
         lines(tmp_path / "all" / name, [GOOD])
     assert files_of(tmp_path / "all").passed_over == ()
+
+
+@pytest.mark.field("F79")
+def test_columns_that_the_template_looks_up_and_is_not_given(tmp_path: Path) -> None:
+    """Neighbours: a name that it does not look up; one that is given; one that is decided here; a
+    template's word; another name for the prompt."""
+    thinks = "{% if enable_thinking %}<|im_start|>{{ tools }}{{ question }}{% endif %}" + CHATML
+    path = tmp_path / "a.jsonl"
+    row = {"question": "a", "enable_thinking": True, "id": 3, "add_generation_prompt": True}
+    lines(path, [{**row, "tools": [{"name": "f"}], "if": 1, "chat_template": "x"}])
+    found = PromptFile(path=str(path), columns={"prompt": "question"}).read(None)
+    assert not_given(found, ChatPieces(tiny_tokenizer(thinks), ())) == ["enable_thinking"]
+    assert not_given(found, ChatPieces(tiny_tokenizer(), ())) == []

@@ -147,3 +147,23 @@ def test_a_held_out_split_without_rows_says_how_to_get_some(tmp_path: Path) -> N
     summary = TokenData(path, held_out=100).summary()
     assert summary.endswith("; data.held_out=100: 0 are held out, a fifth of 4 rows")
     assert "held_out" not in TokenData(path, held_out=0).summary()
+
+
+@pytest.mark.field("F80")
+def test_rows_that_are_not_one_text_are_counted(tmp_path: Path) -> None:
+    """Neighbours: padding on either side; a mask of numbers or of true; packed texts; columns that
+    say nothing else than the row does."""
+    fine = [row(0, attention_mask=[1] * 4, position_ids=[0, 1, 2, 3]), row(1, attention_mask=None)]
+    fine += [row(n, attention_mask=[True] * 4) for n in range(2, 6)]
+    bad = [
+        row(0, attention_mask=[0, 1, 1, 1]),
+        row(1, attention_mask=[1, 1, 1, False]),
+        row(2, attention_mask=[1, 1, 1]),
+        row(3, position_ids=[0, 1, 0, 1]),
+        row(4, position_ids=[3, 4, 5, 6]),
+    ]
+    found = TokenData(lines(tmp_path / "a.jsonl", fine + bad), held_out=1)
+    assert len(found.set) == len(fine)
+    assert {
+        reason.partition(" (")[0].partition(":")[0]: n for reason, n in found.counts.items()
+    } == {"an attention_mask that hides tokens": 3, "position_ids that do not count from 0": 2}

@@ -15,9 +15,11 @@ from omegaconf import OmegaConf
 from drafttrain import fit, report
 from drafttrain.errors import InputError
 from drafttrain.fitting import sweeps
+from drafttrain.target import load
 from drafttrain.wiring.composing import compose
 from tests.fitting.parts import refusal, words
 from tests.fitting.swept import RATES, WEIGHTS, chosen, sweep, swept
+from tests.training.parts import write_tiny_set
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -134,6 +136,27 @@ def test_data_and_target_that_cannot_be_read_end_the_sweep_at_once(
     assert "is not a conversation set" in said and not run.exists()
     said = refusal(capsys, swept(folder, run, "trainer.batch_tokens=1024,2"))
     assert "batch_tokens=2 is less than the longest row" in said and not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ("data.limit_rows=4,0", "data.limit_rows=0: limit_rows=0"),
+        ("data.temperatures=null,[0.3]", r"data.temperatures=\[0.3\]: .*none of its 20 rows"),
+        ("draft_vocab=64,9999", "draft_vocab=9999: .* vocabulary"),
+        ("init_from=null,nowhere", "init_from=nowhere"),
+        ("seed=1,2 eval.answers={other}", "seed=1: .*another target"),
+    ],
+)
+def test_what_one_run_of_several_cannot_have_is_refused_before_the_first(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str, fault: str
+) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    if "{other}" in given:
+        write_tiny_set(load.tiny(seed=3), other)
+    said = refusal(capsys, swept(folder, run, *given.format(other=other).split()))
+    assert re.search(f"^drafttrain.fit: {fault}", said), said
+    assert not run.exists()
 
 
 def test_a_sweep_without_m_and_m_at_other_doors(
