@@ -32,27 +32,21 @@ DOOR = door("synthesize", check=check_first)
 if __name__ == "__main__":
     DOOR.greet(__doc__)
 
-from drafttrain.data.conversations import HELD_OUT, TRAIN, Journal, Row, read_set
+from drafttrain.data.conversations import Row
 from drafttrain.data.datamodule import set_folder
 from drafttrain.data.folder import SetFolder
 from drafttrain.data.named import MOST_CATEGORIES
-from drafttrain.data.numbered import (
-    Prompts,
-    Skipped,
-    account,
-    by_reason,
-    not_given,
-    nothing_left,
-    some,
-)
+from drafttrain.data.numbered import Prompts, Skipped, account, by_reason, not_given, nothing_left
 from drafttrain.data.people import PeoplePrompts
 from drafttrain.data.prompts import Source
+from drafttrain.data.row_journal import Journal
 from drafttrain.data.shapes import Prompt
 from drafttrain.data.template import ChatPieces, changed_by_reencoding, text_ids
 from drafttrain.errors import InputError
 from drafttrain.processes import rank, world_size
-from drafttrain.reporting.console import Rate, amount, clock, reading, table
+from drafttrain.reporting.console import Rate, amount, clock, reading
 from drafttrain.reporting.preview import show_prompts, show_rows
+from drafttrain.reporting.written_set import show_set
 from drafttrain.runs import masked, plain, provenance
 from drafttrain.target import fingerprint
 from drafttrain.target.load import resolve_device, tokenizer_only
@@ -382,7 +376,7 @@ def finish(job: Job, tokenizer: Any, speed: float | None) -> None:
     )
     if not job.settings.keep_journal:
         folder.clear()
-    report(folder, manifest, rows, job, speed)
+    show_set(folder, manifest, rows, prompts, job.writing, speed)
     wanted = job.settings.held_out
     if len(apart) < wanted:
         why = f"is more than a fifth of {len(rows)} rows"
@@ -418,79 +412,6 @@ def by_temperature(rows: list[Row]) -> dict[str, int]:
     found: dict[str, int] = {}
     for row in sorted(rows, key=lambda row: row.temperature):
         found[str(row.temperature)] = found.get(str(row.temperature), 0) + row.supervised
-    return found
-
-
-def report(
-    folder: SetFolder, manifest: dict[str, Any], rows: list[Row], job: Job, speed: float | None
-) -> None:
-    prompts = job.prompts
-    total = manifest["supervised_tokens"]
-    supervised = f"{total} of {manifest['tokens']} ({total / manifest['tokens']:.0%})"
-    lines: list[tuple[str, str]] = [
-        ("conversations", f"{len(rows)}, {manifest['held_out']} of them held out")
-    ]
-    numbers = sorted(row.row for row in rows)
-    first = prompts.counts(numbers[: manifest["held_out"]])
-    lines += [
-        (f"  from {name}", f"{count}, {first.get(name, 0)} of them held out")
-        for name, count in sorted(prompts.counts(numbers).items())
-    ]
-    lines += [("not read", what) for what in prompts.passed_over]
-    data = read_set(folder.path)
-    again = data.asked_also(data.indices(TRAIN))
-    if again:
-        why = "held out, though another row has the same prompt"
-        lines.append((f"  {why}", f"{again}: take repeated prompts out of the files"))
-    apart = data.by_category(data.indices(HELD_OUT))
-    lines += [
-        (f"  {name}", f"{count}, {apart[name]} of them held out")
-        for name, count in data.by_category(range(len(data))).items()
-    ]
-    lines.append(("supervised tokens", supervised))
-    lines += [
-        (f"  at temperature {temperature}", f"{count} ({count / total:.0%})")
-        for temperature, count in manifest["supervised_by_temperature"].items()
-    ]
-    changed = f"{manifest['reencoding_would_change_rows']} of {len(rows)} rows"
-    lines += [
-        ("answers", f"{manifest['answers']}, {manifest['answers_cut_by_length']} cut by a limit"),
-        ("re-encoding would have changed", changed),
-    ]
-    for reason, numbers in turns_left_out(rows, job).items():
-        where = f"{len(numbers)} rows: {prompts.places(numbers)}"
-        lines.append((f"later turns left out, {reason}", where))
-    for reason, numbers in manifest["skipped"].items():
-        lines.append((f"skipped: {reason}", f"{len(numbers)} rows: {some(numbers)}"))
-    for reason, numbers in manifest["not_written"].items():
-        lines.append((f"skipped: {reason}", f"{len(numbers)} rows: {prompts.places(numbers)}"))
-    for name, numbers in manifest["columns_not_read"].items():
-        why = f"not read by the chat template: {name}"
-        lines.append((why, f"{len(numbers)} rows: {some(numbers)}"))
-    for token, numbers in manifest["control_tokens_spelt"].items():
-        why = f"spelt in prompts, read as a control token: {token}"
-        lines.append((why, f"{len(numbers)} rows: {some(numbers)}"))
-    if speed is not None:
-        share = " by this process" if world_size() > 1 else ""
-        lines.append((f"tokens written a second{share}", amount(speed)))
-    lines.append(("size", f"{folder.size / 1e6:.2f} MB"))
-    table(str(folder.path), ("", "value"), lines)
-
-
-_LEFT_OUT = {
-    "stop": "too long, or without a user turn",
-    "length": "after an answer cut by a limit",
-    "template": "since there the template shows the answer otherwise",
-}
-"""Why a conversation has fewer answers than it was to have, by how its last one ended."""
-
-
-def turns_left_out(rows: list[Row], job: Job) -> dict[str, list[int]]:
-    """{why: numbers of rows that have fewer answers than turns}"""
-    prompts, found = dict(job.prompts.rows), dict[str, list[int]]()
-    for row in rows:
-        if row.row in prompts and len(row.spans) < job.writing.answers(row.row, prompts[row.row]):
-            found.setdefault(_LEFT_OUT[row.finish[-1]], []).append(row.row)
     return found
 
 

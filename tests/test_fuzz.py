@@ -32,7 +32,6 @@ from drafttrain.data.conversations import (
     CHECKSUM,
     MANIFEST,
     TENSORS,
-    Journal,
     Row,
     check_vocabulary,
     rows_of,
@@ -40,6 +39,7 @@ from drafttrain.data.conversations import (
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.data.folder import SetFolder
 from drafttrain.data.prompts import PromptFile
+from drafttrain.data.row_journal import Journal
 from drafttrain.data.template import ChatPieces
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.medusa import Medusa

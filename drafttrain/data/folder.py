@@ -20,17 +20,15 @@ from drafttrain.data.conversations import (
     MANIFEST,
     TENSORS,
     ConversationSet,
-    Journal,
     Row,
-    read_journals,
     read_set,
     rows_of,
-    write_journal,
     write_set,
 )
 from drafttrain.data.growing import GRACE, SETTINGS, GrowingFolder
 from drafttrain.data.journal import is_journal, journals
 from drafttrain.data.named import NO_CATEGORY
+from drafttrain.data.row_journal import Journal, read_journals, write_journal
 from drafttrain.errors import InputError
 
 BASE = "journal-base.jsonl"

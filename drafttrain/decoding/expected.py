@@ -77,14 +77,7 @@ class Simulated:
         """Plain JSON values."""
         plan, tau, at = self.plan, self.tau_interval, enumerate(self.accept_at, start=1)
         return {
-            "temperature": plan.policy.temperature,
-            "top_k": plan.policy.top_k,
-            "top_p": plan.policy.top_p,
-            "growth": plan.tree.kind,
-            "tree": plan.tree.title,
-            "nodes": plan.tree.size,
-            "depth": plan.tree.max_depth,
-            "rule": plan.rule_name,
+            **plan.facts(),
             "texts": len(self.texts),
             "tokens": sum(text.emitted for text in self.texts),
             "impossible": self.impossible,

@@ -128,14 +128,7 @@ class Measurement:
         """Plain JSON values, None where nothing was measured."""
         tally, plan = self.tally, self.plan
         return {
-            "temperature": plan.policy.temperature,
-            "top_k": plan.policy.top_k,
-            "top_p": plan.policy.top_p,
-            "growth": plan.tree.kind,
-            "tree": plan.tree.title,
-            "nodes": plan.tree.size,
-            "depth": plan.tree.max_depth,
-            "rule": plan.rule_name,
+            **plan.facts(),
             **taus(self.tallies),
             "accepted_per_round": tally.accepted_per_round,
             "accept_at": tally.accept_at,

@@ -4,7 +4,7 @@ and what all that guarantees."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drafttrain.decoding import rules
 from drafttrain.errors import InputError
@@ -122,6 +122,19 @@ class Plan:
         except InputError as error:
             return str(error)
         return None
+
+    def facts(self) -> dict[str, Any]:
+        """What a measured row says of it; plain JSON values."""
+        return {
+            "temperature": self.policy.temperature,
+            "top_k": self.policy.top_k,
+            "top_p": self.policy.top_p,
+            "growth": self.tree.kind,
+            "tree": self.tree.title,
+            "nodes": self.tree.size,
+            "depth": self.tree.max_depth,
+            "rule": self.rule_name,
+        }
 
     @property
     def guarantee(self) -> str:

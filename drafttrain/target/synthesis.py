@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 
-from drafttrain.data.conversations import Journal, Row
+from drafttrain.data.conversations import Row
+from drafttrain.data.row_journal import Journal
 from drafttrain.data.shapes import Prompt
 from drafttrain.data.template import REASONING_END, ChatPieces, text_ids
 from drafttrain.errors import InputError, NotFinite

@@ -20,17 +20,15 @@ from drafttrain.data.conversations import (
     MANIFEST,
     TENSORS,
     TRAIN,
-    Journal,
     Row,
     check_vocabulary,
-    read_journals,
     read_set,
     rows_of,
     sha256_of,
-    write_journal,
     write_set,
 )
 from drafttrain.data.folder import BASE, SetFolder
+from drafttrain.data.row_journal import Journal, read_journals, write_journal
 from drafttrain.errors import InputError
 from drafttrain.files import write_json
 from tests.data.sets import ABOUT

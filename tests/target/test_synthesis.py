@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from drafttrain import synthesize as door
-from drafttrain.data.conversations import HELD_OUT, Journal, Row, read_journals, read_set, rows_of
+from drafttrain.data.conversations import HELD_OUT, Row, read_set, rows_of
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.data.numbered import Prompts
+from drafttrain.data.row_journal import Journal, read_journals
 from drafttrain.data.shapes import Prompt
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
