@@ -24,6 +24,7 @@ from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
 from drafttrain.errors import InputError
 from drafttrain.nn.sampling import Policy
+from drafttrain.reporting.written_set import turns_left_out
 from drafttrain.target import generation, load
 from drafttrain.target.generation import Segment, choose
 from drafttrain.target.model import Target
@@ -566,12 +567,6 @@ def test_a_finished_folder_is_said_to_be_finished(
 def test_turns_left_out_are_listed_by_reason() -> None:
     written = config(turns=[3], temperatures=[0.0])
     prompts = {row: Prompt(("a", "b")) for row in (1, 2, 3, 4)} | {5: None, 6: None}
-    job = door.Job(
-        settings=None,  # type: ignore[arg-type]
-        writing=written,
-        folder=None,  # type: ignore[arg-type]
-        prompts=Prompts(list(prompts.items())),
-    )
     rows = [
         Row(1, (1, 2, 3), ((1, 2),), ("length",)),
         Row(2, (1, 2, 3), ((1, 2),), ("template",)),
@@ -581,7 +576,7 @@ def test_turns_left_out_are_listed_by_reason() -> None:
         Row(6, tuple(range(7)), ((1, 2), (3, 4), (5, 6)), ("stop", "stop", "stop")),
         Row(9, (1, 2, 3), ((1, 2),), ("length",)),  # Of an earlier, higher limit.
     ]
-    assert door.turns_left_out(rows, job) == {
+    assert turns_left_out(rows, Prompts(list(prompts.items())), written) == {
         "after an answer cut by a limit": [1, 5],
         "since there the template shows the answer otherwise": [2],
         "too long, or without a user turn": [3],
