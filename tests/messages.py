@@ -49,6 +49,8 @@ TARGET: dict[str, str] = {
     "no_such_layer": r"layer 2 asked for; .* layers 0\.\.1",
     "not_loaded": r"target .* cannot be loaded",
     "tokenizer": r"its tokenizer cannot be read",
+    "too_large_to_keep": r"keep_dtype=float16 holds numbers up to 65,504, features of rows {rows} "
+    r"are larger: give features\.keep_dtype=bfloat16",
     "tuned_already": r"is tuned already",
     "manifest_checksum": "its checksum is another",
     "manifest_contents": "contents are not width",

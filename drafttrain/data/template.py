@@ -70,6 +70,11 @@ def give_arguments(tokenizer: Any | None, given: object) -> None:
             raise InputError(
                 f"{where}: needs plain values, as JSON has them, of text and finite numbers"
             ) from error
+        if _is_no(value) and not _quotes(template, value):
+            raise InputError(
+                f"{where}: this is a text, which a template takes for true: give "
+                f"target.template.{name}=false, without quotes"
+            )
     setattr(tokenizer, _ARGUMENTS, dict(given))
     if unread := ChatPieces(tokenizer, ()).unread(given):
         delattr(tokenizer, _ARGUMENTS)
@@ -77,6 +82,16 @@ def give_arguments(tokenizer: Any | None, given: object) -> None:
             f"target.template.{unread[0]}: the chat template reads no {unread[0]}: leave it out, "
             "or give a name that the template has"
         )
+
+
+def _is_no(value: object) -> bool:
+    return isinstance(value, str) and value.lower() in ("false", "no", "off")
+
+
+def _quotes(template: object, word: object) -> bool:
+    """Does a template, or one of several by name, compare something with a word?"""
+    texts = template.values() if isinstance(template, Mapping) else (template,)
+    return any(f"{mark}{word}{mark}" in str(text) for text in texts for mark in "'\"")
 
 
 @functools.lru_cache(maxsize=16)

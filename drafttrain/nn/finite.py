@@ -62,7 +62,7 @@ class Origin:
     """As people read it: "the embedding", "layer 3", "the final norm", "the head"; another one is
     called by its name in the code, "the part wpe"."""
     damaged: bool
-    """Are weights or buffers of that part not finite?"""
+    """Are weights or buffers of that part not finite? -inf in a buffer is a mask."""
 
 
 def usable(logits: Tensor) -> Tensor:
@@ -101,10 +101,13 @@ def fault_of(model: Reads, found: Origin | None, where: str, more: str = "") -> 
 
 def spoilt_weights(model: Reads) -> list[str]:
     """Names of a model's weights and buffers that are not finite; -inf in a buffer is a mask."""
-    weights = spoilt(dict(model.model.named_parameters()))
+    return _spoilt_in(model.model)
+
+
+def _spoilt_in(module: nn.Module) -> list[str]:
+    weights = spoilt(dict(module.named_parameters()))
     buffers = {
-        name: value.masked_fill(value == -torch.inf, 0)
-        for name, value in model.model.named_buffers()
+        name: value.masked_fill(value == -torch.inf, 0) for name, value in module.named_buffers()
     }
     return weights + spoilt(buffers)
 
@@ -181,8 +184,7 @@ def _origin(model: Reads, read: _Pass, ids: Sequence[int]) -> Origin | None:
             high, part = middle, found
     at = len(ids) - 1 if part == _HEAD else high - 1
     module = dict(_parts(model)).get(part)
-    held = [] if module is None else [*module.parameters(), *module.buffers()]
-    damaged = any(not _all_finite(value) for value in held)
+    damaged = module is not None and bool(_spoilt_in(module))
     return Origin(at, int(ids[at]), part, damaged)
 
 

@@ -237,10 +237,7 @@ class OnlineFeatures:
             if self.mode == "recompute":
                 found = self._read(batch)
                 padding = ~batch.padding.to(self.target.device)[:, :, None]
-                values = {
-                    name: value.to(self.dtype).masked_fill(padding, 0)
-                    for name, value in found.items()
-                }
+                values = {name: value.masked_fill(padding, 0) for name, value in found.items()}
             else:
                 self._fill(batch, places)
                 values = {name: self._serve(name, places, batch) for name in self._names}
@@ -325,7 +322,7 @@ class OnlineFeatures:
 
     def _keep(self, batch: Batch, places: Sequence[int]) -> None:
         for name, value in self._read(batch).items():
-            rows = taken_apart(value.to(device="cpu", dtype=self.dtype), batch)
+            rows = taken_apart(value.cpu(), batch)
             for row, place in zip(rows, places, strict=True):
                 self._stores[name][self._starts[place] : self._starts[place + 1]] = row
         # The mark comes last: another process that sees it finds all values written.
@@ -334,7 +331,28 @@ class OnlineFeatures:
     def _read(self, batch: Batch) -> dict[str | int, Tensor]:
         found = computed(self.target, batch, self.needs)
         self.rows_computed += len(batch.row_ids)
-        return found
+        return {name: self._narrowed(value, batch) for name, value in found.items()}
+
+    def _narrowed(self, value: Tensor, batch: Batch) -> Tensor:
+        """As it is kept. Raises: InputError naming the rows whose values are too large for that."""
+        kept = value.to(self.dtype)
+        # A wider dtype takes all, and a sum of many large values may overflow by itself.
+        if torch.finfo(self.dtype).max >= torch.finfo(value.dtype).max or bool(
+            torch.isfinite(kept.sum())
+        ):
+            return kept
+        padding = batch.padding.to(kept.device)[:, :, None]
+        bad = ~torch.isfinite(kept.masked_fill(~padding, 0)).all(-1)  # b s
+        if bool(bad.any()):
+            rows = ", ".join(map(str, batch.rows_with(bad.to(batch.input_ids.device))))
+            name = str(self.dtype).removeprefix("torch.")
+            wider = "bfloat16" if self.dtype == torch.float16 else "float32"
+            raise InputError(
+                f"features.keep_dtype={name} holds numbers up to "
+                f"{torch.finfo(self.dtype).max:,.6g}, features of rows {rows} are larger: give "
+                f"features.keep_dtype={wider}"
+            )
+        return kept
 
     def _serve(self, name: str | int, places: Sequence[int], batch: Batch) -> Tensor:
         store = self._stores[name]

@@ -38,6 +38,8 @@ ALIKE = 0.25
 """Distance within which something else is what is stored."""
 _QUANTILE = 0.9
 _LISTED = 4
+_EMBEDDED = "embedded"
+"""The tokens' embeddings, which some programs count as the first of the layers."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ def _needs(names: Mapping[str | int, object]) -> Needs:
 
 
 def _title(name: str | int) -> str:
+    if name == _EMBEDDED:
+        return "what the first layer reads"
     return "the last hidden state" if isinstance(name, str) else f"the output of layer {name}"
 
 
@@ -204,6 +208,9 @@ def _cause(
     layers = tuple(range(len(target.decoder_layers)))
     found = computed(target, batch, Needs(last_hidden=True, layers=layers))
     own = {other: value[row, :length].cpu().double() for other, value in found.items()}
+    with torch.inference_mode():
+        ids = batch.input_ids[row : row + 1, :length].to(target.embedding.weight.device)
+        own[_EMBEDDED] = target.embedding(ids)[0].cpu().double()
     distance = _distance(pair.values, pair.right)
     best, nearest = distance, None
     for cause, candidate in _candidates(name, pair.values, own, target):

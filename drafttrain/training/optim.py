@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """What the optimiser keeps of every weight."""
+LEAST_EPS = 1e-20
+"""Below it a gradient whose square is 0 in float32 would be divided by next to nothing."""
 SCHEDULES = ("cosine", "linear", "constant")
 
 
@@ -54,6 +56,11 @@ class AdamW:
             )
         number("optim.weight_decay", self.weight_decay)
         number("optim.eps", self.eps, above=0)
+        if self.eps < LEAST_EPS:
+            raise InputError(
+                f"optim.eps={self.eps}: needs at least {LEAST_EPS}, since float32 rounds the "
+                "squares of such gradients to 0; AdamW's own is 1e-8"
+            )
         number("optim.end_factor", self.end_factor)
         if self.end_factor > 1:
             raise InputError(f"optim.end_factor={self.end_factor}: needs a share of lr from 0 to 1")

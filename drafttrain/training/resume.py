@@ -195,17 +195,15 @@ def _check_best(found: Mapping[str, Any], path: Path, state: Mapping[str, Any]) 
 
 
 def _remembers(keeper: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
-    """Is it the best checkpoint that a run's state speaks of? By its weights; one that an earlier
-    version wrote has only its update and figure."""
+    """Is it the best checkpoint that a run's state speaks of? By its weights and its place in the
+    run; one that an earlier version wrote has only its place and figure."""
+    if keeper["best"] is None or found["progress"]["updates"] != keeper["best_update"]:
+        return False
     digest = keeper.get("best_digest")
     if digest is not None:
         return bool(digest == digest_of(found["weights"]))
     own, names = found["keeper"], ("best", "best_update")
-    return (
-        keeper["best"] is not None
-        and all(own[name] == keeper[name] for name in names)
-        and found["progress"]["updates"] == keeper["best_update"]
-    )
+    return all(own[name] == keeper[name] for name in names)
 
 
 def _forget_best(run: Run, why: str, say: Callable[[str], None]) -> None:

@@ -280,6 +280,15 @@ def test_where_no_text_shows_it_weights_are_looked_at() -> None:
 
 
 @pytest.mark.field("F71")
+def test_a_mask_in_a_layer_that_overflows_is_no_damage() -> None:
+    target = overflowing(load.tiny(dtype="float16"))
+    target.decoder_layers[1].register_buffer("mask", torch.tensor([0, -torch.inf]))
+    found = finite.trace(target, PROMPTS[1])
+    assert found == finite.Origin(1, BAD, "layer 1", damaged=False)
+    assert said("nn.half") in str(finite.fault(target, PROMPTS[1], "prompt 1"))
+
+
+@pytest.mark.field("F71")
 def test_a_drafter_is_given_advice_that_can_help() -> None:
     drafter = drafters.make(Medusa, load.tiny()).eval()
     wide, half = (

@@ -195,6 +195,24 @@ def test_features_that_are_not_finite_name_their_rows(
         source.features(data.batch([3, 4, 5]))
 
 
+@pytest.mark.field("F71")
+@pytest.mark.parametrize("budget", [3.0, 0.0])
+def test_features_that_what_keeps_them_cannot_hold_are_refused(
+    data: ConversationData, budget: float
+) -> None:
+    target = tiny()
+    with torch.no_grad():
+        target.base.norm.weight[3] = 1e6
+    batch = data.batch([3, 4])
+    common: dict[str, Any] = {"data": data, "budget_gb": budget}
+    source = OnlineFeatures(target, Needs(last_hidden=True), keep_dtype="float16", **common)
+    rows = f"{data.indices[3]}, {data.indices[4]}"
+    with pytest.raises(InputError, match=said("target.too_large_to_keep").format(rows=rows)):
+        source.features(batch)
+    kept = OnlineFeatures(target, Needs(last_hidden=True), **common).features(batch).last_hidden
+    assert kept is not None and bool(kept.isfinite().all())
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [

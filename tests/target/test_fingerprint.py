@@ -388,6 +388,8 @@ def test_a_set_names_the_mode_of_a_package() -> None:
         ({"tokenize": True}, "tokenize is decided here"),
         ({"tools": "x"}, "needs a list of objects"),
         (3, "target.template=3"),
+        ({"enable_thinking": "off"}, "a text, which a template takes for true: give target.temp"),
+        ({"enable_thinking": "False"}, "give target.template.enable_thinking=false, without quot"),
     ],
 )
 def test_arguments_that_the_template_does_not_take(given: object, words: str) -> None:
@@ -396,6 +398,14 @@ def test_arguments_that_the_template_does_not_take(given: object, words: str) ->
         give_arguments(tokenizer, given)
     with pytest.raises(InputError, match="no chat template that could take it"):
         give_arguments(None, {"enable_thinking": True})
+
+
+@pytest.mark.field("F81")
+def test_a_word_that_the_template_compares_with_is_taken() -> None:
+    tokenizer = tiny_tokenizer(CHATML + "{% if thinking == 'off' %}<think></think>{% endif %}")
+    give_arguments(tokenizer, {"thinking": "off"})
+    text = ChatPieces(tokenizer, ()).render([{"role": "user", "content": "a"}], prompt=True)
+    assert text.endswith("<think></think>")
 
 
 @pytest.mark.field("F81")

@@ -55,6 +55,12 @@ def another_layer(target: Target, batch: Batch, found: dict[str | int, Tensor]) 
     return {**found, 1: computed(target, batch, Needs(layers=(0,)))[0]}
 
 
+def embedded(target: Target, batch: Batch, found: dict[str | int, Tensor]) -> Found:
+    """Layers counted from the embeddings on."""
+    with torch.inference_mode():
+        return {**found, 1: target.embedding(batch.input_ids)}
+
+
 def normed_twice(target: Target, batch: Batch, found: dict[str | int, Tensor]) -> Found:
     with torch.inference_mode():
         return {**found, LAST: target.base.norm(found[LAST])}
@@ -86,6 +92,7 @@ def noisy_position_before(target: Target, batch: Batch, found: dict[str | int, T
 WRONG: dict[str, tuple[Change, str]] = {
     "before the norm": (before_the_norm, "the last hidden state .*before the norm"),
     "another layer": (another_layer, "the output of layer 1 .*it is the output of layer 0"),
+    "embeddings": (embedded, "the output of layer 1 .*it is what the first layer reads"),
     "norm twice": (normed_twice, "the last hidden state .*after the final norm a second time"),
     "next position": (shifted(-1), "it is that of the next position"),
     "position before": (shifted(1), "it is that of the position before"),

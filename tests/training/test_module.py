@@ -61,6 +61,15 @@ def close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         )
 
 
+@pytest.mark.field("F72")
+def test_what_moments_are_divided_by_is_above_what_float32_rounds_to_nothing() -> None:
+    """With a gradient of 0, 0 would be divided by 0."""
+    for eps in (1e-50, 1e-30):
+        with pytest.raises(InputError, match=f"optim.eps={eps}: needs at least 1e-20"):
+            AdamW(**{**OPTIM, "eps": eps})
+    AdamW(**{**OPTIM, "eps": 1e-20})
+
+
 @pytest.mark.field("F33")
 def test_accumulation_and_padding_do_not_change_the_gradient(
     target: Target, data: ConversationData

@@ -115,6 +115,10 @@ def test_a_best_that_is_not_the_run_s_own_is_refused_at_once(
         shutil.copy(intact, best)
         change(best, lambda state: state["weights"].update(first_of(state["weights"])))
 
+    def elsewhere() -> None:
+        shutil.copy(intact, best)
+        change(best, lambda state: state["progress"].update(updates=3, position=3))
+
     def folder() -> None:
         best.unlink()
         best.mkdir()
@@ -124,6 +128,7 @@ def test_a_best_that_is_not_the_run_s_own_is_refused_at_once(
         (foreign, said("training.another_s_best")),
         (numbered, said("training.no_best")),
         (altered, said("training.no_best")),
+        (elsewhere, said("training.no_best")),
         (folder, said("training.unreadable")),
     ):
         what()
