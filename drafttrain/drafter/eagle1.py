@@ -38,7 +38,7 @@ from drafttrain.nn.cache import KVCache
 from drafttrain.nn.chunks import Judged
 from drafttrain.nn.isolation import mask_of
 from drafttrain.nn.layers import call, keys_and_values, layer_config, new_layers, new_rotary
-from drafttrain.nn.mixture import Term, Terms, against, mixed_rows, teacher_goal
+from drafttrain.nn.mixture import Term, Terms, against, is_best, mixed_rows, teacher_goal
 from drafttrain.nn.plain import why_plain
 from drafttrain.nn.unrolled import MOST_STEPS, AtOnce, Unrolled, at_labels, unroll
 from drafttrain.target.model import Target
@@ -315,15 +315,15 @@ class Eagle1(BorrowsHead, Autoregressive):
                 found.append(one)
             total = each.total()
             sums = torch.stack([one.sums[0] for one in found]).sum(0)
-            choices = torch.cat([one.noted for one in found], 1)
+            hits = torch.cat([one.noted for one in found], 1)
         else:
             all_steps = self._judged(torch.stack(list(steps), 1), labels.valid, labels, teacher)
-            total, sums, choices = all_steps.total, all_steps.sums.sum(0), all_steps.noted
+            total, sums, hits = all_steps.total, all_steps.sums.sum(0), all_steps.noted
         count = labels.valid.sum().float()
         names = (name for name in self.loss_parts if not name.startswith("accuracy"))
         parts = {name: (value, count) for name, value in zip(names, sums.unbind(), strict=True)}
         if self._terms:
-            parts |= accuracies(self, choices, labels)
+            parts |= accuracies(hits, labels)
         return Loss(total.float(), labels.valid[:, 0].sum().float(), parts)
 
     def _judged(self, read: Tensor, valid: Tensor, labels: Labels, teacher: Tensor) -> Judged:
@@ -332,7 +332,7 @@ class Eagle1(BorrowsHead, Autoregressive):
         Args:
             read: (t k d) of these steps; valid: (t k); teacher: (t d) the target's own features.
         """
-        made = Judged(read.sum() * 0.0, read.new_zeros(read.shape[1], 0), valid.long() - 1)
+        made = Judged(read.sum() * 0.0, read.new_zeros(read.shape[1], 0), valid.long())
         if self._terms:
             made = mixed_rows(
                 read,
@@ -340,6 +340,7 @@ class Eagle1(BorrowsHead, Autoregressive):
                 self.head,
                 self._terms,
                 goal=teacher_goal(teacher, self.head),
+                note=is_best,
                 weights=valid.float(),
                 valid=valid,
                 chunk=self.config.chunk,

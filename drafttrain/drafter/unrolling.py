@@ -44,14 +44,12 @@ def accuracy_names(steps: int) -> tuple[str, ...]:
     return ("accuracy", *(f"accuracy_{step}" for step in range(2, steps + 1)))
 
 
-def accuracies(
-    drafter: DraftVocabulary, choices: Tensor, labels: Labels
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """How often each step's choice, (t k) places in the draft vocabulary, is the label. Labels
+def accuracies(hits: Tensor, labels: Labels) -> dict[str, tuple[Tensor, Tensor]]:
+    """How often each step finds the label most likely, by notes of `is_best`, (t k). Labels
     outside the draft vocabulary cannot be chosen, so they count as misses."""
-    hits = (drafter.to_target_ids(choices) == labels.ids[:, None]) & labels.valid
-    pairs = zip(hits.sum(0).float().unbind(), labels.valid.sum(0).float().unbind(), strict=True)
-    return dict(zip(accuracy_names(choices.shape[1]), pairs, strict=True))
+    right, of = (hits * labels.valid).sum(0).float(), labels.valid.sum(0).float()
+    pairs = zip(right.unbind(), of.unbind(), strict=True)
+    return dict(zip(accuracy_names(hits.shape[1]), pairs, strict=True))
 
 
 def guesses_of(

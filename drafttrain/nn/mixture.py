@@ -20,8 +20,23 @@ from drafttrain.nn.chunks import Judged, in_chunks
 TEXT = "cross_entropy"
 """The loss against the text's own tokens; all others are against the target's distribution."""
 KNOWN = (TEXT, *losses.DIVERGENCES)
-Term = Callable[[Tensor, Tensor | None, Tensor], Tensor]
-"""(c w) draft logits, (c w) the target's, (c) labels, -1 for none -> (c) loss of each position."""
+
+
+class Aim:
+    """The target's logits of some positions, (c w) float32."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+    @functools.cached_property
+    def probs(self) -> Tensor:
+        return self.logits.softmax(-1)
+
+
+Term = Callable[[Tensor, Aim | None, Tensor], Tensor]
+"""(c w) draft logits, the target's, (c) labels, -1 for none -> (c) loss of each position."""
+Note = Callable[[Tensor, Tensor], Tensor]
+"""(c w) draft logits, (c) labels -> (c) int64 what is to be kept of each position."""
 Terms = Mapping[str, tuple[float, Term]]
 """Losses by name, with their weights."""
 
@@ -84,7 +99,7 @@ class Mixture:
         }
 
 
-def by_text(logits: Tensor, _goal: Tensor | None, labels: Tensor) -> Tensor:
+def by_text(logits: Tensor, _aim: Aim | None, labels: Tensor) -> Tensor:
     """The term of cross-entropy on the text; 0 where the label is outside the vocabulary."""
     return losses.cross_entropy(logits, labels.clamp_min(0)) * (labels >= 0)
 
@@ -92,9 +107,11 @@ def by_text(logits: Tensor, _goal: Tensor | None, labels: Tensor) -> Tensor:
 def against(divergence: losses.Divergence) -> Term:
     """The term of a divergence from the target's distribution."""
 
-    def term(logits: Tensor, goal: Tensor | None, _labels: Tensor) -> Tensor:
-        assert goal is not None
-        return divergence(logits, goal)
+    def term(logits: Tensor, aim: Aim | None, _labels: Tensor) -> Tensor:
+        assert aim is not None
+        if divergence is losses.soft_cross_entropy:
+            return losses.distilled(logits, aim.probs)
+        return divergence(logits, aim.logits)
 
     return term
 
@@ -164,7 +181,8 @@ def mixed_rows(
     head: Callable[[Tensor], Tensor],
     terms: Terms,
     *,
-    goal: Callable[[slice], Tensor | None],
+    goal: Callable[[slice], Aim | None],
+    note: Note | None = None,
     weights: Tensor | None = None,
     valid: Tensor | None = None,
     trained: Sequence[Tensor] = (),
@@ -177,37 +195,46 @@ def mixed_rows(
         hidden: (t k d) with grad, what the draft's head reads.
         labels: (t) int64 places of the text's tokens in the draft vocabulary, -1 for none.
         head: (c d) -> (c w) draft logits.
-        goal: positions -> (c w) the target's logits there, None where no loss reads them.
+        goal: positions -> the target's logits there, None where no loss reads them.
+        note: what is kept of the draft's logits; None is their argmax.
         weights: (t k) float32 of the rows in the total; None is all alike.
         valid: (t k) bool, the rows that count in the sums; None is all.
         trained, chunk: as of `mixed`.
-    Returns: the weighted total; (k m) the sum of each loss, without any weights; (t k) int64 argmax
-        of the draft's logits.
+    Returns: the weighted total; (k m) the sum of each loss, without any weights; (t k) int64 notes.
     """
 
     def judge(
-        number: int, part: slice, read: Tensor, aim: Tensor | None
+        number: int, part: slice, read: Tensor, aim: Aim | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         logits = head(read).float()
         each = torch.stack([loss(logits, aim, labels[part]) for _, loss in terms.values()])  # m c
         sums = (each if valid is None else each * valid[part, number]).sum(-1)
         counted = sums if weights is None else (each * weights[part, number]).sum(-1)
         by_loss = sums.new_tensor([weight for weight, _ in terms.values()])
-        return (by_loss * counted).sum(), sums, logits.detach().argmax(-1)
+        seen = logits.detach()
+        noted = seen.argmax(-1) if note is None else note(seen, labels[part])
+        return (by_loss * counted).sum(), sums, noted
 
     return in_chunks(hidden, goal, judge, parts=len(terms), chunk=chunk, trained=trained)
 
 
+def is_best(logits: Tensor, labels: Tensor) -> Tensor:
+    """The note 1 where no token is more likely than the label, 0 where one is or the label is
+    outside the vocabulary. Less work than an argmax."""
+    own = logits.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
+    return ((own >= logits.amax(-1)) & (labels >= 0)).long()
+
+
 def teacher_goal(
     teacher: Tensor | None, head: Callable[[Tensor], Tensor] | None
-) -> Callable[[slice], Tensor]:
+) -> Callable[[slice], Aim]:
     """The goal of losses against the target's distribution.
 
     Args:
         teacher: (t d) what the target's head reads for each label; head: (c d) -> (c w).
     """
     assert teacher is not None and head is not None
-    return lambda part: head(teacher[part]).float()
+    return lambda part: Aim(head(teacher[part]).float())
 
 
 def no_goal(_part: slice) -> None:
