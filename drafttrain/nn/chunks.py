@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Goal = Callable[[slice], Tensor | None]
+Goal = Callable[[slice], Any]
 """positions -> what they are judged by, such as the target's logits there; made once for all heads,
 without gradients."""
 Judge = Callable[[int, slice, Tensor, Any], tuple[Tensor, Tensor, Tensor]]

@@ -46,6 +46,33 @@ def soft_cross_entropy(draft: Tensor, target: Tensor) -> Tensor:
     return loss
 
 
+class _Distilled(torch.autograd.Function):
+    """Keeps one table, that of its gradient q - p. It is used up by the way back: a second one is
+    refused by torch."""
+
+    @staticmethod
+    def forward(ctx: Any, draft: Tensor, p: Tensor) -> Tensor:  # type: ignore[override]
+        table = torch.mul(p, draft)
+        by_p = table.sum(-1)
+        torch.softmax(draft, -1, out=table)
+        log_z = draft.amax(-1) - table.amax(-1).log()  # The largest q is exp(largest logit - log_z)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(table.sub_(p))
+        return log_z - by_p
+
+    @staticmethod
+    def backward(ctx: Any, by_loss: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (slope,) = ctx.saved_tensors
+        return slope.mul_(by_loss[..., None]), None
+
+
+def distilled(draft: Tensor, p: Tensor) -> Tensor:
+    """`soft_cross_entropy` against (t w) probabilities, for several drafts of the same p: few
+    passes over memory."""
+    loss: Tensor = _Distilled.apply(draft, p)
+    return loss
+
+
 def forward_kl(draft: Tensor, target: Tensor) -> Tensor:
     """KL(p || q) = sum p log(p / q)."""
     log_p = target.log_softmax(-1)
@@ -85,6 +112,13 @@ def acceptance_log(draft: Tensor, target: Tensor) -> Tensor:
     """-log sum min(p, q): total variation's gradient divided by the acceptance (LK losses,
     arXiv:2602.23881)."""
     return -torch.minimum(target.softmax(-1), draft.softmax(-1)).sum(-1).clamp_min(1e-6).log()
+
+
+def top_cross_entropy(draft: Tensor, target: Tensor, k: int) -> Tensor:
+    """-sum p log q over the k most likely tokens of p, whose mass is not made 1. HASS (Zhang et
+    al. 2024, arXiv:2408.15766), section 3.1."""
+    p, ids = target.softmax(-1).topk(min(k, target.shape[-1]), -1)
+    return -(p * draft.log_softmax(-1).gather(-1, ids)).sum(-1)
 
 
 DIVERGENCES: dict[str, Divergence] = {
