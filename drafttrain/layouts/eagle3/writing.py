@@ -39,6 +39,8 @@ class Head:
     """Of FLAGS."""
     query_norms: bool
     """Are there norms of queries and keys?"""
+    own_rope: bool
+    """Was it trained with another RoPE than the target's?"""
 
 
 def write(source: Source[Reads]) -> Exported:
@@ -76,6 +78,7 @@ def head_of(drafter: Eagle3, source: Source[Reads]) -> Head:
         taps=drafter.taps,
         flags={name: bool(getattr(given, name)) for name in FLAGS},
         query_norms=given.qk_norm,
+        own_rope=given.rotary is not None,
     )
 
 
@@ -106,7 +109,7 @@ def exported(source: Source[Reads], head: Head) -> Exported:
     tensors = _named(head, first)
     if ids is not None:
         tensors |= vocabulary.maps_of(ids, target.vocab_size)
-    architecture = reads.query_norms if head.query_norms else [*reads.architectures, ARCHITECTURE][0]
+    architecture = reads.query_norms if head.query_norms else (*reads.architectures, ARCHITECTURE)[0]
     word = str(source.dtype).removeprefix("torch.")
     config |= {"architectures": [architecture], "dtype": word, "torch_dtype": word}
     if reads.nests_block:
@@ -117,6 +120,7 @@ def exported(source: Source[Reads], head: Head) -> Exported:
         tensors=stored(tensors, source.dtype),
         command=source.command(),
         notes=_notes(source),
+        meant=("rope-differs-from-target",) if head.own_rope else (),
     )
 
 
