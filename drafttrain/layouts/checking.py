@@ -42,9 +42,9 @@ def engine_of(head: Directory, layout: Layout[Any], name: str | None) -> Engine:
     if found is not None and found in loading:
         return found
     if name is not None:
+        eyes = [engine.name for engine in loading if engine.reader is engine]
         raise InputError(
-            f"to={name}: {head.path} is loaded by {' and '.join(engines.names(loading))}, not by "
-            f"{name}"
+            f"to={name}: {head.path} is loaded by {' and '.join(eyes)}, not by {name}"
         )
     return next(iter(loading))
 

@@ -57,7 +57,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reduced": {"draft_ids": IDS},
     "borrowed": {"draft_ids": IDS, "own_head": False},
     "3.1, five": {"taps": FIVE, **NEW},
-    "one": {"taps": [7], "own_head": False},
+    "one": {"taps": [3], "own_head": False},
+    "the last": {"taps": [1, 7]},
     "two layers": {"layers": 2, "norm_output": True},
     "sizes": {"heads": 2, "mlp": 48},
     "norms of all": {"norm_before_fc": True, "norm_before_residual": True},
@@ -67,7 +68,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 REFUSED: dict[tuple[str, str], str] = {
     ("3.1, five", "eagle"): "fc_norm, which EAGLE's code does not read.*to=vllm or to=sglang",
     ("one", "sglang"): "one layer of the target, and SGLang then passes over fc.*to=vllm",
-    ("one", "eagle"): r"reads the layers \[7\] of the target, .* always \[1, 3, 4\]",
+    ("the last", "sglang"): "reads layer 7 of the target, the last one.*to=vllm or to=specul",
+    ("the last", "eagle"): r"reads the layers \[1, 7\] of the target",
+    ("one", "eagle"): r"reads the layers \[3\] of the target, .* always \[1, 3, 4\]",
     ("two layers", "eagle"): "norm_output, which EAGLE's code does not read",
     ("norms of all", "sglang"): "norm_before_residual, which SGLang does not read.*to=vllm",
     ("norms of all", "eagle"): "norm_before_residual",
@@ -186,7 +189,8 @@ def test_the_library_speculators(tiny: Target, tmp_path: Path) -> None:
     )
     block = saved[nested.BLOCK]
     assert "model_type" not in saved and block["model_type"] == "qwen3"
-    assert saved[eagle3.KEY] == [1, 3, 4, 6, 7] and saved["num_aux_hidden_states"] == 5
+    # vLLM's adapter reads the number of states only there.
+    assert saved[eagle3.KEY] == [1, 3, 4, 6, 7] and block["num_aux_hidden_states"] == 5
     assert saved["norm_before_residual"] is False and saved["norm_before_fc"] is False
     assert "architectures" not in block and block["rope_theta"] == 10000.0
     inner = saved["speculators_config"]
@@ -335,9 +339,8 @@ def renamed(old: str, new: str) -> Edit:
 
 
 def layers(top: Any, nested: Any, count: Any = DROP) -> Edit:
-    return config(
-        **{eagle3.KEY: top, f"eagle_config__{eagle3.KEY}": nested, "num_aux_hidden_states": count}
-    )
+    places = {eagle3.KEY: top, f"eagle_config__{eagle3.KEY}": nested}
+    return config(**places, num_aux_hidden_states=count)
 
 
 FAULTS: dict[str, tuple[str, Edit, str, bool]] = {
@@ -365,11 +368,21 @@ FAULTS: dict[str, tuple[str, Edit, str, bool]] = {
         "vllm", config(eagle_config__use_aux_hidden_state=False), "tensor-unknown", True,
     ),
     "one state in SGLang": (
-        "sglang", both(put("fc.weight", 64, 64), layers([8], [7], 1)), "fc-not-run", True,
+        "sglang", both(put("fc.weight", 64, 64), layers([4], [3], 1)), "fc-not-run", True,
     ),
+    "the last state in SGLang": ("sglang", layers([2, 4, 8], [1, 3, 7], 3), "layers-not-read",
+        True),
+    "a number of states in SGLang": ("sglang", layers([2, 4, 5], [1, 3, 4], 4), "states-count",
+        True),
     "a layer twice": ("vllm", layers([2, 2, 5], [1, 1, 4], 3), "layers-not-ascending", True),
     "five states unnamed": (
         "vllm", both(put("fc.weight", 64, 320), layers(DROP, DROP, 5)), "layers-missing", True,
+    ),
+    "biases that are promised": ("vllm", config(attention_bias=True), "tensor-missing", True),
+    "biases of an MLP": ("vllm", config(mlp_bias=True), "tensor-missing", True),
+    "five states, numbered outside": (
+        "speculators",
+        both(put("fc.weight", 64, 320), layers([1, 3, 4, 6, 7], DROP, 5)), "states-count", True,
     ),
     "half of a map": ("vllm", drop("t2d"), "t2d-missing", False),
     "the other half": ("vllm", drop("d2t"), "d2t-missing", True),
@@ -398,9 +411,10 @@ def copied(good: Path, engine: str, tmp_path: Path) -> Path:
 def test_faults_by_name(fault: str, good: Path, tmp_path: Path) -> None:
     engine, edit, name, fatal = FAULTS[fault]
     path = copied(good, engine, tmp_path)
-    assert names(path, engine, good / "target") == {}
+    eyes = None if engine == "speculators" else engine
+    assert names(path, eyes, good / "target") == {}
     edit(path)
-    found = names(path, engine, good / "target")
+    found = names(path, eyes, good / "target")
     assert found.get(name) is fatal, found
 
 
@@ -506,7 +520,7 @@ EARLY: dict[str, tuple[Edit, str]] = {
     ),
     "a layer too few": (layers([2, 4], [1, 3], 3), "layers-count"),
     "a layer twice": (layers([2, 2, 4], [1, 1, 3], 3), "layers-not-ascending"),
-    "another number of states": (layers([1, 2, 4, 5], [0, 1, 3, 4], 4), "states-count"),
+    "another number of states": (layers([1, 2, 4, 5], [0, 1, 3, 4], 4), "layers-count"),
     "two numberings that differ": (layers([2, 4, 5], [2, 4, 5], 3), "layers-conventions-disagree"),
     "a layer below all": (layers([-1, 4, 5], [-2, 3, 4], 3), "layers-out-of-range"),
     "layers in words": (layers("all", DROP, 3), "layers-value"),

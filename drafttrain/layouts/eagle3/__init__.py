@@ -25,7 +25,7 @@ own head reads. Rows turn by RoPE at their own position here, and one higher in 
 differences of positions matter.
 
 Read from: vLLM 0.32 model_executor/models/{llama,qwen3}_eagle3.py and v1/spec_decode, SGLang 0.5.23
-srt/models/llama_eagle3.py and model_runner_components/spec_aux_hidden_state.py, SafeAILab/EAGLE
+srt/models/{llama,llama_eagle3}.py and model_runner_components/spec_aux_hidden_state.py, SafeAILab/EAGLE
 eagle/model/{cnets,ea_model,modeling_llama_kv}.py, speculators 0.9 models/eagle3.
 """
 

@@ -183,13 +183,18 @@ def _shapes(
 ) -> tuple[Shapes, Shapes]:
     config, d = inspection.config, (sizes.width,)
     qwen = "Qwen3" in str(config.get("architectures"))
+    biases = {
+        "qkv_bias": inspection.reads.attention_bias and bool(config.get("attention_bias")),
+        "mlp_bias": inspection.reads.mlp_bias and bool(config.get("mlp_bias")) and not qwen,
+    }
+    biases["o_bias"] = biases["qkv_bias"] and not qwen
     expected: Shapes = {"norm.weight": d}
     optional: Shapes = {}
     if states:
         expected["fc.weight"] = (sizes.width, states * width)
     for layer in range(layers):
         prefix = f"layers.{layer}."
-        expected |= block_shapes(prefix, sizes, reads=2 * sizes.width if not layer else None)
+        expected |= block_shapes(prefix, sizes, reads=None if layer else 2 * sizes.width, **biases)
         expected[f"{prefix}post_attention_layernorm.weight"] = d
         both = ("input_layernorm", "hidden_norm")
         needed = both if not layer else (inspection.reads.later_norm,)

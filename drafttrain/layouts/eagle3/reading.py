@@ -45,6 +45,7 @@ _OF_SERVING = (
     "positions-short",
     "rope-differs-from-target",
     "rope-old-spelling-missing",
+    "states-count",
     "tied-embeddings",
     "verifier-path",
 )
@@ -168,6 +169,8 @@ def _refuse_another(head: Directory, said: dict[str, Any], drafter: Eagle3) -> N
     facts = {
         "rms_norm_eps": config.rms_norm_eps,
         "hidden_act": config.hidden_act,
+        "attention_bias": False,
+        "mlp_bias": False,
         "head_dim": config.head_dim,
         "num_hidden_layers": own.layers,
         "intermediate_size": config.intermediate_size,
@@ -197,7 +200,8 @@ def _said(head: Directory, target: Target) -> dict[str, Any]:
     sizes = sizes_of(config, inspection)
     refuse(inspection.findings, str(head.path))
     assert sizes is not None
-    given = {key: config[key] for key in ("rms_norm_eps", "hidden_act") if config.get(key)}
+    keys = ("rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias")
+    given = {key: config[key] for key in keys if config.get(key)}
     return {
         **given,
         "head_dim": sizes.head_dim,

@@ -92,6 +92,7 @@ def exported(source: Source[Reads], head: Head) -> Exported:
     _refuse(source, head)
     ids = _kept(source)
     config = block_config(target, head.block) | {
+        "model_type": "qwen3" if head.query_norms else "llama",
         "num_hidden_layers": head.layers,
         "draft_vocab_size": len(head.projection),
         "attention_bias": False,
@@ -114,7 +115,7 @@ def exported(source: Source[Reads], head: Head) -> Exported:
     config |= {"architectures": [architecture], "dtype": word, "torch_dtype": word}
     if reads.nests_block:
         tensors["embed_tokens.weight"] = target.embedding.weight
-        config = nested(config, source, qwen=head.query_norms)
+        config = nested(config, source)
     return Exported(
         config=config,
         tensors=stored(tensors, source.dtype),
@@ -165,6 +166,12 @@ def _refuse(source: Source[Reads], head: Head) -> None:
             f"this drafter reads the layers {list(head.taps)} of the target, {engine.title} always "
             f"{[i - 1 for i in guessed(count)]}",
             source.others(lambda other: not other.guessed_layers),
+        )
+    if not reads.last_state and count in ids:
+        refuse(
+            f"this drafter reads layer {count - 1} of the target, the last one, which "
+            f"{engine.title} does not capture",
+            source.others(lambda other: other.last_state and not other.guessed_layers),
         )
     if reads.skips_square_fc and len(head.taps) == 1:
         refuse(
