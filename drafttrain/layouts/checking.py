@@ -43,9 +43,7 @@ def engine_of(head: Directory, layout: Layout[Any], name: str | None) -> Engine:
         return found
     if name is not None:
         eyes = [engine.name for engine in loading if engine.reader is engine]
-        raise InputError(
-            f"to={name}: {head.path} is loaded by {' and '.join(eyes)}, not by {name}"
-        )
+        raise InputError(f"to={name}: {head.path} is loaded by {' and '.join(eyes)}, not by {name}")
     return next(iter(loading))
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafttrain.data.datamodule import ConversationData, collate
+from drafttrain.data.datamodule import collate
 from drafttrain.data.joining import join
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
@@ -333,7 +333,7 @@ def test_the_taps_of_targets_of_any_depth() -> None:
     assert default_taps(30) == (1, 14, 26) and default_taps(36) == (1, 17, 32)
     for layers in range(1, 40):
         taps = default_taps(layers)
-        assert list(taps) == sorted(set(taps)) and 0 <= taps[0] and taps[-1] < layers
+        assert list(taps) == sorted(set(taps)) and taps[0] >= 0 and taps[-1] < layers
         assert len(taps) == (3 if layers > 3 else max(1, layers - 1))
 
 

@@ -22,19 +22,17 @@ from tests.drafter import make as drafters
 from tests.packaging.made import packed
 
 EAGLE3: dict[str, dict[str, Any]] = {
-    "Eagle3, three, reduced": {},
-    "Eagle3, three, whole": {"own_head": False, "draft_ids": None},
-    "Eagle3, five, reduced": {"taps": [1, 7, 14, 20, 26], "fc_norm": True, "norm_output": True},
-    "Eagle3, five, whole": {
-        "taps": [1, 7, 14, 20, 26], "fc_norm": True, "norm_output": True, "own_head": False,
-        "draft_ids": None,
+    "Eagle3 of three, reduced": {},
+    "Eagle3 of three, whole": {
+        "own_head": False, "draft_ids": None, "layers": 2, "rotary": {"rope_theta": 10000.0},
     },
-    "Eagle3, Qwen3's norms": {
-        "qk_norm": True, "norm_before_fc": True, "norm_before_residual": True, "own_head": False,
+    "Eagle3 of five, reduced": {"taps": [1, 7, 14, 20, 29], "fc_norm": True, "norm_output": True},
+    "Eagle3 of five, whole": {
+        "own_head": False, "draft_ids": None, "taps": [0, 7, 14, 20, 26], "qk_norm": True,
+        "norm_before_fc": True, "norm_before_residual": True,
     },
-    "Eagle3, two layers": {"layers": 2, "own_head": False, "rotary": {"rope_theta": 10000.0}},
 }  # fmt: skip
-"""What engines compute in different ways, in every value."""
+"""Layers read and vocabularies, and all that engines compute by a setting."""
 KINDS = ("Eagle1", "Medusa", "Ssm", *EAGLE3)
 LEARNED = 4
 """Answers of a job's that are learned; the others are new to the drafter."""

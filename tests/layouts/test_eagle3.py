@@ -78,6 +78,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("qwen", "eagle"): "queries and keys have norms",
 }
 
+
 def made(target: Target, **settings: Any) -> Eagle3:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
@@ -158,7 +159,7 @@ def test_the_draft_vocabulary(engine: str, own: bool, tiny: Target, tmp_path: Pa
     rows = drafter.lm_head.weight if drafter.lm_head is not None else tiny.output.weight[IDS]
     assert torch.equal(held["lm_head.weight"], rows)
     if own:
-        with pytest.raises(InputError, match="^vocabulary=whole: .* 100 rows"):
+        with pytest.raises(InputError, match=r"^vocabulary=whole: .* 100 rows"):
             export_package(
                 tmp_path / "package", tiny, engine, tmp_path / "whole", vocabulary="whole"
             )
@@ -325,7 +326,7 @@ def test_a_head_of_the_target_that_has_a_bias(tmp_path: Path) -> None:
     model: Any = load.tiny().model
     model.lm_head = torch.nn.Linear(64, 320)
     target = Target(model, None, "biased")
-    with pytest.raises(InputError, match="^to=vllm: the head of target biased has a bias"):
+    with pytest.raises(InputError, match=r"^to=vllm: the head of target biased has a bias"):
         exported(tmp_path, target, made(target, taps=[0, 1]), "vllm")
 
 
@@ -435,9 +436,7 @@ def test_a_head_that_captures_no_states(good: Path, tmp_path: Path) -> None:
 
 def cast(dtype: torch.dtype) -> Edit:
     return tensors(
-        lambda held: held.update(
-            {n: t.to(dtype) for n, t in held.items() if t.is_floating_point()}
-        )
+        lambda held: held.update({n: t.to(dtype) for n, t in held.items() if t.is_floating_point()})
     )
 
 
@@ -466,9 +465,7 @@ def test_released_heads(kind: str, good: Path, tmp_path: Path, tiny: Target) -> 
     assert same(found, read_back(good / engine, tiny)) and found.taps == (1, 3, 4)
 
 
-def test_half_precision_and_the_embedding_with_it(
-    good: Path, tmp_path: Path, tiny: Target
-) -> None:
+def test_half_precision_and_the_embedding_with_it(good: Path, tmp_path: Path, tiny: Target) -> None:
     path = copied(good, "eagle", tmp_path)
     embedding = tiny.embedding.weight.detach().clone()
     tensors(lambda held: held.update({"embed_tokens.weight": embedding}))(path)
@@ -583,9 +580,7 @@ NESTED: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", NESTED)
-def test_directories_of_speculators_that_are_refused(
-    kind: str, good: Path, tmp_path: Path
-) -> None:
+def test_directories_of_speculators_that_are_refused(kind: str, good: Path, tmp_path: Path) -> None:
     edit, message = NESTED[kind]
     path = copied(good, "speculators", tmp_path)
     assert pairs.reader_of(open_directory(path, "head"))[0] is Eagle3

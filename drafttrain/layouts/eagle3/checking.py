@@ -224,6 +224,5 @@ def _as_named(shapes: Shapes, held: Mapping[str, object]) -> Shapes:
     """The first layer is called midlayer in some files."""
     called = any(name.startswith(NAMED) for name in held)
     return {
-        name.replace(FIRST, NAMED, 1) if called else name: shape
-        for name, shape in shapes.items()
+        name.replace(FIRST, NAMED, 1) if called else name: shape for name, shape in shapes.items()
     }

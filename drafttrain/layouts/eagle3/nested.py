@@ -35,10 +35,7 @@ def nested(config: Mapping[str, Any], source: Source[Any]) -> dict[str, Any]:
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    verifier = {
-        "name_or_path": public(target.name),
-        "architectures": [type(target.model).__name__],
-    }
+    verifier = {"name_or_path": public(target.name), "architectures": [type(target.model).__name__]}
     return {
         "architectures": config["architectures"],
         SPECULATORS_TYPE: "eagle3",

@@ -15,7 +15,7 @@ from drafttrain.errors import InputError
 from drafttrain.layouts import engines, vocabulary
 from drafttrain.layouts.block import sizes_of
 from drafttrain.layouts.directory import FLOATS, Directory
-from drafttrain.layouts.eagle3 import captured, nested
+from drafttrain.layouts.eagle3 import nested
 from drafttrain.layouts.eagle3.checking import check
 from drafttrain.layouts.eagle3.facts import (
     FIRST,
@@ -139,7 +139,9 @@ def _judged(head: Directory, target: Target | None) -> None:
         )
     found = [finding for finding in inspection.findings if finding.name not in _OF_SERVING]
     # Half of a map cannot be compared with the other half.
-    refuse((dataclasses.replace(f, fatal=f.fatal or f.name in _STRICT) for f in found), str(head.path))
+    refuse(
+        (dataclasses.replace(f, fatal=f.fatal or f.name in _STRICT) for f in found), str(head.path)
+    )
     if target is not None:
         for finding in found:
             log.warning("%s: [%s] %s", head.path, finding.name, finding.said)

@@ -110,7 +110,9 @@ def exported(source: Source[Reads], head: Head) -> Exported:
     tensors = _named(head, first)
     if ids is not None:
         tensors |= vocabulary.maps_of(ids, target.vocab_size)
-    architecture = reads.query_norms if head.query_norms else (*reads.architectures, ARCHITECTURE)[0]
+    architecture = (
+        reads.query_norms if head.query_norms else (*reads.architectures, ARCHITECTURE)[0]
+    )
     word = str(source.dtype).removeprefix("torch.")
     config |= {"architectures": [architecture], "dtype": word, "torch_dtype": word}
     if reads.nests_block:
@@ -143,12 +145,11 @@ def _refuse(source: Source[Reads], head: Head) -> None:
     def refuse(what: str, others: str) -> None:
         raise InputError(f"to={engine}: {what}; give {others}")
 
-    for name in reads.passed_over:
-        if head.flags.get(name):
-            refuse(
-                f"this drafter has {name}, which {engine.title} does not read",
-                source.others(lambda other: name not in other.passed_over),
-            )
+    if lost := [name for name in reads.passed_over if head.flags.get(name)]:
+        refuse(
+            f"this drafter has {', '.join(lost)}, which {engine.title} does not read",
+            source.others(lambda other: not {*lost} & {*other.passed_over}),
+        )
     if head.query_norms and not reads.query_norms:
         refuse(
             f"this drafter's queries and keys have norms, which {engine.title}'s EAGLE-3 does not",
