@@ -337,13 +337,13 @@ class Eagle3(BorrowsHead, Autoregressive):
     @torch.no_grad()
     def guesses(self, batch: Batch, features: Features) -> Tensor:
         """Depth k is step k - 1, which has read its own output since the prefix ended."""
-        read, where, valid, _ = self._aligned(batch, features)
+        read, (row, place), valid, _ = self._aligned(batch, features)
         found = torch.full(
             (*batch.input_ids.shape, read.shape[1]), -1, dtype=torch.int64, device=read.device
         )
         for step in range(read.shape[1]):
             ids = best_ids(self, read[:, step], self.logits, self.config.chunk)
-            found[(*where, step)] = torch.where(valid[:, step], ids, -1)  # type: ignore[index]
+            found[row, place, step] = torch.where(valid[:, step], ids, -1)
         return found
 
     # Decoding -------------------------------------------------------------------------------------
