@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafttrain.data.datamodule import collate
+from drafttrain.data.datamodule import ConversationData, collate
 from drafttrain.data.joining import join
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
