@@ -29,7 +29,7 @@ from drafttrain.checks import integer, number, shown, switch
 from drafttrain.drafter.base import Committed
 from drafttrain.drafter.borrowing import SLACK, BorrowsHead, best_ids
 from drafttrain.drafter.growing import Autoregressive, AutoregressiveState
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, first_line
 from drafttrain.flow import Batch, Features, Loss, Needs
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.isolation import mask_of
@@ -127,6 +127,17 @@ def _check_rotary(given: object) -> None:
     number("rotary.rope_theta", given.get("rope_theta"), above=0)
 
 
+def _turning(config: Any) -> nn.Module:
+    """Its rotary embeddings. Raises: InputError for settings that are none."""
+    try:
+        return plain_rotary(config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"rotary={shown(dict(config.rope_parameters))}: transformers makes no RoPE of it "
+            f"({first_line(error)})"
+        ) from error
+
+
 def default_taps(layers: int) -> tuple[int, ...]:
     """The public code's for a target of that many layers: 1, L/2 - 1, L - 4. These are three from 7
     layers on; of fewer layers it is the first, a middle one and the last but one."""
@@ -174,7 +185,7 @@ class Eagle3(BorrowsHead, Autoregressive):
         if given.own_head:
             self.lm_head = self._own_head()
         # No child of this module: its table keeps its precision, and nothing of it is saved.
-        object.__setattr__(self, "_rotary", plain_rotary(config))
+        object.__setattr__(self, "_rotary", _turning(config))
         self.to(target.device)
 
     @classmethod

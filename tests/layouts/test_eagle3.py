@@ -66,7 +66,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "own base": {"rotary": {"rope_theta": 5e5}},
 }
 REFUSED: dict[tuple[str, str], str] = {
-    ("3.1, five", "eagle"): "fc_norm, which EAGLE's code does not read.*to=vllm or to=sglang",
+    ("3.1, five", "eagle"): "fc_norm, norm_output, which EAGLE's code does not.*to=vllm or to=sglang",
     ("one", "sglang"): "one layer of the target, and SGLang then passes over fc.*to=vllm",
     ("the last", "sglang"): "reads layer 7 of the target, the last one.*to=vllm or to=specul",
     ("the last", "eagle"): r"reads the layers \[1, 7\] of the target",
@@ -350,8 +350,9 @@ FAULTS: dict[str, tuple[str, Edit, str, bool]] = {
     "a fourth norm": ("vllm", put("fc_norm.3.weight", 64), "tensor-unknown", True),
     "norms in EAGLE": ("eagle", config(fc_norm=True), "flag-not-read", True),
     "fed back otherwise in EAGLE": ("eagle", config(norm_output=True), "flag-not-read", True),
-    "a nested flag": (
-        "sglang", config(eagle_config__norm_before_fc=True), "flag-not-read", True,
+    "a nested flag": ("sglang", config(eagle_config__norm_before_fc=True), "tensor-missing", True),
+    "a nested flag in EAGLE": (
+        "eagle", config(eagle_config__norm_before_fc=True), "flag-not-read", True,
     ),
     "other layers in EAGLE": ("eagle", layers([1, 4, 5], [0, 3, 4], 3), "layers-not-read", True),
     "five states in EAGLE": ("eagle", put("fc.weight", 64, 320), "states-count", True),
@@ -491,6 +492,21 @@ def test_a_head_turned_by_another_base(
     other = load.tiny(layers=8, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     with pytest.raises(InputError, match=r"\[rope-theta-missing\]"):
         read_back(path, other)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (5e5, r"rotary=500000\.0: needs a mapping with rope_theta"),
+        ({"rope_type": "default"}, r"rotary\.rope_theta=None: needs a finite number above 0"),
+        ({"rope_theta": 0}, r"rotary\.rope_theta=0"),
+        ({"rope_theta": 1e4, "rope_type": "spiral"}, "rotary=.*spiral.*: transformers makes no"),
+        ({"rope_theta": 1e4, "rope_type": "linear"}, "rotary=.*linear.*: transformers makes no"),
+    ],
+)
+def test_rope_that_is_none(given: Any, message: str, tiny: Target) -> None:
+    with pytest.raises(InputError, match=message):
+        drafters.make(Eagle3, tiny, rotary=given)
 
 
 def test_a_projection_that_is_the_targets(good: Path, tmp_path: Path, tiny: Target) -> None:

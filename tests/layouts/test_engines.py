@@ -214,7 +214,7 @@ def test_a_new_layout_is_one_file(
         check_pair(tmp_path / "package", "sglang")
 
 
-SPECULATORS_LAYOUT = '''"""A drafter for the library speculators: a directory of type eagle3."""
+SPECULATORS_LAYOUT = '''"""A drafter for the library speculators: a directory of type peagle."""
 
 import json
 import tempfile
@@ -232,7 +232,7 @@ from tests.layouts.foreign import make_speculators
 
 def write(source):
     with tempfile.TemporaryDirectory() as place:
-        path = make_speculators(Path(place) / "made", "eagle3")
+        path = make_speculators(Path(place) / "made", "peagle")
         config = json.loads((path / "config.json").read_text())
         tensors = load_file(path / "model.safetensors")
     tensors["embed_tokens.weight"] = source.target.embedding.weight.detach().clone()
@@ -249,7 +249,7 @@ LAYOUT = Layout(
     drafters=(HydraHeads,),
     write=write,
     read=lambda head, target, known: drafters.make(HydraHeads, target),
-    speculators=("eagle3",),
+    speculators=("peagle",),
 )
 '''
 
