@@ -66,7 +66,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "own base": {"rotary": {"rope_theta": 5e5}},
 }
 REFUSED: dict[tuple[str, str], str] = {
-    ("3.1, five", "eagle"): "fc_norm, norm_output, which EAGLE's code does not.*to=vllm or to=sglang",
+    ("3.1, five", "eagle"): "fc_norm, norm_output, which EAGLE's code .*to=vllm or to=sglang",
     ("one", "sglang"): "one layer of the target, and SGLang then passes over fc.*to=vllm",
     ("the last", "sglang"): "reads layer 7 of the target, the last one.*to=vllm or to=specul",
     ("the last", "eagle"): r"reads the layers \[1, 7\] of the target",
