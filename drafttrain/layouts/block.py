@@ -77,8 +77,8 @@ def block_shapes(
         "mlp.down_proj.weight": (h, sizes.mlp),
     }
     if mlp_bias:
-        rows = {"gate": sizes.mlp, "up": sizes.mlp, "down": h}
-        found |= {f"mlp.{name}_proj.bias": (size,) for name, size in rows.items()}
+        lengths = {"gate": sizes.mlp, "up": sizes.mlp, "down": h}
+        found |= {f"mlp.{name}_proj.bias": (length,) for name, length in lengths.items()}
     return {prefix + name: shape for name, shape in found.items()}
 
 

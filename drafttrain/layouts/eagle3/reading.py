@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.eagle3 import Eagle3
 from drafttrain.errors import InputError
 from drafttrain.layouts import engines, vocabulary
@@ -94,7 +95,7 @@ def read(head: Directory, target: Target, known: dict[str, Any]) -> Eagle3:
     return drafter.eval()
 
 
-def shape(drafter: Eagle3, head: Directory) -> Mapping[str, Any]:
+def shape(drafter: Drafter, head: Directory) -> Mapping[str, Any]:
     """Settings with which `fit` builds it, where they are not the defaults."""
     defaults, own = default_settings(Eagle3), drafter.settings()
     return {name: own[name] for name in _SHAPE if own[name] != defaults[name]}
