@@ -1,10 +1,10 @@
 """Make a package of a head that was trained elsewhere, so that it decodes here and `fit
 init_from=<package>` trains it further.
 
-Takes over EAGLE-1 heads (of vLLM, SGLang, EAGLE's authors, speculators), Medusa heads (of vLLM,
-FasterDecoding, speculators) and draft models (directories of transformers). What drafttrain's own
-drafter cannot be, such as another block than the target's, is refused with what differs. Only
-config.json and safetensors are read, and nothing of the directory is run.
+Takes over EAGLE-1 and EAGLE-3 heads (of vLLM, SGLang, EAGLE's authors, speculators), Medusa heads
+(of vLLM, FasterDecoding, speculators) and draft models (directories of transformers). What
+drafttrain's own drafter cannot be, such as a head of another width than the target's, is refused
+with what differs. Only config.json and safetensors are read, and nothing of the directory is run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.layouts.directory import Directory, how_to_convert, open_directory
 from drafttrain.layouts.origin import Origin, read_origin, refuse_other_target
-from drafttrain.layouts.pairs import holding, reader_of
+from drafttrain.layouts.pairs import holding, judge, reader_of
 from drafttrain.layouts.writing import check_out
 from drafttrain.packaging.writing import save_package
 from drafttrain.runs import provenance
@@ -76,7 +76,7 @@ def read_head(cfg: DictConfig) -> Directory:
     check_out(cfg.out)
     head = open_directory(cfg.head, "head")
     refuse_pickles(head)
-    reader_of(head)
+    judge(head)
     return head
 
 

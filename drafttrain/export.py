@@ -137,7 +137,11 @@ def export_package(
         origin.FILE: origin.written(source, config, vocabulary != "whole"),
         CARD: card(type(drafter).__name__, name, exported, engine),
     }
-    put(out, exported, texts, target.tokenizer, lambda head: checked(head, source))
+
+    def found(head: Directory) -> list[Finding]:
+        return [one for one in checked(head, source) if one.name not in exported.meant]
+
+    put(out, exported, texts, target.tokenizer, found)
     return dataclasses.replace(exported, command=filled(exported.command, str(out), name))
 
 
