@@ -1,0 +1,341 @@
+"""Multi-token prediction: one module guesses the target's next last hidden state from its own, or
+the target's, and the token after it; it is reused at every depth (DeepSeek-V3, arXiv:2412.19437,
+section 2.2; trained in several steps on a frozen target as FastMTP is, arXiv:2509.18362).
+
+Alignment, 0-based, for a row x_0..x_{T-1} with features h_i (what the LM head reads); row i stays
+row i, step j = 0..J-1:
+
+|                    | step 0                  | step j >= 1                                |
+|--------------------|-------------------------|--------------------------------------------|
+| hidden in          | h_i                     | z_i of step j-1, after the module's norm   |
+| token in           | x_{i+1}                 | x_{i+1+j}, the text's own                  |
+| rotary position    | i                       | i + j                                      |
+| keys read          | step 0, rows <= i       | those, and row i of the steps 1..j         |
+| predicts           | x_{i+2}                 | x_{i+2+j}                                  |
+| soft label         | softmax(head(h_{i+1}))  | softmax(head(h_{i+1+j}))                   |
+| weight             | m_{i+2}                 | m_{i+2+j} decay^j / sum                    |
+| rows with a label  | 0..T-3                  | 0..T-3-j                                   |
+
+So row i of step j is what drafting computes for the prefix x_0..x_{i+1} at depth j + 1, where the
+drafts are the text's own tokens. FastMTP instead reads the rows <= i of the step itself, at
+position i (`attention: same_step`), which drafting never does. The weight is the label's mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drafttrain.checks import integer, shown, switch
+from drafttrain.drafter.base import Committed
+from drafttrain.drafter.borrowing import BorrowsHead, best_ids, sizes_of_inputs
+from drafttrain.drafter.growing import Autoregressive, AutoregressiveState
+from drafttrain.drafter.heads import TEXT
+from drafttrain.errors import InputError
+from drafttrain.flow import Batch, Features, Loss, Needs
+from drafttrain.nn import losses
+from drafttrain.nn.attention import as_attention
+from drafttrain.nn.cache import KVCache
+from drafttrain.nn.isolation import mask_of
+from drafttrain.nn.layers import Given, call, layer_config, new_layers, new_rotary
+from drafttrain.target.model import Target
+from drafttrain.tree.candidates import Candidates
+
+MOST_STEPS = 64
+TTT, SAME_STEP = "ttt", "same_step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig:
+    """Settings of `Mtp`."""
+
+    draft_ids: Sequence[int] | None
+    """(w) ascending ids that can be proposed; None is the whole vocabulary."""
+    steps: int
+    """J, how often the module reads its own output in training. Drafting goes to any depth."""
+    decay: float
+    """Step j weighs decay^j in the loss, divided by the sum over all steps; FastMTP has 0.6."""
+    attention: str
+    """Which keys a later step reads in training: those that drafting reads (`ttt`), or those of its
+    own step (`same_step`)."""
+    detach: bool
+    """Stop gradients between steps, as HASS does; else they flow through all of them."""
+    own_head: bool
+    """Train a projection to the draft vocabulary, started as the target's rows; false borrows
+    these."""
+    loss: str
+    """A divergence from the target's own distribution, or `cross_entropy` against the text's
+    tokens, as FastMTP has it."""
+    chunk: int
+    """Positions whose logits exist at one time in the loss."""
+
+    def __post_init__(self) -> None:
+        integer("steps", self.steps, 1, MOST_STEPS)
+        integer("chunk", self.chunk, 1)
+        for name in ("detach", "own_head"):
+            switch(name, getattr(self, name))
+        decay = self.decay
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
+            raise InputError(f"decay={shown(decay)}: needs a number above 0, at most 1")
+        if self.attention not in (TTT, SAME_STEP):
+            raise InputError(
+                f"attention={shown(self.attention)}: give {TTT}, which is what drafting reads, or "
+                f"{SAME_STEP}"
+            )
+        if not isinstance(self.loss, str) or self.loss not in (TEXT, *losses.DIVERGENCES):
+            raise InputError(
+                f"loss {shown(self.loss)} is not known: give one of "
+                f"{', '.join((TEXT, *losses.DIVERGENCES))}"
+            )
+
+    @property
+    def weights(self) -> list[float]:
+        """(J) of the steps' losses; their sum is 1."""
+        raw = [self.decay**step for step in range(self.steps)]
+        return [value / sum(raw) for value in raw]
+
+
+class Joined(nn.Module):
+    """What the layer's attention reads: [norm(E(x)); norm(h)], in the place of the layer's own
+    norm."""
+
+    embedded: Tensor
+    """(b s d) of the tokens of this pass."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.embedding_norm = nn.RMSNorm(width, eps)
+        self.hidden_norm = nn.RMSNorm(width, eps)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(b s d) -> (b s 2d)."""
+        return torch.cat((self.embedding_norm(self.embedded), self.hidden_norm(hidden)), -1)
+
+
+class Mtp(BorrowsHead, Autoregressive):
+    """The drafter: norms of both inputs, one plain decoder layer whose queries, keys and values
+    read both, a final norm, the target's embedding and head borrowed.
+
+    The layer is Llama's in the target's width, heads and rotary settings, whatever the target's
+    family is, and the residual stream starts as h. DeepSeek's module multiplies both inputs to the
+    width d before a layer of the family. No engine runs that for a target without such heads; this
+    one is served as an EAGLE-3 head that captures no states and gives back its normed output
+    (vLLM 0.32), and computes exactly the same there.
+    """
+
+    Config = MtpConfig
+    config: MtpConfig
+    needs = Needs(last_hidden=True)
+    _rotary: nn.Module
+
+    def __init__(self, target: Target, **settings: Any) -> None:
+        super().__init__(target, **settings)
+        d = target.width
+        eps = self.layer_config().rms_norm_eps
+        joined = Joined(d, eps)
+        self.layer = new_layers(target, input_norm=joined, input_width=2 * d, plain=True)[0]
+        self.norm = nn.RMSNorm(d, eps)
+        nn.init.constant_(self.norm.weight, sizes_of_inputs(target)[0])
+        self.projection: nn.Parameter | None = None
+        if self.config.own_head:
+            self.projection = nn.Parameter(self.rows_of_head().float().clone())
+        # No child of this module: its table keeps its precision, and nothing of it is saved.
+        object.__setattr__(self, "_rotary", new_rotary(target, plain=True))
+        self._rotary.to(target.device)
+        self.to(target.device)
+
+    def layer_config(self) -> Any:
+        """The config that its layer is made by."""
+        return layer_config(self.target, plain=True)
+
+    def forward(
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        cache: KVCache | Given | None = None,
+    ) -> Tensor:
+        """(b s d) features and (b s) the tokens after them -> (b s d) guesses of the next features,
+        which the head and the next step read.
+
+        Args:
+            positions: (b|1 s) rotary positions.
+            mask: (b 1 s t) bool; None is causal.
+        """
+        x = features.to(self.dtype)
+        if mask is None:
+            s = x.shape[1]
+            mask = torch.ones(1, 1, s, s, dtype=torch.bool, device=x.device).tril()
+        mask = as_attention(mask, self.target.attention, self.dtype)
+        positions = positions.expand(x.shape[0], -1).clamp_max(self.target.context - 1)
+        joined = self.layer.input_layernorm
+        joined.embedded = self.target.embed(tokens.to(self.target.device)).to(x.device, self.dtype)
+        rotary = self._rotary(x, position_ids=positions)
+        out = call(self.layer, x, positions=positions, rotary=rotary, mask=mask, cache=cache)
+        del joined.embedded
+        found: Tensor = self.norm(out)
+        return found
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """(... d) its guesses of features -> (... w) logits."""
+        if self.projection is None:
+            return self.head(hidden)
+        hidden = hidden.to(self.dtype)
+        bias = self.head_bias(hidden)
+        return self.target.finish_logits(functional.linear(hidden, self.projection, bias))
+
+    # Training -------------------------------------------------------------------------------------
+    def check_packing(self) -> None:
+        """Rows keep apart by their mask and positions."""
+
+    def unrolled(self, batch: Batch, features: Features) -> list[Tensor]:
+        """(b s-2 d) guesses of each step, by the table above. Rows without a label of their own
+        hold numbers that nothing is to read."""
+        assert features.last_hidden is not None
+        hidden, ids = features.last_hidden.to(self.device), batch.input_ids.to(self.device)
+        rows = ids.shape[1] - 2
+        out = hidden[:, :rows].to(self.dtype)
+        if out.is_inference() and torch.is_grad_enabled():
+            out = out.clone()  # Such a tensor cannot be kept for the way back.
+        positions = batch.positions.to(self.device)[:, :rows]
+        ids = functional.pad(ids, (0, self.config.steps))
+        mask = mask_of(batch.packing, rows, self.device)
+        if mask is None:
+            mask = torch.ones(1, 1, rows, rows, dtype=torch.bool, device=self.device).tril()
+        own = torch.eye(rows, dtype=torch.bool, device=self.device).expand_as(mask)
+        ttt = self.config.attention == TTT
+        read, found = Unrolled(), []
+        for step in range(self.config.steps):
+            if step and self.config.detach:
+                out = out.detach()
+            tokens = ids[:, 1 + step : 1 + step + rows]
+            seen = torch.cat((mask, *[own] * step), -1) if ttt else mask
+            at = positions + step if ttt else positions
+            out = self(out, tokens, at, seen, read if ttt else None)
+            found.append(out)
+        return found
+
+    def _aligned(
+        self, batch: Batch, features: Features
+    ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
+        """What every step's guess for every supervised label is read from.
+
+        Returns: (t k d) with grad; (t) row and (t) position of each label; (t k) bool, where a step
+            reaches back that far; (t) int64 labels.
+        """
+        steps = range(self.config.steps)
+        # Step 0 reads position place - 2: a label with less before it is no draft's.
+        row, place = batch.labels(2).to(self.device).nonzero(as_tuple=True)  # t
+        ids = batch.input_ids.to(self.device)
+        own = batch.positions.to(self.device).expand(len(ids), -1)[row, place]
+        valid = torch.stack([own >= 2 + step for step in steps], 1)  # t k
+        if not len(row):
+            nothing = self.norm.weight.new_zeros(0, self.config.steps, self.target.width)
+            return self.norm(nothing), (row, place), valid, ids[row, place]
+        outs = self.unrolled(batch, features)
+        read = [outs[step][row, (place - 2 - step).clamp_min(0)] for step in steps]
+        return torch.stack(read, 1), (row, place), valid, ids[row, place]
+
+    @property
+    def loss_parts(self) -> tuple[str, ...]:
+        steps = range(1, self.config.steps + 1)
+        names = [f"step_{k}{what}" for k in steps for what in ("", "_accuracy")]
+        return (*names, "accuracy")
+
+    def loss(
+        self, batch: Batch, features: Features, *, generator: torch.Generator | None = None
+    ) -> Loss:
+        """Sum over steps of their weight times their loss, over the labels that each reaches,
+        divided by those that the first one has."""
+        assert features.last_hidden is not None
+        read, (row, place), valid, labels = self._aligned(batch, features)
+        own = self.to_draft_ids(labels)
+        by_text = self.config.loss == TEXT
+        # A label that it cannot say teaches nothing where it is all that is known.
+        learn = valid & (own >= 0)[:, None] if by_text else valid
+        teacher = features.last_hidden.to(self.device)[row, place - 1]  # t d
+
+        def goal(part: slice) -> Tensor:
+            return own[part].clamp_min(0) if by_text else self.head(teacher[part]).float()
+
+        judged = losses.heads_over_vocabulary(
+            read,
+            learn,
+            self.config.weights,
+            own,
+            [self.project] * self.config.steps,
+            goal,
+            losses.cross_entropy if by_text else losses.divergence(self.config.loss),
+            trained=[] if self.projection is None else [self.projection],
+            chunk=self.config.chunk,
+        )
+        parts: dict[str, tuple[Tensor, Tensor]] = {}
+        for step in range(self.config.steps):
+            counted = valid[:, step]
+            hits = (judged.noted[:, step] < 1) & counted
+            parts[f"step_{step + 1}"] = (judged.sums[step, 0], learn[:, step].sum().float())
+            parts[f"step_{step + 1}_accuracy"] = (hits.sum().float(), counted.sum().float())
+        parts["accuracy"] = parts["step_1_accuracy"]
+        return Loss(judged.total, valid[:, 0].sum().float(), parts)
+
+    @torch.no_grad()
+    def guesses(self, batch: Batch, features: Features) -> Tensor:
+        read, (row, place), _, _ = self._aligned(batch, features)
+        found = torch.full_like(batch.input_ids.to(self.device), -1)
+        found[row, place] = best_ids(self, read[:, 0], self.project, self.config.chunk)
+        return found[:, :, None]
+
+    # Decoding -------------------------------------------------------------------------------------
+    def extend(
+        self, state: AutoregressiveState, committed: Committed, depth: int
+    ) -> tuple[Tensor, Candidates]:
+        cache, s = state.cache, committed.tokens.shape[1]
+        assert committed.features.last_hidden is not None
+        device = committed.tokens.device
+        tree_mask = torch.ones(1, s, s, dtype=torch.bool, device=device).tril()
+        positions = cache.lengths[:, None] + torch.arange(s, device=device)
+        read = committed.features.last_hidden
+        out = self(read, committed.tokens, positions, cache.mask(tree_mask), cache)
+        cache.commit(committed.counts)
+        last = out[torch.arange(len(out), device=device), committed.counts - 1]  # b d
+        return last[:, None], self.candidates(self.project(last)[:, None])
+
+    def expand(
+        self,
+        state: AutoregressiveState,
+        tokens: Tensor,
+        hidden: Tensor,
+        depth: int,
+        tree_mask: Tensor,
+    ) -> tuple[Tensor, Candidates]:
+        cache, m = state.cache, tokens.shape[1]
+        true_rows = cache.lengths - (tree_mask.shape[-1] - m)
+        positions = (true_rows + depth - 1)[:, None].expand(-1, m)
+        out = self(hidden, tokens, positions, cache.mask(tree_mask), cache)
+        cache.advance(m)
+        return out, self.candidates(self.project(out))
+
+
+class Unrolled(Given):
+    """Keys and values of all steps so far, with grad: each pass adds its own and reads them all."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """(b h s e) twice -> (b h (j+1)s e) twice, in the order of the steps."""
+        if layer_idx in self.entries:
+            key_states, value_states = super().update(key_states, value_states, layer_idx)
+        self.entries[layer_idx] = key_states, value_states
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return super().get_seq_length(layer_idx) if layer_idx in self.entries else 0
