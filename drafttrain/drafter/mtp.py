@@ -39,10 +39,11 @@ from drafttrain.drafter.heads import TEXT
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Loss, Needs
 from drafttrain.nn import losses
-from drafttrain.nn.attention import as_attention
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.isolation import mask_of
-from drafttrain.nn.layers import Given, call, layer_config, new_layers, new_rotary
+from drafttrain.nn.layers import layer_config, new_rotary
+from drafttrain.nn.unrolled import Unrolled, at_labels, unroll
+from drafttrain.nn.widened import WidenedLayer, norm
 from drafttrain.target.model import Target
 from drafttrain.tree.candidates import Candidates
 
@@ -100,23 +101,6 @@ class MtpConfig:
         return [value / sum(raw) for value in raw]
 
 
-class Joined(nn.Module):
-    """What the layer's attention reads: [norm(E(x)); norm(h)], in the place of the layer's own
-    norm."""
-
-    embedded: Tensor
-    """(b s d) of the tokens of this pass."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.embedding_norm = nn.RMSNorm(width, eps)
-        self.hidden_norm = nn.RMSNorm(width, eps)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(b s d) -> (b s 2d)."""
-        return torch.cat((self.embedding_norm(self.embedded), self.hidden_norm(hidden)), -1)
-
-
 class Mtp(BorrowsHead, Autoregressive):
     """The drafter: norms of both inputs, one plain decoder layer whose queries, keys and values
     read both, a final norm, the target's embedding and head borrowed.
@@ -135,11 +119,9 @@ class Mtp(BorrowsHead, Autoregressive):
 
     def __init__(self, target: Target, **settings: Any) -> None:
         super().__init__(target, **settings)
-        d = target.width
-        eps = self.layer_config().rms_norm_eps
-        joined = Joined(d, eps)
-        self.layer = new_layers(target, input_norm=joined, input_width=2 * d, plain=True)[0]
-        self.norm = nn.RMSNorm(d, eps)
+        config = self.layer_config()
+        self.layer = WidenedLayer(config, 0, qk_norm=False, norm_before_residual=False)
+        self.norm = norm(config, target.width)
         nn.init.constant_(self.norm.weight, sizes_of_inputs(target)[0])
         self.projection: nn.Parameter | None = None
         if self.config.own_head:
@@ -159,7 +141,7 @@ class Mtp(BorrowsHead, Autoregressive):
         tokens: Tensor,
         positions: Tensor,
         mask: Tensor | None = None,
-        cache: KVCache | Given | None = None,
+        cache: KVCache | Unrolled | None = None,
     ) -> Tensor:
         """(b s d) features and (b s) the tokens after them -> (b s d) guesses of the next features,
         which the head and the next step read.
@@ -169,18 +151,11 @@ class Mtp(BorrowsHead, Autoregressive):
             mask: (b 1 s t) bool; None is causal.
         """
         x = features.to(self.dtype)
-        if mask is None:
-            s = x.shape[1]
-            mask = torch.ones(1, 1, s, s, dtype=torch.bool, device=x.device).tril()
-        mask = as_attention(mask, self.target.attention, self.dtype)
-        positions = positions.expand(x.shape[0], -1).clamp_max(self.target.context - 1)
-        joined = self.layer.input_layernorm
-        joined.embedded = self.target.embed(tokens.to(self.target.device)).to(x.device, self.dtype)
-        rotary = self._rotary(x, position_ids=positions)
-        out = call(self.layer, x, positions=positions, rotary=rotary, mask=mask, cache=cache)
-        del joined.embedded
-        found: Tensor = self.norm(out)
-        return found
+        embedded = self.target.embed(tokens.to(self.target.device)).to(x.device, self.dtype)
+        places = positions.expand(x.shape[0], -1).clamp_max(self.target.context - 1)
+        rotary = self._rotary(x, position_ids=places)
+        out: Tensor = self.norm(self.layer(x, embedded, rotary, mask, cache))
+        return out
 
     def project(self, hidden: Tensor) -> Tensor:
         """(... d) its guesses of features -> (... w) logits."""
@@ -200,26 +175,31 @@ class Mtp(BorrowsHead, Autoregressive):
         assert features.last_hidden is not None
         hidden, ids = features.last_hidden.to(self.device), batch.input_ids.to(self.device)
         rows = ids.shape[1] - 2
-        out = hidden[:, :rows].to(self.dtype)
-        if out.is_inference() and torch.is_grad_enabled():
-            out = out.clone()  # Such a tensor cannot be kept for the way back.
-        positions = batch.positions.to(self.device)[:, :rows]
-        ids = functional.pad(ids, (0, self.config.steps))
-        mask = mask_of(batch.packing, rows, self.device)
-        if mask is None:
-            mask = torch.ones(1, 1, rows, rows, dtype=torch.bool, device=self.device).tril()
-        own = torch.eye(rows, dtype=torch.bool, device=self.device).expand_as(mask)
-        ttt = self.config.attention == TTT
-        read, found = Unrolled(), []
-        for step in range(self.config.steps):
-            if step and self.config.detach:
-                out = out.detach()
-            tokens = ids[:, 1 + step : 1 + step + rows]
-            seen = torch.cat((mask, *[own] * step), -1) if ttt else mask
-            at = positions + step if ttt else positions
-            out = self(out, tokens, at, seen, read if ttt else None)
-            found.append(out)
-        return found
+        first = mask_of(batch.packing, rows, self.device)
+        hidden = hidden[:, :rows].to(self.dtype)
+        if hidden.is_inference() and torch.is_grad_enabled():
+            hidden = hidden.clone()  # Such a tensor cannot be kept for the way back.
+
+        def step(
+            hidden: Tensor, tokens: Tensor, positions: Tensor, earlier: Unrolled
+        ) -> tuple[Tensor, Tensor]:
+            if self.config.attention == TTT:
+                out = self(hidden, tokens, positions, cache=earlier)
+            else:
+                out = self(hidden, tokens, positions, first)
+            return out, out
+
+        return list(
+            unroll(
+                step,
+                hidden,
+                ids,
+                batch.positions.to(self.device)[:, :rows],
+                self.config.steps,
+                first=first,
+                detach=self.config.detach,
+            )
+        )
 
     def _aligned(
         self, batch: Batch, features: Features
@@ -239,7 +219,7 @@ class Mtp(BorrowsHead, Autoregressive):
             nothing = self.norm.weight.new_zeros(0, self.config.steps, self.target.width)
             return self.norm(nothing), (row, place), valid, ids[row, place]
         outs = self.unrolled(batch, features)
-        read = [outs[step][row, (place - 2 - step).clamp_min(0)] for step in steps]
+        read = [at_labels(out, (row, place), step) for step, out in enumerate(outs)]
         return torch.stack(read, 1), (row, place), valid, ids[row, place]
 
     @property
@@ -320,22 +300,3 @@ class Mtp(BorrowsHead, Autoregressive):
         out = self(hidden, tokens, positions, cache.mask(tree_mask), cache)
         cache.advance(m)
         return out, self.candidates(self.project(out))
-
-
-class Unrolled(Given):
-    """Keys and values of all steps so far, with grad: each pass adds its own and reads them all."""
-
-    def __init__(self) -> None:
-        super().__init__({})
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """(b h s e) twice -> (b h (j+1)s e) twice, in the order of the steps."""
-        if layer_idx in self.entries:
-            key_states, value_states = super().update(key_states, value_states, layer_idx)
-        self.entries[layer_idx] = key_states, value_states
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return super().get_seq_length(layer_idx) if layer_idx in self.entries else 0
