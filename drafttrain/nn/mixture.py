@@ -15,11 +15,15 @@ from torch import Tensor
 
 from drafttrain.errors import InputError
 from drafttrain.nn import losses
-from drafttrain.nn.chunks import in_chunks
+from drafttrain.nn.chunks import Judged, in_chunks
 
 TEXT = "cross_entropy"
 """The loss against the text's own tokens; all others are against the target's distribution."""
 KNOWN = (TEXT, *losses.DIVERGENCES)
+Term = Callable[[Tensor, Tensor | None, Tensor], Tensor]
+"""(c w) draft logits, (c w) target logits, (c) labels, -1 for none -> (c) a loss of each position."""
+Terms = Mapping[str, tuple[float, Term]]
+"""Losses by name, with their weights."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,28 @@ class Mixture:
             return functools.partial(losses.generalised_jsd, beta=self.beta)
         return losses.divergence(name)
 
+    @property
+    def terms(self) -> Terms:
+        return {
+            name: (self.weights[name], by_text if name == TEXT else against(self.divergence(name)))
+            for name in self.names
+        }
+
+
+def by_text(logits: Tensor, _goal: Tensor | None, labels: Tensor) -> Tensor:
+    """The term of cross-entropy on the text; 0 where the label is outside the vocabulary."""
+    return losses.cross_entropy(logits, labels.clamp_min(0)) * (labels >= 0)
+
+
+def against(divergence: losses.Divergence) -> Term:
+    """The term of a divergence from the target's distribution."""
+
+    def term(logits: Tensor, goal: Tensor | None, _labels: Tensor) -> Tensor:
+        assert goal is not None
+        return divergence(logits, goal)
+
+    return term
+
 
 def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
@@ -118,34 +144,71 @@ def mixed(
         raise ValueError(
             "a loss against the target's distribution needs the target's hidden states and head"
         )
+    made = mixed_rows(
+        hidden[:, None],
+        labels,
+        head,
+        mixture.terms,
+        goal=teacher_goal(teacher, teacher_head) if mixture.reads_target_probs else no_goal,
+        weights=None if weights is None else weights[:, None],
+        trained=trained,
+        chunk=chunk,
+    )
+    sums = made.sums[0].unbind()
+    return Mixed(made.total, dict(zip(mixture.names, sums, strict=True)), made.noted[:, 0])
 
-    def goal(part: slice) -> Tensor | None:
-        if not mixture.reads_target_probs:
-            return None
-        assert teacher is not None and teacher_head is not None
-        return teacher_head(teacher[part]).float()
+
+def mixed_rows(
+    hidden: Tensor,
+    labels: Tensor,
+    head: Callable[[Tensor], Tensor],
+    terms: Terms,
+    *,
+    goal: Callable[[slice], Tensor | None],
+    weights: Tensor | None = None,
+    valid: Tensor | None = None,
+    trained: Sequence[Tensor] = (),
+    chunk: int = 256,
+) -> Judged:
+    """Sums of losses over k rows for every label, such as a row for each step of an unrolled
+    layer. The goal is computed once for all rows of a label.
+
+    Args:
+        hidden: (t k d) with grad, what the draft's head reads.
+        labels: (t) int64 places of the text's tokens in the draft vocabulary, -1 for none.
+        head: (c d) -> (c w) draft logits.
+        goal: positions -> (c w) the target's logits there, None where no loss reads them.
+        weights: (t k) float32 of the rows in the total; None is all alike.
+        valid: (t k) bool, the rows that count in the sums; None is all.
+        trained, chunk: as of `mixed`.
+    Returns: the weighted total; (k m) the sum of each loss, without any weights; (t k) int64 argmax
+        of the draft's logits.
+    """
 
     def judge(
-        _head: int, part: slice, read: Tensor, aim: Tensor | None
+        number: int, part: slice, read: Tensor, aim: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         logits = head(read).float()
-        values = []
-        for name in mixture.names:
-            if name == TEXT:
-                known = labels[part] >= 0
-                values.append(losses.cross_entropy(logits, labels[part].clamp_min(0)) * known)
-            else:
-                assert aim is not None
-                values.append(mixture.divergence(name)(logits, aim))
-        each = torch.stack(values)  # m c
-        sums = each.sum(-1)
-        counted = sums if weights is None else (each * weights[part]).sum(-1)
-        by_loss = sums.new_tensor([mixture.weights[name] for name in mixture.names])
+        each = torch.stack([loss(logits, aim, labels[part]) for _, loss in terms.values()])  # m c
+        sums = (each if valid is None else each * valid[part, number]).sum(-1)
+        counted = sums if weights is None else (each * weights[part, number]).sum(-1)
+        by_loss = sums.new_tensor([weight for weight, _ in terms.values()])
         return (by_loss * counted).sum(), sums, logits.detach().argmax(-1)
 
-    made = in_chunks(
-        hidden[:, None], goal, judge, parts=len(mixture.names), chunk=chunk, trained=trained
-    )
-    return Mixed(
-        made.total, dict(zip(mixture.names, made.sums[0].unbind(), strict=True)), made.noted[:, 0]
-    )
+    return in_chunks(hidden, goal, judge, parts=len(terms), chunk=chunk, trained=trained)
+
+
+def teacher_goal(
+    teacher: Tensor | None, head: Callable[[Tensor], Tensor] | None
+) -> Callable[[slice], Tensor]:
+    """The goal of losses against the target's distribution.
+
+    Args:
+        teacher: (t d) what the target's head reads for each label; head: (c d) -> (c w).
+    """
+    assert teacher is not None and head is not None
+    return lambda part: head(teacher[part]).float()
+
+
+def no_goal(_part: slice) -> None:
+    """The goal of losses that read none."""
