@@ -31,7 +31,7 @@ from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
 from drafttrain.layouts.directory import Directory, how_to_convert, open_directory
 from drafttrain.layouts.origin import Origin, read_origin, refuse_other_target
-from drafttrain.layouts.pairs import holding, reader_of
+from drafttrain.layouts.pairs import holding, judge, reader_of
 from drafttrain.layouts.writing import check_out
 from drafttrain.packaging.writing import save_package
 from drafttrain.runs import provenance
@@ -76,7 +76,7 @@ def read_head(cfg: DictConfig) -> Directory:
     check_out(cfg.out)
     head = open_directory(cfg.head, "head")
     refuse_pickles(head)
-    reader_of(head)
+    judge(head)
     return head
 
 

@@ -137,7 +137,7 @@ def export_package(
         origin.FILE: origin.written(source, config, vocabulary != "whole"),
         CARD: card(type(drafter).__name__, name, exported, engine),
     }
-    put(out, exported, texts, target.tokenizer, lambda head: checked(head, source))
+    put(out, exported, texts, target.tokenizer, lambda head: checked(head, source, exported.meant))
     return dataclasses.replace(exported, command=filled(exported.command, str(out), name))
 
 
@@ -149,12 +149,16 @@ def tokens_of(given: int | None, tree: Growth, deepest: int | None) -> int:
     return wanted if deepest is None else min(wanted, deepest)
 
 
-def checked(head: Directory, source: Source[Any]) -> list[Finding]:
-    """What is found in what was written, read again and compared with the live target's config."""
+def checked(head: Directory, source: Source[Any], meant: tuple[str, ...] = ()) -> list[Finding]:
+    """What is found in what was written, read again and compared with the live target's config.
+
+    Args:
+        meant: names of faults that are none here.
+    """
     config = json.loads(source.target.config.to_json_string(use_diff=False))
-    return checking.check_directory(
-        head, source.engine.reader.name, Directory(head.path, config, {}, ())
-    )
+    target = Directory(head.path, config, {}, ())
+    found = checking.check_directory(head, source.engine.reader.name, target)
+    return [finding for finding in found if finding.name not in meant]
 
 
 def card(kind: str, target: str, exported: Exported, engine: str) -> str:

@@ -3,13 +3,14 @@ target."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from drafttrain.errors import InputError
 from drafttrain.layouts.inspection import Inspection, Shapes
-from drafttrain.layouts.rope import both_spellings
+from drafttrain.layouts.rope import FALLBACK, both_spellings
+from drafttrain.layouts.writing import Source
 from drafttrain.target.model import Target
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
@@ -117,3 +118,22 @@ def block_config(target: Target, config: Any) -> dict[str, Any]:
         if (value := getattr(config, key, None)) is not None:
             found[key] = list(value) if isinstance(value, list | tuple) else value
     return found
+
+
+def refuse_rope(
+    config: Mapping[str, Any], source: Source[Any], ropes: Iterable[str] | None
+) -> None:
+    """Raise InputError for a block that turns by RoPE as an engine does not.
+
+    Args:
+        config: with RoPE in both spellings.
+        ropes: types that the engine has, scaled ones only with the base that it falls back to;
+            None: all of ROPE_TYPES.
+    """
+    kind, theta = config["rope_parameters"]["rope_type"], config["rope_theta"]
+    if ropes is None or (kind in ropes and (kind == "default" or theta == FALLBACK)):
+        return
+    raise InputError(
+        f"to={source.engine}: {source.engine.title} has no RoPE of type {kind} with a base of "
+        f"{theta:g}: give {source.others(lambda other: other.ropes is None)}"
+    )

@@ -161,7 +161,7 @@ SPECULATORS = Engine(
     name="speculators",
     title="the library speculators",
     source="speculators 0.9.0: its register has eagle3, peagle, dflash, dflash2, dspark, mtp, "
-    "xpress; no drafter that is written here",
+    "xpress",
     start=_speculators,
     program="vllm",
     served_by="vllm",

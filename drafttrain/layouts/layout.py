@@ -52,6 +52,8 @@ class Layout(Generic[R]):
     write: Write[R] | None = None
     read: Read | None = None
     """(directory, target, settings of the drafter that an export of drafttrain's names)."""
+    judge: Callable[[Directory], None] = lambda head: None
+    """Raises InputError for what `read` would refuse anyway, before the target is there."""
     drafter_of: Callable[[Directory], type[Drafter]] | None = None
     """Which of several drafters a directory holds."""
     shape: Callable[[Drafter, Directory], Mapping[str, Any]] = lambda drafter, head: {}

@@ -104,6 +104,18 @@ def reader_of(head: Directory) -> tuple[type[Drafter], Read]:
 
     Raises: InputError for a head that is no drafter of drafttrain's.
     """
+    layout, read = _readable(head)
+    return layout.drafter(head), read
+
+
+def judge(head: Directory) -> None:
+    """Raise InputError for a foreign directory that cannot be read, as far as that shows without
+    the target."""
+    layout, _ = _readable(head)
+    layout.judge(head)
+
+
+def _readable(head: Directory) -> tuple[Layout[Any], Read]:
     layout = layout_of(head)
     readable = [other for other in known() if other.read is not None]
     if layout is speculators.LAYOUT:
@@ -120,4 +132,4 @@ def reader_of(head: Directory) -> tuple[type[Drafter], Read]:
         raise InputError(
             f"{head.path} has the layout {layout.name}: {', '.join(most)} and {last} are taken over"
         )
-    return layout.drafter(head), layout.read
+    return layout, layout.read

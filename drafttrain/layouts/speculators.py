@@ -13,6 +13,8 @@ from typing import Any
 
 from drafttrain.layouts import dflash, eagle3, engines
 from drafttrain.layouts.directory import Directory
+from drafttrain.layouts.eagle3 import nested
+from drafttrain.layouts.eagle3.facts import SPECULATORS_TYPE as TYPE
 from drafttrain.layouts.engines import Reading
 from drafttrain.layouts.finding import Finding
 from drafttrain.layouts.inspection import Inspection
@@ -22,14 +24,6 @@ READINGS = {engines.VLLM: Reading()}
 """vLLM makes an EAGLE-3 or DFlash head of it and loads that."""
 SERVED = ("eagle3", "peagle", "dflash", "dspark")
 """Types that vLLM's adapter knows."""
-TYPE = "speculators_model_type"
-_OWN_KEYS = (
-    "norm_before_fc",
-    "fc_norm",
-    "norm_output",
-    "tie_word_embeddings",
-    "quantization_config",
-)
 
 
 def recognises(head: Directory) -> bool:
@@ -56,11 +50,10 @@ def check(inspection: Inspection[Reading]) -> None:
             + ("; import it with drafttrain.adopt and export it to=vllm" if adopted else ""),
         )
         return
-    inner = config.get("transformer_layer_config")
-    if not isinstance(inner, dict):
+    if not isinstance(config.get(nested.BLOCK), dict):
         return
     head = inspection.head
-    plain = Directory(head.path, _plain(config, inner), head.tensors, head.pickled)
+    plain = Directory(head.path, _plain(config), head.tensors, head.pickled)
     if kind in ("eagle3", "peagle"):
         if "norm_before_residual" not in config:
             inspection.add(
@@ -108,7 +101,7 @@ def _check_keys(inspection: Inspection[Reading]) -> None:
     name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
     places = {
         TYPE: config.get(TYPE),
-        "transformer_layer_config": config.get("transformer_layer_config"),
+        nested.BLOCK: config.get(nested.BLOCK),
         "speculators_config.proposal_methods[0].speculative_tokens": first.get(
             "speculative_tokens"
         ),
@@ -140,22 +133,12 @@ def _check_keys(inspection: Inspection[Reading]) -> None:
         )
 
 
-def _plain(config: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
     """The config that vLLM's adapter makes of it."""
     kind = config[TYPE]
-    found = {**inner, **{key: config[key] for key in _OWN_KEYS if key in config}}
-    found["draft_vocab_size"] = config.get("draft_vocab_size")
-    if config.get("target_hidden_size") is not None:
-        found["target_hidden_size"] = config["target_hidden_size"]
     if kind in ("eagle3", "peagle"):
-        qwen = inner.get("model_type") == "qwen3"
-        found["architectures"] = ["Eagle3Qwen3ForCausalLM" if qwen else "Eagle3LlamaForCausalLM"]
-        found["norm_before_residual"] = config.get("norm_before_residual", True)
-        found[eagle3.KEY] = config.get(eagle3.KEY)
-        found["mask_token_id"] = config.get("mask_token_id")
-        if "num_aux_hidden_states" in config:
-            found["num_aux_hidden_states"] = config["num_aux_hidden_states"]
-        return found
+        return nested.plain(config)
+    found = nested.shared(config)
     ids = config.get("aux_hidden_state_layer_ids")
     fits = isinstance(ids, list) and all(type(i) is int for i in ids)
     found["architectures"] = ["Qwen3DSparkModel" if kind == "dspark" else "DFlashDraftModel"]

@@ -118,6 +118,13 @@ def check(
     if entry.shape != (draft_size,) or entry.dtype not in ("I64", "I32"):
         inspection.add("d2t-shape", f"d2t is {entry}, needs I64 [{draft_size}]")
         return
+    if "t2d" not in held:
+        inspection.add(
+            "t2d-missing",
+            "d2t is there without t2d: engines pass over t2d, trainers and drafttrain.adopt "
+            "compare the two; write it",
+            fatal=False,
+        )
     offsets = inspection.head.read("d2t").to(torch.int64)
     marks = _marks(inspection, vocab_size)
     _check_offsets(inspection, offsets, marks, vocab_size)

@@ -104,6 +104,8 @@ class Exported:
     """Does the engine look for the target's tokenizer here?"""
     notes: tuple[str, ...] = ()
     """What a person should know."""
+    meant: tuple[str, ...] = ()
+    """Faults that the check will find and that are none here."""
 
 
 def filled(command: str, out: str, target: str) -> str:

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.errors import InputError
-from drafttrain.layouts.block import block_config
+from drafttrain.layouts.block import block_config, refuse_rope
 from drafttrain.layouts.eagle1.facts import TOKEN_MAP, Embedding, FcBias, Reads
 from drafttrain.layouts.inspection import MADE_MAP
-from drafttrain.layouts.rope import FALLBACK
 from drafttrain.layouts.writing import Exported, Source, stored
 
 FAMILIES = ("llama", "mistral", "qwen2")
@@ -149,11 +148,4 @@ def _check_block(config: dict[str, Any], source: Source[Reads]) -> None:
             f"to={engine}: this target's attention heads do not make up its width, which "
             f"{engine.title} needs: give {source.others(lambda other: not other.square)}"
         )
-    kind, theta = config["rope_parameters"]["rope_type"], config["rope_theta"]
-    if reads.ropes is None:
-        return
-    if kind not in reads.ropes or (kind != "default" and theta != FALLBACK):
-        raise InputError(
-            f"to={engine}: {engine.title} has no RoPE of type {kind} with a base of {theta:g}: "
-            f"give {source.others(lambda other: other.ropes is None)}"
-        )
+    refuse_rope(config, source, reads.ropes)
