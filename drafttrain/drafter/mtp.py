@@ -13,7 +13,7 @@ row i, step j = 0..J-1:
 | keys read          | step 0, rows <= i       | those, and row i of the steps 1..j         |
 | predicts           | x_{i+2}                 | x_{i+2+j}                                  |
 | soft label         | softmax(head(h_{i+1}))  | softmax(head(h_{i+1+j}))                   |
-| weight             | m_{i+2}                 | m_{i+2+j} decay^j / sum                    |
+| weight             | m_{i+2}                 | m_{i+2+j} step_decay^j / sum                    |
 | rows with a label  | 0..T-3                  | 0..T-3-j                                   |
 
 So row i of step j is what drafting computes for the prefix x_0..x_{i+1} at depth j + 1, where the
@@ -23,25 +23,24 @@ position i (`attention: same_step`), which drafting never does. The weight is th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from drafttrain.checks import integer, shown, switch
+from drafttrain.checks import integer, number, shown, switch
 from drafttrain.drafter.base import Committed
 from drafttrain.drafter.borrowing import BorrowsHead, best_ids, sizes_of_inputs
 from drafttrain.drafter.growing import Autoregressive, AutoregressiveState
-from drafttrain.drafter.heads import TEXT
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Loss, Needs
-from drafttrain.nn import losses
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.isolation import mask_of
-from drafttrain.nn.layers import layer_config, new_rotary
+from drafttrain.nn.layers import new_rotary
+from drafttrain.nn.mixture import Mixture, mixed_rows, no_goal, teacher_goal
+from drafttrain.nn.plain import plain_config
 from drafttrain.nn.unrolled import Unrolled, at_labels, unroll
 from drafttrain.nn.widened import WidenedLayer, norm
 from drafttrain.target.model import Target
@@ -58,9 +57,10 @@ class MtpConfig:
     draft_ids: Sequence[int] | None
     """(w) ascending ids that can be proposed; None is the whole vocabulary."""
     steps: int
-    """J, how often the module reads its own output in training. Drafting goes to any depth."""
-    decay: float
-    """Step j weighs decay^j in the loss, divided by the sum over all steps; FastMTP has 0.6."""
+    """J, how often the module runs over a row in training. Drafting goes to any depth."""
+    step_decay: float
+    """Step j weighs step_decay^j in the loss, divided by the sum over all steps; FastMTP has
+    0.6."""
     attention: str
     """Which keys a later step reads in training: those that drafting reads (`ttt`), or those of its
     own step (`same_step`)."""
@@ -69,9 +69,10 @@ class MtpConfig:
     own_head: bool
     """Train a projection to the draft vocabulary, started as the target's rows; false borrows
     these."""
-    loss: str
-    """A divergence from the target's own distribution, or `cross_entropy` against the text's
-    tokens, as FastMTP has it."""
+    loss: Mapping[str, float]
+    """Weights of losses by name; FastMTP has cross_entropy only."""
+    beta: float
+    """Of `jsd`."""
     chunk: int
     """Positions whose logits exist at one time in the loss."""
 
@@ -80,24 +81,20 @@ class MtpConfig:
         integer("chunk", self.chunk, 1)
         for name in ("detach", "own_head"):
             switch(name, getattr(self, name))
-        decay = self.decay
-        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
-            raise InputError(f"decay={shown(decay)}: needs a number above 0, at most 1")
+        number("step_decay", self.step_decay, above=0)
+        if self.step_decay > 1:
+            raise InputError(f"step_decay={self.step_decay}: needs a number above 0, at most 1")
         if self.attention not in (TTT, SAME_STEP):
             raise InputError(
                 f"attention={shown(self.attention)}: give {TTT}, which is what drafting reads, or "
                 f"{SAME_STEP}"
             )
-        if not isinstance(self.loss, str) or self.loss not in (TEXT, *losses.DIVERGENCES):
-            raise InputError(
-                f"loss {shown(self.loss)} is not known: give one of "
-                f"{', '.join((TEXT, *losses.DIVERGENCES))}"
-            )
+        Mixture(self.loss, self.beta)
 
     @property
-    def weights(self) -> list[float]:
+    def step_weights(self) -> list[float]:
         """(J) of the steps' losses; their sum is 1."""
-        raw = [self.decay**step for step in range(self.steps)]
+        raw = [self.step_decay**step for step in range(self.steps)]
         return [value / sum(raw) for value in raw]
 
 
@@ -120,20 +117,23 @@ class Mtp(BorrowsHead, Autoregressive):
     def __init__(self, target: Target, **settings: Any) -> None:
         super().__init__(target, **settings)
         config = self.layer_config()
-        self.layer = WidenedLayer(config, 0, qk_norm=False, norm_before_residual=False)
+        self.mixture = Mixture(self.config.loss, self.config.beta)
+        layer = WidenedLayer(config, 0, qk_norm=False, norm_before_residual=False)
+        self.layers = nn.ModuleList([layer])
         self.norm = norm(config, target.width)
         nn.init.constant_(self.norm.weight, sizes_of_inputs(target)[0])
-        self.projection: nn.Parameter | None = None
+        self.lm_head: nn.Linear | None = None
         if self.config.own_head:
-            self.projection = nn.Parameter(self.rows_of_head().float().clone())
+            rows = self.rows_of_head().float()
+            self.lm_head = nn.Linear(rows.shape[1], len(rows), bias=False, device="meta")
+            self.lm_head.weight = nn.Parameter(rows.clone())
         # No child of this module: its table keeps its precision, and nothing of it is saved.
-        object.__setattr__(self, "_rotary", new_rotary(target, plain=True))
-        self._rotary.to(target.device)
+        object.__setattr__(self, "_rotary", new_rotary(target, plain=True).to(target.device))
         self.to(target.device)
 
     def layer_config(self) -> Any:
         """The config that its layer is made by."""
-        return layer_config(self.target, plain=True)
+        return plain_config(self.target)
 
     def forward(
         self,
@@ -154,16 +154,14 @@ class Mtp(BorrowsHead, Autoregressive):
         embedded = self.target.embed(tokens.to(self.target.device)).to(x.device, self.dtype)
         places = positions.expand(x.shape[0], -1).clamp_max(self.target.context - 1)
         rotary = self._rotary(x, position_ids=places)
-        out: Tensor = self.norm(self.layer(x, embedded, rotary, mask, cache))
+        out: Tensor = self.norm(self.layers[0](x, embedded, rotary, mask, cache))
         return out
 
-    def project(self, hidden: Tensor) -> Tensor:
-        """(... d) its guesses of features -> (... w) logits."""
-        if self.projection is None:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(... d) its guesses of features -> (... w)."""
+        if self.lm_head is None:
             return self.head(hidden)
-        hidden = hidden.to(self.dtype)
-        bias = self.head_bias(hidden)
-        return self.target.finish_logits(functional.linear(hidden, self.projection, bias))
+        return self.target.finish_logits(self.lm_head(hidden.to(self.dtype)))
 
     # Training -------------------------------------------------------------------------------------
     def check_packing(self) -> None:
@@ -224,52 +222,51 @@ class Mtp(BorrowsHead, Autoregressive):
 
     @property
     def loss_parts(self) -> tuple[str, ...]:
-        steps = range(1, self.config.steps + 1)
-        names = [f"step_{k}{what}" for k in steps for what in ("", "_accuracy")]
-        return (*names, "accuracy")
+        later = (f"accuracy_{step}" for step in range(2, self.config.steps + 1))
+        return (*self.mixture.names, "accuracy", *later)
 
     def loss(
         self, batch: Batch, features: Features, *, generator: torch.Generator | None = None
     ) -> Loss:
-        """Sum over steps of their weight times their loss, over the labels that each reaches,
-        divided by those that the first one has."""
-        assert features.last_hidden is not None
+        """Sum over steps of their weight times their loss, over the labels that each reaches; its
+        count is of the labels that the first one has."""
         read, (row, place), valid, labels = self._aligned(batch, features)
-        own = self.to_draft_ids(labels)
-        by_text = self.config.loss == TEXT
-        # A label that it cannot say teaches nothing where it is all that is known.
-        learn = valid & (own >= 0)[:, None] if by_text else valid
-        teacher = features.last_hidden.to(self.device)[row, place - 1]  # t d
-
-        def goal(part: slice) -> Tensor:
-            return own[part].clamp_min(0) if by_text else self.head(teacher[part]).float()
-
-        judged = losses.heads_over_vocabulary(
+        goal: Any = no_goal
+        if self.mixture.reads_target_probs:
+            assert features.last_hidden is not None
+            goal = teacher_goal(features.last_hidden.to(self.device)[row, place - 1], self.head)
+        found = mixed_rows(
             read,
-            learn,
-            self.config.weights,
-            own,
-            [self.project] * self.config.steps,
-            goal,
-            losses.cross_entropy if by_text else losses.divergence(self.config.loss),
-            trained=[] if self.projection is None else [self.projection],
+            self.to_draft_ids(labels),
+            self.logits,
+            self.mixture.terms,
+            goal=goal,
+            weights=valid * torch.tensor(self.config.step_weights, device=self.device),
+            valid=valid,
+            trained=[] if self.lm_head is None else [self.lm_head.weight],
             chunk=self.config.chunk,
         )
-        parts: dict[str, tuple[Tensor, Tensor]] = {}
-        for step in range(self.config.steps):
-            counted = valid[:, step]
-            hits = (judged.noted[:, step] < 1) & counted
-            parts[f"step_{step + 1}"] = (judged.sums[step, 0], learn[:, step].sum().float())
-            parts[f"step_{step + 1}_accuracy"] = (hits.sum().float(), counted.sum().float())
-        parts["accuracy"] = parts["step_1_accuracy"]
-        return Loss(judged.total, valid[:, 0].sum().float(), parts)
+        by_step = valid.sum(0).float()  # k
+        parts = {
+            name: (value, by_step.sum())
+            for name, value in zip(self.mixture.names, found.sums.sum(0).unbind(), strict=True)
+        }
+        # Labels outside the draft vocabulary cannot be chosen, so they count as misses.
+        hits = (self.to_target_ids(found.noted) == labels[:, None]) & valid
+        for step, (right, of) in enumerate(zip(hits.sum(0).float(), by_step, strict=True), 1):
+            parts["accuracy" if step == 1 else f"accuracy_{step}"] = (right, of)
+        return Loss(found.total.float(), by_step[0], parts)
 
     @torch.no_grad()
     def guesses(self, batch: Batch, features: Features) -> Tensor:
-        read, (row, place), _, _ = self._aligned(batch, features)
-        found = torch.full_like(batch.input_ids.to(self.device), -1)
-        found[row, place] = best_ids(self, read[:, 0], self.project, self.config.chunk)
-        return found[:, :, None]
+        """Depth k is step k - 1."""
+        read, (row, place), valid, _ = self._aligned(batch, features)
+        shape = (*batch.input_ids.shape, self.config.steps)
+        found = torch.full(shape, -1, dtype=torch.int64, device=read.device)
+        for step in range(self.config.steps):
+            ids = best_ids(self, read[:, step], self.logits, self.config.chunk)
+            found[row, place, step] = torch.where(valid[:, step], ids, -1)
+        return found
 
     # Decoding -------------------------------------------------------------------------------------
     def extend(
@@ -284,7 +281,7 @@ class Mtp(BorrowsHead, Autoregressive):
         out = self(read, committed.tokens, positions, cache.mask(tree_mask), cache)
         cache.commit(committed.counts)
         last = out[torch.arange(len(out), device=device), committed.counts - 1]  # b d
-        return last[:, None], self.candidates(self.project(last)[:, None])
+        return last[:, None], self.candidates(self.logits(last)[:, None])
 
     def expand(
         self,
@@ -299,4 +296,4 @@ class Mtp(BorrowsHead, Autoregressive):
         positions = (true_rows + depth - 1)[:, None].expand(-1, m)
         out = self(hidden, tokens, positions, cache.mask(tree_mask), cache)
         cache.advance(m)
-        return out, self.candidates(self.project(out))
+        return out, self.candidates(self.logits(out))

@@ -15,7 +15,7 @@ from drafttrain.drafter.mtp import Mtp
 from drafttrain.drafter.vocabulary import most_frequent
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Needs
-from drafttrain.nn import losses
+from drafttrain.nn.mixture import mixed_rows
 from drafttrain.nn.sampling import Policy
 from drafttrain.target import load
 from drafttrain.target.model import Target
@@ -25,6 +25,7 @@ from tests.drafter import make as drafters
 from tests.drafter.contract import TREES
 from tests.families import AFTER, EXPERTS, target_of
 
+ACCURACIES = ("accuracy", "accuracy_2", "accuracy_3")
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_neox")
 
 
@@ -75,21 +76,29 @@ def test_alignment_of_five_prompt_and_four_answer_tokens(monkeypatch):
     ids = [10, 11, 12, 13, 14, 20, 21, 22, 23]
     batch = row(ids, [0] * 5 + [1] * 4)
     true, seen, judged = features(target, batch), [], {}
-    forward, complete = Mtp.forward, losses.heads_over_vocabulary
+    forward = Mtp.forward
 
     def spy(self, hidden, tokens, positions, mask=None, cache=None):
         out = forward(self, hidden, tokens, positions, mask, cache)
         seen.append((hidden[0], tokens[0].tolist(), positions[0].tolist(), out[0]))
         return out
 
-    def judge(read, valid, weights, labels, heads, goal, loss, *, trained, chunk):
+    def judge(read, labels, head, terms, *, goal, weights, valid, trained, chunk):
         judged.update(read=read, valid=valid, weights=weights, labels=labels, goal=goal)
-        return complete(
-            read, valid, weights, labels, heads, goal, loss, trained=trained, chunk=chunk
+        return mixed_rows(
+            read,
+            labels,
+            head,
+            terms,
+            goal=goal,
+            weights=weights,
+            valid=valid,
+            trained=trained,
+            chunk=chunk,
         )
 
     monkeypatch.setattr(Mtp, "forward", spy)
-    monkeypatch.setattr("drafttrain.drafter.mtp.losses.heads_over_vocabulary", judge)
+    monkeypatch.setattr("drafttrain.drafter.mtp.mixed_rows", judge)
     loss = drafter.loss(batch, true)
     assert len(seen) == 3
     for step, (hidden, tokens, positions, _) in enumerate(seen):
@@ -102,7 +111,7 @@ def test_alignment_of_five_prompt_and_four_answer_tokens(monkeypatch):
     assert judged["valid"].all()
     for step in range(3):  # row i of step j learns x_{i+2+j}: label x_5 is row 3 - j's
         torch.testing.assert_close(judged["read"][:, step], seen[step][3][3 - step : 7 - step])
-    torch.testing.assert_close(judged["weights"], [25 / 49, 15 / 49, 9 / 49])
+    torch.testing.assert_close(judged["weights"], torch.tensor([[25, 15, 9]]).expand(4, -1) / 49)
     with torch.no_grad():
         soft = target.head(true.last_hidden[0, 4:8])
         torch.testing.assert_close(judged["goal"](slice(None)), soft, rtol=1e-4, atol=1e-4)
@@ -121,7 +130,7 @@ def test_no_label_from_padding_or_beyond_the_end():
     together = drafter.loss(both, features(target, both))
     apart = [drafter.loss(b, features(target, b)) for b in (collate([r]) for r in rows)]
     assert int(together.count) == sum(int(a.count) for a in apart) == 7
-    assert [float(together.parts[f"step_{k}"][1]) for k in (1, 2, 3)] == [7, 5, 3]
+    assert [float(together.parts[name][1]) for name in ACCURACIES] == [7, 5, 3]
     torch.testing.assert_close(together.total, sum(a.total for a in apart))
 
 
@@ -166,9 +175,9 @@ def test_gradients_are_those_of_a_plain_loop(detach, own_head):
             for step, out in enumerate(chained(drafter, hidden, ids[None], i, 3, detach)):
                 label = i + 2 + step
                 if label < len(ids) and batch.loss_mask[b, label]:
-                    q = drafter.project(out[None]).log_softmax(-1)
+                    q = drafter.logits(out[None]).log_softmax(-1)
                     p = drafter.head(hidden[0, label - 1 : label]).softmax(-1)
-                    total = total - drafter.config.weights[step] * (p * q).sum()
+                    total = total - drafter.config.step_weights[step] * (p * q).sum()
     total.backward()
     for name, p in drafter.named_parameters():
         # The loss over a vocabulary is float32.
@@ -194,16 +203,16 @@ def test_same_step_reads_the_rows_of_its_own_step():
 
 def test_the_texts_tokens_can_be_the_labels():
     """As FastMTP has it; one outside the draft vocabulary teaches nothing and counts as a miss."""
-    target, drafter = make(loss="cross_entropy", steps=1, draft_ids=list(range(60)))
+    target, drafter = make(loss={"cross_entropy": 1.0}, steps=1, draft_ids=list(range(60)))
     batch = row([50, 40, 30, 70, 20], [0, 0, 1, 1, 1])
     true = features(target, batch)
     loss = drafter.loss(batch, true)
     with torch.no_grad():
         out = drafter.unrolled(batch, true)[0][0]
-        logits = drafter.project(out)
+        logits = drafter.logits(out)
     expected = -logits.log_softmax(-1)[[0, 2], [30, 20]].sum()
     torch.testing.assert_close(loss.total.detach(), expected)
-    assert (float(loss.count), float(loss.parts["step_1"][1])) == (3, 2)
+    assert loss.parts.keys() == {"cross_entropy", "accuracy"} and float(loss.count) == 3
     assert float(loss.parts["accuracy"][1]) == 3
 
 
@@ -254,8 +263,8 @@ def test_an_overfitted_sample_is_decoded_at_full_depth(settings):
         optimiser.zero_grad()
         (loss.total / loss.count).backward()
         optimiser.step()
-    for k in (1, 2, 3):
-        hits, count = loss.parts[f"step_{k}_accuracy"]
+    for name in ACCURACIES:
+        hits, count = loss.parts[name]
         assert float(hits / count) > 0.97
     _, tally = decode(
         target, drafter.eval(), [prompt], Plan(Tree.chain(5)), max_new_tokens=40, stop_ids=()
@@ -273,15 +282,15 @@ def test_only_what_is_trained_is_owned():
     assert not any("rotary" in name for name in drafter.state_dict())
     _, own = make(draft_ids=list(range(100)), own_head=True)
     assert sum(p.numel() for p in own.parameters()) == layer + 4 * d + 100 * d
-    assert torch.equal(own.projection, target.output.weight[:100])
+    assert torch.equal(own.lm_head.weight, target.output.weight[:100])
 
 
 def test_at_first_it_passes_the_feature_on():
     """Up to what its layer adds: the final norm has the size of the target's features."""
     target, drafter = make()
     with torch.no_grad():
-        drafter.layer.self_attn.o_proj.weight.zero_()
-        drafter.layer.mlp.down_proj.weight.zero_()
+        drafter.layers[0].self_attn.o_proj.weight.zero_()
+        drafter.layers[0].mlp.down_proj.weight.zero_()
         batch = text()
         hidden = features(target, batch).last_hidden
         out = drafter(hidden[:, :-1], batch.input_ids[:, 1:], torch.arange(10)[None])
@@ -294,15 +303,16 @@ def test_at_first_it_passes_the_feature_on():
         ({"steps": 0}, "steps=0"),
         ({"steps": 65}, "steps=65"),
         ({"steps": 1.5}, "steps=1.5"),
-        ({"decay": 0.0}, "decay=0.0"),
-        ({"decay": 1.1}, "decay=1.1"),
-        ({"decay": True}, "decay=True"),
+        ({"step_decay": 0.0}, "step_decay=0.0"),
+        ({"step_decay": 1.1}, "step_decay=1.1"),
+        ({"step_decay": True}, "step_decay=True"),
         ({"attention": "causal"}, "attention=causal: give ttt"),
         ({"attention": ["ttt"]}, "attention="),
         ({"detach": "no"}, "detach=no"),
         ({"own_head": 1}, "own_head=1"),
-        ({"loss": "nope"}, "loss nope"),
-        ({"loss": ["jsd"]}, "loss "),
+        ({"loss": "jsd"}, "loss=jsd: needs weights by name"),
+        ({"loss": {"nope": 1.0}}, "loss nope"),
+        ({"loss": {"forward_kl": 0.0}}, "all weights of the loss are 0"),
         ({"chunk": 0}, "chunk=0"),
     ],
 )
