@@ -34,20 +34,23 @@ from drafttrain.checks import integer, number, shown, switch
 from drafttrain.drafter.base import Committed
 from drafttrain.drafter.borrowing import BorrowsHead, best_ids, sizes_of_inputs
 from drafttrain.drafter.growing import Autoregressive, AutoregressiveState
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, first_line
 from drafttrain.flow import Batch, Features, Loss, Needs
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.isolation import mask_of
 from drafttrain.nn.layers import new_rotary
 from drafttrain.nn.mixture import Mixture, mixed_rows, no_goal, teacher_goal
+from drafttrain.nn.native import NativeModule
 from drafttrain.nn.plain import plain_config
 from drafttrain.nn.unrolled import Unrolled, at_labels, unroll
 from drafttrain.nn.widened import WidenedLayer, norm
+from drafttrain.target import native
 from drafttrain.target.model import Target
 from drafttrain.tree.candidates import Candidates
 
 MOST_STEPS = 64
 TTT, SAME_STEP = "ttt", "same_step"
+SHIPPED, NEW = "shipped", "new"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +78,9 @@ class MtpConfig:
     """Of `jsd`."""
     chunk: int
     """Positions whose logits exist at one time in the loss."""
+    native: str | None
+    """A module of the layout that the target's family is shipped with: `shipped` starts with the
+    weights in the target's own files, `new` with random ones. None: see `Mtp`."""
 
     def __post_init__(self) -> None:
         integer("steps", self.steps, 1, MOST_STEPS)
@@ -89,6 +95,8 @@ class MtpConfig:
                 f"attention={shown(self.attention)}: give {TTT}, which is what drafting reads, or "
                 f"{SAME_STEP}"
             )
+        if self.native not in (None, SHIPPED, NEW):
+            raise InputError(f"native={shown(self.native)}: give {SHIPPED}, {NEW} or null")
         Mixture(self.loss, self.beta)
 
     @property
@@ -116,23 +124,35 @@ class Mtp(BorrowsHead, Autoregressive):
 
     def __init__(self, target: Target, **settings: Any) -> None:
         super().__init__(target, **settings)
-        config = self.layer_config()
         self.mixture = Mixture(self.config.loss, self.config.beta)
-        layer = WidenedLayer(config, 0, qk_norm=False, norm_before_residual=False)
-        self.layers = nn.ModuleList([layer])
-        self.norm = norm(config, target.width)
-        nn.init.constant_(self.norm.weight, sizes_of_inputs(target)[0])
+        self.native: NativeModule | None = None
+        if self.config.native is None:
+            self._make_plain()
+        else:
+            self._make_native()
         self.lm_head: nn.Linear | None = None
         if self.config.own_head:
             rows = self.rows_of_head().float()
             self.lm_head = nn.Linear(rows.shape[1], len(rows), bias=False, device="meta")
             self.lm_head.weight = nn.Parameter(rows.clone())
-        # No child of this module: its table keeps its precision, and nothing of it is saved.
-        object.__setattr__(self, "_rotary", new_rotary(target, plain=True).to(target.device))
         self.to(target.device)
+        if self.native is not None:
+            self._try_native()
+
+    def settings(self) -> dict[str, Any]:
+        """Weights that were shipped are those of this drafter from then on: one that is built by
+        these settings is given its own."""
+        found = super().settings()
+        return {**found, "native": NEW if self.native is not None else None}
+
+    def describe(self) -> dict[str, Any]:
+        if self.native is None:
+            return super().describe()
+        family = native.family_of(self.target).name
+        return {"module": f"{family}'s own layout, {self.config.native}", **super().describe()}
 
     def layer_config(self) -> Any:
-        """The config that its layer is made by."""
+        """The config that its plain layer is made by."""
         return plain_config(self.target)
 
     def forward(
@@ -154,7 +174,11 @@ class Mtp(BorrowsHead, Autoregressive):
         embedded = self.target.embed(tokens.to(self.target.device)).to(x.device, self.dtype)
         places = positions.expand(x.shape[0], -1).clamp_max(self.target.context - 1)
         rotary = self._rotary(x, position_ids=places)
-        out: Tensor = self.norm(self.layers[0](x, embedded, rotary, mask, cache))
+        out: Tensor
+        if self.native is not None:
+            out = self.native(x, embedded, places, rotary, mask, cache)
+        else:
+            out = self.norm(self.layers[0](x, embedded, rotary, mask, cache))
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -172,7 +196,9 @@ class Mtp(BorrowsHead, Autoregressive):
         hold numbers that nothing is to read."""
         assert features.last_hidden is not None
         hidden, ids = features.last_hidden.to(self.device), batch.input_ids.to(self.device)
-        rows = ids.shape[1] - 2
+        rows = max(ids.shape[1] - 2, 0)
+        if not rows:
+            return [hidden[:, :0].to(self.dtype)] * self.config.steps
         first = mask_of(batch.packing, rows, self.device)
         hidden = hidden[:, :rows].to(self.dtype)
         if hidden.is_inference() and torch.is_grad_enabled():
@@ -213,9 +239,6 @@ class Mtp(BorrowsHead, Autoregressive):
         ids = batch.input_ids.to(self.device)
         own = batch.positions.to(self.device).expand(len(ids), -1)[row, place]
         valid = torch.stack([own >= 2 + step for step in steps], 1)  # t k
-        if not len(row):
-            nothing = self.norm.weight.new_zeros(0, self.config.steps, self.target.width)
-            return self.norm(nothing), (row, place), valid, ids[row, place]
         outs = self.unrolled(batch, features)
         read = [at_labels(out, (row, place), step) for step, out in enumerate(outs)]
         return torch.stack(read, 1), (row, place), valid, ids[row, place]
@@ -297,3 +320,51 @@ class Mtp(BorrowsHead, Autoregressive):
         out = self(hidden, tokens, positions, cache.mask(tree_mask), cache)
         cache.advance(m)
         return out, self.candidates(self.logits(out))
+
+    # Inside ---------------------------------------------------------------------------------------
+    def _make_plain(self) -> None:
+        config, target = self.layer_config(), self.target
+        layer = WidenedLayer(config, 0, qk_norm=False, norm_before_residual=False)
+        self.layers = nn.ModuleList([layer])
+        self.norm = norm(config, target.width)
+        nn.init.constant_(self.norm.weight, sizes_of_inputs(target)[0])
+        # No child of this module: its table keeps its precision, and nothing of it is saved.
+        object.__setattr__(self, "_rotary", new_rotary(target, plain=True).to(target.device))
+
+    def _make_native(self) -> None:
+        target = self.target
+        family = native.family_of(target)
+        if not hasattr(target.base, "rotary_emb"):
+            raise InputError(f"drafter.native: target {target.name} has no rotary positions")
+        self.native = NativeModule(
+            target, embedding_first=family.embedding_first, blank_first=family.blank_first
+        )
+        object.__setattr__(self, "_rotary", target.base.rotary_emb)
+        if self.config.native == SHIPPED:
+            native.load_shipped(target, self.native.state_dict())
+
+    @torch.no_grad()
+    def _try_native(self) -> None:
+        """Raise InputError if the family's layer cannot be driven row by row."""
+        d, device = self.target.width, self.device
+        tokens = torch.zeros(1, 3, dtype=torch.int64, device=device)
+        features = torch.ones(1, 3, d, device=device).cumsum(-1) / d
+        positions = torch.arange(3, device=device)[None]
+        why = "its cache is not used"
+        try:
+            complete = self(features, tokens, positions)
+            cache = KVCache(1, 3, device)
+            for i in range(3):
+                mask = cache.mask(torch.ones(1, 1, 1, dtype=torch.bool, device=device))
+                now = slice(i, i + 1)
+                out = self(features[:, now], tokens[:, now], positions[:, now], mask, cache)
+                cache.commit(torch.ones(1, dtype=torch.int64, device=device))
+            same = torch.allclose(out[:, 0], complete[:, 2], rtol=1e-2, atol=1e-2)
+        except (TypeError, AttributeError, ValueError, RuntimeError) as error:
+            same, why = False, first_line(error)
+        if not same:
+            raise InputError(
+                f"drafter.native: the layer of target {self.target.name} "
+                f"({self.target.config.model_type}) cannot be driven: {why}; set "
+                "drafter.native=null for a module of another shape"
+            )

@@ -56,6 +56,11 @@ def write(source: Source[Reads]) -> Exported:
     a head with a bias or with scaled logits."""
     drafter, target = source.drafter, source.target
     assert isinstance(drafter, Mtp)
+    if drafter.native is not None:
+        raise InputError(
+            f"to={source.engine}: this package's module has the layout that its target is shipped "
+            "with, which engines look for in the target's own files: give to=target"
+        )
     if float(target.finish_logits(torch.ones(()))) != 1.0:
         raise InputError(
             f"to={source.engine}: target {target.name} scales or caps its logits, which EAGLE-3 "
