@@ -66,6 +66,7 @@ SHORT = ["draft_vocab=64", *TRAINED]
 CASES: dict[str, list[str]] = {
     "eagle1": SHORT,
     "eagle1_paper": TRAINED,
+    "eagle3": SHORT,
     "early_exit": [*SHORT, "drafter.exit_layer=1"],
     "hydra_heads": SHORT,
     "medusa1": SHORT,

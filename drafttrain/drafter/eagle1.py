@@ -9,11 +9,16 @@ Alignment, 0-based, for a row x_0..x_{T-1} with features h_i (what the LM head r
 The weight is the *label's* mask, so that the first draft of every answer is trained; the reference
 weighs row i by m_i. While decoding, row i is also the first drafting step of a prefix of i + 2
 tokens; deeper steps put the drafter's own output in the place of h.
+
+HASS (Zhang et al. 2024, arXiv:2408.15766) is `steps` above 1: these deeper steps are learned too,
+all alike, by the table of `drafttrain.nn.unrolled`. The loss is divided by the labels of the first
+step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +29,18 @@ from drafttrain.checks import integer, number, switch
 from drafttrain.drafter.base import Committed
 from drafttrain.drafter.borrowing import BorrowsHead, best_ids, sizes_of_inputs
 from drafttrain.drafter.growing import Autoregressive, AutoregressiveState
+from drafttrain.drafter.unrolling import Labels, accuracies, accuracy_names, guesses_of
 from drafttrain.errors import InputError, first_line
 from drafttrain.flow import Batch, Features, Loss, Needs
 from drafttrain.nn import losses
 from drafttrain.nn.attention import as_attention
 from drafttrain.nn.cache import KVCache
+from drafttrain.nn.chunks import Judged
 from drafttrain.nn.isolation import mask_of
-from drafttrain.nn.layers import call, layer_config, new_layers, new_rotary
+from drafttrain.nn.layers import call, keys_and_values, layer_config, new_layers, new_rotary
+from drafttrain.nn.mixture import Term, Terms, against, mixed_rows, teacher_goal
 from drafttrain.nn.plain import why_plain
+from drafttrain.nn.unrolled import MOST_STEPS, AtOnce, Unrolled, at_labels, unroll
 from drafttrain.target.model import Target
 from drafttrain.tree.candidates import Candidates
 
@@ -57,19 +66,36 @@ class Eagle1Config:
     balance_input: bool
     """Start `fc` so that both halves of its input weigh the same (embeddings are often much smaller
     than features); the network is the same, only its start differs."""
+    steps: int
+    """Times that the layer is run over a row, each but the first fed with its own output before."""
+    detach: bool
+    """No gradient goes from a step to the output that it reads."""
+    backward_each_step: bool
+    """Make the gradient of each step when its loss is there."""
+    topk_weight: float
+    """Of one more loss over the target's `topk` most likely tokens."""
+    topk: int
+    """How many; the paper of HASS has 10."""
     chunk: int
     """Positions whose logits exist at one time in the loss."""
 
     def __post_init__(self) -> None:
-        for name in ("regression", "classification", "noise"):
+        for name in ("regression", "classification", "noise", "topk_weight"):
             number(name, getattr(self, name))
         if self.regression + self.classification == 0:
             raise InputError(
                 "regression and classification are both 0: give one of them a weight above 0"
             )
-        for name in ("bias", "noise_scaled", "balance_input"):
+        for name in ("bias", "noise_scaled", "balance_input", "detach", "backward_each_step"):
             switch(name, getattr(self, name))
-        integer("chunk", self.chunk, 1)
+        if self.backward_each_step and not self.detach:
+            raise InputError(
+                "backward_each_step=true with detach=false: the gradient of a step would need all "
+                "steps before it, set one of them the other way"
+            )
+        for name in ("chunk", "topk"):
+            integer(name, getattr(self, name), 1)
+        integer("steps", self.steps, 1, MOST_STEPS)
         losses.divergence(self.divergence)
 
 
@@ -113,18 +139,24 @@ class Eagle1(BorrowsHead, Autoregressive):
             positions: (b|1 s) rotary positions.
             mask: (b 1 s t) bool; None is causal.
         """
-        embedded = self.target.embed(tokens.to(self.target.device)).to(features.device, self.dtype)
-        x = self.fc(torch.cat((features.to(self.dtype), embedded), -1))
+        x, positions, rotary = self._inputs(features, tokens, positions)
         if mask is not None or self.target.attention != "sdpa":
             if mask is None:
                 mask = torch.ones(
                     1, 1, x.shape[1], x.shape[1], dtype=torch.bool, device=x.device
                 ).tril()
             mask = as_attention(mask, self.target.attention, self.dtype)
+        return call(self.layer, x, positions=positions, rotary=rotary, mask=mask, cache=cache)
+
+    def _inputs(
+        self, features: Tensor, tokens: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Of the layer: (b s d), (b s) positions, and what it turns by."""
+        embedded = self.target.embed(tokens.to(self.target.device)).to(features.device, self.dtype)
+        x = self.fc(torch.cat((features.to(self.dtype), embedded), -1))
         positions = positions.expand(x.shape[0], -1).clamp_max(self.target.context - 1)
         turned = self._rotary if self.plain else self.target.base.rotary_emb
-        rotary = turned(x, position_ids=positions)
-        return call(self.layer, x, positions=positions, rotary=rotary, mask=mask, cache=cache)
+        return x, positions, turned(x, position_ids=positions)
 
     # Training -------------------------------------------------------------------------------------
     def check_packing(self) -> None:
@@ -173,6 +205,8 @@ class Eagle1(BorrowsHead, Autoregressive):
     def loss(
         self, batch: Batch, features: Features, *, generator: torch.Generator | None = None
     ) -> Loss:
+        if self._is_hass:
+            return self._hass(batch, features, generator)
         out, teacher, labels, where = self._aligned(batch, features, generator)
         count = where.sum().float()
         parts: dict[str, tuple[Tensor, Tensor]] = {}
@@ -194,14 +228,127 @@ class Eagle1(BorrowsHead, Autoregressive):
     @property
     def loss_parts(self) -> tuple[str, ...]:
         by_feature = ("regression",) * (self.config.regression > 0)
+        if self._is_hass:
+            accuracies_too = accuracy_names(self.config.steps) if self._terms else ()
+            return (*by_feature, *self._terms, *accuracies_too)
         return by_feature + ("classification", "accuracy") * (self.config.classification > 0)
 
     @torch.no_grad()
     def guesses(self, batch: Batch, features: Features) -> Tensor:
+        if self.config.steps > 1:
+            labels = Labels.of(batch, self.config.steps, self.device)
+            read = [
+                at_labels(out, labels.where, step)
+                for step, out in enumerate(self._steps(batch, features, None))
+            ]
+            stacked = torch.stack(read, 1)
+            return guesses_of(self, stacked, labels, self.head, self.config.chunk, batch)
         out, _, _, where = self._aligned(batch, features)
         found = torch.full_like(batch.input_ids.to(where.device), -1)
         found[where] = best_ids(self, out, self.head, self.config.chunk)
         return found[:, :, None]
+
+    # Several steps (HASS) -------------------------------------------------------------------------
+    @property
+    def _is_hass(self) -> bool:
+        return self.config.steps > 1 or self.config.topk_weight > 0
+
+    @property
+    def _terms(self) -> Terms:
+        """The losses over the vocabulary."""
+        given = self.config
+        terms: dict[str, tuple[float, Term]] = {}
+        if given.classification:
+            terms["classification"] = (given.classification, against(self._divergence))
+        if given.topk_weight:
+            top = functools.partial(losses.top_cross_entropy, k=given.topk)
+            terms["topk"] = (given.topk_weight, against(top))
+        return terms
+
+    def _steps(
+        self, batch: Batch, features: Features, generator: torch.Generator | None
+    ) -> Iterator[Tensor]:
+        """(b r d) guesses of features by each step, see `unroll`."""
+        assert features.last_hidden is not None
+        given, device, ids = self.config, self.device, batch.input_ids.to(self.device)
+        rows = max(ids.shape[1] - 2, 0)
+        inputs = features.last_hidden.to(device)[:, :rows].to(self.dtype)
+        if not rows:
+            yield from (self.fc(torch.cat((inputs, inputs), -1)) for _ in range(given.steps))
+            return
+        if generator is not None and given.noise:
+            inputs = inputs + self._noise(inputs, batch, generator)
+        yield from unroll(
+            self._step,
+            inputs,
+            ids,
+            batch.positions.to(device)[:, :rows],
+            given.steps,
+            first=mask_of(batch.packing, rows, device),
+            detach=given.detach,
+            recall=self._recall if given.backward_each_step else None,
+        )
+
+    def _step(
+        self, hidden: Tensor, tokens: Tensor, positions: Tensor, cache: Unrolled
+    ) -> tuple[Tensor, Tensor]:
+        out = self(hidden, tokens, positions, cache.mask(hidden.shape[1], hidden.device), cache)
+        return out, out
+
+    def _recall(self, hidden: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        x, _, rotary = self._inputs(hidden, tokens, positions)
+        return keys_and_values(self.layer, x, rotary)
+
+    def _hass(self, batch: Batch, features: Features, generator: torch.Generator | None) -> Loss:
+        assert features.last_hidden is not None
+        labels = Labels.of(batch, self.config.steps, self.device)
+        teacher = labels.before(features.last_hidden, self.device)
+        steps = (
+            at_labels(out, labels.where, step)
+            for step, out in enumerate(self._steps(batch, features, generator))
+        )
+        if self.config.backward_each_step:
+            each, found = AtOnce(list(self.parameters())), []
+            for step, read in enumerate(steps):
+                one = self._judged(read[:, None], labels.valid[:, step, None], labels, teacher)
+                each.add(one.total)
+                found.append(one)
+            total = each.total()
+            sums = torch.stack([one.sums[0] for one in found]).sum(0)
+            choices = torch.cat([one.noted for one in found], 1)
+        else:
+            all_steps = self._judged(torch.stack(list(steps), 1), labels.valid, labels, teacher)
+            total, sums, choices = all_steps.total, all_steps.sums.sum(0), all_steps.noted
+        count = labels.valid.sum().float()
+        names = (name for name in self.loss_parts if not name.startswith("accuracy"))
+        parts = {name: (value, count) for name, value in zip(names, sums.unbind(), strict=True)}
+        if self._terms:
+            parts |= accuracies(self, choices, labels)
+        return Loss(total.float(), labels.valid[:, 0].sum().float(), parts)
+
+    def _judged(self, read: Tensor, valid: Tensor, labels: Labels, teacher: Tensor) -> Judged:
+        """Losses of some steps.
+
+        Args:
+            read: (t k d) of these steps; valid: (t k); teacher: (t d) the target's own features.
+        """
+        made = Judged(read.sum() * 0.0, read.new_zeros(read.shape[1], 0), valid.long() - 1)
+        if self._terms:
+            made = mixed_rows(
+                read,
+                self.to_draft_ids(labels.ids),
+                self.head,
+                self._terms,
+                goal=teacher_goal(teacher, self.head),
+                weights=valid.float(),
+                valid=valid,
+                chunk=self.config.chunk,
+            )
+        if not self.config.regression:
+            return made
+        gaps = losses.smooth_l1(read, teacher[:, None].expand_as(read)) * valid  # t k
+        total = made.total + self.config.regression * gaps.sum()
+        return Judged(total, torch.cat((gaps.detach().sum(0)[:, None], made.sums), 1), made.noted)
 
     # Decoding -------------------------------------------------------------------------------------
     def extend(

@@ -27,20 +27,21 @@ from torch import Tensor, nn
 
 from drafttrain.checks import integer, number, shown, switch
 from drafttrain.drafter.base import Committed
-from drafttrain.drafter.borrowing import SLACK, BorrowsHead, best_ids
+from drafttrain.drafter.borrowing import SLACK, BorrowsHead
 from drafttrain.drafter.growing import Autoregressive, AutoregressiveState
+from drafttrain.drafter.unrolling import Labels, accuracies, accuracy_names, guesses_of
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Features, Loss, Needs
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.isolation import mask_of
 from drafttrain.nn.mixture import Mixture, mixed_rows, no_goal, teacher_goal
 from drafttrain.nn.plain import plain_config, plain_rotary
-from drafttrain.nn.unrolled import Unrolled, at_labels, unroll
+from drafttrain.nn.unrolled import MOST_STEPS, Unrolled, at_labels, unroll
 from drafttrain.nn.widened import WidenedLayer, norm
 from drafttrain.target.model import Target
 from drafttrain.tree.candidates import Candidates
 
-MOST_LAYERS, MOST_STEPS = 64, 64
+MOST_LAYERS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,24 +252,13 @@ class Eagle3(BorrowsHead, Autoregressive):
 
     @property
     def loss_parts(self) -> tuple[str, ...]:
-        later = (f"accuracy_{step}" for step in range(2, self.config.steps + 1))
-        return (*self.mixture.names, "accuracy", *later)
+        return (*self.mixture.names, *accuracy_names(self.config.steps))
 
-    def _aligned(
-        self, batch: Batch, features: Features
-    ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
-        """What the head reads for every label of the table above.
-
-        Returns: (t k d) with grad, a row for each step; (t) sequence and (t) place of each label;
-            (t k) bool, where a step reaches the label; (t) int64 labels.
-        """
+    def _aligned(self, batch: Batch, features: Features) -> tuple[Tensor, Labels]:
+        """What the head reads for every label of the table above: (t k d) with grad, a row for
+        each step; and the labels."""
         device, count = self.device, self.config.steps
-        ids = batch.input_ids.to(device)
-        # Step 0 reads the place two before the label.
-        where: tuple[Tensor, Tensor]
-        where = batch.labels(2).to(device).nonzero(as_tuple=True)  # type: ignore[assignment]
-        own = batch.positions.to(device).expand(len(ids), -1)[where]
-        valid = torch.stack([own >= 2 + step for step in range(count)], 1)  # t k
+        ids, labels = batch.input_ids.to(device), Labels.of(batch, count, device)
         rows = max(ids.shape[1] - 2, 0)
         hidden = self.fuse({tap: features.layers[tap][:, :rows] for tap in self.taps})
         positions = batch.positions.to(device)[:, :rows]
@@ -277,8 +267,8 @@ class Eagle3(BorrowsHead, Autoregressive):
             steps = list(unroll(self._step, hidden, ids, positions, count, first=first))
         else:
             steps = [hidden] * count
-        read = [at_labels(out, where, step) for step, out in enumerate(steps)]
-        return torch.stack(read, 1), where, valid, ids[where]
+        read = [at_labels(out, labels.where, step) for step, out in enumerate(steps)]
+        return torch.stack(read, 1), labels
 
     def _step(
         self, hidden: Tensor, tokens: Tensor, positions: Tensor, cache: Unrolled
@@ -289,48 +279,33 @@ class Eagle3(BorrowsHead, Autoregressive):
     def loss(
         self, batch: Batch, features: Features, *, generator: torch.Generator | None = None
     ) -> Loss:
-        read, where, valid, labels = self._aligned(batch, features)
+        read, labels = self._aligned(batch, features)
         goal: Any = no_goal
         if self.mixture.reads_target_probs:
             assert features.last_hidden is not None
-            row, place = where
-            teacher = features.last_hidden.to(read.device)[row, place - 1]
-            goal = teacher_goal(teacher, self.head)
+            goal = teacher_goal(labels.before(features.last_hidden, read.device), self.head)
         powers = torch.arange(read.shape[1], device=read.device)
         found = mixed_rows(
             read,
-            self.to_draft_ids(labels),
+            self.to_draft_ids(labels.ids),
             self.logits,
             self.mixture.terms,
             goal=goal,
-            weights=valid * self.config.step_decay**powers,
-            valid=valid,
+            weights=labels.valid * self.config.step_decay**powers,
+            valid=labels.valid,
             trained=[] if self.lm_head is None else [self.lm_head.weight],
             chunk=self.config.chunk,
         )
-        by_step = valid.sum(0).float()  # k
-        sums = found.sums.sum(0)
-        parts = {
-            name: (value, by_step.sum())
-            for name, value in zip(self.mixture.names, sums.unbind(), strict=True)
-        }
-        # Labels outside the draft vocabulary cannot be chosen, so they count as misses.
-        hits = (self.to_target_ids(found.noted) == labels[:, None]) & valid
-        for step, (right, of) in enumerate(zip(hits.sum(0).float(), by_step, strict=True), 1):
-            parts["accuracy" if step == 1 else f"accuracy_{step}"] = (right, of)
-        return Loss(found.total.float(), by_step[0], parts)
+        sums, count = found.sums.sum(0).unbind(), labels.valid.sum().float()
+        parts = {name: (one, count) for name, one in zip(self.mixture.names, sums, strict=True)}
+        parts |= accuracies(self, found.noted, labels)
+        return Loss(found.total.float(), parts["accuracy"][1], parts)
 
     @torch.no_grad()
     def guesses(self, batch: Batch, features: Features) -> Tensor:
         """Depth k is step k - 1, which has read its own output since the prefix ended."""
-        read, where, valid, _ = self._aligned(batch, features)
-        found = torch.full(
-            (*batch.input_ids.shape, read.shape[1]), -1, dtype=torch.int64, device=read.device
-        )
-        for step in range(read.shape[1]):
-            ids = best_ids(self, read[:, step], self.logits, self.config.chunk)
-            found[(*where, step)] = torch.where(valid[:, step], ids, -1)  # type: ignore[index]
-        return found
+        read, labels = self._aligned(batch, features)
+        return guesses_of(self, read, labels, self.logits, self.config.chunk, batch)
 
     # Decoding -------------------------------------------------------------------------------------
     def extend(

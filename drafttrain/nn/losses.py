@@ -87,6 +87,13 @@ def acceptance_log(draft: Tensor, target: Tensor) -> Tensor:
     return -torch.minimum(target.softmax(-1), draft.softmax(-1)).sum(-1).clamp_min(1e-6).log()
 
 
+def top_cross_entropy(draft: Tensor, target: Tensor, k: int) -> Tensor:
+    """-sum p log q over the k most likely tokens of p, whose mass is not made 1. HASS (Zhang et
+    al. 2024, arXiv:2408.15766), section 3.1."""
+    p, ids = target.softmax(-1).topk(min(k, target.shape[-1]), -1)
+    return -(p * draft.log_softmax(-1).gather(-1, ids)).sum(-1)
+
+
 DIVERGENCES: dict[str, Divergence] = {
     "soft_cross_entropy": soft_cross_entropy,
     "forward_kl": forward_kl,

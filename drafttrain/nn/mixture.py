@@ -21,7 +21,7 @@ TEXT = "cross_entropy"
 """The loss against the text's own tokens; all others are against the target's distribution."""
 KNOWN = (TEXT, *losses.DIVERGENCES)
 Term = Callable[[Tensor, Tensor | None, Tensor], Tensor]
-"""(c w) draft logits, (c w) target logits, (c) labels, -1 for none -> (c) a loss of each position."""
+"""(c w) draft logits, (c w) the target's, (c) labels, -1 for none -> (c) loss of each position."""
 Terms = Mapping[str, tuple[float, Term]]
 """Losses by name, with their weights."""
 

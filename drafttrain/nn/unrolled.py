@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
+MOST_STEPS = 64
+"""J at most: no draft is so deep."""
 Entries = tuple[Tensor, Tensor]
 """Keys and values of one step, (b h r e) each."""
 Step = Callable[[Tensor, Tensor, Tensor, "Unrolled"], tuple[Tensor, Tensor]]

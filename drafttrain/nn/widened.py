@@ -51,12 +51,7 @@ class Attention(nn.Module):
             if cache is not None:
                 k, v = cache.update(k, v, self.number)
             read = functional.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=mask is None,
-                enable_gqa=q.shape[1] != k.shape[1],
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
             )
         out: Tensor = self.o_proj(read.transpose(1, 2).flatten(2))  # b h s e -> b s (h e)
         return out

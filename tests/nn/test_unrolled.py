@@ -1,4 +1,4 @@
-"""An unrolled layer: which entries a row reads, two ways to read them, and gradients made at once."""
+"""An unrolled layer: what a row reads, two ways to read it, and gradients made at once."""
 
 from __future__ import annotations
 
