@@ -1,10 +1,10 @@
 """Make a package of a head that was trained elsewhere, so that it decodes here and `fit
 init_from=<package>` trains it further.
 
-Takes over EAGLE-1 heads (of vLLM, SGLang, EAGLE's authors, speculators), Medusa heads (of vLLM,
-FasterDecoding, speculators) and draft models (directories of transformers). What drafttrain's own
-drafter cannot be, such as another block than the target's, is refused with what differs. Only
-config.json and safetensors are read, and nothing of the directory is run.
+Takes over EAGLE-1 and EAGLE-3 heads (of vLLM, SGLang, EAGLE's authors, speculators), Medusa heads
+(of vLLM, FasterDecoding, speculators) and draft models (directories of transformers). What
+drafttrain's own drafter cannot be, such as a head of another width than the target's, is refused
+with what differs. Only config.json and safetensors are read, and nothing of the directory is run.
 """
 
 from __future__ import annotations

@@ -137,7 +137,11 @@ def export_package(
         origin.FILE: origin.written(source, config, vocabulary != "whole"),
         CARD: card(type(drafter).__name__, name, exported, engine),
     }
-    put(out, exported, texts, target.tokenizer, lambda head: checked(head, source, exported.meant))
+
+    def found(head: Directory) -> list[Finding]:
+        return [one for one in checked(head, source) if one.name not in exported.meant]
+
+    put(out, exported, texts, target.tokenizer, found)
     return dataclasses.replace(exported, command=filled(exported.command, str(out), name))
 
 
@@ -149,16 +153,12 @@ def tokens_of(given: int | None, tree: Growth, deepest: int | None) -> int:
     return wanted if deepest is None else min(wanted, deepest)
 
 
-def checked(head: Directory, source: Source[Any], meant: tuple[str, ...] = ()) -> list[Finding]:
-    """What is found in what was written, read again and compared with the live target's config.
-
-    Args:
-        meant: names of faults that are none here.
-    """
+def checked(head: Directory, source: Source[Any]) -> list[Finding]:
+    """What is found in what was written, read again and compared with the live target's config."""
     config = json.loads(source.target.config.to_json_string(use_diff=False))
-    target = Directory(head.path, config, {}, ())
-    found = checking.check_directory(head, source.engine.reader.name, target)
-    return [finding for finding in found if finding.name not in meant]
+    return checking.check_directory(
+        head, source.engine.reader.name, Directory(head.path, config, {}, ())
+    )
 
 
 def card(kind: str, target: str, exported: Exported, engine: str) -> str:

@@ -21,9 +21,11 @@ from drafttrain import adopt, export
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.drafter.eagle3 import Eagle3
 from drafttrain.drafter.medusa import Medusa
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
+from drafttrain.layouts import eagle3
 from drafttrain.layouts.checking import check_path
 from drafttrain.layouts.directory import how_to_convert, open_directory
 from drafttrain.packaging.beginning import check_beginning, read_beginning, take_weights
@@ -39,6 +41,7 @@ from tests.packaging.made import packed
 
 KINDS: dict[str, tuple[Any, str]] = {
     "eagle1": (lambda target: drafters.make(Eagle1, target, bias=True), "sglang"),
+    "eagle3": (lambda target: drafters.make(Eagle3, target, fc_norm=True, own_head=True), "vllm"),
     "medusa": (lambda target: drafters.make(Medusa, target, heads=2, own_head=True), "vllm"),
     "ssm": (lambda target: drafters.make(Ssm, target, layers=1, width=32, heads=2), "hf"),
 }
@@ -57,6 +60,9 @@ def place(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{kind}-ours").mkdir()
         shutil.copytree(folder / kind, folder / f"{kind}-ours", dirs_exist_ok=True)
         (folder / kind / "drafttrain.json").unlink()
+    shutil.copytree(folder / "eagle3", broken := folder / "eagle3-broken")
+    key = eagle3.KEY
+    config(**{key: [1], f"eagle_config__{key}": [0], "num_aux_hidden_states": 2})(broken)
     return folder
 
 
@@ -117,6 +123,9 @@ SIZES: dict[str, tuple[str, dict[str, Any], str, bool | None]] = {
     "no layers": ("eagle1", {"num_hidden_layers": DROP}, "config-key-missing", True),
     "no MLP": ("eagle1", {"intermediate_size": DROP}, "config-key-missing", True),
     "no heads of a model": ("ssm", {"num_attention_heads": DROP}, "config-key-missing", True),
+    "no heads of EAGLE-3": ("eagle3", {"num_attention_heads": DROP}, "config-key-missing", True),
+    "no layers of EAGLE-3": ("eagle3", {"num_hidden_layers": DROP}, "config-key-missing", True),
+    "more layers of EAGLE-3": ("eagle3", {"num_hidden_layers": 2}, "tensor-missing", True),
     "as exported": ("eagle1", {}, "", None),
 }
 
@@ -226,6 +235,7 @@ def test_the_way_is_safe_in_a_shell(name: str) -> None:
         ({"out": "~nobody-of-that-name/x"}, "out=~nobody-of-that-name/x"),
         ({"head": "~nobody-of-that-name/x"}, "head=~nobody-of-that-name/x"),
         ({"head": "{place}/package"}, "drafttrain package"),
+        ({"head": "{place}/eagle3-broken"}, "[layers-count] 1 states are named, fc reads 2"),
     ],
 )
 def test_bad_input(

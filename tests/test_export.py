@@ -217,7 +217,7 @@ def test_a_tuned_target_is_refused(
     ("given", "message"),
     [
         ({"to": None}, "to=<the engine>"),
-        ({"to": "vlm"}, "to=vlm: give one of vllm, sglang, eagle, medusa, hf"),
+        ({"to": "vlm"}, "to=vlm: give one of vllm, sglang, eagle, medusa, speculators, hf"),
         ({"package": None}, "package=<folder of a package>"),
         ({"out": None}, "out=<a new folder>"),
         ({"dtype": "int8"}, "dtype=int8"),

@@ -44,7 +44,7 @@ def check_settings(cfg: DictConfig) -> None:
                 "check=<directory>"
             )
     if engines.named(cfg.to) is None:
-        raise InputError(f"to={cfg.to}: give one of {', '.join(engines.names(engines.readers()))}")
+        raise InputError(f"to={cfg.to}: give one of {', '.join(engines.names(engines.KNOWN))}")
     if cfg.dtype not in DTYPES:
         raise InputError(f"dtype={cfg.dtype}: give one of {', '.join(DTYPES)}")
     if cfg.vocabulary not in VOCABULARIES:

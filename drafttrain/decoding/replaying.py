@@ -18,12 +18,16 @@ from drafttrain.data.conversations import ConversationSet
 from drafttrain.decoding.measure import Measurement, Prompts, Watch, measure_acceptance, unwatched
 from drafttrain.decoding.plan import Plan
 from drafttrain.drafter.base import Drafter
+from drafttrain.drafter.remembered import tokens_remembered
 from drafttrain.errors import InputError
 from drafttrain.flow import Needs
 from drafttrain.target import answers, fingerprint
 from drafttrain.target.model import Target
 from drafttrain.target.replay import Answer, Answers, Replay, keep
 from drafttrain.tree.topology import Tree
+
+_AT_ONCE = 1 << 16
+"""Tokens of the rows that are replayed together."""
 
 
 def obstacle(drafter: Drafter, plan: Plan) -> str | None:
@@ -97,7 +101,12 @@ def replay_acceptance(
     stop_ids: Sequence[int] | None = None,
     watch: Watch = unwatched,
 ) -> Measurement:
-    """`measure_acceptance` without the target's passes.
+    """`measure_acceptance` without the target's passes. More rows go together than where it reads
+    them, since each costs little.
+
+    Args:
+        batch: the least number of rows that go together; exactly so many with a drafter that
+            remembers texts, where later batches see those of earlier ones.
 
     Raises: InputError for a plan or drafter that must be decoded, features that the drafter needs
         and that were not kept, and answers that lack or are too short.
@@ -110,6 +119,9 @@ def replay_acceptance(
         reason = f"{type(drafter).__name__} reads {', '.join(wanted)}, which was not all kept"
     if reason := reason or replay.lacks(prompts, max_new_tokens, stop_ids):
         raise InputError(f"acceptance cannot be replayed: {reason}")
+    if not tokens_remembered(drafter):
+        longest = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens
+        batch = max(batch, _AT_ONCE // longest)
     found = measure_acceptance(
         replay,
         drafter,

@@ -30,7 +30,7 @@ from drafttrain.drafter.base import Committed
 from drafttrain.drafter.borrowing import SLACK, BorrowsHead
 from drafttrain.drafter.growing import Autoregressive, AutoregressiveState
 from drafttrain.drafter.unrolling import Labels, accuracies, accuracy_names, guesses_of
-from drafttrain.errors import InputError
+from drafttrain.errors import InputError, first_line
 from drafttrain.flow import Batch, Features, Loss, Needs
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.isolation import mask_of
@@ -61,6 +61,9 @@ class Eagle3Config:
     """Of their attention; 0 is the target's number."""
     kv_heads: int
     """0 is the target's number, or `heads` where these are given."""
+    rotary: Mapping[str, Any] | None
+    """RoPE by the keys of transformers' `rope_parameters`, such as {rope_theta: 10000.0}; None is
+    the target's."""
     qk_norm: bool
     """Normalise the queries and keys of every head."""
     own_head: bool
@@ -89,6 +92,7 @@ class Eagle3Config:
         integer("layers", self.layers, 1, MOST_LAYERS)
         for name in ("mlp", "heads", "kv_heads"):
             integer(name, getattr(self, name))
+        _check_rotary(self.rotary)
         flags = ("qk_norm", "own_head", "fc_norm", "norm_before_fc", "norm_output")
         for name in (*flags, "norm_before_residual"):
             switch(name, getattr(self, name))
@@ -114,6 +118,25 @@ def _check_taps(taps: object) -> None:
     if list(taps) != sorted(set(taps)):
         # Engines put the layers together by rising number, whatever the order of a list.
         raise InputError(f"taps={shown(taps)}: needs every layer once, by rising number")
+
+
+def _check_rotary(given: object) -> None:
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        raise InputError(f"rotary={shown(given)}: needs a mapping with rope_theta, or null")
+    number("rotary.rope_theta", given.get("rope_theta"), above=0)
+
+
+def _turning(config: Any) -> nn.Module:
+    """Its rotary embeddings. Raises: InputError for settings that are none."""
+    try:
+        return plain_rotary(config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"rotary={shown(dict(config.rope_parameters))}: transformers makes no RoPE of it "
+            f"({first_line(error)})"
+        ) from error
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
@@ -163,7 +186,7 @@ class Eagle3(BorrowsHead, Autoregressive):
         if given.own_head:
             self.lm_head = self._own_head()
         # No child of this module: its table keeps its precision, and nothing of it is saved.
-        object.__setattr__(self, "_rotary", plain_rotary(config))
+        object.__setattr__(self, "_rotary", _turning(config))
         self.to(target.device)
 
     @classmethod
@@ -190,6 +213,8 @@ class Eagle3(BorrowsHead, Autoregressive):
             )
         config.num_attention_heads, config.num_key_value_heads = heads, kv_heads
         config.intermediate_size = given.mlp or config.intermediate_size
+        if given.rotary is not None:
+            config.rope_parameters = {"rope_type": "default", **given.rotary}
         return config
 
     def describe(self) -> dict[str, Any]:

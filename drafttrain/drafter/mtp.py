@@ -32,8 +32,9 @@ from torch import Tensor, nn
 
 from drafttrain.checks import integer, number, shown, switch
 from drafttrain.drafter.base import Committed
-from drafttrain.drafter.borrowing import BorrowsHead, best_ids, sizes_of_inputs
+from drafttrain.drafter.borrowing import BorrowsHead, sizes_of_inputs
 from drafttrain.drafter.growing import Autoregressive, AutoregressiveState
+from drafttrain.drafter.unrolling import Labels, accuracies, accuracy_names, guesses_of
 from drafttrain.errors import InputError, first_line
 from drafttrain.flow import Batch, Features, Loss, Needs
 from drafttrain.nn.cache import KVCache
@@ -42,13 +43,12 @@ from drafttrain.nn.layers import new_rotary
 from drafttrain.nn.mixture import Mixture, mixed_rows, no_goal, teacher_goal
 from drafttrain.nn.native import NativeModule
 from drafttrain.nn.plain import plain_config
-from drafttrain.nn.unrolled import Unrolled, at_labels, unroll
+from drafttrain.nn.unrolled import MOST_STEPS, Unrolled, at_labels, unroll
 from drafttrain.nn.widened import WidenedLayer, norm
 from drafttrain.target import native
 from drafttrain.target.model import Target
 from drafttrain.tree.candidates import Candidates
 
-MOST_STEPS = 64
 TTT, SAME_STEP = "ttt", "same_step"
 SHIPPED, NEW = "shipped", "new"
 
@@ -225,71 +225,49 @@ class Mtp(BorrowsHead, Autoregressive):
             )
         )
 
-    def _aligned(
-        self, batch: Batch, features: Features
-    ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
-        """What every step's guess for every supervised label is read from.
-
-        Returns: (t k d) with grad; (t) row and (t) position of each label; (t k) bool, where a step
-            reaches back that far; (t) int64 labels.
-        """
-        steps = range(self.config.steps)
-        # Step 0 reads position place - 2: a label with less before it is no draft's.
-        row, place = batch.labels(2).to(self.device).nonzero(as_tuple=True)  # t
-        ids = batch.input_ids.to(self.device)
-        own = batch.positions.to(self.device).expand(len(ids), -1)[row, place]
-        valid = torch.stack([own >= 2 + step for step in steps], 1)  # t k
+    def _aligned(self, batch: Batch, features: Features) -> tuple[Tensor, Labels]:
+        """What the head reads for every label of the table above: (t k d) with grad, a row for
+        each step; and the labels."""
+        labels = Labels.of(batch, self.config.steps, self.device)
         outs = self.unrolled(batch, features)
-        read = [at_labels(out, (row, place), step) for step, out in enumerate(outs)]
-        return torch.stack(read, 1), (row, place), valid, ids[row, place]
+        read = [at_labels(out, labels.where, step) for step, out in enumerate(outs)]
+        return torch.stack(read, 1), labels
 
     @property
     def loss_parts(self) -> tuple[str, ...]:
-        later = (f"accuracy_{step}" for step in range(2, self.config.steps + 1))
-        return (*self.mixture.names, "accuracy", *later)
+        return (*self.mixture.names, *accuracy_names(self.config.steps))
 
     def loss(
         self, batch: Batch, features: Features, *, generator: torch.Generator | None = None
     ) -> Loss:
         """Sum over steps of their weight times their loss, over the labels that each reaches; its
         count is of the labels that the first one has."""
-        read, (row, place), valid, labels = self._aligned(batch, features)
+        read, labels = self._aligned(batch, features)
         goal: Any = no_goal
         if self.mixture.reads_target_probs:
             assert features.last_hidden is not None
-            goal = teacher_goal(features.last_hidden.to(self.device)[row, place - 1], self.head)
+            goal = teacher_goal(labels.before(features.last_hidden, self.device), self.head)
         found = mixed_rows(
             read,
-            self.to_draft_ids(labels),
+            self.to_draft_ids(labels.ids),
             self.logits,
             self.mixture.terms,
             goal=goal,
-            weights=valid * torch.tensor(self.config.step_weights, device=self.device),
-            valid=valid,
+            weights=labels.valid * torch.tensor(self.config.step_weights, device=self.device),
+            valid=labels.valid,
             trained=[] if self.lm_head is None else [self.lm_head.weight],
             chunk=self.config.chunk,
         )
-        by_step = valid.sum(0).float()  # k
-        parts = {
-            name: (value, by_step.sum())
-            for name, value in zip(self.mixture.names, found.sums.sum(0).unbind(), strict=True)
-        }
-        # Labels outside the draft vocabulary cannot be chosen, so they count as misses.
-        hits = (self.to_target_ids(found.noted) == labels[:, None]) & valid
-        for step, (right, of) in enumerate(zip(hits.sum(0).float(), by_step, strict=True), 1):
-            parts["accuracy" if step == 1 else f"accuracy_{step}"] = (right, of)
-        return Loss(found.total.float(), by_step[0], parts)
+        sums, count = found.sums.sum(0).unbind(), labels.valid.sum().float()
+        parts = {name: (one, count) for name, one in zip(self.mixture.names, sums, strict=True)}
+        parts |= accuracies(self, found.noted, labels)
+        return Loss(found.total.float(), parts["accuracy"][1], parts)
 
     @torch.no_grad()
     def guesses(self, batch: Batch, features: Features) -> Tensor:
         """Depth k is step k - 1."""
-        read, (row, place), valid, _ = self._aligned(batch, features)
-        shape = (*batch.input_ids.shape, self.config.steps)
-        found = torch.full(shape, -1, dtype=torch.int64, device=read.device)
-        for step in range(self.config.steps):
-            ids = best_ids(self, read[:, step], self.logits, self.config.chunk)
-            found[row, place, step] = torch.where(valid[:, step], ids, -1)
-        return found
+        read, labels = self._aligned(batch, features)
+        return guesses_of(self, read, labels, self.logits, self.config.chunk, batch)
 
     # Decoding -------------------------------------------------------------------------------------
     def extend(

@@ -54,6 +54,7 @@ def block_shapes(
     reads: int | None = None,
     qkv_bias: bool = False,
     o_bias: bool = False,
+    mlp_bias: bool = False,
 ) -> Shapes:
     """Names and shapes of a block's tensors without the norms before and after its attention.
 
@@ -75,6 +76,9 @@ def block_shapes(
         "mlp.up_proj.weight": (sizes.mlp, h),
         "mlp.down_proj.weight": (h, sizes.mlp),
     }
+    if mlp_bias:
+        rows = {"gate": sizes.mlp, "up": sizes.mlp, "down": h}
+        found |= {f"mlp.{name}_proj.bias": (size,) for name, size in rows.items()}
     return {prefix + name: shape for name, shape in found.items()}
 
 

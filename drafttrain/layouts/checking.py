@@ -42,10 +42,8 @@ def engine_of(head: Directory, layout: Layout[Any], name: str | None) -> Engine:
     if found is not None and found in loading:
         return found
     if name is not None:
-        raise InputError(
-            f"to={name}: {head.path} is loaded by {' and '.join(engines.names(loading))}, not by "
-            f"{name}"
-        )
+        eyes = [engine.name for engine in loading if engine.reader is engine]
+        raise InputError(f"to={name}: {head.path} is loaded by {' and '.join(eyes)}, not by {name}")
     return next(iter(loading))
 
 

@@ -55,7 +55,7 @@ def check(inspection: Inspection[Reading]) -> None:
     head = inspection.head
     plain = Directory(head.path, _plain(config), head.tensors, head.pickled)
     if kind in ("eagle3", "peagle"):
-        if "norm_before_residual" not in config:
+        if kind == "eagle3" and "norm_before_residual" not in config:
             inspection.add(
                 "norm-order-unsaid",
                 "norm_before_residual is not given: vLLM takes true, the library false; write "

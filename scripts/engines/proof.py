@@ -11,7 +11,7 @@ which draft alike accept alike, in every round. What they count differs in three
 drafttrain's side is counted as the engine does:
 
 * Which vocabulary is drafted from: in these engines the full one, also where the package has a
-  reduced one.
+  reduced one, unless a map of it is in the export, as in EAGLE-3's.
 * vLLM: the pass that reads the prompt is no round. A round at the end counts all that it accepted,
   also what the limit then cuts off, and always drafts in full. Here the text is decoded a round
   further, and the rounds that began below the limit are counted.
@@ -51,6 +51,7 @@ from drafttrain.export import check_pair, export_package
 from drafttrain.layouts.directory import open_directory
 from drafttrain.layouts.engines import HF, VLLM
 from drafttrain.layouts.pairs import engines_of
+from drafttrain.layouts.vocabulary import MAPS
 from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.reading import load_drafter
 from drafttrain.reporting.console import table
@@ -363,10 +364,13 @@ def on_vllm(environment: Path, job: Job, package: Path, out: Path, tokens: int) 
     depth = drafter.max_depth or tokens
     exported = export_package(package, job.target, VLLM.name, out, tokens=depth)
     served = serve(environment, job, speculative_of(exported.command))
-    ours = as_vllm(job, over_full_vocabulary(drafter), depth)
-    return vllm_result(
-        type(drafter).__name__, job, served, ours, set(open_directory(out, "exported").tensors)
-    )
+    tensors = set(open_directory(out, "exported").tensors)
+    # A map of a reduced vocabulary; its other half is of no use while drafting, and not read.
+    reduced = tensors >= set(MAPS)
+    same = drafter.at(torch.float32) if reduced else over_full_vocabulary(drafter)
+    ours = as_vllm(job, same, depth)
+    read = tensors - {"t2d"} if reduced else tensors
+    return vllm_result(type(drafter).__name__, job, served, ours, read)
 
 
 def vllm_result(

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Serves exported packages with vLLM and transformers, and compares every accepted draft with
 # drafttrain's own loop. Starts from nothing but Python: sets up both environments and, unless
-# packages are given, trains three small drafters (some minutes each).
+# packages are given, trains four small drafters (some minutes each).
 #   scripts/engines/prove.sh [package ...]
 set -eu
 packages=()
@@ -31,10 +31,13 @@ if [ "$#" = 0 ]; then
     # shellcheck disable=SC2086
     train quickstart "run_dir=$runs/eagle1" $small
     # shellcheck disable=SC2086
+    train eagle3 "run_dir=$runs/eagle3" $small
+    # shellcheck disable=SC2086
     train medusa1 "run_dir=$runs/medusa" $small $heads
     # shellcheck disable=SC2086
     train ssm "run_dir=$runs/ssm" $small
-    set -- "$runs/eagle1/package" "$runs/medusa/package" "$runs/ssm/package"
+    set -- "$runs/eagle1/package" "$runs/eagle3/package" "$runs/medusa/package" \
+        "$runs/ssm/package"
 fi
 
 say "python scripts/engines/proof.py --venv $ENGINE $*"

@@ -9,6 +9,7 @@ layer, or all of them, drafters that remember texts, several plans on one set of
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from drafttrain.decoding.replaying import (
 )
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.medusa import Medusa
+from drafttrain.drafter.suffix import Suffix
 from drafttrain.errors import InputError
 from drafttrain.flow import Needs
 from drafttrain.nn.sampling import Policy
@@ -150,6 +152,32 @@ def test_measurements_agree_in_batches_and_with_memory():
                 row.pop("seconds"), row.pop("replayed")
             assert here == there
             assert found.rates == real.rates
+
+
+def test_many_rows_are_replayed_together_but_not_where_texts_are_remembered():
+    target = target_of()
+    answers_of = Replays(target, lambda: answers.write(target, PROMPTS, 20))
+    seen: list[int] = []
+
+    def watch(steps: Sequence[int], what: str) -> Sequence[int]:
+        seen.append(len(steps))
+        return steps
+
+    for drafter in (
+        build("eagle1", target),
+        drafters.make(Suffix, target, remember=0),
+        drafters.make(Suffix, target, remember=100),
+    ):
+        replay_acceptance(
+            answers_of.of(drafter.needs),
+            drafter,
+            PROMPTS,
+            Plan(Tree.chain(3)),
+            max_new_tokens=20,
+            batch=2,
+            watch=watch,
+        )
+    assert seen == [1, 1, -(-len(PROMPTS) // 2)]
 
 
 def test_features_are_read_once_for_all_that_need_the_same(monkeypatch):

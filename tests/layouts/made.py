@@ -54,7 +54,7 @@ def config(**changes: Any) -> Edit:
             for name in outer:
                 place = place.setdefault(name, {})
             if value is DROP:
-                place.pop(last)
+                place.pop(last, None)
             else:
                 place[last] = value
         (path / "config.json").write_text(json.dumps(found))

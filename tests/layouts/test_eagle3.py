@@ -57,7 +57,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reduced": {"draft_ids": IDS},
     "borrowed": {"draft_ids": IDS, "own_head": False},
     "3.1, five": {"taps": FIVE, **NEW},
-    "one": {"taps": [7], "own_head": False},
+    "one": {"taps": [3], "own_head": False},
+    "the last": {"taps": [1, 7]},
     "two layers": {"layers": 2, "norm_output": True},
     "sizes": {"heads": 2, "mlp": 48},
     "norms of all": {"norm_before_fc": True, "norm_before_residual": True},
@@ -65,15 +66,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "own base": {"rotary": {"rope_theta": 5e5}},
 }
 REFUSED: dict[tuple[str, str], str] = {
-    ("3.1, five", "eagle"): "fc_norm, which EAGLE's code does not read.*to=vllm or to=sglang",
+    ("3.1, five", "eagle"): "fc_norm, norm_output, which EAGLE's code .*to=vllm or to=sglang",
     ("one", "sglang"): "one layer of the target, and SGLang then passes over fc.*to=vllm",
-    ("one", "eagle"): r"reads the layers \[7\] of the target, .* always \[1, 3, 4\]",
+    ("the last", "sglang"): "reads layer 7 of the target, the last one.*to=vllm or to=specul",
+    ("the last", "eagle"): r"reads the layers \[1, 7\] of the target",
+    ("one", "eagle"): r"reads the layers \[3\] of the target, .* always \[1, 3, 4\]",
     ("two layers", "eagle"): "norm_output, which EAGLE's code does not read",
     ("norms of all", "sglang"): "norm_before_residual, which SGLang does not read.*to=vllm",
     ("norms of all", "eagle"): "norm_before_residual",
     ("qwen", "sglang"): "queries and keys have norms, .* SGLang.* to=vllm or to=speculators",
     ("qwen", "eagle"): "queries and keys have norms",
 }
+
 
 def made(target: Target, **settings: Any) -> Eagle3:
     with torch.random.fork_rng(devices=[]):
@@ -155,7 +159,7 @@ def test_the_draft_vocabulary(engine: str, own: bool, tiny: Target, tmp_path: Pa
     rows = drafter.lm_head.weight if drafter.lm_head is not None else tiny.output.weight[IDS]
     assert torch.equal(held["lm_head.weight"], rows)
     if own:
-        with pytest.raises(InputError, match="^vocabulary=whole: .* 100 rows"):
+        with pytest.raises(InputError, match=r"^vocabulary=whole: .* 100 rows"):
             export_package(
                 tmp_path / "package", tiny, engine, tmp_path / "whole", vocabulary="whole"
             )
@@ -186,7 +190,8 @@ def test_the_library_speculators(tiny: Target, tmp_path: Path) -> None:
     )
     block = saved[nested.BLOCK]
     assert "model_type" not in saved and block["model_type"] == "qwen3"
-    assert saved[eagle3.KEY] == [1, 3, 4, 6, 7] and saved["num_aux_hidden_states"] == 5
+    # vLLM's adapter reads the number of states only there.
+    assert saved[eagle3.KEY] == [1, 3, 4, 6, 7] and block["num_aux_hidden_states"] == 5
     assert saved["norm_before_residual"] is False and saved["norm_before_fc"] is False
     assert "architectures" not in block and block["rope_theta"] == 10000.0
     inner = saved["speculators_config"]
@@ -321,7 +326,7 @@ def test_a_head_of_the_target_that_has_a_bias(tmp_path: Path) -> None:
     model: Any = load.tiny().model
     model.lm_head = torch.nn.Linear(64, 320)
     target = Target(model, None, "biased")
-    with pytest.raises(InputError, match="^to=vllm: the head of target biased has a bias"):
+    with pytest.raises(InputError, match=r"^to=vllm: the head of target biased has a bias"):
         exported(tmp_path, target, made(target, taps=[0, 1]), "vllm")
 
 
@@ -335,9 +340,8 @@ def renamed(old: str, new: str) -> Edit:
 
 
 def layers(top: Any, nested: Any, count: Any = DROP) -> Edit:
-    return config(
-        **{eagle3.KEY: top, f"eagle_config__{eagle3.KEY}": nested, "num_aux_hidden_states": count}
-    )
+    places = {eagle3.KEY: top, f"eagle_config__{eagle3.KEY}": nested}
+    return config(**places, num_aux_hidden_states=count)
 
 
 FAULTS: dict[str, tuple[str, Edit, str, bool]] = {
@@ -346,8 +350,9 @@ FAULTS: dict[str, tuple[str, Edit, str, bool]] = {
     "a fourth norm": ("vllm", put("fc_norm.3.weight", 64), "tensor-unknown", True),
     "norms in EAGLE": ("eagle", config(fc_norm=True), "flag-not-read", True),
     "fed back otherwise in EAGLE": ("eagle", config(norm_output=True), "flag-not-read", True),
-    "a nested flag": (
-        "sglang", config(eagle_config__norm_before_fc=True), "flag-not-read", True,
+    "a nested flag": ("sglang", config(eagle_config__norm_before_fc=True), "tensor-missing", True),
+    "a nested flag in EAGLE": (
+        "eagle", config(eagle_config__norm_before_fc=True), "flag-not-read", True,
     ),
     "other layers in EAGLE": ("eagle", layers([1, 4, 5], [0, 3, 4], 3), "layers-not-read", True),
     "five states in EAGLE": ("eagle", put("fc.weight", 64, 320), "states-count", True),
@@ -365,11 +370,21 @@ FAULTS: dict[str, tuple[str, Edit, str, bool]] = {
         "vllm", config(eagle_config__use_aux_hidden_state=False), "tensor-unknown", True,
     ),
     "one state in SGLang": (
-        "sglang", both(put("fc.weight", 64, 64), layers([8], [7], 1)), "fc-not-run", True,
+        "sglang", both(put("fc.weight", 64, 64), layers([4], [3], 1)), "fc-not-run", True,
     ),
+    "the last state in SGLang": ("sglang", layers([2, 4, 8], [1, 3, 7], 3), "layers-not-read",
+        True),
+    "a number of states in SGLang": ("sglang", layers([2, 4, 5], [1, 3, 4], 4), "states-count",
+        True),
     "a layer twice": ("vllm", layers([2, 2, 5], [1, 1, 4], 3), "layers-not-ascending", True),
     "five states unnamed": (
         "vllm", both(put("fc.weight", 64, 320), layers(DROP, DROP, 5)), "layers-missing", True,
+    ),
+    "biases that are promised": ("vllm", config(attention_bias=True), "tensor-missing", True),
+    "biases of an MLP": ("vllm", config(mlp_bias=True), "tensor-missing", True),
+    "five states, numbered outside": (
+        "speculators",
+        both(put("fc.weight", 64, 320), layers([1, 3, 4, 6, 7], DROP, 5)), "states-count", True,
     ),
     "half of a map": ("vllm", drop("t2d"), "t2d-missing", False),
     "the other half": ("vllm", drop("d2t"), "d2t-missing", True),
@@ -398,9 +413,10 @@ def copied(good: Path, engine: str, tmp_path: Path) -> Path:
 def test_faults_by_name(fault: str, good: Path, tmp_path: Path) -> None:
     engine, edit, name, fatal = FAULTS[fault]
     path = copied(good, engine, tmp_path)
-    assert names(path, engine, good / "target") == {}
+    eyes = None if engine == "speculators" else engine
+    assert names(path, eyes, good / "target") == {}
     edit(path)
-    found = names(path, engine, good / "target")
+    found = names(path, eyes, good / "target")
     assert found.get(name) is fatal, found
 
 
@@ -421,9 +437,7 @@ def test_a_head_that_captures_no_states(good: Path, tmp_path: Path) -> None:
 
 def cast(dtype: torch.dtype) -> Edit:
     return tensors(
-        lambda held: held.update(
-            {n: t.to(dtype) for n, t in held.items() if t.is_floating_point()}
-        )
+        lambda held: held.update({n: t.to(dtype) for n, t in held.items() if t.is_floating_point()})
     )
 
 
@@ -452,9 +466,7 @@ def test_released_heads(kind: str, good: Path, tmp_path: Path, tiny: Target) -> 
     assert same(found, read_back(good / engine, tiny)) and found.taps == (1, 3, 4)
 
 
-def test_half_precision_and_the_embedding_with_it(
-    good: Path, tmp_path: Path, tiny: Target
-) -> None:
+def test_half_precision_and_the_embedding_with_it(good: Path, tmp_path: Path, tiny: Target) -> None:
     path = copied(good, "eagle", tmp_path)
     embedding = tiny.embedding.weight.detach().clone()
     tensors(lambda held: held.update({"embed_tokens.weight": embedding}))(path)
@@ -482,6 +494,21 @@ def test_a_head_turned_by_another_base(
         read_back(path, other)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (5e5, r"rotary=500000\.0: needs a mapping with rope_theta"),
+        ({"rope_type": "default"}, r"rotary\.rope_theta=None: needs a finite number above 0"),
+        ({"rope_theta": 0}, r"rotary\.rope_theta=0"),
+        ({"rope_theta": 1e4, "rope_type": "spiral"}, "rotary=.*spiral.*: transformers makes no"),
+        ({"rope_theta": 1e4, "rope_type": "linear"}, "rotary=.*linear.*: transformers makes no"),
+    ],
+)
+def test_rope_that_is_none(given: Any, message: str, tiny: Target) -> None:
+    with pytest.raises(InputError, match=message):
+        drafters.make(Eagle3, tiny, rotary=given)
+
+
 def test_a_projection_that_is_the_targets(good: Path, tmp_path: Path, tiny: Target) -> None:
     path = copied(good, "vllm", tmp_path)
     rows = tiny.output.weight[IDS].detach().bfloat16()
@@ -506,7 +533,7 @@ EARLY: dict[str, tuple[Edit, str]] = {
     ),
     "a layer too few": (layers([2, 4], [1, 3], 3), "layers-count"),
     "a layer twice": (layers([2, 2, 4], [1, 1, 3], 3), "layers-not-ascending"),
-    "another number of states": (layers([1, 2, 4, 5], [0, 1, 3, 4], 4), "states-count"),
+    "another number of states": (layers([1, 2, 4, 5], [0, 1, 3, 4], 4), "layers-count"),
     "two numberings that differ": (layers([2, 4, 5], [2, 4, 5], 3), "layers-conventions-disagree"),
     "a layer below all": (layers([-1, 4, 5], [-2, 3, 4], 3), "layers-out-of-range"),
     "layers in words": (layers("all", DROP, 3), "layers-value"),
@@ -569,9 +596,7 @@ NESTED: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", NESTED)
-def test_directories_of_speculators_that_are_refused(
-    kind: str, good: Path, tmp_path: Path
-) -> None:
+def test_directories_of_speculators_that_are_refused(kind: str, good: Path, tmp_path: Path) -> None:
     edit, message = NESTED[kind]
     path = copied(good, "speculators", tmp_path)
     assert pairs.reader_of(open_directory(path, "head"))[0] is Eagle3

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from drafttrain import layouts
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.drafter.eagle3 import Eagle3
 from drafttrain.drafter.hydra_heads import HydraHeads
 from drafttrain.drafter.medusa import Medusa
 from drafttrain.drafter.ssm import Ssm
@@ -33,6 +34,7 @@ from tests.packaging.made import packed
 
 LOADS: dict[type[Drafter], tuple[str, ...]] = {
     Eagle1: ("vllm", "sglang", "eagle"),
+    Eagle3: ("vllm", "sglang", "eagle", "speculators"),
     Medusa: ("vllm", "medusa"),
     Ssm: ("vllm", "sglang", "hf"),
 }
@@ -74,10 +76,10 @@ def test_which_engines_load_which_drafters() -> None:
         for kind in layout.drafters
     }
     assert found == LOADS
-    assert pairs.targets() == ("vllm", "sglang", "eagle", "medusa", "hf")
+    assert pairs.targets() == ("vllm", "sglang", "eagle", "medusa", "speculators", "hf")
 
 
-@pytest.mark.parametrize("kind", LOADS)
+@pytest.mark.parametrize("kind", [kind for kind in LOADS if kind is not Eagle3])
 def test_what_the_library_speculators_cannot_hold(kind: Any, tiny: Target, tmp_path: Path) -> None:
     """Its version 0.9.0 has no model of these, so there is nothing to write for it."""
     more = {"layers": [0]} if kind is Ssm else {}
@@ -212,7 +214,7 @@ def test_a_new_layout_is_one_file(
         check_pair(tmp_path / "package", "sglang")
 
 
-SPECULATORS_LAYOUT = '''"""A drafter for the library speculators: a directory of type eagle3."""
+SPECULATORS_LAYOUT = '''"""A drafter for the library speculators: a directory of type peagle."""
 
 import json
 import tempfile
@@ -230,7 +232,7 @@ from tests.layouts.foreign import make_speculators
 
 def write(source):
     with tempfile.TemporaryDirectory() as place:
-        path = make_speculators(Path(place) / "made", "eagle3")
+        path = make_speculators(Path(place) / "made", "peagle")
         config = json.loads((path / "config.json").read_text())
         tensors = load_file(path / "model.safetensors")
     tensors["embed_tokens.weight"] = source.target.embedding.weight.detach().clone()
@@ -247,7 +249,7 @@ LAYOUT = Layout(
     drafters=(HydraHeads,),
     write=write,
     read=lambda head, target, known: drafters.make(HydraHeads, target),
-    speculators=("eagle3",),
+    speculators=("peagle",),
 )
 '''
 

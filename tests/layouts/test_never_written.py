@@ -15,6 +15,7 @@ from torch import nn
 
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.eagle1 import Eagle1
+from drafttrain.drafter.eagle3 import Eagle3
 from drafttrain.drafter.medusa import Medusa
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
@@ -30,6 +31,7 @@ from tests.packaging.made import packed
 
 MAKERS: dict[type[Drafter], Callable[[Target], Drafter]] = {
     Eagle1: lambda target: drafters.make(Eagle1, target, draft_ids=list(range(1, 201, 2))),
+    Eagle3: lambda target: drafters.make(Eagle3, target, draft_ids=list(range(1, 201, 2))),
     Medusa: lambda target: drafters.make(Medusa, target, heads=3),
     Ssm: lambda target: drafters.make(Ssm, target, layers=[0, 2]),
 }
@@ -42,7 +44,9 @@ PAIRS = [
 ]
 METHODS = {
     (Eagle1, "vllm"): '"method": "eagle"', (Eagle1, "sglang"): "--speculative-algorithm EAGLE ",
-    (Eagle1, "eagle"): "use_eagle3=False", (Medusa, "vllm"): '"method": "medusa"',
+    (Eagle1, "eagle"): "use_eagle3=False", (Eagle3, "vllm"): '"method": "eagle3"',
+    (Eagle3, "sglang"): "--speculative-algorithm EAGLE3 ", (Eagle3, "eagle"): "use_eagle3=True",
+    (Eagle3, "speculators"): "vllm serve ", (Medusa, "vllm"): '"method": "medusa"',
     (Medusa, "medusa"): "text-generation-launcher",
     (Ssm, "vllm"): '"method": "draft_model"', (Ssm, "sglang"): "STANDALONE",
     (Ssm, "hf"): "assistant_model=",
@@ -53,6 +57,7 @@ METHODS = {
 def tempting() -> Target:
     """Tied, another base of RoPE, a long context: what heads must not take, or must not lose."""
     return load.tiny(
+        layers=8,
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 5e5},
         max_position_embeddings=4096,
@@ -68,6 +73,7 @@ def test_what_no_export_has(
         tmp_path / "package", tempting, engine, out := tmp_path / "out", tokens=2
     )
     saved = json.loads((out / "config.json").read_text())
+    saved |= saved.get("transformer_layer_config", {})
     (file,) = out.glob("*.safetensors")
     held = load_file(file)
     assert (
@@ -80,7 +86,12 @@ def test_what_no_export_has(
         & saved.keys()
     )
     # No map of a draft vocabulary in a place where it is another's, and no pickle.
-    assert not {"d2t", "t2d"} & held.keys() and "draft_vocab_size" not in saved
+    if kind is Eagle3:
+        assert {"d2t", "t2d"} <= held.keys() and saved["draft_vocab_size"] == 100
+        assert ("embed_tokens.weight" in held) == (engine == "speculators")
+        assert "target_hidden_size" not in saved
+    else:
+        assert not {"d2t", "t2d"} & held.keys() and "draft_vocab_size" not in saved
     assert not [path for path in out.rglob("*") if path.suffix in (".bin", ".pt", ".pth", ".pkl")]
     # A draft model may tie its own two; a head that did would propose with its embedding.
     assert saved.get("tie_word_embeddings", False) == (kind is Ssm)
@@ -101,9 +112,9 @@ def test_what_no_export_has(
         assert not [key for key in saved if "num" in key and key.startswith("num_attention")]
 
 
-@pytest.mark.parametrize("kind", [Eagle1, Medusa])
+@pytest.mark.parametrize("kind", [Eagle1, Eagle3, Medusa])
 def test_heads_of_a_quantised_target_are_plain(kind: type[Drafter], tmp_path: Path) -> None:
-    target = load.tiny()
+    target = load.tiny(layers=8)
     target.model.config.quantization_config = {"quant_method": "fp8"}
     packed(tmp_path / "package", stirred(MAKERS[kind](target)), target)
     export_package(tmp_path / "package", target, "vllm", tmp_path / "out", tokens=2)

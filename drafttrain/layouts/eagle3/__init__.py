@@ -24,9 +24,10 @@ A head without captured states (`use_aux_hidden_state: false`) has no fc: it rea
 own head reads. Rows turn by RoPE at their own position here, and one higher in some trainers: only
 differences of positions matter.
 
-Read from: vLLM 0.32 model_executor/models/{llama,qwen3}_eagle3.py and v1/spec_decode, SGLang 0.5.23
-srt/models/llama_eagle3.py and model_runner_components/spec_aux_hidden_state.py, SafeAILab/EAGLE
-eagle/model/{cnets,ea_model,modeling_llama_kv}.py, speculators 0.9 models/eagle3.
+Read from: vLLM 0.32 model_executor/models/{llama,qwen3}_eagle3.py, v1/spec_decode and
+transformers_utils/configs/speculators, SGLang 0.5.23 srt/models/{llama,llama_eagle3}.py and
+model_runner_components/spec_aux_hidden_state.py, SafeAILab/EAGLE eagle/model/{cnets,ea_model,
+modeling_llama_kv}.py, speculators 0.9 models/eagle3.
 """
 
 from __future__ import annotations

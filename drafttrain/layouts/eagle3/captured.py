@@ -113,6 +113,12 @@ def check_layers(inspection: Inspection[Reads], top: Any, nested: Any, states: i
             "layers-out-of-range",
             f"{given}: the target has x[0] to x[{'N' if count is None else count}]",
         )
+    elif count is not None and max(given) == count and not reads.last_state:
+        inspection.add(
+            "layers-not-read",
+            f"{given}: {inspection.engine.title} does not capture x[{count}], the output of the "
+            "last layer; serve with vLLM",
+        )
     elif reads.guessed_layers and count is not None and given != guessed(count):
         inspection.add(
             "layers-not-read",
@@ -159,7 +165,7 @@ def _states(inspection: Inspection[Reads], width: int) -> int:
         need = (
             "which it cannot change; serve with vLLM or SGLang"
             if inspection.reads.guessed_layers
-            else f"write num_aux_hidden_states: {found}"
+            else f"write num_aux_hidden_states: {found}, next to hidden_size"
         )
         inspection.add(
             "states-count",

@@ -183,13 +183,18 @@ def _shapes(
 ) -> tuple[Shapes, Shapes]:
     config, d = inspection.config, (sizes.width,)
     qwen = "Qwen3" in str(config.get("architectures"))
+    biases = {
+        "qkv_bias": inspection.reads.attention_bias and bool(config.get("attention_bias")),
+        "mlp_bias": inspection.reads.mlp_bias and bool(config.get("mlp_bias")) and not qwen,
+    }
+    biases["o_bias"] = biases["qkv_bias"] and not qwen
     expected: Shapes = {"norm.weight": d}
     optional: Shapes = {}
     if states:
         expected["fc.weight"] = (sizes.width, states * width)
     for layer in range(layers):
         prefix = f"layers.{layer}."
-        expected |= block_shapes(prefix, sizes, reads=2 * sizes.width if not layer else None)
+        expected |= block_shapes(prefix, sizes, reads=None if layer else 2 * sizes.width, **biases)
         expected[f"{prefix}post_attention_layernorm.weight"] = d
         both = ("input_layernorm", "hidden_norm")
         needed = both if not layer else (inspection.reads.later_norm,)
@@ -219,6 +224,5 @@ def _as_named(shapes: Shapes, held: Mapping[str, object]) -> Shapes:
     """The first layer is called midlayer in some files."""
     called = any(name.startswith(NAMED) for name in held)
     return {
-        name.replace(FIRST, NAMED, 1) if called else name: shape
-        for name, shape in shapes.items()
+        name.replace(FIRST, NAMED, 1) if called else name: shape for name, shape in shapes.items()
     }

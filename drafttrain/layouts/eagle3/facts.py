@@ -29,6 +29,8 @@ class Reads(Reading):
     """Does it read the numbers of captured states inside eagle_config?"""
     guessed_layers: bool = False
     """Does it capture x[2], x[N/2], x[N-3] whatever is given?"""
+    last_state: bool = True
+    """Does it capture x[N], the output of the last layer?"""
     sizes_by_config: bool = False
     """Does it size fc by the number of states that config.json says, whatever the file has?"""
     skips_square_fc: bool = False
@@ -39,6 +41,9 @@ class Reads(Reading):
     """Settings that change what is computed and that it does not read."""
     query_norms: str = ""
     """Its architecture for blocks with norms of queries and keys; none: it has no such blocks."""
+    attention_bias: bool = False
+    """Does it read attention_bias?"""
+    mlp_bias: bool = False
     parallel: bool = True
     """Does it draft in parallel, as P-EAGLE does?"""
     later_norm: str = "input_layernorm"
@@ -68,6 +73,8 @@ READINGS: dict[Engine, Reads] = {
         ),
         sizes_by_config=True,
         query_norms="Eagle3Qwen3ForCausalLM",
+        attention_bias=True,
+        mlp_bias=True,
     ),
     engines.SGLANG: Reads(
         method="EAGLE3",
@@ -75,9 +82,11 @@ READINGS: dict[Engine, Reads] = {
         architectures=("LlamaForCausalLMEagle3",),
         skips_unknown=True,
         nested_layers=True,
+        sizes_by_config=True,
         skips_square_fc=True,
+        last_state=False,
         needs_draft_size=True,
-        passed_over=("norm_before_residual", "norm_before_fc"),
+        passed_over=("norm_before_residual",),
         parallel=False,
         later_norm="hidden_norm",
     ),

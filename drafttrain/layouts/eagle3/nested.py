@@ -13,7 +13,8 @@ from drafttrain.target.naming import public
 BLOCK = "transformer_layer_config"
 VERSION = "0.9.0"
 """Of the library, whose keys these are."""
-_OWN = (KEY, "num_aux_hidden_states", "draft_vocab_size", *FLAGS)
+_OWN = (KEY, "draft_vocab_size", *FLAGS)
+"""At the top level. vLLM's adapter looks for num_aux_hidden_states among the block's keys."""
 _TAKEN_OVER = (
     "norm_before_fc",
     "fc_norm",
@@ -24,12 +25,8 @@ _TAKEN_OVER = (
 _ELSEWHERE = ("architectures", "eagle_config", "dtype", "torch_dtype")
 
 
-def nested(config: Mapping[str, Any], source: Source[Any], *, qwen: bool) -> dict[str, Any]:
-    """A plain config of this layout as the library writes it.
-
-    Args:
-        qwen: is the block Qwen3's, with norms of queries and keys?
-    """
+def nested(config: Mapping[str, Any], source: Source[Any]) -> dict[str, Any]:
+    """A plain config of this layout as the library writes it."""
     block = {key: value for key, value in config.items() if key not in (*_OWN, *_ELSEWHERE)}
     target = source.target
     proposal = {
@@ -38,10 +35,7 @@ def nested(config: Mapping[str, Any], source: Source[Any], *, qwen: bool) -> dic
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    verifier = {
-        "name_or_path": public(target.name),
-        "architectures": [type(target.model).__name__],
-    }
+    verifier = {"name_or_path": public(target.name), "architectures": [type(target.model).__name__]}
     return {
         "architectures": config["architectures"],
         SPECULATORS_TYPE: "eagle3",
@@ -50,7 +44,7 @@ def nested(config: Mapping[str, Any], source: Source[Any], *, qwen: bool) -> dic
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "dtype": config["dtype"],
-        BLOCK: {**block, "model_type": "qwen3" if qwen else "llama"},
+        BLOCK: block,
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -65,11 +59,11 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
     found = shared(config)
     qwen = found.get("model_type") == "qwen3"
     found["architectures"] = ["Eagle3Qwen3ForCausalLM" if qwen else "Eagle3LlamaForCausalLM"]
-    found["norm_before_residual"] = config.get("norm_before_residual", True)
+    found["norm_before_residual"] = config.get(
+        "norm_before_residual", config.get(SPECULATORS_TYPE) == "eagle3"
+    )
     found[KEY] = config.get(KEY)
     found["mask_token_id"] = config.get("mask_token_id")
-    if "num_aux_hidden_states" in config:
-        found["num_aux_hidden_states"] = config["num_aux_hidden_states"]
     return found
 
 

@@ -15,7 +15,7 @@ from drafttrain.errors import InputError
 from drafttrain.layouts import engines, vocabulary
 from drafttrain.layouts.block import sizes_of
 from drafttrain.layouts.directory import FLOATS, Directory
-from drafttrain.layouts.eagle3 import captured, nested
+from drafttrain.layouts.eagle3 import nested
 from drafttrain.layouts.eagle3.checking import check
 from drafttrain.layouts.eagle3.facts import (
     FIRST,
@@ -45,6 +45,7 @@ _OF_SERVING = (
     "positions-short",
     "rope-differs-from-target",
     "rope-old-spelling-missing",
+    "states-count",
     "tied-embeddings",
     "verifier-path",
 )
@@ -138,7 +139,9 @@ def _judged(head: Directory, target: Target | None) -> None:
         )
     found = [finding for finding in inspection.findings if finding.name not in _OF_SERVING]
     # Half of a map cannot be compared with the other half.
-    refuse((dataclasses.replace(f, fatal=f.fatal or f.name in _STRICT) for f in found), str(head.path))
+    refuse(
+        (dataclasses.replace(f, fatal=f.fatal or f.name in _STRICT) for f in found), str(head.path)
+    )
     if target is not None:
         for finding in found:
             log.warning("%s: [%s] %s", head.path, finding.name, finding.said)
@@ -168,6 +171,8 @@ def _refuse_another(head: Directory, said: dict[str, Any], drafter: Eagle3) -> N
     facts = {
         "rms_norm_eps": config.rms_norm_eps,
         "hidden_act": config.hidden_act,
+        "attention_bias": False,
+        "mlp_bias": False,
         "head_dim": config.head_dim,
         "num_hidden_layers": own.layers,
         "intermediate_size": config.intermediate_size,
@@ -197,7 +202,8 @@ def _said(head: Directory, target: Target) -> dict[str, Any]:
     sizes = sizes_of(config, inspection)
     refuse(inspection.findings, str(head.path))
     assert sizes is not None
-    given = {key: config[key] for key in ("rms_norm_eps", "hidden_act") if config.get(key)}
+    keys = ("rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias")
+    given = {key: config[key] for key in keys if config.get(key)}
     return {
         **given,
         "head_dim": sizes.head_dim,

@@ -92,6 +92,7 @@ def exported(source: Source[Reads], head: Head) -> Exported:
     _refuse(source, head)
     ids = _kept(source)
     config = block_config(target, head.block) | {
+        "model_type": "qwen3" if head.query_norms else "llama",
         "num_hidden_layers": head.layers,
         "draft_vocab_size": len(head.projection),
         "attention_bias": False,
@@ -109,12 +110,14 @@ def exported(source: Source[Reads], head: Head) -> Exported:
     tensors = _named(head, first)
     if ids is not None:
         tensors |= vocabulary.maps_of(ids, target.vocab_size)
-    architecture = reads.query_norms if head.query_norms else (*reads.architectures, ARCHITECTURE)[0]
+    architecture = (
+        reads.query_norms if head.query_norms else (*reads.architectures, ARCHITECTURE)[0]
+    )
     word = str(source.dtype).removeprefix("torch.")
     config |= {"architectures": [architecture], "dtype": word, "torch_dtype": word}
     if reads.nests_block:
         tensors["embed_tokens.weight"] = target.embedding.weight
-        config = nested(config, source, qwen=head.query_norms)
+        config = nested(config, source)
     return Exported(
         config=config,
         tensors=stored(tensors, source.dtype),
@@ -142,12 +145,11 @@ def _refuse(source: Source[Reads], head: Head) -> None:
     def refuse(what: str, others: str) -> None:
         raise InputError(f"to={engine}: {what}; give {others}")
 
-    for name in reads.passed_over:
-        if head.flags.get(name):
-            refuse(
-                f"this drafter has {name}, which {engine.title} does not read",
-                source.others(lambda other: name not in other.passed_over),
-            )
+    if lost := [name for name in reads.passed_over if head.flags.get(name)]:
+        refuse(
+            f"this drafter has {', '.join(lost)}, which {engine.title} does not read",
+            source.others(lambda other: not {*lost} & {*other.passed_over}),
+        )
     if head.query_norms and not reads.query_norms:
         refuse(
             f"this drafter's queries and keys have norms, which {engine.title}'s EAGLE-3 does not",
@@ -165,6 +167,12 @@ def _refuse(source: Source[Reads], head: Head) -> None:
             f"this drafter reads the layers {list(head.taps)} of the target, {engine.title} always "
             f"{[i - 1 for i in guessed(count)]}",
             source.others(lambda other: not other.guessed_layers),
+        )
+    if not reads.last_state and count in ids:
+        refuse(
+            f"this drafter reads layer {count - 1} of the target, the last one, which "
+            f"{engine.title} does not capture",
+            source.others(lambda other: other.last_state and not other.guessed_layers),
         )
     if reads.skips_square_fc and len(head.taps) == 1:
         refuse(
