@@ -40,7 +40,7 @@ API = (
     *(f"drafttrain.drafter.{name}" for name in ("remembered", "standalone")),
     *(
         f"drafttrain.drafter.{name}"
-        for name in ("eagle1", "medusa", "hydra_heads", "ssm", "early_exit", "selfspec")
+        for name in ("eagle1", "mtp", "medusa", "hydra_heads", "ssm", "early_exit", "selfspec")
     ),
     *(f"drafttrain.drafter.{name}" for name in ("ensemble", "ngram", "suffix")),
     *(

@@ -114,6 +114,11 @@ def _speculators(method: str, tokens: int, settings: Mapping[str, Any]) -> str:
     return "vllm serve {out}"
 
 
+def _target(method: str, tokens: int, settings: Mapping[str, Any]) -> str:
+    given = {"method": method, "num_speculative_tokens": tokens, **settings}
+    return f"vllm serve {{out}} --speculative-config '{json.dumps(given)}'"
+
+
 def _hf(method: str, tokens: int, settings: Mapping[str, Any]) -> str:
     return (
         f"model.generate(**inputs, {method}="
@@ -174,8 +179,18 @@ HF = Engine(
     start=_hf,
     program=None,
 )
+TARGET = Engine(
+    name="target",
+    title="a copy of the target",
+    source="vLLM 0.32 and SGLang 0.5.23, which find a head by the target's architecture",
+    start=_target,
+    program="vllm",
+    served_by="vllm",
+    holds="a target's own files hold a head of multi-token prediction of its family's layout only: "
+    "drafter=mtp drafter.native=shipped or new",
+)
 
-KNOWN: tuple[Engine, ...] = (VLLM, SGLANG, EAGLE, MEDUSA, SPECULATORS, HF)
+KNOWN: tuple[Engine, ...] = (VLLM, SGLANG, EAGLE, MEDUSA, SPECULATORS, HF, TARGET)
 
 
 def named(name: object) -> Engine | None:

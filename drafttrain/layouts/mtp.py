@@ -1,5 +1,5 @@
 """MTP heads, which are inside the target's own checkpoint: the config promises them, the files must
-hold them.
+hold them. `to=target` writes a tuned head into a copy of these files.
 
 vLLM and SGLang choose the code by the target's architecture; a dense Llama or Qwen2 target has
 none. Read from: vLLM 0.32 model_executor/models/*_mtp.py, SGLang 0.5.23 srt/models, transformers
@@ -11,17 +11,24 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from drafttrain.layouts import engines
+from drafttrain.drafter.mtp import Mtp
+from drafttrain.errors import InputError
+from drafttrain.layouts import engines, patching
 from drafttrain.layouts.directory import Directory
 from drafttrain.layouts.engines import Reading
 from drafttrain.layouts.inspection import Inspection
 from drafttrain.layouts.layout import Layout
+from drafttrain.layouts.writing import Exported, Source, stored
 from drafttrain.packaging.checking import some
+from drafttrain.target import native
+from drafttrain.target.model import Target
+from drafttrain.wiring.defaults import with_defaults
 
 READINGS = {
-    engines.VLLM: Reading(method="mtp"),
-    engines.SGLANG: Reading(method="NEXTN"),
-    engines.HF: Reading(),
+    engines.VLLM: Reading(method="mtp", drafters=()),
+    engines.SGLANG: Reading(method="NEXTN", drafters=()),
+    engines.HF: Reading(drafters=()),
+    engines.TARGET: Reading(method="mtp"),
 }
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 _AFTER = (
@@ -112,6 +119,64 @@ def _text(config: dict[str, Any]) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else config
 
 
+# --- writing and reading --------------------------------------------------------------------------
+
+
+def write(source: Source[Reading]) -> Exported:
+    """Raises: InputError for a drafter of another layout, and a target that was not read from
+    files."""
+    drafter, target = source.drafter, source.target
+    assert isinstance(drafter, Mtp)
+    if drafter.native is None:
+        raise InputError(
+            "to=target: this package's module is not of a layout that targets are shipped with: "
+            "give to=vllm, or train with drafter.native=shipped or new"
+        )
+    if drafter.lm_head is not None:
+        raise InputError(
+            "to=target: this drafter has a head of its own, engines project by the target's: train "
+            "with drafter.own_head=false"
+        )
+    source.kept_ids(holds=False, why="engines draft from the target's full vocabulary")
+    family, folder = native.family_of(target), native.directory_of(target)
+    names = native.files_of(folder)
+    state = drafter.native.state_dict()
+    tensors = {p.name: p.part for p in native.places(family, target, state, set(names))}
+    if not tensors.keys() & names.keys():  # a new head
+        tensors |= native.copies(family, target)
+    tensors = stored(tensors, source.dtype)
+    notes = []
+    if source.draft_ids is not None:
+        notes.append(
+            f"the package drafts from {len(source.draft_ids)} tokens, engines from all: they may "
+            "propose others too"
+        )
+    return Exported(
+        config={},
+        tensors={},
+        command=source.command(),
+        copied=lambda out: patching.copy(folder, out, tensors, family.counts),
+        notes=tuple(notes),
+    )
+
+
+def read(head: Directory, target: Target, known: dict[str, Any]) -> Mtp:
+    """The drafter of a target's own directory, or of that of the model it was tuned from."""
+    drafter = with_defaults(Mtp, target, **{**known, "native": "new"})
+    assert drafter.native is not None
+    native.load_shipped(target, drafter.native.state_dict(), head.path)
+    return drafter.eval()
+
+
 LAYOUT = Layout(
-    name="mtp", what="MTP heads", turn=60, readings=READINGS, recognises=recognises, check=check
+    name="mtp",
+    what="MTP heads",
+    turn=60,
+    readings=READINGS,
+    recognises=recognises,
+    check=check,
+    drafters=(Mtp,),
+    write=write,
+    read=read,
+    shape=lambda drafter, head: {"native": "new"},
 )

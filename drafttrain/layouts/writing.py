@@ -102,6 +102,9 @@ class Exported:
     """Further files of tensors, such as the target's own; their index is one of `texts`."""
     tokenizer: bool = False
     """Does the engine look for the target's tokenizer here?"""
+    copied: Callable[[Path], None] | None = None
+    """Writes a folder's files by itself, in place of config and tensors; what is there then is not
+    replaced by texts."""
     notes: tuple[str, ...] = ()
     """What a person should know."""
     meant: tuple[str, ...] = ()
@@ -188,6 +191,21 @@ def _scratch(out: Path, above: Path) -> Path:
         ) from error
 
 
+def _fill(scratch: Path, out: Path, exported: Exported, texts: dict[str, str]) -> None:
+    if exported.copied is not None:
+        with writing(out):
+            exported.copied(scratch)
+        written = {name: text for name, text in texts.items() if not (scratch / name).exists()}
+    else:
+        for name, tensors in {exported.file: exported.tensors, **exported.shards}.items():
+            with writing(out / name):
+                save_file(tensors, scratch / name, metadata={"format": "pt"})
+        written = {CONFIG: json_text(exported.config), **exported.texts, **texts}
+    for name, text in written.items():
+        with writing(out / name):
+            (scratch / name).write_text(text, encoding="utf-8")
+
+
 def put(
     out: Path,
     exported: Exported,
@@ -207,12 +225,7 @@ def put(
     """
     scratch = _scratch(out, out.parent)
     try:
-        for name, tensors in {exported.file: exported.tensors, **exported.shards}.items():
-            with writing(out / name):
-                save_file(tensors, scratch / name, metadata={"format": "pt"})
-        for name, text in {CONFIG: json_text(exported.config), **exported.texts, **texts}.items():
-            with writing(out / name):
-                (scratch / name).write_text(text, encoding="utf-8")
+        _fill(scratch, out, exported, texts)
         if exported.tokenizer and tokenizer is not None:
             with writing(out):
                 tokenizer.save_pretrained(scratch)

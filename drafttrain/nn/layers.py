@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
 from drafttrain.errors import InputError
-from drafttrain.nn.cache import KVCache
 from drafttrain.nn.causal import CausalLM
 from drafttrain.nn.plain import INPUT_NORM, plain_config, plain_layer, plain_rotary
 
@@ -40,6 +39,7 @@ def new_layers(
     rotary: Mapping[str, Any] | None = None,
     full_attention: bool = True,
     plain: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> list[nn.Module]:
     """Decoder layers of the model's family and shape with random weights, in torch's default dtype
     on torch's default device. Torch's global generator is the only source of chance.
@@ -58,9 +58,12 @@ def new_layers(
         full_attention: also where the model's own layers slide. Otherwise layer i is of the kind of
             the model's layer i, and the caller's masks are to slide.
         plain: Llama-like ones in place of the family's own, see `plain.why_plain`.
+        settings: of the family's config, in place of the model's own.
     Raises: InputError for a family that has no such layers.
     """
     config = layer_config(model, count, rotary=rotary, full_attention=full_attention, plain=plain)
+    for name, value in (settings or {}).items():
+        setattr(config, name, value)
     kind: Any = plain_layer if plain else type(model.decoder_layers[0])
     with _Marked():
         layers: list[nn.Module] = [kind(config, number) for number in range(count)]
@@ -171,7 +174,7 @@ def call(
     positions: Tensor,
     rotary: Any,
     mask: Tensor | None = None,
-    cache: KVCache | Given | None = None,
+    cache: Cache | None = None,
 ) -> Tensor:
     """(b s d) residual stream before a layer -> after it.
 

@@ -17,6 +17,7 @@ from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.eagle3 import Eagle3
 from drafttrain.drafter.hydra_heads import HydraHeads
 from drafttrain.drafter.medusa import Medusa
+from drafttrain.drafter.mtp import Mtp
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
 from drafttrain.export import check_pair, export_package
@@ -36,6 +37,7 @@ LOADS: dict[type[Drafter], tuple[str, ...]] = {
     Eagle1: ("vllm", "sglang", "eagle"),
     Eagle3: ("vllm", "sglang", "eagle", "speculators"),
     Medusa: ("vllm", "medusa"),
+    Mtp: ("vllm", "target"),
     Ssm: ("vllm", "sglang", "hf"),
 }
 
@@ -71,12 +73,12 @@ def test_each_pair_is_declared_in_one_place() -> None:
 
 def test_which_engines_load_which_drafters() -> None:
     found = {
-        kind: engines.names(layout.engines(kind))
+        kind: engines.names(pairs.engines_of(kind))
         for layout in pairs.written()
         for kind in layout.drafters
     }
     assert found == LOADS
-    assert pairs.targets() == ("vllm", "sglang", "eagle", "medusa", "speculators", "hf")
+    assert pairs.targets() == ("vllm", "sglang", "eagle", "medusa", "speculators", "hf", "target")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in LOADS if kind is not Eagle3])
