@@ -105,7 +105,8 @@ class StoredFeatures:
         self._compare(data, mine)
 
     def _compare(self, data: ConversationData, shards: Sequence[int]) -> None:
-        """Raise InputError if the target computes other features than are stored, of a few rows."""
+        """Raise InputError if the target computes other features than are stored, of a few rows and
+        of the longest one, which is read whole."""
         if not shards or not names_of(self.needs):
             return
         apart = max(1, len(shards) // ROWS)
@@ -114,12 +115,14 @@ class StoredFeatures:
             for place in self.store.sample(data, shards[::apart][:ROWS])
             for ids, mask in [data.row(place)]
         ]
-        batch = collate(rows)
+        place = self.store.longest(data, shards)
+        longest = (*data.row(place), data.indices[place])
         wanted = self.store.contents.words()
         again = f"make the store again: python -m drafttrain.capture out=<folder> {wanted}"
         what = f"features.path={self.store.path}"
         code = ENCODINGS[self.store.contents.encoding]
-        check_rows(self.target, batch, self._parts(batch), code, what, again)
+        for batch in (collate(rows), collate([longest])):
+            check_rows(self.target, batch, self._parts(batch), code, what, again)
 
     def _parts(self, batch: Batch) -> dict[str | int, Tensor]:
         """{name: (b s d)} of what is stored and needed."""
