@@ -241,7 +241,7 @@ class DraftModule(LightningModule):
         rows = [row for batch in self._read for row in batch.row_ids.tolist()]
         with torch.autocast(self.device.type, enabled=False), self.original():
             cause = fault_in(self.drafter.target, self._read)
-        if True:
+        if cause is None:
             return self.spoilt(f"{what} (rows of this process: {rows})")
         return InputError(f"{what}. {cause}; {self._kept()}")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,11 +126,12 @@ def refused(
     change: Change,
     words: str,
     encoding: str = "float32",
+    **batches: Any,
 ) -> None:
     def read(batch: Batch) -> Found:
         return change(target, batch, dict(computed(target, batch, BOTH)))
 
-    path = make_store(target, data, folder, read=read, layers=[1], encoding=encoding)
+    path = make_store(target, data, folder, read=read, layers=[1], encoding=encoding, **batches)
     with pytest.raises(InputError, match=rf"{words}.*drafttrain\.capture"):
         StoredFeatures(target, BOTH, data=data, path=path)
 
@@ -337,12 +339,12 @@ def test_the_longest_row_is_compared_whole(start: int, tmp_path: Path) -> None:
     """Short rows, and the first 512 tokens of any, are right."""
     target = load.tiny(layers=2, max_position_embeddings=1024)
     lengths = [40, 20, 20, 530 if start == 512 else 44, 20, 20]
-    rows = [Row(i, tuple(range(3, 3 + n)), ((4, n),), ("stop",)) for i, n in enumerate(lengths)]
+    rows = [Row(i, tuple(3 + k % 300 for k in range(n)), ((4, n),), ("stop",)) for i, n in enumerate(lengths)]
     about = {"target": {"name": target.name, "fingerprint": target.fingerprint}}
     write_set(tmp_path / "set", rows, manifest=about, held_out=1)
     data = ConversationData(path=str(tmp_path / "set"), split="train")
     words = rf"layer 1 of row 3 .*tokens differ: {start}, .*the other tokens are right"
-    refused(target, data, tmp_path / "store", after(start), words)
+    refused(target, data, tmp_path / "store", after(start), words, batch_tokens=600)
 
 
 @pytest.mark.field("F77")
