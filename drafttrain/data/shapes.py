@@ -19,7 +19,7 @@ A row with only a `text` is refused, because it does not say where the prompt en
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -205,6 +205,35 @@ def _from_messages(messages: list[tuple[str, str]], system: str | None) -> Promp
         raise Unusable("an empty user turn", messages)
     check_unicode("".join((*users, system or "")))
     return Prompt(users, system)
+
+
+def overlooked(row: Any, taken: Prompt, columns: dict[str, str]) -> Iterator[str]:
+    """What a row that can be used says besides and is not read: another prompt in another column,
+    and a kind of task that is no name of one."""
+    given = {name: row.get(columns.get(name, name)) for name in (*_PROMPTS, "input")}
+    known = [name for name in _PROMPTS if given[name]]
+    for name in known if len(known) > 1 else ():
+        only = {"input": given["input"], name: given[name]}
+        try:
+            users = _conversation(only, {}, only.get).users
+        except Unusable:
+            users = ()
+        if not users or users != taken.users[: len(users)]:
+            column = columns.get(name, name)
+            yield f"column {column}, which says something else than the one that is read"
+    yield from overlooked_category(row)
+
+
+def overlooked_category(row: Any) -> Iterator[str]:
+    """The part of `overlooked` that rows of any shape may have."""
+    given = [
+        name for name in CATEGORIES if isinstance(row, dict) and row.get(name) not in (None, "")
+    ]
+    if given and not category_of(row):
+        yield (
+            f"column {given[0]}, which is no name of a kind of task (a text of one line and at "
+            f"most {_LONGEST_CATEGORY} characters)"
+        )
 
 
 def check_unicode(text: str) -> None:

@@ -102,7 +102,7 @@ def difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
 
 
 def _within(settings: Mapping[str, Any], context: Any) -> dict[str, Any]:
-    """Settings without a sliding window that no text within the context can exceed, or that no layer
+    """Settings without a sliding window that the context does not exceed, or that no layer
     has, and without what says of which layers it is.
 
     Args:

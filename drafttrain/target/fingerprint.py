@@ -44,7 +44,7 @@ ADAPTER = "adapter"
 HALF = "weights_float16"
 """The weights' digest after rounding to float16: what a target that is loaded in it has."""
 SAMPLED = "weights_sample"
-"""A few weights as they are in bfloat16 or float16, see `rounding`: the two are compared by these."""
+"""A few weights in bfloat16 or float16, see `rounding`: the two are compared by these."""
 EARLIER = "earlier"
 """{part: digests} of forms that earlier versions recorded, as JSON."""
 

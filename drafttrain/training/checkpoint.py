@@ -43,6 +43,11 @@ NAMED = {"last": LAST, "best": BEST}
 """What `resume` may name, and the file in the run's folder."""
 
 
+def numbered(updates: int) -> str:
+    """The name of a checkpoint that is kept next to these two."""
+    return f"update-{updates:08d}.ckpt"
+
+
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
     """Raises: OSError if it cannot be written; the earlier file is then still complete."""
 

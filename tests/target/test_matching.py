@@ -339,7 +339,10 @@ def test_the_longest_row_is_compared_whole(start: int, tmp_path: Path) -> None:
     """Short rows, and the first 512 tokens of any, are right."""
     target = load.tiny(layers=2, max_position_embeddings=1024)
     lengths = [40, 20, 20, 530 if start == 512 else 44, 20, 20]
-    rows = [Row(i, tuple(3 + k % 300 for k in range(n)), ((4, n),), ("stop",)) for i, n in enumerate(lengths)]
+    rows = [
+        Row(i, tuple(3 + k % 300 for k in range(n)), ((4, n),), ("stop",))
+        for i, n in enumerate(lengths)
+    ]
     about = {"target": {"name": target.name, "fingerprint": target.fingerprint}}
     write_set(tmp_path / "set", rows, manifest=about, held_out=1)
     data = ConversationData(path=str(tmp_path / "set"), split="train")

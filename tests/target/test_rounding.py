@@ -77,7 +77,9 @@ FILES = ("bfloat16", "float16")
 
 
 @pytest.mark.field("F93")
-@pytest.mark.parametrize("loaded", [("float32", "float32"), ("float32", "float16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(
+    "loaded", [("float32", "float32"), ("float32", "float16"), ("bfloat16", "float32")]
+)
 def test_copies_of_one_original_in_both_are_one_target(
     loaded: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
