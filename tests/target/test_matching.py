@@ -1,7 +1,7 @@
 """F77, neighbours of a last hidden state from before the final norm: another layer, the next or the
 last position, the norm twice, another row's; and what is near: scaled by 1.01 to 1.2, noise, some
 dimensions or one of them zero, the first or the last token another, a mean of two layers, another
-top token; and what is wrong only far into long rows, as where a window or a table of positions ends.
+top token; and what is wrong only far into long rows, as where a table of positions ends.
 In every encoding and dtype the right features pass: with a few large dimensions, widths
 of 64 and 1024, other attention kernels and batches.
 """
