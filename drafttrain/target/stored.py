@@ -20,7 +20,7 @@ from drafttrain.processes import world_size
 from drafttrain.target.encoding import ENCODINGS
 from drafttrain.target.features import GB, LAST, check_layers, names_of
 from drafttrain.target.fingerprint import refuse_other
-from drafttrain.target.matching import ROWS, TOKENS, check_rows
+from drafttrain.target.matching import ROWS, TOGETHER, TOKENS, check_rows
 from drafttrain.target.model import Target
 from drafttrain.target.shards import Contents
 from drafttrain.target.store import Store
@@ -121,7 +121,8 @@ class StoredFeatures:
         again = f"make the store again: python -m drafttrain.capture out=<folder> {wanted}"
         what = f"features.path={self.store.path}"
         code = ENCODINGS[self.store.contents.encoding]
-        for batch in (collate(rows), collate([longest])):
+        parts = [rows[start : start + TOGETHER] for start in range(0, len(rows), TOGETHER)]
+        for batch in map(collate, [*parts, [longest]]):
             check_rows(self.target, batch, self._parts(batch), code, what, again)
 
     def _parts(self, batch: Batch) -> dict[str | int, Tensor]:

@@ -97,12 +97,12 @@ class DecodeCallback(Callback):
     target's answers, these are counted on them (`decoding.replaying`), and some prompts are really
     decoded, others each time: `val/replay_differs` of them counted otherwise. Where prompts are
     decoded, `val/seconds_<stage>` too. From teacher-forced passes it logs `sim/loss`,
-    `sim/forced_tau`, and `sim/<part>` for every part of the drafter's loss, `sim/accuracy` included. What could not
-    be measured is left out: never NaN, never 0.
+    `sim/forced_tau`, and `sim/<part>` for every part of the drafter's loss, `sim/accuracy`
+    included. What could not be measured is left out: never NaN, never 0.
 
-    `sim/forced_tau`: 1 + the mean number of consecutive right guesses, up to the depth of the first plan's
-    tree, starting at each supervised token of held-out text. Every guess reads the target's true
-    features, which a drafter deep in a draft does not have. It is not the `sim/tau` of `evaluate`,
+    `sim/forced_tau`: 1 + the mean number of consecutive right guesses, up to the depth of the first
+    plan's tree, starting at each supervised token of held-out text. Every guess reads the target's
+    true features, which a drafter deep in a draft does not have. It is not the `sim/tau` of `evaluate`,
     which is the tau that a rule would have.
 
     Args:

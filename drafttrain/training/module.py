@@ -323,6 +323,11 @@ class DraftModule(LightningModule):
         own = [
             {name: value for name, value in group.items() if name != "params"} for group in groups
         ]
+        weights = [weight for group in groups for weight in group["params"]]
+        for number, weight in enumerate(weights):
+            for name, held in state.get("state", {}).get(number, {}).items():
+                if isinstance(held, Tensor) and held.dim():
+                    _refuse_rounded(f"{name} of weight {number}", held, weight)
         try:
             self.trainer.strategy.load_optimizer_state_dict({"optimizer_states": [state]})
         except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
@@ -381,10 +386,21 @@ class DraftModule(LightningModule):
             "seconds": self.seconds,
         }
 
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over weights of a checkpoint.
+
+        Raises: InputError for those of another dtype, which were rounded, or are of another run;
+            RuntimeError for others than this run's.
+        """
+        for name, own in self.state_dict().items():
+            if name in weights:
+                _refuse_rounded(name, weights[name], own)
+        self.load_state_dict(weights)
+
     def continue_from(self, state: Mapping[str, Any]) -> None:
         """Take over a checkpoint's weights and place; the optimiser's state follows when there is
         an optimiser."""
-        self.load_state_dict(state["weights"])
+        self.take_weights(state["weights"])
         progress = state["progress"]
         self.position = self.closed = progress["position"] // world_size()
         self.updates = progress["updates"]
@@ -393,6 +409,17 @@ class DraftModule(LightningModule):
         self.spoilt_windows = progress.get("spoilt_windows", 0)
         self.seconds_before = progress["seconds"]
         self._optimiser_state = state["optimiser"]
+
+
+def _refuse_rounded(name: str, given: Tensor, own: Tensor) -> None:
+    """Raise InputError for a tensor of a checkpoint in another dtype than a run keeps it in: its
+    numbers are not those that were written."""
+    if given.dtype != own.dtype:
+        kinds = [str(one.dtype).removeprefix("torch.") for one in (given, own)]
+        raise InputError(
+            f"the checkpoint has {name} in {kinds[0]}, a run keeps it in {kinds[1]}: give the "
+            "checkpoint as it was written"
+        )
 
 
 def refuse_low_precision(drafter: Drafter) -> None:

@@ -322,6 +322,25 @@ def test_a_last_state_that_is_recomputed_is_compared_as_its_layer(
             StoredFeatures(target, needs, data=data, path=path)
 
 
+@pytest.mark.field("F77")
+@pytest.mark.parametrize("wrong", range(9))
+def test_every_shard_is_looked_at(wrong: int, tmp_path: Path) -> None:
+    """One of them was written by another version; its checksum is right."""
+    target = load.tiny(layers=2)
+    rows = [Row(i, tuple(range(3, 27)), ((4, 24),), ("stop",)) for i in range(10)]
+    about = {"target": {"name": target.name, "fingerprint": target.fingerprint}}
+    write_set(tmp_path / "set", rows, manifest=about, held_out=1)
+    data = ConversationData(path=str(tmp_path / "set"), split="train")
+
+    def change(_target: Target, batch: Batch, found: dict[str | int, Tensor]) -> Found:
+        value = found[1].clone()
+        value[batch.row_ids == data.indices[wrong]] *= 1.1
+        return {**found, 1: value}
+
+    words = rf"layer 1 of row {data.indices[wrong]} .*1\.1 times"
+    refused(target, data, tmp_path / "store", change, words, batch_rows=1, shard_mb=0.001)
+
+
 def after(start: int) -> Change:
     """Right up to there, as of a pass whose positions do not go on."""
 

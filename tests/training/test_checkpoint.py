@@ -749,6 +749,28 @@ def test_how_moments_are_used_is_what_the_settings_say(
     assert same(*found)
 
 
+# The kind: a checkpoint that another program wrote smaller, or larger; its numbers are rounded, and
+# the run goes on with them as if they were its own.
+@pytest.mark.field("F85")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("part", ["weights", "exp_avg", "exp_avg_sq"])
+def test_numbers_in_another_dtype_are_refused(
+    part: str, dtype: torch.dtype, target: Target, data: ConversationData, tmp_path: Path
+) -> None:
+    module, stream = module_for(data, target, max_steps=1)
+    fit(module, stream, keeper(tmp_path))
+    state = read_checkpoint(tmp_path / "last.ckpt")
+    held = state["weights"] if part == "weights" else state["optimiser"]["state"][1]
+    name = part if part != "weights" else list(held)[-1]
+    held[name] = held[name].to(dtype)
+    word = str(dtype).removeprefix("torch.")
+    again, stream = module_for(data, target, max_steps=3)
+    with pytest.raises(InputError, match=rf"has {name}.* in {word}, a run keeps it in float32"):
+        again.continue_from(state)
+        stream.position = again.position
+        fit(again, stream)
+
+
 def test_moments_of_other_weights_are_refused(
     target: Target, data: ConversationData, tmp_path: Path
 ) -> None:
