@@ -102,8 +102,8 @@ class DecodeCallback(Callback):
 
     `sim/forced_tau`: 1 + the mean number of consecutive right guesses, up to the depth of the first
     plan's tree, starting at each supervised token of held-out text. Every guess reads the target's
-    true features, which a drafter deep in a draft does not have. It is not the `sim/tau` of `evaluate`,
-    which is the tau that a rule would have.
+    true features, which a drafter deep in a draft does not have. It is not the `sim/tau` of
+    `evaluate`, which is the tau that a rule would have.
 
     Args:
         speculator: the runtime; its decoding copy is refreshed from the live weights.
