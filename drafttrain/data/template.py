@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -32,6 +34,7 @@ MOST_SECONDS, MOST_MEMORY = 10.0, 2 << 30
 """That a template may take for one text: it is a program of the tokenizer's, and may have loops."""
 MOST_CHARACTERS = 16 << 20
 """Of what it makes of one conversation."""
+_CHANCE = re.compile(r"\|\s*random\b|\blipsum\b")
 _ARGUMENTS = "_drafttrain_template_arguments"
 
 
@@ -123,6 +126,11 @@ class ChatPieces:
                 "the target's tokenizer has no chat template: give a chat model, or set "
                 "tokenizer.chat_template; a base model goes on with plain texts: synthesize "
                 "prompts=text prompts.path=<file>, fit data=tokens, generate chat=false"
+            )
+        if _CHANCE.search(json.dumps(tokenizer.chat_template)):
+            raise InputError(
+                "the chat template draws by chance (random, lipsum), so a conversation would be "
+                "another text each time: give a tokenizer with one that does not"
             )
         self.tokenizer = tokenizer
         self.arguments = {**arguments_of(tokenizer), **(arguments or {})}

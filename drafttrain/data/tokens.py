@@ -27,6 +27,9 @@ from drafttrain.data.shapes import CATEGORIES as KINDS
 from drafttrain.data.shapes import Unusable, overlooked_category
 
 IDS, MASK, SEEN, PLACES = "input_ids", "loss_mask", "attention_mask", "position_ids"
+LABELS = "labels"
+OTHERS = ("weights", "seq_lens", "segment_ids", "token_type_ids")
+"""Columns that other programs learn by, and that are not read here."""
 State = tuple[tuple[str, str], ...]
 """(file, sum of its content) of every file."""
 HELD_OUT_SHARE = 5
@@ -40,10 +43,14 @@ class TokenFile(PromptFile):
     room: ClassVar[str] = "data"
 
     def reads(self) -> set[str]:
-        return {IDS, MASK, SEEN, PLACES, *KINDS}
+        return {IDS, MASK, SEEN, PLACES, LABELS, *OTHERS, *KINDS}
 
     def overlooked(self, row: Any, parsed: Any) -> Iterator[str]:
-        return overlooked_category(row)
+        ids, mask = parsed
+        if row.get(LABELS) not in (None, np.where(mask, ids, -100).tolist()):
+            yield f"column {LABELS}, which is another mask than {MASK}"
+        yield from (f"column {name}" for name in OTHERS if row.get(name) is not None)
+        yield from overlooked_category(row)
 
     def parse(self, row: Any) -> tuple[np.ndarray, np.ndarray]:
         """Ids (s) int32 and loss mask (s) bool."""

@@ -75,6 +75,12 @@ BESIDES: list[tuple[dict[str, Any], list[str]]] = [
     ({"prompt": ASK, "category": "x" * 61}, ["column category, which is no name of a kind"]),
     ({"prompt": ASK, "task": ["a", "b"]}, ["column task, which is no name of a kind"]),
     ({"prompt": ASK, "category": "", "task": "code"}, []),
+    ({"instruction": ASK, "context": "The sky."}, ["column context, which may be a part"]),
+    ({"instruction": ASK, "context": ""}, []),
+    ({"instruction": ASK, "history": [["a", "b"]]}, ["column history, which may be a part"]),
+    ({"prompt": ASK, "system_prompt": "Be brief."}, ["column system_prompt, which may be a part"]),
+    ({"prompt": ASK, "input": "in brief"}, ["column input, which may be a part"]),
+    ({"prompt": ASK, "input": ""}, []),
 ]
 
 
@@ -99,10 +105,32 @@ def test_what_a_row_says_besides_is_counted(
         assert all(any(one.startswith(what) and one.endswith(n) for one in listed) for n in names)
 
 
+@pytest.mark.field("F66")
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "user", "from": "gpt", "content": ASK},
+        {"role": "user", "content": ASK, "value": "Another"},
+        {"role": "user", "content": [{"type": "text", "text": ASK}], "text": ASK + "!"},
+    ],
+)
+def test_a_turn_that_says_two_things_is_left_out(turn: dict[str, Any], tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": MESSAGES}, {"messages": [turn]}])
+    found = PromptFile(path=str(path)).read(None)
+    assert [(one.row, one.reason[:27]) for one in found.skipped] == [
+        (2, "a turn with two roles or tw")
+    ]
+    same = {"role": "user", "from": "human", "content": ASK, "text": ASK}
+    assert parse({"messages": [same]}) == Prompt((ASK,))
+
+
 def test_renamed_columns_are_named_as_they_are(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"q": ASK, "prompt": "b", "instruction": "c"}])
     found = PromptFile(path=str(path), columns={"prompt": "q"}).read(None)
     assert found.overlooked == {f"column instruction, {OTHER}": [1]}
+    path = write_lines(tmp_path / "b.jsonl", [{"instruction": ASK, "context": "b"}])
+    found = PromptFile(path=str(path), columns={"input": "context"}).read(None)
+    assert found.overlooked == {} and found.rows[0][1].users == (f"{ASK}\n\nb",)  # type: ignore[union-attr]
 
 
 @pytest.mark.field("F66")

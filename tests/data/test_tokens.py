@@ -56,6 +56,26 @@ def test_rows_of_ids_are_taken_as_they_are(tmp_path: Path) -> None:
     assert len(TokenData(text, held_out=100, split="held_out")) == 4  # At most a fifth.
 
 
+@pytest.mark.field("F80")
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"labels": [-100, -100, 7, 9]}, []),
+        ({"labels": [5, 6, 7, 9]}, ["column labels, which is another mask than loss_mask"]),
+        ({"labels": [-100, -100, 7, 8]}, ["column labels, which is another mask than loss_mask"]),
+        ({"weights": [1, 1, 2, 2]}, ["column weights"]),
+        ({"seq_lens": [2, 2], "segment_ids": None}, ["column seq_lens"]),
+    ],
+)
+def test_other_columns_that_say_what_to_learn_are_named(
+    more: dict[str, Any], said: list[str], tmp_path: Path
+) -> None:
+    rows = [row(i, **(more if i == 1 else {})) for i in range(5)]
+    data = TokenData(lines(tmp_path / "a.jsonl", rows), held_out=1)
+    assert data.set.manifest["overlooked"] == {what: [2] for what in said}
+    assert all(f"not read: {what} (rows 2)" in data.summary() for what in said)
+
+
 def test_kinds_of_task_are_kept(tmp_path: Path) -> None:
     """Of several files too; what is no name of one is said, and so are too many of them."""
     kinds = ["maths", "", "code", "x" * 61, None] * 4

@@ -23,7 +23,7 @@ from drafttrain.drafter.medusa import Medusa
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Needs
-from drafttrain.nn import finite, probing
+from drafttrain.nn import finite, losses, probing
 from drafttrain.nn.sampling import Policy
 from drafttrain.packaging import hf_generate
 from drafttrain.target import load
@@ -33,6 +33,7 @@ from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
 from tests.drafter import make as drafters
+from tests.families import model_of
 from tests.helpers import tiny_chat_target
 from tests.messages import said
 from tests.packaging.made import packed
@@ -364,6 +365,39 @@ def test_a_token_that_is_ruled_out_is_no_fault() -> None:
     for policy in (Policy(), Policy(1.0)):
         ids = decode(target, None, PROMPTS, Plan(Tree.chain(0), policy), max_new_tokens=8)[0]
         assert not {0, 5} & {token for output in ids for token in output.ids}
+
+
+@pytest.mark.field("F71")
+@pytest.mark.parametrize("kind", [Eagle1, Medusa])
+def test_a_token_that_is_ruled_out_spoils_no_training(kind: type[Drafter]) -> None:
+    """By the bias of the head, as where a vocabulary is filled up; 0 times -inf is NaN."""
+    model = model_of("phi", num_key_value_heads=4, partial_rotary_factor=0.5)
+    found = []
+    for low in (-torch.inf, -1e30):
+        with torch.no_grad():
+            model.lm_head.bias[90:] = low
+        target = Target(model, None, "phi")
+        torch.manual_seed(0)
+        drafter = drafters.make(kind, target)
+        loss = drafter.loss(_batch(), LiveFeatures(target, drafter.needs).features(_batch()))
+        loss.total.backward()
+        found.append([loss.total, *(p.grad for p in drafter.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert one is not None and bool(one.isfinite().all()) and torch.equal(one, other)
+
+
+@pytest.mark.field("F71")
+def test_a_divergence_from_what_is_ruled_out_is_finite() -> None:
+    chance = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(2, 8, generator=chance) for _ in "pq")
+    p[:, 3] = -torch.inf
+    kept = [0, 1, 2, 4, 5, 6, 7]
+    draft = q.requires_grad_()
+    found = losses.forward_kl(draft, p)
+    expected = p[:, kept].softmax(-1) * (p[:, kept].log_softmax(-1) - q.log_softmax(-1)[:, kept])
+    assert torch.allclose(found, expected.sum(-1))
+    found.sum().backward()
+    assert draft.grad is not None and bool(draft.grad.isfinite().all())
 
 
 TREES = {
