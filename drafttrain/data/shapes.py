@@ -146,9 +146,7 @@ def _turns(value: Any, name: str) -> list[tuple[str, str]]:
         texts = [turn[key] for key in ("value", "content", "text") if turn.get(key) is not None]
         content = texts[0] if texts else None
         if any(other != role for other in others) or any(text != content for text in texts):
-            raise Unusable(
-                "a turn with two roles or two texts (from and role; value, content, text)"
-            )
+            raise Unusable("a turn with two roles, or two texts (value, content, text)")
         if role == "assistant":
             content = content if isinstance(content, str) else ""  # Left out anyway.
         found.append((role, _text(content)))
@@ -233,7 +231,7 @@ def overlooked(row: Any, taken: Prompt, columns: dict[str, str]) -> Iterator[str
             yield f"column {column}, which says something else than the one that is read"
     taken_columns = {columns.get(name, name) for name in COLUMNS}
     parts = [name for name in PARTS if row.get(name) and name not in taken_columns]
-    if given["input"] and known[:1] != ["instruction"]:
+    if given["input"] and "instruction" not in known:
         parts.append(columns.get("input", "input"))
     for name in parts:
         yield (

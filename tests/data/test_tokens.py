@@ -86,7 +86,7 @@ def test_kinds_of_task_are_kept(tmp_path: Path) -> None:
         *("(none)", "code"),
         *["(none)"] * 2,
     ]
-    assert data.set.by_category(data.indices) == {"(none)": 10, "code": 3, "maths": 4}
+    assert data.set.by_category(data.indices) == {"(none)": 11, "code": 3, "maths": 3}
     assert "not read: column task, which is no name of a kind" in data.summary()
     assert "characters) (rows 4, 9, 14, 19)" in data.summary()
     folder = tmp_path / "two"
