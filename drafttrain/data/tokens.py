@@ -159,7 +159,7 @@ def _set_of(
     split = np.zeros(len(ids), dtype=np.uint8)
     split[: min(held_out, len(ids) // HELD_OUT_SHARE)] = HELD_OUT
     names = sorted({name for name, _ in found.origin.values()})
-    manifest = {
+    manifest: dict[str, Any] = {
         "target": {"name": "", "fingerprint": {}},
         "skipped": by_reason(found.skipped),
         "overlooked": found.by_file(found.overlooked),
