@@ -17,6 +17,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from drafttrain.evaluating.answering import replays_for
 from drafttrain.evaluating.asked import check_settings
 from drafttrain.wiring.doors import door
 
@@ -25,7 +26,7 @@ if __name__ == "__main__":
     DOOR.greet(__doc__)
 
 from drafttrain import checks
-from drafttrain.decoding.replaying import asked_replays, refuse_unread
+from drafttrain.decoding.replaying import refuse_unread
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.evaluating.comparing import filled_trees, warn_of_length
 from drafttrain.evaluating.measuring import changed, exact, measure, settings_of
@@ -37,7 +38,7 @@ from drafttrain.files import write_json
 from drafttrain.packaging.decoding import read_plan
 from drafttrain.packaging.manifest import DECODING, read_config
 from drafttrain.packaging.reading import load_drafter, target_for
-from drafttrain.reporting.console import reading, track
+from drafttrain.reporting.console import reading
 from drafttrain.reporting.figures import acceptance_curve
 from drafttrain.runs import new_folder, plain_value, provenance
 from drafttrain.target.model import Target
@@ -65,15 +66,8 @@ def main(cfg: DictConfig) -> None:
     asked.check_rules(growths, drafter)
     with new_folder(cfg.run_dir) as folder:
         if asked.replay and any(policy.greedy for policy in asked.policies):
-            speculator.replays = asked_replays(
-                target,
-                prompts,
-                asked.max_new_tokens,
-                asked.answers,
-                rows=source.data,
-                say=say,
-                watch=lambda items, what: track(items, description=what, unit="prompts"),
-            )
+            limit = asked.max_new_tokens
+            speculator.replays = replays_for(target, prompts, limit, asked.answers, source, say)
         rows = measure(speculator, prompts, growths, asked, source)
         few = prompts[: asked.parity_prompts]
         result = {

@@ -155,6 +155,8 @@ class Conversation:
         self.target, self.system = target, system
         self.pieces = ChatPieces(target.tokenizer, target.stop_ids) if chat else None
         self.ids: list[int] = []
+        self.turns = 0
+        """That were answered."""
 
     def prompt(self, said: str, room: int) -> list[int]:
         """Everything up to the first token of the answer.
@@ -168,7 +170,13 @@ class Conversation:
             lead = [{"role": "system", "content": self.system}] if self.system else []
             more = self.pieces.first_prompt([*lead, {"role": "user", "content": said}])
         else:
-            more = self.pieces.answer_to_answer(said)
+            more = self.pieces.answer_to_answer(said, self.turns + 1, self.system)
+            if self.turns == 1 and not self.pieces.grows(with_system=bool(self.system)):
+                print(
+                    "generate: the chat template would show earlier turns otherwise than they were "
+                    "read and written; here they stay as they were",
+                    file=sys.stderr,
+                )
         ids = [*self.ids, *more]
         if not ids:
             raise InputError("the prompt has no tokens: say something")
@@ -189,6 +197,7 @@ class Conversation:
 
     def keep(self, ids: list[int], output: Output) -> None:
         self.ids = [*ids, *output.ids]
+        self.turns += 1
         if self.pieces is not None and output.finish != "stop":
             # The answer was cut: its turn is closed as the template closes one.
             end = self.pieces.turn_end()

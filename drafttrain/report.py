@@ -23,6 +23,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from drafttrain.asking.report import check_settings, listed
+from drafttrain.evaluating.answering import replays_for
 from drafttrain.wiring.doors import door
 
 DOOR = door("report", text=("runs", "prompts"), check=check_settings)
@@ -34,7 +35,7 @@ from drafttrain.decoding.conditions import conditions, dtype_name
 from drafttrain.decoding.measure import Entrant, Measurement, behind, measure_acceptance, race
 from drafttrain.decoding.measurement import by_category, with_speed
 from drafttrain.decoding.plan import Plan
-from drafttrain.decoding.replaying import Replays, asked_replays, obstacle
+from drafttrain.decoding.replaying import Replays, obstacle
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError, writing
@@ -213,14 +214,10 @@ class Contest:
         if not settings.replay or not settings.policy.greedy:
             return None
         if id(target) not in self.replays:
-            self.replays[id(target)] = asked_replays(
-                target,
-                self.prompts,
-                settings.max_new_tokens,
-                settings.answers if target is self.target else None,
-                rows=self.source.data,
-                say=say,
-                watch=lambda items, what: track(items, description=what, unit="prompts"),
+            answers = settings.answers if target is self.target else None
+            limit = settings.max_new_tokens
+            self.replays[id(target)] = replays_for(
+                target, self.prompts, limit, answers, self.source, say
             )
         return self.replays[id(target)]
 

@@ -75,13 +75,19 @@ def kept(written: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         written: plain values, with references as they were written.
     """
+    found: dict[str, Any] = masked(read_inside(written))
+    return found
+
+
+def read_inside(written: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration, secrets included, with every reference resolved but those to the
+    environment."""
     literal: DictConfig = OmegaConf.create(_unread(written))
     try:
         values: Any = plain(literal)
     except OmegaConfBaseException:  # A reference that only what the environment says resolves.
         values = written
-    found: dict[str, Any] = masked(values)
-    return found
+    return dict(values)
 
 
 def _unread(written: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from drafttrain.asking.tune import Asked, check_settings
+from drafttrain.evaluating.answering import replays_for
 from drafttrain.wiring.doors import door
 
 DOOR = door("tune", text=("prompts",), check=check_settings)
@@ -31,7 +32,7 @@ from drafttrain.decoding.costs import measure_costs
 from drafttrain.decoding.measure import Measurement
 from drafttrain.decoding.members import followed
 from drafttrain.decoding.plan import Plan
-from drafttrain.decoding.replaying import asked_replays, refuse_unread
+from drafttrain.decoding.replaying import refuse_unread
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.ensemble import Ensemble
@@ -82,14 +83,8 @@ def main(cfg: DictConfig) -> None:
     with new_folder(cfg.run_dir) as folder:
         to_calibrate = prompts[: asked.calibration_prompts]
         if asked.replay:
-            speculator.replays = asked_replays(
-                target,
-                to_calibrate,
-                asked.max_new_tokens,
-                asked.answers,
-                rows=source.data,
-                say=say,
-                watch=lambda items, what: track(items, description=what, unit="prompts"),
+            speculator.replays = replays_for(
+                target, to_calibrate, asked.max_new_tokens, asked.answers, source, say
             )
         calibration = calibrate(speculator, to_calibrate, asked)
         guesses = predict(speculator, calibration, prompts, asked)

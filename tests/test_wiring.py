@@ -885,3 +885,35 @@ def test_a_reference_to_nothing_is_one_line(
             compose("fit", words)
         assert "\n" not in str(caught.value)
     assert compose("fit", ["optim.lr=${oc.env:NO_SUCH_NAME,3}"]).optim.lr == "3"
+
+
+# The kind: what a template is given is in every prompt and in the fingerprint, so also in what a
+# secret may not be in: read from the environment there, through another setting, inside of a list;
+# or a secret by its name. Tokens of text are none.
+@pytest.mark.field("F92")
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["+target.template.x=${oc.env:OWN_KEY}"], r"x=\$\{oc.env:OWN_KEY\}: reads the environ"),
+        (["+target.template.x=${oc.env:OWN_KEY,by-default}"], "x=.*: reads the environment"),
+        (["+target.template.tools=[{name: '${oc.env:OWN_KEY}'}]"], "tools.name=.*: reads the env"),
+        (["run_dir=${oc.env:OWN_KEY}", "+target.template.x=${run_dir}"], "x=.*: reads the env"),
+        (["+target.template.api_key=abc"], "target.template.api_key is a secret by its name"),
+        (["+target.template.bos_token=abc", "+target.template.x=${seed}"], ""),
+    ],
+)
+@pytest.mark.parametrize("door", ["fit", "synthesize"])
+def test_a_template_is_given_no_secret(
+    words: list[str], fault: str, door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OWN_KEY", "sk-123456")
+    if door == "synthesize":
+        words = ["out=x", *(word.replace("run_dir", "out") for word in words)]
+    else:
+        words = ["data=set", "data.path=x", *words]
+    if not fault:
+        assert compose(door, words).target.template.bos_token == "abc"
+        return
+    with pytest.raises(InputError, match=fault) as caught:
+        compose(door, words)
+    assert "sk-123456" not in str(caught.value)

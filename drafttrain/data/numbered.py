@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,8 @@ class Prompts:
     """What is in a folder and was not read, in words."""
     category: dict[int, str] = field(default_factory=dict)
     """The kind of task of a row, where it is named."""
+    overlooked: dict[str, list[int]] = field(default_factory=dict)
+    """{what a row says besides and is not read: numbers of such rows}"""
     apart: Callable[[int], bool] | None = None
     """Whether a row is held out, where the source decides it; else the first rows are."""
     notes: list[str] = field(default_factory=list)
@@ -131,6 +133,7 @@ def joined(
     names = list(parts)
     prompts = {name: dict(part.rows) for name, part in parts.items()}
     skipped = {name: {item.row: item for item in part.skipped} for name, part in parts.items()}
+    besides = {name: _by_row(part.overlooked) for name, part in parts.items()}
     numbers = {name: sorted([*prompts[name], *skipped[name]]) for name in names}
     order = drawn([len(numbers[name]) for name in names], seed)
     found = Prompts([], source=source, more=limit is not None and limit < len(order))
@@ -146,9 +149,19 @@ def joined(
             found.rows.append((row, prompts[name][number]))
             if number in parts[name].category:
                 found.category[row] = parts[name].category[number]
+            for what in besides[name].get(number, ()):
+                found.overlooked.setdefault(what, []).append(row)
     found.files = {name: part.files[""] for name, part in parts.items() if part.files}
     found.first_keys = next((part.first_keys for part in parts.values() if part.first_keys), ())
     return found.with_files()
+
+
+def _by_row(found: Mapping[str, Sequence[int]]) -> dict[int, list[str]]:
+    rows: dict[int, list[str]] = {}
+    for what, numbers in found.items():
+        for row in numbers:
+            rows.setdefault(row, []).append(what)
+    return rows
 
 
 def nothing_left(label: str, prompts: Prompts) -> InputError:
@@ -216,6 +229,7 @@ def account(prompts: Prompts, tokenizer: Any) -> dict[str, Any]:
     return {
         "skipped": by_reason(prompts.skipped),
         "columns_not_read": prompts.by_file(unread),
+        "overlooked": prompts.by_file(prompts.overlooked),
         "control_tokens_spelt": prompts.by_file(spelt_by_rows(prompts, tokenizer)),
         "files_not_read": list(prompts.passed_over),
     }

@@ -32,6 +32,8 @@ from drafttrain.data.shapes import (
     category_of,
     check_unicode,
     named,
+    overlooked,
+    overlooked_category,
     parse,
     reads,
 )
@@ -102,6 +104,10 @@ class PromptFile:
         """What a row holds. Raises `Unusable` for one that cannot be used."""
         return parse(as_object(row), self.columns)
 
+    def overlooked(self, row: Any, parsed: Any) -> Iterator[str]:
+        """What it holds besides, in words; see `shapes.overlooked`."""
+        return overlooked(row, parsed, self.columns)
+
     def read(self, limit: int | None, watch: Watch = unwatched) -> Prompts:
         """Rows numbered up to `limit`. Raises InputError if the file cannot be read or no row has a
         known shape."""
@@ -158,7 +164,7 @@ class PromptFile:
         several = [FileRows(str(file.relative_to(folder)), 0, 0) for file in shards]
         label = str(files[0]) + f" and {len(files) - 1} more" * (len(files) > 1)
         rows = watch(_one_by_one(files, self.reads(), several))
-        found = _collect(rows, limit, self.parse, label, source)
+        found = _collect(rows, limit, self, label, source)
         if several:
             found.files[""] = several
         return found
@@ -183,6 +189,9 @@ class TextFile(PromptFile):
 
     def reads(self) -> set[str]:
         return {self.column, *CATEGORIES}
+
+    def overlooked(self, row: Any, parsed: Any) -> Iterator[str]:
+        return overlooked_category(row)
 
     def parse(self, row: Any) -> Prompt:
         text = row.get(self.column) if isinstance(row, dict) else row
@@ -248,7 +257,7 @@ class PromptDataset:
                 name: _collect(
                     watch(_rows_of(data, len(data), self.columns)),
                     None,
-                    self.parse,
+                    self,
                     f"{label}: {name}",
                     {},
                 )
@@ -258,12 +267,16 @@ class PromptDataset:
         (data,) = parts.values()
         count = len(data) if limit is None else min(limit, len(data))
         rows = _rows_of(data, count, self.columns)
-        found = _collect(watch(rows), limit, self.parse, label, source)
+        found = _collect(watch(rows), limit, self, label, source)
         found.more = count < len(data)
         return found
 
     def parse(self, row: Any) -> Prompt:
         return parse(as_object(row), self.columns)
+
+    def overlooked(self, row: Any, parsed: Any) -> Iterator[str]:
+        """What it holds besides, in words; see `shapes.overlooked`."""
+        return overlooked(row, parsed, self.columns)
 
     def _load(self) -> dict[str, Any]:
         """{name of a source: its rows}"""
@@ -347,10 +360,16 @@ def _one_by_one(
         before += number
 
 
+class _ReadsRows(Protocol):
+    def parse(self, row: Any) -> Any: ...
+
+    def overlooked(self, row: Any, parsed: Any) -> Iterator[str]: ...
+
+
 def _collect(
     numbered: Iterable[tuple[int, Any]],
     limit: int | None,
-    parse: Callable[[Any], Any],
+    source_of: _ReadsRows,
     label: str,
     source: dict[str, Any],
 ) -> Prompts:
@@ -366,8 +385,11 @@ def _collect(
                 raise row
             if isinstance(row, dict):
                 found.first_keys = found.first_keys or tuple(map(str, row))
-            found.rows.append((number, parse(row)))
+            parsed = source_of.parse(row)
+            found.rows.append((number, parsed))
             shaped = True
+            for what in source_of.overlooked(row, parsed):
+                found.overlooked.setdefault(what, []).append(number)
             category = category_of(row)
             if category:
                 found.category[number] = category

@@ -19,7 +19,7 @@ A row with only a `text` is refused, because it does not say where the prompt en
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,6 +38,8 @@ _PROMPTS = ("conversations", "messages", "prompt", "turns", "instruction")
 CATEGORIES = ("category", "task")
 """Columns that name a row's kind of task; the first that has a value counts."""
 _LONGEST_CATEGORY = 60
+PARTS = ("context", "history", "system_prompt")
+"""Columns that hold a part of the prompt in some data sets, and are read where they are named."""
 COLUMNS = (*_PROMPTS, "input", "system", *OF_TEMPLATE)
 _USER = {"user", "human", "prompter"}
 _ASSISTANT = {"assistant", "gpt", "model", "bot", "chatgpt", "bard", "bing"}
@@ -135,23 +137,29 @@ def _turns(value: Any, name: str) -> list[tuple[str, str]]:
             continue
         if not isinstance(turn, dict):
             raise Unusable("a turn that is not an object")
-        said = next((turn[key] for key in ("from", "role") if isinstance(turn.get(key), str)), None)
-        if said is None:
+        said = [turn[key] for key in ("from", "role") if isinstance(turn.get(key), str)]
+        if not said:
             raise Unusable("a turn without a role")
-        role = said.strip().lower()
-        for known, names in (("user", _USER), ("assistant", _ASSISTANT), ("system", _SYSTEM)):
-            role = known if role in names else role
+        role, *others = map(_role, said)
         if role not in ("user", "assistant", "system"):
-            raise Unusable(f"a turn of role {said[:40]}")
-        content = next(
-            (turn[key] for key in ("value", "content", "text") if turn.get(key) is not None), None
-        )
+            raise Unusable(f"a turn of role {said[0][:40]}")
+        texts = [turn[key] for key in ("value", "content", "text") if turn.get(key) is not None]
+        content = texts[0] if texts else None
+        if any(other != role for other in others) or any(text != content for text in texts):
+            raise Unusable("a turn with two roles, or two texts (value, content, text)")
         if role == "assistant":
             content = content if isinstance(content, str) else ""  # Left out anyway.
         found.append((role, _text(content)))
     if all(isinstance(turn, str) for turn in value):
         return _answered(found)
     return found
+
+
+def _role(said: str) -> str:
+    name = said.strip().lower()
+    for known, names in (("user", _USER), ("assistant", _ASSISTANT), ("system", _SYSTEM)):
+        name = known if name in names else name
+    return name
 
 
 def _answered(users: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -207,6 +215,44 @@ def _from_messages(messages: list[tuple[str, str]], system: str | None) -> Promp
     return Prompt(users, system)
 
 
+def overlooked(row: Any, taken: Prompt, columns: dict[str, str]) -> Iterator[str]:
+    """What a row that can be used says besides and is not read: another prompt in another column,
+    and a kind of task that is no name of one."""
+    given = {name: row.get(columns.get(name, name)) for name in (*_PROMPTS, "input")}
+    known = [name for name in _PROMPTS if given[name]]
+    for name in known if len(known) > 1 else ():
+        only = {"input": given["input"], name: given[name]}
+        try:
+            users = _conversation(only, {}, only.get).users
+        except Unusable:
+            users = ()
+        if not users or users != taken.users[: len(users)]:
+            column = columns.get(name, name)
+            yield f"column {column}, which says something else than the one that is read"
+    taken_columns = {columns.get(name, name) for name in COLUMNS}
+    parts = [name for name in PARTS if row.get(name) and name not in taken_columns]
+    if given["input"] and "instruction" not in known:
+        parts.append(columns.get("input", "input"))
+    for name in parts:
+        yield (
+            f"column {name}, which may be a part of the prompt (prompts.columns.<input, system or "
+            f"another shape>={name} reads it)"
+        )
+    yield from overlooked_category(row)
+
+
+def overlooked_category(row: Any) -> Iterator[str]:
+    """The part of `overlooked` that rows of any shape may have."""
+    given = [
+        name for name in CATEGORIES if isinstance(row, dict) and row.get(name) not in (None, "")
+    ]
+    if given and not category_of(row):
+        yield (
+            f"column {given[0]}, which is no name of a kind of task (a text of one line and at "
+            f"most {_LONGEST_CATEGORY} characters)"
+        )
+
+
 def check_unicode(text: str) -> None:
     """Raise `Unusable` for a text that UTF-8 cannot hold."""
     try:
@@ -217,7 +263,7 @@ def check_unicode(text: str) -> None:
 
 def reads(columns: dict[str, str]) -> set[str]:
     """The columns that are looked at; whatever else a row has is not read."""
-    return {*(columns.get(name, name) for name in COLUMNS), *CATEGORIES}
+    return {*(columns.get(name, name) for name in COLUMNS), *CATEGORIES, *PARTS}
 
 
 def category_of(row: Any) -> str:

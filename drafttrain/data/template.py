@@ -6,7 +6,11 @@ writes is kept as the ids it chose. Nothing written is ever decoded and encoded 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,12 +26,15 @@ from drafttrain.errors import InputError, first_line, panicked
 Message = dict[str, str]
 
 _MARKS = ("Qz0userQz", "Qz1answerQz", "Qz2userQz")
+_EARLIER = ("Qz5userQz", "Qz6answerQz")
+"""Of turns before those that are looked at."""
 _THOUGHT = "Qz3thoughtQz"
 REASONING_END = "</think>"
 MOST_SECONDS, MOST_MEMORY = 10.0, 2 << 30
 """That a template may take for one text: it is a program of the tokenizer's, and may have loops."""
 MOST_CHARACTERS = 16 << 20
 """Of what it makes of one conversation."""
+_CHANCE = re.compile(r"\|\s*random\b|\blipsum\b")
 _ARGUMENTS = "_drafttrain_template_arguments"
 
 
@@ -120,6 +127,11 @@ class ChatPieces:
                 "tokenizer.chat_template; a base model goes on with plain texts: synthesize "
                 "prompts=text prompts.path=<file>, fit data=tokens, generate chat=false"
             )
+        if _CHANCE.search(json.dumps(tokenizer.chat_template)):
+            raise InputError(
+                "the chat template draws by chance (random, lipsum), so a conversation would be "
+                "another text each time: give a tokenizer with one that does not"
+            )
         self.tokenizer = tokenizer
         self.arguments = {**arguments_of(tokenizer), **(arguments or {})}
         self.stop_ids = stop_ids
@@ -185,32 +197,33 @@ class ChatPieces:
             )
         return ids
 
-    def user_to_answer(self) -> list[int]:
-        """From after a user turn's end token to the answer's first token."""
-        text = self.render([{"role": "user", "content": _MARKS[0]}], prompt=True)
+    def user_to_answer(self, turn: int = 1, system: str | None = None) -> list[int]:
+        """From after the end token of a user turn, which count from 1, to the answer's first
+        token."""
+        messages = [*_before(turn - 1, system), {"role": "user", "content": _MARKS[0]}]
+        text = self.render(messages, prompt=True)
         return self.encode(self._after_stop(self._split(text, _MARKS[0])[1]))
 
-    def answer_to_user(self) -> list[int]:
-        """From after an answer's end token to the next user turn's first token."""
-        return self.encode(
-            self._after_stop(self._between(_MARKS[2], prompt=False).partition(_MARKS[2])[0])
-        )
+    def answer_to_user(self, turn: int = 2, system: str | None = None) -> list[int]:
+        """From after an answer's end token to the first token of the user turn that follows."""
+        text = self._between(_MARKS[2], turn, system, prompt=False)
+        return self.encode(self._after_stop(text.partition(_MARKS[2])[0]))
 
     def first_prompt(self, messages: list[Message]) -> list[int]:
         """The full text of the given messages, up to the answer's first token."""
         return self.encode(self.render(messages, prompt=True))
 
-    def answer_to_answer(self, user: str) -> list[int]:
-        """From after an answer's end token, over the next user turn, to the next answer's first
-        token."""
-        return self.encode(self._after_stop(self._between(user, prompt=True)))
+    def answer_to_answer(self, user: str, turn: int = 2, system: str | None = None) -> list[int]:
+        """From after an answer's end token, over the user turn that follows, to the next answer's
+        first token. Some templates number their turns, or repeat the system text."""
+        return self.encode(self._after_stop(self._between(user, turn, system, prompt=True)))
 
     def check(self, system: str | None, users: tuple[str, ...]) -> list[int]:
         """Render every turn without answers; ids up to the first answer. Raises: InputError if the
         template refuses."""
         ids = self.first_prompt([*_system(system), {"role": "user", "content": users[0]}])
-        for user in users[1:]:
-            self._between(user, prompt=True)
+        for turn, user in enumerate(users[1:], start=2):
+            self._between(user, turn, system, prompt=True)
         return ids
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - two entries
@@ -228,9 +241,14 @@ class ChatPieces:
             {"role": "assistant", "content": _MARKS[1]},
             {"role": "user", "content": _MARKS[2]},
         ]
-        before = self.render(lead, prompt=True).rstrip()
-        longer = self.render([*lead, *answer], prompt=True)
-        return longer.startswith(before) and longer[len(before) :].lstrip().startswith(_MARKS[1])
+        texts = [self.render([*lead, *answer * turns], prompt=True) for turns in (0, 1)]
+        with contextlib.suppress(InputError):  # It takes no third turn, which is said there.
+            texts.append(self.render([*lead, *answer * 2], prompt=True))
+        before = [text.rstrip() for text in texts]
+        return all(
+            longer.startswith(start) and longer[len(start) :].lstrip().startswith(_MARKS[1])
+            for start, longer in itertools.pairwise(before)
+        )
 
     @functools.cached_property
     def keeps_reasoning(self) -> bool:
@@ -250,8 +268,9 @@ class ChatPieces:
         )
         return ids[0] if ids else None
 
-    def _between(self, user: str, *, prompt: bool) -> str:
+    def _between(self, user: str, turn: int = 2, system: str | None = None, *, prompt: bool) -> str:
         messages = [
+            *_before(turn - 2, system),
             {"role": "user", "content": _MARKS[0]},
             {"role": "assistant", "content": _MARKS[1]},
             {"role": "user", "content": user},
@@ -278,6 +297,13 @@ class ChatPieces:
 
 def _system(text: str | None) -> list[Message]:
     return [{"role": "system", "content": text}] if text else []
+
+
+def _before(turns: int, system: str | None) -> list[Message]:
+    """That many turns with their answers."""
+    user, answer = _EARLIER
+    talk = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+    return [*_system(system), *talk * turns]
 
 
 def text_ids(tokenizer: Any, text: str, most: int) -> list[int]:

@@ -10,7 +10,7 @@ so they belong to none; ids are checked against the vocabulary of the target at 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,13 +18,18 @@ from typing import Any, ClassVar
 import numpy as np
 
 from drafttrain.checks import integer, path_of
-from drafttrain.data.conversations import HELD_OUT, SOURCES, ConversationSet
+from drafttrain.data import named
+from drafttrain.data.conversations import CATEGORIES, HELD_OUT, SOURCES, ConversationSet
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.data.numbered import by_reason, nothing_left, some
 from drafttrain.data.prompts import PromptFile, as_object, sum_of
-from drafttrain.data.shapes import Unusable
+from drafttrain.data.shapes import CATEGORIES as KINDS
+from drafttrain.data.shapes import Unusable, overlooked_category
 
 IDS, MASK, SEEN, PLACES = "input_ids", "loss_mask", "attention_mask", "position_ids"
+LABELS = "labels"
+OTHERS = ("weights", "seq_lens", "segment_ids", "token_type_ids")
+"""Columns that other programs learn by, and that are not read here."""
 State = tuple[tuple[str, str], ...]
 """(file, sum of its content) of every file."""
 HELD_OUT_SHARE = 5
@@ -38,7 +43,14 @@ class TokenFile(PromptFile):
     room: ClassVar[str] = "data"
 
     def reads(self) -> set[str]:
-        return {IDS, MASK, SEEN, PLACES}
+        return {IDS, MASK, SEEN, PLACES, LABELS, *OTHERS, *KINDS}
+
+    def overlooked(self, row: Any, parsed: Any) -> Iterator[str]:
+        ids, mask = parsed
+        if row.get(LABELS) not in (None, np.where(mask, ids, -100).tolist()):
+            yield f"column {LABELS}, which is another mask than {MASK}"
+        yield from (f"column {name}" for name in OTHERS if row.get(name) is not None)
+        yield from overlooked_category(row)
 
     def parse(self, row: Any) -> tuple[np.ndarray, np.ndarray]:
         """Ids (s) int32 and loss mask (s) bool."""
@@ -105,11 +117,15 @@ class TokenData(ConversationData):
     def summary(self) -> str:
         found = len(self.set.indices(HELD_OUT))
         few = f"; data.held_out={self.asked}: {found} are held out, a fifth of {len(self.set)} rows"
-        passed_over = self.set.manifest["passed_over"]
+        besides = self.set.manifest["overlooked"].items()
+        unread = [
+            *self.set.manifest["passed_over"],
+            *(f"{what} (rows {some(rows)})" for what, rows in besides),
+        ]
         return "".join(
             (
                 super().summary(),
-                f"; not read: {', '.join(passed_over)}" * bool(passed_over),
+                f"; not read: {', '.join(unread)}" * bool(unread),
                 few * (self.split == "train" and found < self.asked),
             )
         )
@@ -143,12 +159,19 @@ def _set_of(
     split = np.zeros(len(ids), dtype=np.uint8)
     split[: min(held_out, len(ids) // HELD_OUT_SHARE)] = HELD_OUT
     names = sorted({name for name, _ in found.origin.values()})
-    manifest = {
+    manifest: dict[str, Any] = {
         "target": {"name": "", "fingerprint": {}},
         "skipped": by_reason(found.skipped),
+        "overlooked": found.by_file(found.overlooked),
         "passed_over": found.passed_over,
         SOURCES: names,
     }
+    kinds, note = named.kinds([found.category.get(row, named.NO_CATEGORY) for row, _ in found.rows])
+    places = None
+    if {*kinds} - {named.NO_CATEGORY}:
+        manifest[CATEGORIES], places = named.encoded(kinds)
+    elif note:
+        manifest["overlooked"][note] = [row for row, _ in found.rows]
     source = [names.index(found.origin[row][0]) for row, _ in found.rows if found.origin]
     return ConversationSet(
         np.concatenate(ids),
@@ -160,4 +183,5 @@ def _set_of(
         np.full(len(ids), np.nan, dtype=np.float32),  # How they were sampled is not known.
         np.zeros(len(ids), dtype=np.uint8),
         np.asarray(source) if source else None,
+        places,
     )

@@ -67,11 +67,14 @@ class DraftVocabulary(Growing, abc.ABC):
         ).detach()
 
     def head_bias(self, hidden: Tensor) -> Tensor | None:
-        """(w) the bias of the target's head, where it has one."""
+        """(w) the bias of the target's head, where it has one. A token that -inf rules out has a
+        probability of 0 with any low number, and in a loss 0 times -inf would be NaN."""
         bias: Tensor | None = getattr(self.target.output, "bias", None)
         if bias is None:
             return None
-        return (bias if self.draft_ids is None else bias[self.draft_ids]).detach().to(hidden)
+        rows = bias if self.draft_ids is None else bias[self.draft_ids]
+        least = torch.finfo(hidden.dtype).min / 4
+        return rows.detach().to(hidden).masked_fill(rows.to(hidden.device) == -torch.inf, least)
 
 
 class BorrowsHead(DraftVocabulary, abc.ABC):

@@ -9,7 +9,7 @@ from typing import Any
 
 from drafttrain import companions, runs
 from drafttrain.checks import path_of
-from drafttrain.data.conversations import HELD_OUT, read_set
+from drafttrain.data.conversations import HELD_OUT
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError
@@ -23,12 +23,13 @@ from drafttrain.processes import rank, world_size
 from drafttrain.reporting.console import clock, track
 from drafttrain.runs import seed_everything
 from drafttrain.target.adapter import Trained
-from drafttrain.target.answers import of_set
+from drafttrain.target.answers import in_folder
 from drafttrain.target.model import Target
 from drafttrain.target.store import Store
 from drafttrain.target.stored import share
 from drafttrain.training.job import Job
 from drafttrain.training.pairing import check_device, check_set, draft_vocabulary
+from drafttrain.training.prepare import usable_prompts
 
 ALL_HELD_OUT = {
     "limit_tokens": None,
@@ -143,10 +144,13 @@ def check_target(
 
 def check_beginning(parts: Parts, target: Target, data: ConversationData) -> None:
     """Raise InputError for a draft vocabulary or weights that a drafter cannot start with, and for
-    a set of answers of another target."""
-    if parts.settings.eval.answers is not None:
-        folder = path_of("eval.answers", parts.settings.eval.answers)
-        of_set(read_set(folder), target, str(folder))
+    a set of answers of another target, or that lacks some or has them too short."""
+    settings = parts.settings
+    if settings.eval.answers is not None:
+        folder, prompts = path_of("eval.answers", settings.eval.answers), list[list[int]]()
+        if settings.eval.prompts != 0 or settings.final.prompts != 0:
+            prompts, _ = usable_prompts(target, data, settings, lambda _: None)
+        in_folder(folder, target, prompts, settings.longest_answer)
     if parts.init_from is not None:
         read_beginning(parts.init_from, target, parts.kind, parts.draft_vocab)
     elif parts.draft_vocab:

@@ -197,7 +197,7 @@ def use_best(training: Training, *, pack: str | bool | None) -> None:
     else:  # It may have been changed while the run trained.
         state = read_best(path, {"keeper": keeper.state_dict(), "facts": keeper.facts})
     try:
-        training.module.load_state_dict(state["weights"])
+        training.module.take_weights(state["weights"])
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise InputError(
             f"the weights in {path} do not fit ({first_line(error)}): train again in another "

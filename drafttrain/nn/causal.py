@@ -119,11 +119,13 @@ class CausalLM:
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         """The part of the head after the matrix product; elementwise, so it serves chosen
-        vocabulary rows too."""
+        vocabulary rows too. What exceeds the dtype is infinite: the cap would make all such tokens
+        equally good."""
         if self._scale != 1.0:
             logits = logits * self._scale
         if self._softcap:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
+            capped = torch.tanh(logits / self._softcap) * self._softcap
+            logits = capped.masked_fill(logits == torch.inf, torch.inf)
         return logits
 
     # Passes ---------------------------------------------------------------------------------------

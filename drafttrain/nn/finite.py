@@ -155,19 +155,39 @@ def _way_out(dtype: torch.dtype, otherwise: str) -> str:
 
 
 @torch.inference_mode()
-def trace(model: Reads, ids: Sequence[int]) -> Origin | None:
+def trace(model: Reads, ids: Sequence[int], *, every: bool = False) -> Origin | None:
     """The first token of a text, and for it the first part of a model, whose output is not finite;
     None where all of it is finite.
 
     Attention spreads NaN also to positions that are masked from it, so the shortest beginning of
     the text that is spoilt is looked for, by halves.
+
+    Args:
+        every: look at what the head makes of every token, not only of the last one.
     """
     # What reads no mask may step over a value that the cached pass of decoding shows.
     ways = (model.full_pass, lambda row: model.read(row, model.new_cache(1, row.shape[1])))
     for read in ways:
-        if found := _origin(model, read, ids):
+        found = _origin(model, read, ids)
+        if every and (found is None or found.part == _HEAD):
+            found = _in_head(model, read, ids)
+        if found:
             return found
     return None
+
+
+def _in_head(model: Reads, read: _Pass, ids: Sequence[int]) -> Origin | None:
+    """The first token after which the head leaves none to choose."""
+    hidden = read(torch.tensor([list(ids)], device=model.device))
+    for start in range(0, len(ids), _CHUNK):
+        odd = ~usable(model.head(hidden[0, start : start + _CHUNK]))
+        if bool(odd.any()):
+            return _at(model, ids, start + int(odd.nonzero()[0, 0]), _HEAD)
+    return None
+
+
+_CHUNK = 64
+"""Positions whose logits exist at one time."""
 
 
 def _origin(model: Reads, read: _Pass, ids: Sequence[int]) -> Origin | None:
@@ -182,7 +202,10 @@ def _origin(model: Reads, read: _Pass, ids: Sequence[int]) -> Origin | None:
             low = middle + 1
         else:
             high, part = middle, found
-    at = len(ids) - 1 if part == _HEAD else high - 1
+    return _at(model, ids, len(ids) - 1 if part == _HEAD else high - 1, part)
+
+
+def _at(model: Reads, ids: Sequence[int], at: int, part: str) -> Origin:
     module = dict(_parts(model)).get(part)
     damaged = module is not None and bool(_spoilt_in(module))
     return Origin(at, int(ids[at]), part, damaged)

@@ -74,9 +74,10 @@ def distilled(draft: Tensor, p: Tensor) -> Tensor:
 
 
 def forward_kl(draft: Tensor, target: Tensor) -> Tensor:
-    """KL(p || q) = sum p log(p / q)."""
+    """KL(p || q) = sum p log(p / q); a token that -inf rules out adds nothing."""
     log_p = target.log_softmax(-1)
-    return (log_p.exp() * (log_p - draft.log_softmax(-1))).sum(-1)
+    ratio = (log_p - draft.log_softmax(-1)).masked_fill(log_p == -torch.inf, 0)
+    return (log_p.exp() * ratio).sum(-1)
 
 
 def reverse_kl(draft: Tensor, target: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ _WORK = {"cpu": 3e11}
 """Multiply-adds that a trial may take by kind of device: a few seconds."""
 _MUCH_WORK = 1e14
 """On any other device."""
+_TRIED = "the text that it is tried with"
 
 
 def probe(model: CausalLM) -> None:
@@ -95,14 +96,12 @@ def _fault(model: CausalLM, lengths: tuple[int, int]) -> str:
             own = [_own(model, ids[row : row + 1, :end]) for row, end in enumerate(ends)]
             for row, logits in enumerate(own):
                 if not bool(finite.usable(logits).all()):
-                    text = ids[row, : ends[row]].tolist()
-                    raise finite.fault(model, text, "the text that it is tried with")
+                    raise finite.fault_of(model, _origin(model, ids[row:], ends[row:]), _TRIED)
             doing = "its code fails where each token is given a mask and a position"
             for what, found, expected in _trial(model, ids, lengths, own):
                 if not bool(finite.usable(found).all()):
-                    text = ids[0, : ends[0]].tolist()
-                    if (origin := finite.trace(model, text)) or finite.spoilt_weights(model):
-                        raise finite.fault_of(model, origin, "the text that it is tried with")
+                    if (origin := _origin(model, ids, ends)) or finite.spoilt_weights(model):
+                        raise finite.fault_of(model, origin, _TRIED)
                     return f"it gives NaN or infinite logits in {what}"
                 # A token may be ruled out by -inf, in both alike.
                 gap = torch.where(found == expected, 0, found - expected).abs().amax(-1)
@@ -120,6 +119,13 @@ def _fault(model: CausalLM, lengths: tuple[int, int]) -> str:
         if not gap <= loose:
             return f"logits in {what} differ from its own by {gap:.2g} of their size"
     return ""
+
+
+def _origin(model: CausalLM, ids: Tensor, ends: Sequence[int]) -> finite.Origin | None:
+    """What is not finite in the first row, up to its end, in which anything is."""
+    texts = (row[:end].tolist() for row, end in zip(ids, ends, strict=True))
+    found = (finite.trace(model, text, every=True) for text in texts)
+    return next((origin for origin in found if origin), None)
 
 
 def _texts(model: CausalLM, n: int, m: int) -> tuple[Tensor, list[int]]:
@@ -229,7 +235,7 @@ def _check_rotary(model: CausalLM) -> None:
             same = all(map(torch.equal, short, [part[:, :3] for part in long]))
         if not same:
             if finite.spoilt_weights(model):  # NaN equals nothing.
-                raise finite.fault(model, few.tolist(), "the text that it is tried with")
+                raise finite.fault(model, few.tolist(), _TRIED)
             raise InputError(
                 f"{_named(model)} cannot be represented: its rotary table depends on the length of "
                 f"the text read, within its context of {model.context}, so that a longer row of a "

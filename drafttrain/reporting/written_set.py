@@ -83,6 +83,8 @@ def _left_out(
     for name, numbers in manifest["columns_not_read"].items():
         why = f"not read by the chat template: {name}"
         lines.append((why, f"{len(numbers)} rows: {some(numbers)}"))
+    for what, numbers in manifest["overlooked"].items():
+        lines.append((f"not read: {what}", f"{len(numbers)} rows: {some(numbers)}"))
     for token, numbers in manifest["control_tokens_spelt"].items():
         why = f"spelt in prompts, read as a control token: {token}"
         lines.append((why, f"{len(numbers)} rows: {some(numbers)}"))

@@ -36,6 +36,9 @@ _ONLY_TRAINING = re.compile(r"drop(out)?(_prob)?$|pdrop$|(^|_)(aux|z)_loss_|jitt
 _ACTIVATION = re.compile(r"act(_fn)?$|activation(_function)?$")
 _ALIASES = {"swish": "silu"}
 _HEAD = "head_dim"
+_WINDOW, _KINDS, _CONTEXT = "sliding_window", "layer_types", "context"
+_OF_WINDOWS = ("use_sliding_window", "max_window_layers", "sliding_window_pattern")
+"""What only says which layers have the window."""
 
 
 def digest(*parts: bytes) -> str:
@@ -65,6 +68,8 @@ def decisive(config: Any, model: Any = None) -> str:
         beside = name in _NOT_LOGITS or name[0] == "_" or _ONLY_TRAINING.search(name)
         if known and value is not None and not beside:
             found[name] = _plain(value)
+    if found.get(_WINDOW) is not None:
+        found[_CONTEXT] = getattr(config, "max_position_embeddings", None)
     settings = found.get("rope_parameters")
     if isinstance(settings, dict) and settings:
         # By now they are here, whatever the file called them.
@@ -82,13 +87,39 @@ def difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """The first setting of two configs, as `decisive` records them, that differs, and how many more
     do. Empty where the logits are the same."""
     table = rotary.same(there, here)
-    before, after = (_flat(rotary.without(_plainest(one), table=table)) for one in (there, here))
+    contexts = [one.get(_CONTEXT) for one in (there, here)]
+    own = (
+        _within(one, limit or max(contexts, key=lambda c: c or 0))
+        for one, limit in zip((there, here), contexts, strict=True)
+    )
+    before, after = (_flat(rotary.without(_plainest(one), table=table)) for one in own)
     odd = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
     if not odd:
         return ""
     said = [str(one.get(odd[0], "not given"))[:80] for one in (before, after)]
     more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
     return f"{odd[0]} {said[0]} there, {said[1]} here{more}"
+
+
+def _within(settings: Mapping[str, Any], context: Any) -> dict[str, Any]:
+    """Settings without a sliding window that the context does not exceed, or that no layer
+    has, and without what says of which layers it is.
+
+    Args:
+        context: positions; None where that was not recorded.
+    """
+    found = {k: v for k, v in settings.items() if k != _CONTEXT}
+    window, kinds = found.get(_WINDOW), found.get(_KINDS)
+    wide = type(window) is type(context) is int and window >= context
+    if window is not None and not wide and not (kinds and "sliding_attention" not in kinds):
+        return found
+    found = {k: v for k, v in found.items() if k not in (_WINDOW, *_OF_WINDOWS)}
+    rotary = found.get("rope_parameters")
+    by_kind = isinstance(rotary, Mapping) and any(isinstance(v, Mapping) for v in rotary.values())
+    plain = isinstance(kinds, list) and {*kinds} <= {"full_attention", "sliding_attention"}
+    if plain and not by_kind:
+        del found[_KINDS]
+    return found
 
 
 def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -91,10 +91,25 @@ def computed(target: Target, batch: Batch, needs: Needs) -> dict[str | int, Tens
 def _not_finite(target: Target, batch: Batch, bad: Tensor) -> InputError:
     """For features (b s) that are not finite: names all their rows, traces the first."""
     first, *rest = batch.rows_with(bad)
-    place = batch.row_ids.tolist().index(first)
-    own = taken_apart(batch.input_ids[:, :, None], batch)[place][:, 0].tolist()
     more = f"; also in rows {', '.join(map(str, rest))}" if rest else ""
-    return finite.fault(target, own, f"row {first} of the set", more)
+    return finite.fault(target, _texts(batch)[first], f"row {first} of the set", more)
+
+
+def _texts(batch: Batch) -> dict[int, list[int]]:
+    """{number in the set: ids} of a batch's rows."""
+    rows = taken_apart(batch.input_ids[:, :, None], batch)
+    texts = (row[:, 0].tolist() for row in rows)
+    return dict(zip(batch.row_ids.tolist(), texts, strict=True))
+
+
+def fault_in(target: Target, batches: Iterable[Batch]) -> InputError | None:
+    """What of a target, its head included, is not finite for some rows, read one by one; None where
+    all of it is finite."""
+    for batch in batches:
+        for row, text in _texts(batch).items():
+            if found := finite.trace(target, text, every=True):
+                return finite.fault_of(target, found, f"row {row} of the set")
+    return None
 
 
 def has_room(folder: Path, size: float) -> bool:

@@ -44,7 +44,7 @@ ADAPTER = "adapter"
 HALF = "weights_float16"
 """The weights' digest after rounding to float16: what a target that is loaded in it has."""
 SAMPLED = "weights_sample"
-"""A few weights as they are in bfloat16 or float16: the two are compared by these."""
+"""A few weights in bfloat16 or float16, see `rounding`: the two are compared by these."""
 EARLIER = "earlier"
 """{part: digests} of forms that earlier versions recorded, as JSON."""
 
@@ -84,7 +84,7 @@ def of_target(model: Any, config: Any, tokenizer: Any | None, dtype: torch.dtype
     """The fingerprint of a target as it was loaded."""
     quantisation = getattr(model.config, "quantization_config", None)
     name = str(dtype).removeprefix("torch.")
-    sampled = {SAMPLED: rounding.sample(model, dtype)} if name in rounding.KINDS else {}
+    sampled = rounding.recorded(model, dtype)
     return {
         "config": decisive(config, model),
         "weights": of_weights(model),
@@ -93,7 +93,7 @@ def of_target(model: Any, config: Any, tokenizer: Any | None, dtype: torch.dtype
         "quantisation": "none" if quantisation is None else digest(str(quantisation).encode()),
         "dtype": name,
         HALF: of_weights(model, torch.float16),
-        **sampled,
+        **({SAMPLED: sampled} if sampled else {}),
         EARLIER: earlier_of(tokenizer, config),
     }
 
@@ -179,6 +179,15 @@ def _in_float16(part: str, given: Mapping[str, str], here: Mapping[str, str]) ->
     recorded = SAMPLED if given.get("dtype") == "bfloat16" else HALF
     if part == "weights" and half and recorded not in given:
         return ", which says nothing in float16: compare with target.dtype=float32"
+    samples = [
+        rounding.kind_of(one.get(SAMPLED, ""), one.get("dtype", "")) for one in (given, here)
+    ]
+    brains = [values for kind, values in samples if kind == "bfloat16" and values]
+    if part == "weights" and len(brains) == 2 and rounding.neighbours(*brains):
+        return (
+            ", though none differs by more than bfloat16 rounds: if one's files are in float16, "
+            "give target.dtype=float32, and make with it what was made in bfloat16"
+        )
     return ""
 
 
@@ -203,18 +212,29 @@ def _same_rounded(given: Mapping[str, str], here: Mapping[str, str]) -> bool:
         for one, other in pairs
     ):
         return True
-    by_kind = {one.get("dtype"): one.get(SAMPLED) for one, _ in pairs}
-    brain, half = (by_kind.get(kind) for kind in rounding.KINDS)
-    return brain is not None and half is not None and rounding.may_be_one(brain, half)
+    loaded = {given.get("dtype"), here.get("dtype")}
+    return loaded == {*rounding.KINDS} and _samples_fit(given, here)
+
+
+def _samples_fit(given: Mapping[str, str], here: Mapping[str, str]) -> bool:
+    """Are the sampled values of one in bfloat16, of the other in float16, and may both be roundings
+    of the same?"""
+    samples = (
+        rounding.kind_of(one.get(SAMPLED, ""), one.get("dtype", "")) for one in (given, here)
+    )
+    by_kind = dict(samples)
+    brain, half = (by_kind.get(kind, "") for kind in rounding.KINDS)
+    return bool(brain and half) and rounding.may_be_one(brain, half)
 
 
 def _rounded_copy(given: Mapping[str, str], here: Mapping[str, str]) -> bool:
-    """Were the files of one rounded to float16 from those of the other, whatever dtype both were
-    loaded in?"""
+    """Were the files of one rounded to float16 from those of the other, or those of both from a
+    third's to float16 and bfloat16, whatever dtype both were loaded in?"""
+    if not difference("weights", given, here):
+        return False
     pairs = ((given, here), (here, given))
-    return bool(difference("weights", given, here)) and any(
-        one.get("weights") == other.get(HALF, "") for one, other in pairs
-    )
+    half = any(one.get("weights") == other.get(HALF, "") for one, other in pairs)
+    return half or _samples_fit(given, here)
 
 
 def refuse_other(
@@ -264,7 +284,7 @@ def refuse_other(
     if copied:
         warn(
             f"{what} was made with a copy of this target's files of another precision, float16 "
-            "against a wider one: ids and drafters fit both, near ties may fall otherwise"
+            "against bfloat16 or float32: ids and drafters fit both, near ties may fall otherwise"
         )
     if not mode and (words := difference(MODE, given, here)):
         advice = mode_settings(given)

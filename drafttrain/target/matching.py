@@ -24,8 +24,11 @@ from drafttrain.target.encoding import Encoding
 from drafttrain.target.features import LAST, computed
 from drafttrain.target.model import Target
 
-ROWS, TOKENS = 4, 512
-"""Rows that are compared, short ones where there are any, and tokens of each at most."""
+ROWS, TOKENS = 32, 512
+"""Rows that are compared, one of each shard, short ones where there are any, and tokens of each at
+most; next to them the longest row is, whole."""
+TOGETHER = 8
+"""Of them that are read in one pass."""
 EXACT = 1e-3
 """Distance, relative to a vector's length, that rounding in float32 does not come to."""
 AGREE = 0.8

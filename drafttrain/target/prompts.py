@@ -200,6 +200,8 @@ class Source:
             self.left_out.append(
                 f"column {name} of rows {some(rows)}, which the chat template does not read"
             )
+        for what, rows in self.prompts.overlooked.items():
+            self.left_out.append(f"{what}, of rows {some(rows)}")
         if refused:
             self.left_out += [
                 f"rows {some(rows)}: {reason}" for reason, rows in by_reason(refused).items()

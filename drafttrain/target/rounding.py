@@ -1,7 +1,8 @@
 """Are weights in bfloat16 and weights in float16 roundings of the same ones?
 
 A digest cannot say: what float16 rounds to the middle between two values of bfloat16 may have been
-nearer to either. So a few values of every tensor are recorded, and compared as ranges.
+nearer to either. So a few values of every tensor are recorded, and compared as ranges. Files in one
+of the two may be loaded in a wider dtype; their values still are of the narrow one.
 """
 
 from __future__ import annotations
@@ -17,14 +18,42 @@ EACH, ALL = 8, 4096
 KINDS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def recorded(model: nn.Module, dtype: torch.dtype) -> str:
+    """The sample of a model that was loaded in a dtype. Of a wider one it is named in which of two
+    bytes all its values are ("float16:..."); empty where they are in none."""
+    name = str(dtype).removeprefix("torch.")
+    if name in KINDS:
+        return sample(model, dtype)
+    own = _sampled(model)
+    for kind, narrow in KINDS.items():
+        if len(own) and torch.equal(own.to(narrow).float(), own):
+            return f"{kind}:{sample(model, narrow)}"
+    return ""
+
+
+def kind_of(text: str, dtype: str) -> tuple[str, str]:
+    """(dtype of a sample's values, the sample as base64).
+
+    Args:
+        dtype: in which its model was loaded.
+    """
+    named, _, values = text.rpartition(":")
+    return named or dtype, values
+
+
 def sample(model: nn.Module, dtype: torch.dtype) -> str:
     """An even sample of each tensor's values in a dtype of two bytes, as base64; by name, as
     digests have them."""
+    values = _sampled(model).to(dtype)
+    return base64.b64encode(values.view(torch.uint8).numpy().tobytes()).decode()
+
+
+def _sampled(model: nn.Module) -> Tensor:
+    """(n) float32."""
     tensors = [t for _, t in sorted(model.state_dict().items()) if t.is_floating_point()]
     each = max(1, min(EACH, ALL // max(1, len(tensors))))
     found = [_spread(tensor.detach().reshape(-1), each) for tensor in tensors if tensor.numel()]
-    values = torch.cat(found).to(dtype) if found else torch.empty(0, dtype=dtype)
-    return base64.b64encode(values.view(torch.uint8).numpy().tobytes()).decode()
+    return torch.cat(found) if found else torch.empty(0)
 
 
 def _spread(flat: Tensor, count: int) -> Tensor:
@@ -47,6 +76,14 @@ def may_be_one(brain: str, half: str) -> bool:
     room = _half_place(b, 8) + _half_place(h, 11).clamp_min(2.0**-25)
     beyond = (b.abs() >= 65504) & torch.isinf(h) & (b.sign() == h.sign())
     return bool((((b - h).abs() <= room) | beyond).all())
+
+
+def neighbours(one: str, other: str) -> bool:
+    """Do two samples in bfloat16 differ by at most one place, as two roundings of one may?"""
+    a, b = (_values(text, torch.bfloat16) for text in (one, other))
+    if a is None or b is None or len(a) != len(b):
+        return False
+    return bool(((a - b).abs() <= 2 * torch.minimum(_half_place(a, 8), _half_place(b, 8))).all())
 
 
 def _half_place(values: Tensor, digits: int) -> Tensor:

@@ -230,6 +230,11 @@ class Store:
             places.append(int(held[rank.argmin()]))
         return places
 
+    def longest(self, data: ConversationData, shards: Sequence[int]) -> int:
+        """The place in the data of the longest row that some shards hold."""
+        found = self._shard_of[self._find(np.asarray(data.indices))]
+        return int(np.where(np.isin(found, shards), data.lengths, -1).argmax())
+
     def rows(self, tensor: str, rows: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
         """(n w) uint8 for each row: the bytes of its first n tokens, as views of the mapped files.
 

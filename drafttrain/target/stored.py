@@ -20,7 +20,7 @@ from drafttrain.processes import world_size
 from drafttrain.target.encoding import ENCODINGS
 from drafttrain.target.features import GB, LAST, check_layers, names_of
 from drafttrain.target.fingerprint import refuse_other
-from drafttrain.target.matching import ROWS, TOKENS, check_rows
+from drafttrain.target.matching import ROWS, TOGETHER, TOKENS, check_rows
 from drafttrain.target.model import Target
 from drafttrain.target.shards import Contents
 from drafttrain.target.store import Store
@@ -105,7 +105,8 @@ class StoredFeatures:
         self._compare(data, mine)
 
     def _compare(self, data: ConversationData, shards: Sequence[int]) -> None:
-        """Raise InputError if the target computes other features than are stored, of a few rows."""
+        """Raise InputError if the target computes other features than are stored, of a few rows and
+        of the longest one, which is read whole."""
         if not shards or not names_of(self.needs):
             return
         apart = max(1, len(shards) // ROWS)
@@ -114,12 +115,15 @@ class StoredFeatures:
             for place in self.store.sample(data, shards[::apart][:ROWS])
             for ids, mask in [data.row(place)]
         ]
-        batch = collate(rows)
+        place = self.store.longest(data, shards)
+        longest = (*data.row(place), data.indices[place])
         wanted = self.store.contents.words()
         again = f"make the store again: python -m drafttrain.capture out=<folder> {wanted}"
         what = f"features.path={self.store.path}"
         code = ENCODINGS[self.store.contents.encoding]
-        check_rows(self.target, batch, self._parts(batch), code, what, again)
+        parts = [rows[start : start + TOGETHER] for start in range(0, len(rows), TOGETHER)]
+        for batch in map(collate, [*parts, [longest]]):
+            check_rows(self.target, batch, self._parts(batch), code, what, again)
 
     def _parts(self, batch: Batch) -> dict[str | int, Tensor]:
         """{name: (b s d)} of what is stored and needed."""

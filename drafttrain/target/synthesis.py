@@ -7,7 +7,6 @@ another shape are rounded otherwise, and near ties are decided otherwise.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 
 from drafttrain.data.conversations import Row
@@ -93,6 +92,7 @@ class _Writer:
     ) -> None:
         self.target, self.config, self.journal, self.greedy = target, config, journal, greedy
         self._pieces = pieces
+        self._known: dict[int, tuple[list[int], list[int]]] = {}
         self.done = 0
 
     @property
@@ -169,19 +169,21 @@ class _Writer:
             answer
         )
 
-    @functools.cached_property
-    def _self_pieces(self) -> tuple[list[int], list[int]]:
-        return self.pieces.before_user(self.config.system), self.pieces.user_to_answer()
-
-    @functools.cached_property
-    def _answer_to_user(self) -> list[int]:
-        return self.pieces.answer_to_user()
+    def _self_pieces(self, turn: int) -> tuple[list[int], list[int]]:
+        """What is read before a user turn, which count from 1, and before its answer."""
+        if turn not in self._known:
+            pieces, system = self.pieces, self.config.system
+            before = (
+                pieces.before_user(system) if turn == 1 else pieces.answer_to_user(turn, system)
+            )
+            self._known[turn] = before, pieces.user_to_answer(turn, system)
+        return self._known[turn]
 
     def _self_talk(self, answers: int) -> Iterator[tuple[list[int], bool]]:
         """(ids to read, whether the user writes next)."""
-        before_user, user_to_answer = self._self_pieces
-        for turn in range(answers):
-            yield (self._answer_to_user if turn else before_user), True
+        for turn in range(1, answers + 1):
+            before_user, user_to_answer = self._self_pieces(turn)
+            yield before_user, True
             yield user_to_answer, False
 
     def _given(self, prompt: Prompt) -> Iterator[tuple[list[int], bool]]:
@@ -191,5 +193,5 @@ class _Writer:
         first, *rest = prompt.users
         pieces = self.pieces.given(prompt.arguments)
         yield pieces.first_prompt([*prompt.lead(), {"role": "user", "content": first}]), False
-        for user in rest:
-            yield pieces.answer_to_answer(user), False
+        for turn, user in enumerate(rest, start=2):
+            yield pieces.answer_to_answer(user, turn, prompt.system), False

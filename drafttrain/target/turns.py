@@ -78,9 +78,9 @@ def _later_users(pieces: ChatPieces, prompt: Prompt) -> list[list[int]]:
     """From after each answer to the next one's first token, up to a turn that the template
     refuses."""
     found = []
-    for user in prompt.users[1:]:
+    for turn, user in enumerate(prompt.users[1:], start=2):
         try:
-            found.append(pieces.answer_to_answer(user))
+            found.append(pieces.answer_to_answer(user, turn, prompt.system))
         except InputError:
             break
     return found

@@ -8,6 +8,7 @@ Files are replaced at once, so a kill or a full disk leaves the old ones. They a
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -43,13 +44,19 @@ NAMED = {"last": LAST, "best": BEST}
 """What `resume` may name, and the file in the run's folder."""
 
 
+def numbered(updates: int) -> str:
+    """The name of a checkpoint that is kept next to these two."""
+    return f"update-{updates:08d}.ckpt"
+
+
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
     """Raises: OSError if it cannot be written; the earlier file is then still complete."""
 
     def write(scratch: Path) -> None:
         with scratch.open("wb") as file:
             noted = _Noted(file)
-            torch.save({"format": FORMAT, **state}, noted)  # type: ignore[arg-type]
+            whole = {"format": FORMAT, **state, "sums": sums_of(state)}
+            torch.save(whole, noted)  # type: ignore[arg-type]
             if noted.failed is not None:
                 raise noted.failed
 
@@ -81,8 +88,8 @@ class _Noted:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint on the CPU. Raises InputError for a file that is missing, damaged or of
-    another format."""
+    """Read a checkpoint on the CPU. Raises InputError for a file that is missing, damaged, of
+    another format, or changed since it was written."""
     try:
         _check_archive(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -102,6 +109,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     form = state.get("format") if isinstance(state, dict) else None
     if type(form) is not int or form != FORMAT:
         raise InputError(f"{path}: checkpoint format {str(form)[:40]}, this version reads {FORMAT}")
+    _refuse_changed(state, path)
     return state
 
 
@@ -162,6 +170,38 @@ def digest_of(weights: Mapping[str, torch.Tensor]) -> str:
         held: Any = weight.reshape(-1).view(torch.uint8).numpy()
         found.update(held)
     return found.hexdigest()
+
+
+_SUMS = ("weights", "moments", "numbers")
+
+
+def sums_of(state: Mapping[str, Any]) -> dict[str, str]:
+    """{part: digest} of what a run goes on from, by which a change from outside is noticed."""
+    tensors = tensors_of({"weights": {}, "optimiser": {"state": {}}, **state})
+    own = {name: value for name, value in tensors.items() if name in state.get("weights", {})}
+    moments = {name: value for name, value in tensors.items() if name not in own}
+    rest = [state.get(part) for part in ("progress", "keeper", "decode", "facts")]
+    text = json.dumps(rest, sort_keys=True, default=str)
+    sums = digest_of(own), digest_of(moments), hashlib.sha256(text.encode()).hexdigest()
+    return dict(zip(_SUMS, sums, strict=True))
+
+
+def _refuse_changed(state: dict[str, Any], path: Path) -> None:
+    """Take the digests out of a state that was read, and compare them."""
+    known = state.pop("sums", None)
+    if known is None:  # Earlier versions noted none.
+        return
+    try:
+        found = sums_of(state)
+    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError):  # Of no known form.
+        found = {}
+    named = known if isinstance(known, dict) else {}
+    odd = [part for part in _SUMS if part not in found or named.get(part) != found[part]]
+    if odd:
+        raise InputError(
+            f"{path} was changed since it was written ({', '.join(odd)}): give the checkpoint as "
+            "it was, or start a new run with init_from=<a package>"
+        )
 
 
 def check_facts(state: Mapping[str, Any], path: Path) -> None:

@@ -96,13 +96,14 @@ class DecodeCallback(Callback):
     `val/speedup`; for every further plan the same under `val/<name>/`. Where the speculator has the
     target's answers, these are counted on them (`decoding.replaying`), and some prompts are really
     decoded, others each time: `val/replay_differs` of them counted otherwise. Where prompts are
-    decoded, `val/seconds_<stage>` too. From teacher-forced passes it logs `sim/loss`, `sim/tau`,
-    and `sim/<part>` for every part of the drafter's loss, `sim/accuracy` included. What could not
-    be measured is left out: never NaN, never 0.
+    decoded, `val/seconds_<stage>` too. From teacher-forced passes it logs `sim/loss`,
+    `sim/forced_tau`, and `sim/<part>` for every part of the drafter's loss, `sim/accuracy`
+    included. What could not be measured is left out: never NaN, never 0.
 
-    `sim/tau`: 1 + the mean number of consecutive right guesses, up to the depth of the first plan's
-    tree, starting at each supervised token of held-out text. Every guess reads the target's true
-    features, which a drafter deep in a draft does not have.
+    `sim/forced_tau`: 1 + the mean number of consecutive right guesses, up to the depth of the first
+    plan's tree, starting at each supervised token of held-out text. Every guess reads the target's
+    true features, which a drafter deep in a draft does not have. It is not the `sim/tau` of
+    `evaluate`, which is the tau that a rule would have.
 
     Args:
         speculator: the runtime; its decoding copy is refreshed from the live weights.
@@ -314,7 +315,7 @@ class _SimRows:
                     [torch.stack([value.double().cpu() for value in pair]) for pair in pairs]
                 )
         (runs, starts), *pairs = over_processes(sums.to(device)).tolist()
-        found = {"sim/tau": 1 + runs / starts if starts else None}
+        found = {"sim/forced_tau": 1 + runs / starts if starts else None}
         for name, (total, count) in zip(("loss", *names), pairs, strict=True):
             found[f"sim/{name}"] = total / count if count else None
         return found

@@ -189,10 +189,7 @@ class JointModule(DraftModule):
 
     def _distilled(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """(b s d) the current hidden states, their loss and the supervised tokens."""
-        with (
-            torch.no_grad(),
-            contextlib.nullcontext() if self.adapter is None else self.adapter.off(),
-        ):
+        with torch.no_grad(), self.original():
             original = self.target.hidden(batch.input_ids)
         if self.adapter is None:
             count = (batch.loss_mask[:, 1:]).sum().float().to(original.device)
@@ -202,6 +199,9 @@ class JointModule(DraftModule):
         return hidden, *self_distillation(
             self.target, hidden, original, batch, chunk=self.joint.chunk
         )
+
+    def original(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.adapter is None else self.adapter.off()
 
     @contextlib.contextmanager
     def _chance(self) -> Iterator[None]:

@@ -24,7 +24,14 @@ from drafttrain.errors import InputError, writing
 from drafttrain.nn.spoilt import SPOILT, spoilt
 from drafttrain.packaging.checking import some
 from drafttrain.processes import rank
-from drafttrain.training.checkpoint import BEST, LAST, digest_of, tensors_of, write_checkpoint
+from drafttrain.training.checkpoint import (
+    BEST,
+    LAST,
+    digest_of,
+    numbered,
+    tensors_of,
+    write_checkpoint,
+)
 from drafttrain.training.decode_callback import DecodeCallback
 from drafttrain.training.module import DraftModule
 from drafttrain.training.settings import CheckpointConfig
@@ -248,12 +255,12 @@ class Keeper(Callback):
     def _number(self, module: DraftModule) -> None:
         if rank() != 0 or not self.config.keep:
             return
-        self._link(LAST, f"update-{module.updates:08d}.ckpt")
+        self._link(LAST, numbered(module.updates))
         # By age: a run that goes on from an earlier place writes lower numbers again.
-        numbered = sorted(
+        others = sorted(
             self.folder.glob("update-*.ckpt"), key=lambda path: (path.stat().st_mtime_ns, path.name)
         )
-        for path in numbered[: -self.config.keep]:
+        for path in others[: -self.config.keep]:
             path.unlink()
 
     def _link(self, there: str, name: str) -> None:

@@ -26,6 +26,7 @@ from drafttrain.errors import InputError, first_line
 from drafttrain.flow import Batch, Features, Loss
 from drafttrain.nn.spoilt import SPOILT
 from drafttrain.processes import rank, world_size
+from drafttrain.target.features import fault_in
 from drafttrain.training.course import Course
 from drafttrain.training.optim import AdamW
 
@@ -109,6 +110,8 @@ class DraftModule(LightningModule):
         self._spoilt_in_a_row = 0
         self._began: float | None = None
         self._window = Sums()
+        self._read: list[Batch] = []
+        """Those of the open window."""
         self._logged = Sums()
 
     # One micro-batch ------------------------------------------------------------------------------
@@ -119,6 +122,7 @@ class DraftModule(LightningModule):
         with contextlib.nullcontext() if closes else self._apart():
             self.manual_backward(loss.total)
         sums = {"loss": (loss.total.detach(), loss.count.detach()), **loss.parts}
+        self._read.append(batch)
         for window in (self._window, self._logged):
             window.add(sums, batch)
         self.position += 1
@@ -182,7 +186,7 @@ class DraftModule(LightningModule):
         optimiser = cast(torch.optim.Optimizer, self.optimizers())
         parameters = [p for p in self.parameters() if p.grad is not None]
         if not math.isfinite(loss):
-            raise self.spoilt(f"the loss of update {self.updates} is {loss}{self._rows()}")
+            raise self._traced(f"the loss of update {self.updates} is {loss}")
         if tokens > 0:
             # Gradients are a mean over processes of sums over tokens.
             scale = torch.distributed.get_world_size() / tokens if _several() else 1.0 / tokens
@@ -199,7 +203,7 @@ class DraftModule(LightningModule):
         else:
             self.empty_windows += 1
         optimiser.zero_grad()
-        self._window = Sums()
+        self._window, self._read = Sums(), []
         # What has reached its end is measured there, and has nothing to go on with.
         stop = signals and not self.finished
         if stop or clocks:
@@ -230,20 +234,33 @@ class DraftModule(LightningModule):
         self._spoilt_in_a_row += 1
         self.report({"train/spoilt_gradients": self.spoilt_windows})
         if self._spoilt_in_a_row == MOST_SPOILT:
-            raise self.spoilt(f"{fault}, {MOST_SPOILT} times in a row{self._rows()}")
+            raise self._traced(f"{fault}, {MOST_SPOILT} times in a row")
 
-    def _rows(self) -> str:
-        return f" (rows of this process: {self._window.rows})"
+    def _traced(self, what: str) -> InputError:
+        """The same as `spoilt`, unless the target is at fault: it reads the window's rows again."""
+        rows = [row for batch in self._read for row in batch.row_ids.tolist()]
+        with torch.autocast(self.device.type, enabled=False), self.original():
+            cause = fault_in(self.drafter.target, self._read)
+        if cause is None:
+            return self.spoilt(f"{what} (rows of this process: {rows})")
+        return InputError(f"{what}. {cause}; {self._kept()}")
+
+    def original(self) -> contextlib.AbstractContextManager[None]:
+        """While it lasts, the target is as it was before any training."""
+        return contextlib.nullcontext()
 
     def spoilt(self, what: str) -> InputError:
         """The error that ends a run whose numbers are no longer finite."""
-        kept = "no checkpoint was written before"
-        if self.kept is not None:
-            path, updates = self.kept
-            kept = f"the last good checkpoint is {path} of update {updates}"
         return InputError(
-            f"{what}: lower optim.lr or optim.clip_norm in a new run, or look at the rows; {kept}"
+            f"{what}: lower optim.lr or optim.clip_norm in a new run, or look at the rows; "
+            f"{self._kept()}"
         )
+
+    def _kept(self) -> str:
+        if self.kept is None:
+            return "no checkpoint was written before"
+        path, updates = self.kept
+        return f"the last good checkpoint is {path} of update {updates}"
 
     # The log --------------------------------------------------------------------------------------
     def _log_window(self) -> None:
@@ -306,6 +323,11 @@ class DraftModule(LightningModule):
         own = [
             {name: value for name, value in group.items() if name != "params"} for group in groups
         ]
+        weights = [weight for group in groups for weight in group["params"]]
+        for number, weight in enumerate(weights):
+            for name, held in state.get("state", {}).get(number, {}).items():
+                if isinstance(held, Tensor) and held.dim():
+                    _refuse_rounded(f"{name} of weight {number}", held, weight)
         try:
             self.trainer.strategy.load_optimizer_state_dict({"optimizer_states": [state]})
         except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
@@ -364,10 +386,21 @@ class DraftModule(LightningModule):
             "seconds": self.seconds,
         }
 
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over weights of a checkpoint.
+
+        Raises: InputError for those of another dtype, which were rounded, or are of another run;
+            RuntimeError for others than this run's.
+        """
+        for name, own in self.state_dict().items():
+            if name in weights:
+                _refuse_rounded(name, weights[name], own)
+        self.load_state_dict(weights)
+
     def continue_from(self, state: Mapping[str, Any]) -> None:
         """Take over a checkpoint's weights and place; the optimiser's state follows when there is
         an optimiser."""
-        self.load_state_dict(state["weights"])
+        self.take_weights(state["weights"])
         progress = state["progress"]
         self.position = self.closed = progress["position"] // world_size()
         self.updates = progress["updates"]
@@ -376,6 +409,17 @@ class DraftModule(LightningModule):
         self.spoilt_windows = progress.get("spoilt_windows", 0)
         self.seconds_before = progress["seconds"]
         self._optimiser_state = state["optimiser"]
+
+
+def _refuse_rounded(name: str, given: Tensor, own: Tensor) -> None:
+    """Raise InputError for a tensor of a checkpoint in another dtype than a run keeps it in: its
+    numbers are not those that were written."""
+    if given.dtype != own.dtype:
+        kinds = [str(one.dtype).removeprefix("torch.") for one in (given, own)]
+        raise InputError(
+            f"the checkpoint has {name} in {kinds[0]}, a run keeps it in {kinds[1]}: give the "
+            "checkpoint as it was written"
+        )
 
 
 def refuse_low_precision(drafter: Drafter) -> None:
@@ -410,7 +454,6 @@ class Sums:
 
     def __init__(self) -> None:
         self.values: dict[str, tuple[Tensor, Tensor]] = {}
-        self.rows: list[int] = []
         self.tokens = 0.0
         self.empty = 0
         """Micro-batches without a supervised token."""
@@ -424,7 +467,6 @@ class Sums:
             self.values[name] = (
                 (total, count) if before is None else (before[0] + total, before[1] + count)
             )
-        self.rows += batch.row_ids.tolist()
         labels = float(batch.loss_mask.sum())
         self.tokens += labels
         self.empty += labels == 0

@@ -3,16 +3,26 @@ one run, and whether `best.ckpt` is the one that the run remembers."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError
+from drafttrain.files import write_atomic
+from drafttrain.processes import rank
 from drafttrain.runs import differences, masked
 from drafttrain.target import fingerprint
 from drafttrain.target.model import Target
-from drafttrain.training.checkpoint import BEST, LAST, check_complete, digest_of, read_checkpoint
+from drafttrain.training.checkpoint import (
+    BEST,
+    LAST,
+    check_complete,
+    digest_of,
+    numbered,
+    read_checkpoint,
+)
 from drafttrain.training.module import DraftModule
 from drafttrain.training.run import Run
 
@@ -87,8 +97,9 @@ def refuse_other_run(
 def go_on_from(run: Run, path: Path, say: Callable[[str], None]) -> None:
     """Read the checkpoint that a run goes on from, and look at the best one that it remembers.
 
-    A best one that is lost, or of another place in this run, is forgotten, which is said: the best
-    is then chosen among the evaluations that follow. Where a run was killed between its two files,
+    A best one that is lost, unless a numbered one holds the same weights, or that is of another
+    place in this run, is forgotten, which is said: the best is then chosen among the evaluations
+    that follow. Where a run was killed between its two files,
     `best.ckpt` is the newer one, and the run goes on from there; where an earlier checkpoint was
     put in the place of `last.ckpt`, from that.
 
@@ -99,7 +110,7 @@ def go_on_from(run: Run, path: Path, say: Callable[[str], None]) -> None:
     run.resumed, run.resumed_from = state, path
     best, keeper = run.checkpoints / BEST, state["keeper"]
     if not best.exists():
-        if keeper["best"] is not None:
+        if keeper["best"] is not None and not _restored(run, keeper, say):
             _forget_best(run, f"{best} is lost", say)
         return
     found = read_best(best, state)
@@ -121,12 +132,31 @@ def go_on_from(run: Run, path: Path, say: Callable[[str], None]) -> None:
     _forget_best(run, f"{best} is of update {updates}", say)
 
 
+def _restored(run: Run, keeper: Mapping[str, Any], say: Callable[[str], None]) -> bool:
+    """Put the numbered checkpoint of the best update in the place of the lost best one, where it
+    holds the weights that are remembered."""
+    best, kept = run.checkpoints / BEST, run.checkpoints / numbered(keeper["best_update"])
+    if keeper.get("best_digest") is None or not kept.is_file():
+        return False
+    try:
+        found = read_checkpoint(kept)
+        check_complete(found, kept)
+    except InputError:
+        return False
+    if not _remembers(keeper, found):
+        return False
+    if rank() == 0:
+        write_atomic(best, lambda scratch: shutil.copyfile(kept, scratch))
+    say(f"{best} was lost: {kept.name} holds the same weights and was put there")
+    return True
+
+
 def _put_there(last: Path, best: Path, updates: int) -> bool:
     """Was an earlier checkpoint put in the place of `last.ckpt` after `best.ckpt`, of that many
     updates, was written? A run that is killed between the two leaves no younger file."""
-    numbered = [path.stem.partition("-")[2] for path in last.parent.glob("update-*.ckpt")]
+    others = [path.stem.partition("-")[2] for path in last.parent.glob("update-*.ckpt")]
     return last.stat().st_mtime_ns > best.stat().st_mtime_ns or any(
-        number.isdecimal() and int(number) >= updates for number in numbered
+        number.isdecimal() and int(number) >= updates for number in others
     )
 
 

@@ -31,6 +31,7 @@ from drafttrain.errors import InputError, first_line
 from drafttrain.runs import Invocation
 from drafttrain.wiring.conf import comments_of, conf_dir
 from drafttrain.wiring.names import dotted_keys, has_key, join, nearest, unknown_choice, unknown_key
+from drafttrain.wiring.outside import check_template
 
 _Options = Callable[[str], list[str]]
 """The choices of a group."""
@@ -110,6 +111,7 @@ def invocation_of(
         OmegaConf.update(config, key, value, force_add=True)
     if check_missing:
         _check_complete(door_name, config, choices, overrides)
+        check_template(config)
     return Invocation(door_name, tuple(overrides), copy.deepcopy(choices), config)
 
 

@@ -55,6 +55,83 @@ def test_documented_shapes_give_the_same_prompt(row: dict[str, Any]) -> None:
     assert parse(row) == Prompt((ASK,))
 
 
+# The kind: of two columns that a prompt may be in, one is taken and the other not read. Often they
+# say the same: the first turn of the messages, the same turns in another shape, nothing at all.
+OTHER = "which says something else than the one that is read"
+MESSAGES = [{"role": role, "content": text} for role, text in (("user", ASK), ("assistant", "x"))]
+TWO = [*MESSAGES, {"role": "user", "content": "More?"}]
+BESIDES: list[tuple[dict[str, Any], list[str]]] = [
+    ({"messages": MESSAGES, "prompt": ASK}, []),
+    ({"messages": TWO, "prompt": ASK}, []),
+    ({"messages": TWO, "prompt": MESSAGES[:1], "instruction": ""}, []),
+    ({"messages": TWO, "turns": [ASK, "More?"], "prompt": None}, []),
+    ({"prompt": f"{ASK}\n\nin brief", "instruction": ASK, "input": "in brief"}, []),
+    ({"messages": MESSAGES, "prompt": "Another"}, [f"column prompt, {OTHER}"]),
+    ({"messages": MESSAGES, "prompt": [ASK, "More?"]}, [f"column prompt, {OTHER}"]),
+    ({"conversations": MESSAGES, "messages": TWO}, [f"column messages, {OTHER}"]),
+    ({"prompt": ASK, "instruction": ASK, "input": "in brief"}, [f"column instruction, {OTHER}"]),
+    ({"prompt": ASK, "turns": [{"role": "tool"}], "messages": []}, []),
+    ({"messages": MESSAGES, "turns": [3]}, [f"column turns, {OTHER}"]),
+    ({"prompt": ASK, "category": "x" * 61}, ["column category, which is no name of a kind"]),
+    ({"prompt": ASK, "task": ["a", "b"]}, ["column task, which is no name of a kind"]),
+    ({"prompt": ASK, "category": "", "task": "code"}, []),
+    ({"instruction": ASK, "context": "The sky."}, ["column context, which may be a part"]),
+    ({"instruction": ASK, "context": ""}, []),
+    ({"instruction": ASK, "history": [["a", "b"]]}, ["column history, which may be a part"]),
+    ({"prompt": ASK, "system_prompt": "Be brief."}, ["column system_prompt, which may be a part"]),
+    ({"prompt": ASK, "input": "in brief"}, ["column input, which may be a part"]),
+    ({"prompt": ASK, "input": ""}, []),
+]
+
+
+@pytest.mark.field("F66")
+@pytest.mark.parametrize(("row", "said"), BESIDES)
+@pytest.mark.parametrize("several", [False, True])
+def test_what_a_row_says_besides_is_counted(
+    row: dict[str, Any], said: list[str], several: bool, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "plain"}, row]
+    for name in ("a", "b") if several else ("a",):
+        write_lines(tmp_path / f"{name}.jsonl", rows)
+    path = tmp_path if several else tmp_path / "a.jsonl"
+    found = PromptFile(path=str(path)).read(None)
+    if len(found.rows) < 2 * (1 + several):
+        assert not said and found.skipped  # It cannot be used at all.
+        return
+    listed = found.by_file(found.overlooked)
+    names = [f", in {name}.jsonl" for name in "ab"] if several else [""]
+    assert list(listed.values()) == [[2]] * (len(said) * len(names))
+    for what in said:
+        assert all(any(one.startswith(what) and one.endswith(n) for one in listed) for n in names)
+
+
+@pytest.mark.field("F66")
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "user", "from": "gpt", "content": ASK},
+        {"role": "user", "content": ASK, "value": "Another"},
+        {"role": "user", "content": [{"type": "text", "text": ASK}], "text": ASK + "!"},
+    ],
+)
+def test_a_turn_that_says_two_things_is_left_out(turn: dict[str, Any], tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": MESSAGES}, {"messages": [turn]}])
+    found = PromptFile(path=str(path)).read(None)
+    (left_out,) = found.skipped
+    assert left_out.row == 2 and left_out.reason.startswith("a turn with two roles, or two texts")
+    same = {"role": "user", "from": "human", "content": ASK, "text": ASK}
+    assert parse({"messages": [same]}) == Prompt((ASK,))
+
+
+def test_renamed_columns_are_named_as_they_are(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"q": ASK, "prompt": "b", "instruction": "c"}])
+    found = PromptFile(path=str(path), columns={"prompt": "q"}).read(None)
+    assert found.overlooked == {f"column instruction, {OTHER}": [1]}
+    path = write_lines(tmp_path / "b.jsonl", [{"instruction": ASK, "context": "b"}])
+    found = PromptFile(path=str(path), columns={"input": "context"}).read(None)
+    assert found.overlooked == {} and found.rows[0][1].users == (f"{ASK}\n\nb",)  # type: ignore[union-attr]
+
+
 @pytest.mark.field("F66")
 def test_every_container_gives_the_same_rows(tmp_path: Path) -> None:
     import datasets

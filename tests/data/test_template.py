@@ -239,3 +239,11 @@ def test_rows_that_another_encoding_would_change_are_counted() -> None:
     ]
     rows.append(Row(3, (t, h, 5, 2), ((2, 4),), ("stop",)))  # What was only read does not count.
     assert changed_by_reencoding(tokenizer, rows, group=2) == 2
+
+
+@pytest.mark.field("F04")
+@pytest.mark.parametrize("part", ["{{ ['a', 'b'] | random }}", "{{ lipsum(1) }}"])
+def test_a_template_that_draws_by_chance_is_refused(part: str) -> None:
+    with pytest.raises(InputError, match="the chat template draws by chance"):
+        ChatPieces(tiny_tokenizer(part + CHATML), ())
+    ChatPieces(tiny_tokenizer("{{ 'random, lip sum' }}" + CHATML), ())

@@ -57,6 +57,54 @@ def test_rows_of_ids_are_taken_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.field("F80")
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"labels": [-100, -100, 7, 9]}, []),
+        ({"labels": [5, 6, 7, 9]}, ["column labels, which is another mask than loss_mask"]),
+        ({"labels": [-100, -100, 7, 8]}, ["column labels, which is another mask than loss_mask"]),
+        ({"weights": [1, 1, 2, 2]}, ["column weights"]),
+        ({"seq_lens": [2, 2], "segment_ids": None}, ["column seq_lens"]),
+    ],
+)
+def test_other_columns_that_say_what_to_learn_are_named(
+    more: dict[str, Any], said: list[str], tmp_path: Path
+) -> None:
+    rows = [row(i, **(more if i == 1 else {})) for i in range(5)]
+    data = TokenData(lines(tmp_path / "a.jsonl", rows), held_out=1)
+    assert data.set.manifest["overlooked"] == {what: [2] for what in said}
+    assert all(f"not read: {what} (rows 2)" in data.summary() for what in said)
+
+
+def test_kinds_of_task_are_kept(tmp_path: Path) -> None:
+    """Of several files too; what is no name of one is said, and so are too many of them."""
+    kinds = ["maths", "", "code", "x" * 61, None] * 4
+    rows = [row(i, **({} if kind is None else {"task": kind})) for i, kind in enumerate(kinds)]
+    data = TokenData(lines(tmp_path / "a.jsonl", rows), held_out=3)
+    assert [data.set.category_of(i) for i in range(5)] == [
+        "maths",
+        *("(none)", "code"),
+        *["(none)"] * 2,
+    ]
+    assert data.set.by_category(data.indices) == {"(none)": 11, "code": 3, "maths": 3}
+    assert "not read: column task, which is no name of a kind" in data.summary()
+    assert "characters) (rows 4, 9, 14, 19)" in data.summary()
+    folder = tmp_path / "two"
+    folder.mkdir()
+    for name in ("a", "b"):
+        lines(folder / f"{name}.jsonl", [row(i, category=name) for i in range(4)])
+    several = TokenData(folder, held_out=1).set
+    assert all(several.category_of(i) == "ab"[several.source[i]] for i in range(8))  # type: ignore[index]
+    assert (
+        TokenData(lines(tmp_path / "c.jsonl", [row(i) for i in range(5)]), held_out=1).set.category
+        is None
+    )
+    many = [row(i, task=f"t{i}") for i in range(1001)]
+    data = TokenData(lines(tmp_path / "many.jsonl", many), held_out=1)
+    assert data.set.category is None and "1001 categories, more than 1000" in data.summary()
+
+
+@pytest.mark.field("F80")
 def test_rows_that_cannot_be_used_are_counted_with_their_numbers(tmp_path: Path) -> None:
     bad: list[Any] = [
         {"input_ids": [5, 6]},

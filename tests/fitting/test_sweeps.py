@@ -146,6 +146,7 @@ def test_data_and_target_that_cannot_be_read_end_the_sweep_at_once(
         ("draft_vocab=64,9999", "draft_vocab=9999: .* vocabulary"),
         ("init_from=null,nowhere", "init_from=nowhere"),
         ("seed=1,2 eval.answers={other}", "seed=1: .*another target"),
+        ("seed=1,2 eval.answers={folder}", r"seed=1: .*lacks the target's answers .* to \d of"),
     ],
 )
 def test_what_one_run_of_several_cannot_have_is_refused_before_the_first(
@@ -154,7 +155,7 @@ def test_what_one_run_of_several_cannot_have_is_refused_before_the_first(
     run, other = tmp_path / "run", tmp_path / "other"
     if "{other}" in given:
         write_tiny_set(load.tiny(seed=3), other)
-    said = refusal(capsys, swept(folder, run, *given.format(other=other).split()))
+    said = refusal(capsys, swept(folder, run, *given.format(other=other, folder=folder).split()))
     assert re.search(f"^drafttrain.fit: {fault}", said), said
     assert not run.exists()
 

@@ -23,7 +23,7 @@ from drafttrain.drafter.medusa import Medusa
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Needs
-from drafttrain.nn import finite
+from drafttrain.nn import finite, losses, probing
 from drafttrain.nn.sampling import Policy
 from drafttrain.packaging import hf_generate
 from drafttrain.target import load
@@ -33,6 +33,7 @@ from drafttrain.tree.confident import Confident
 from drafttrain.tree.dynamic import Dynamic
 from drafttrain.tree.topology import Tree
 from tests.drafter import make as drafters
+from tests.families import model_of
 from tests.helpers import tiny_chat_target
 from tests.messages import said
 from tests.packaging.made import packed
@@ -230,6 +231,54 @@ def test_the_first_token_and_part_are_found() -> None:
     assert finite.trace(target, text[:7]) is None
 
 
+@pytest.mark.field("F71")
+@pytest.mark.parametrize("row", [0, 1])
+def test_at_loading_the_head_is_looked_at_for_every_token(row: int) -> None:
+    """Of any row that is tried, not only for its last token."""
+    target = load.tiny(dtype="float16")
+    ids, ends = probing._texts(target, *probing._lengths(target))
+    place, read = ends[row] // 2, target.full_pass(ids).float()
+    own, every = read[row, place], torch.cat([read[i, :end] for i, end in enumerate(ends)])
+    others = every[(every != own).any(-1)]
+    # Only after that token does it exceed float16.
+    way = own - torch.linalg.lstsq(others.T, own[:, None]).solution[:, 0] @ others
+    with torch.no_grad():
+        target.output.weight[BAD] = 1e6 / own.norm() ** 2 * (way / way.norm() * own.norm())
+    words = rf"position {place} \(token {int(ids[row, place])}\), first in the head"
+    with pytest.raises(InputError, match=words):
+        Target(target.model, None, "scaled")
+
+
+# The kind: a cap on logits makes infinite ones finite. Drafters borrow the head with it, trees are
+# checked by it, and at loading the model's own pass hides what ours shows. -inf stays what the cap
+# makes of it: a token of the least probability.
+@pytest.mark.field("F71")
+@pytest.mark.parametrize("plan", [PLANS["plain"], PLANS["sampled plainly"], PLANS["tree"]])
+def test_a_soft_cap_hides_no_overflow(plan: Plan) -> None:
+    target = load.tiny(family="gemma2", dtype="float16", tie_word_embeddings=False)
+    torch.manual_seed(0)
+    drafter = drafters.make(Eagle1, target).eval() if plan.tree.size else None
+    hidden = target.full_pass(torch.tensor(PROMPTS[:1]))[0, -1]
+    with torch.no_grad():
+        target.output.weight[BAD] = 60000 * hidden.sign()  # Of one token, the best one.
+    words = rf"position 2 \(token 5\), first in the head; {said('nn.half')}"
+    with pytest.raises(InputError, match=words):
+        decode(target, drafter, PROMPTS[:1], plan, max_new_tokens=2)
+    with torch.no_grad():
+        target.output.weight.fill_(60000)
+    with pytest.raises(InputError, match=rf"first in the head; {said('nn.half')}"):
+        Target(target.model, None, "scaled")
+
+
+@pytest.mark.field("F71")
+def test_a_soft_cap_leaves_other_logits_as_the_model_has_them() -> None:
+    target = load.tiny(family="gemma2")
+    ids = torch.tensor(PROMPTS[1:])
+    assert torch.equal(target.head(target.full_pass(ids)), target.model(ids).logits)
+    low = torch.tensor([-torch.inf, -1e30, 0, 1e30])
+    assert target.finish_logits(low).tolist() == [-30, -30, 0, 30]
+
+
 # The kind: advice to load in another dtype, or to try another backend, where weights are damaged.
 # Any part may hold them, in a layer or outside of all, as a weight or a buffer; on a CPU the pass
 # without a mask steps over some, and a text may touch none.
@@ -316,6 +365,39 @@ def test_a_token_that_is_ruled_out_is_no_fault() -> None:
     for policy in (Policy(), Policy(1.0)):
         ids = decode(target, None, PROMPTS, Plan(Tree.chain(0), policy), max_new_tokens=8)[0]
         assert not {0, 5} & {token for output in ids for token in output.ids}
+
+
+@pytest.mark.field("F71")
+@pytest.mark.parametrize("kind", [Eagle1, Medusa])
+def test_a_token_that_is_ruled_out_spoils_no_training(kind: type[Drafter]) -> None:
+    """By the bias of the head, as where a vocabulary is filled up; 0 times -inf is NaN."""
+    model = model_of("phi", num_key_value_heads=4, partial_rotary_factor=0.5)
+    found = []
+    for low in (-torch.inf, -1e30):
+        with torch.no_grad():
+            model.lm_head.bias[90:] = low
+        target = Target(model, None, "phi")
+        torch.manual_seed(0)
+        drafter = drafters.make(kind, target)
+        loss = drafter.loss(_batch(), LiveFeatures(target, drafter.needs).features(_batch()))
+        loss.total.backward()
+        found.append([loss.total, *(p.grad for p in drafter.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert one is not None and bool(one.isfinite().all()) and torch.equal(one, other)
+
+
+@pytest.mark.field("F71")
+def test_a_divergence_from_what_is_ruled_out_is_finite() -> None:
+    chance = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(2, 8, generator=chance) for _ in "pq")
+    p[:, 3] = -torch.inf
+    kept = [0, 1, 2, 4, 5, 6, 7]
+    draft = q.requires_grad_()
+    found = losses.forward_kl(draft, p)
+    expected = p[:, kept].softmax(-1) * (p[:, kept].log_softmax(-1) - q.log_softmax(-1)[:, kept])
+    assert torch.allclose(found, expected.sum(-1))
+    found.sum().backward()
+    assert draft.grad is not None and bool(draft.grad.isfinite().all())
 
 
 TREES = {

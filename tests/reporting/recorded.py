@@ -111,7 +111,13 @@ def recorded(folder: Path, target: Target) -> Path:
         log.log_metrics({"train/loss": 5.0 / step}, step)
         if step % 10 == 0:
             log.log_metrics(
-                {"val/tau": 1 + step / 40, "sim/tau": 1.5, "sim/loss": 3.0, "val/rounds": 400}, step
+                {
+                    "val/tau": 1 + step / 40,
+                    "sim/forced_tau": 1.5,
+                    "sim/loss": 3.0,
+                    "val/rounds": 400,
+                },
+                step,
             )
             log.log_metrics({f"val/accept@{k}": 0.5 / k for k in (1, 2, 3)}, step)
             log.log_metrics({f"val/accept@{k}_count": 100.0 * k for k in (1, 2, 3)}, step)

@@ -12,6 +12,7 @@ import pytest
 
 from drafttrain.packaging.collection import read_entries
 from drafttrain.packaging.manifest import METRICS
+from drafttrain.reporting.page import learning
 from drafttrain.reporting.page.document import COMPARED, page, title_of
 from drafttrain.reporting.records import NOTED, Laps, read_record, write_noted
 from drafttrain.target import load
@@ -116,12 +117,18 @@ def test_every_number_of_the_table_is_the_recorded_one(run: Path, root: Node) ->
     assert found["chain_4", 1][3].text == "0.299..0.701", "Wilson's interval of 10 in 20"
 
 
+def test_runs_of_an_earlier_version_have_another_name_for_forced_tau() -> None:
+    rows = [{"step": 1.0, "val/tau": 1.2, "sim/tau": 1.5}]
+    shown = str(learning._of_one(rows))
+    assert "sim/forced_tau" in shown and "sim/tau" not in shown and "1.500" in shown
+
+
 def test_learning_curves_hold_what_was_logged(root: Node) -> None:
     part = root.one("run-1-learning")
     assert [node.text for node in part.all("h4")] == ["tau", "accept@k", "loss"]
     keys = [[item.text.strip() for item in key.all("li")] for key in part.classed("legend")]
     assert keys == [
-        ["val/tau", "sim/tau"],
+        ["val/tau", "sim/forced_tau"],
         ["accept@1", "accept@2", "accept@3"],
         ["train/loss", "sim/loss"],
     ]

@@ -2,7 +2,8 @@
 
 F93, neighbours of the older rotary schema: defaults that are written out, factors of 1, limits of
 every kind of scaling, where a scaling begins; a head's width that follows from others; two names of
-one activation. What changes logits is named.
+one activation; a sliding window that the context does not exceed, or that no layer has. What
+changes logits is named.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ EXPLICIT = {"beta_fast": 32, "beta_slow": 1, "truncate": True} | {
 }
 LONGER = {"max_position_embeddings": 1024}
 IDS = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
+WINDOW = {"use_sliding_window": True, "sliding_window": 24, "num_key_value_heads": 4} | IDS
 SAME: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "yarn's defaults": ("llama", rope("yarn", **YARN), rope("yarn", **YARN, **EXPLICIT)),
     "yarn's limit": ("llama", rope("yarn", **YARN), rope("yarn", **YARN) | LONGER),
@@ -45,6 +47,21 @@ SAME: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama3's limit": ("llama", rope("llama3", **LLAMA3), rope("llama3", **LLAMA3) | LONGER),
     "the whole head": ("llama", rope(), rope(partial_rotary_factor=1.0)),
     "a factor of 1": ("llama", rope(), rope(factor=1.0)),
+    "no window within the context": (
+        "mistral",
+        WINDOW | {"sliding_window": None},
+        WINDOW | {"sliding_window": 512},
+    ),
+    "a window of no layer": (
+        "qwen2",
+        WINDOW | {"use_sliding_window": False},
+        WINDOW | {"max_window_layers": 2},
+    ),
+    "windows of some layers": (
+        "qwen2",
+        WINDOW | {"sliding_window": 512, "max_window_layers": 1},
+        WINDOW | {"sliding_window": 900, "max_window_layers": 0},
+    ),
     "swish": ("llama", {"hidden_act": "silu"}, {"hidden_act": "swish"}),
 } | {
     f"{family}'s head": (family, IDS, {"head_dim": 8} | IDS)
@@ -87,6 +104,18 @@ OTHER: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {"head_dim": 8, "num_key_value_heads": 4, "partial_rotary_factor": 1.0} | IDS,
         "rope_parameters.partial_rotary_factor 0.5 there, 1 here",
     ),
+    "window": (
+        "mistral",
+        WINDOW,
+        WINDOW | {"sliding_window": None},
+        "sliding_window 24 there, not given here",
+    ),
+    "layers with a window": (
+        "qwen2",
+        WINDOW | {"max_window_layers": 0},
+        WINDOW | {"max_window_layers": 1},
+        "layer_types ['sliding_attention', 'sliding_attention'] there",
+    ),
     "gelu": (
         "llama",
         {"hidden_act": "silu"},
@@ -109,6 +138,26 @@ def test_configs_count_as_their_logits_do(name: str) -> None:
     else:
         assert words.startswith(f"config: {OTHER[name][3]}")
     assert not fingerprint.difference("config", one.fingerprint, one.fingerprint)
+
+
+@pytest.mark.field("F93")
+def test_a_window_counts_by_the_context_of_its_own_config() -> None:
+    """And where that was not recorded, as in earlier versions, by that of the other."""
+    found = {
+        name: json.loads(configs.decisive(model_of("mistral", **IDS, **settings).config))
+        for name, settings in {
+            "wide": {"sliding_window": 512},
+            "none": {"sliding_window": None},
+            "longer": {"sliding_window": 512, **LONGER},
+        }.items()
+    }
+    earlier = {k: v for k, v in found["wide"].items() if k != "context"}
+    assert not configs.difference(found["wide"], found["none"])
+    assert not configs.difference(earlier, found["wide"])
+    assert configs.difference(earlier, found["longer"]) == ""
+    assert "sliding_window not given there, 512 here" in configs.difference(
+        found["none"], found["longer"]
+    )
 
 
 @pytest.mark.field("F93")

@@ -1,7 +1,8 @@
 """F77, neighbours of a last hidden state from before the final norm: another layer, the next or the
 last position, the norm twice, another row's; and what is near: scaled by 1.01 to 1.2, noise, some
 dimensions or one of them zero, the first or the last token another, a mean of two layers, another
-top token. In every encoding and dtype the right features pass: with a few large dimensions, widths
+top token; and what is wrong only far into long rows, as where a table of positions ends.
+In every encoding and dtype the right features pass: with a few large dimensions, widths
 of 64 and 1024, other attention kernels and batches.
 """
 
@@ -9,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from drafttrain.data.conversations import Row, write_set
 from drafttrain.data.datamodule import ConversationData
 from drafttrain.errors import InputError
 from drafttrain.flow import Batch, Needs
@@ -123,11 +126,12 @@ def refused(
     change: Change,
     words: str,
     encoding: str = "float32",
+    **batches: Any,
 ) -> None:
     def read(batch: Batch) -> Found:
         return change(target, batch, dict(computed(target, batch, BOTH)))
 
-    path = make_store(target, data, folder, read=read, layers=[1], encoding=encoding)
+    path = make_store(target, data, folder, read=read, layers=[1], encoding=encoding, **batches)
     with pytest.raises(InputError, match=rf"{words}.*drafttrain\.capture"):
         StoredFeatures(target, BOTH, data=data, path=path)
 
@@ -316,6 +320,53 @@ def test_a_last_state_that_is_recomputed_is_compared_as_its_layer(
             continue
         with pytest.raises(InputError, match=f"layer {deepest} .*1\\.05 times"):
             StoredFeatures(target, needs, data=data, path=path)
+
+
+@pytest.mark.field("F77")
+@pytest.mark.parametrize("wrong", range(9))
+def test_every_shard_is_looked_at(wrong: int, tmp_path: Path) -> None:
+    """One of them was written by another version; its checksum is right."""
+    target = load.tiny(layers=2)
+    rows = [Row(i, tuple(range(3, 27)), ((4, 24),), ("stop",)) for i in range(10)]
+    about = {"target": {"name": target.name, "fingerprint": target.fingerprint}}
+    write_set(tmp_path / "set", rows, manifest=about, held_out=1)
+    data = ConversationData(path=str(tmp_path / "set"), split="train")
+
+    def change(_target: Target, batch: Batch, found: dict[str | int, Tensor]) -> Found:
+        value = found[1].clone()
+        value[batch.row_ids == data.indices[wrong]] *= 1.1
+        return {**found, 1: value}
+
+    words = rf"layer 1 of row {data.indices[wrong]} .*1\.1 times"
+    refused(target, data, tmp_path / "store", change, words, batch_rows=1, shard_mb=0.001)
+
+
+def after(start: int) -> Change:
+    """Right up to there, as of a pass whose positions do not go on."""
+
+    def change(_target: Target, _batch: Batch, found: dict[str | int, Tensor]) -> Found:
+        value = found[1].clone()
+        value[:, start:] = value[:, start - 1 : start]
+        return {**found, 1: value}
+
+    return change
+
+
+@pytest.mark.field("F77")
+@pytest.mark.parametrize("start", [512, 30])
+def test_the_longest_row_is_compared_whole(start: int, tmp_path: Path) -> None:
+    """Short rows, and the first 512 tokens of any, are right."""
+    target = load.tiny(layers=2, max_position_embeddings=1024)
+    lengths = [40, 20, 20, 530 if start == 512 else 44, 20, 20]
+    rows = [
+        Row(i, tuple(3 + k % 300 for k in range(n)), ((4, n),), ("stop",))
+        for i, n in enumerate(lengths)
+    ]
+    about = {"target": {"name": target.name, "fingerprint": target.fingerprint}}
+    write_set(tmp_path / "set", rows, manifest=about, held_out=1)
+    data = ConversationData(path=str(tmp_path / "set"), split="train")
+    words = rf"layer 1 of row 3 .*tokens differ: {start}, .*the other tokens are right"
+    refused(target, data, tmp_path / "store", after(start), words, batch_tokens=600)
 
 
 @pytest.mark.field("F77")

@@ -1,12 +1,13 @@
 """F93, neighbours of another dtype: one float32 file in bfloat16 and in float16, and what is near
 it: one tensor longer by a hundredth, shifted, turned round or gone; zeros, very small and very
-large weights; files in float16, loaded in a wider dtype; a fingerprint that lacks the
+large weights; files in float16, or in either, loaded in a wider dtype; a fingerprint that lacks the
 sample, or was edited.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,49 @@ def test_a_copy_of_the_files_in_float16_is_one_target(caplog: pytest.LogCaptureF
         assert not fingerprint.same(one, two) and fingerprint.run_changes(one, two)
     with pytest.raises(InputError, match="another target"):
         fingerprint.refuse_other(own, other, "the set")
+
+
+FILES = ("bfloat16", "float16")
+
+
+@pytest.mark.field("F93")
+@pytest.mark.parametrize(
+    "loaded", [("float32", "float32"), ("float32", "float16"), ("bfloat16", "float32")]
+)
+def test_copies_of_one_original_in_both_are_one_target(
+    loaded: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither is a rounding of the other."""
+
+    def copy(files: str, dtype: str, change: Any = None) -> dict[str, str]:
+        model = in_dtype(files, change).model.to(getattr(torch, dtype))
+        return Target(model, None, "t").fingerprint
+
+    brain, half = (copy(files, dtype) for files, dtype in zip(FILES, loaded, strict=True))
+    other = copy("float16", loaded[1], lambda w: w * 1.01)
+    for one, two in ((brain, half), (half, brain)):
+        caplog.clear()
+        fingerprint._warn_once.cache_clear()
+        fingerprint.refuse_other(one, two, f"a set {loaded} {one is brain}")
+        assert "another precision, float16 against bfloat16" in caplog.text
+        with pytest.raises(InputError, match="another target"):
+            fingerprint.refuse_other(one, two, "the store", dtype=True)
+        assert not fingerprint.same(one, two) and fingerprint.run_changes(one, two)
+        for wrong in ((other, two), (two, other)) if two is brain else ():
+            with pytest.raises(InputError, match="another target"):
+                fingerprint.refuse_other(*wrong, "the set")
+
+
+@pytest.mark.field("F93")
+def test_what_float16_gives_in_bfloat16_is_not_known_and_said() -> None:
+    """Rounded twice, some values are others; so are those of a model that was trained a little."""
+    brain = in_dtype("bfloat16").fingerprint
+    twice = Target(in_dtype("float16").model.to(torch.bfloat16), None, "t").fingerprint
+    assert rounding.neighbours(brain[fingerprint.SAMPLED], twice[fingerprint.SAMPLED])
+    with pytest.raises(InputError, match=r"none differs by more than bfloat16 rounds: if one's"):
+        fingerprint.refuse_other(brain, twice, "the set")
+    other = in_dtype("bfloat16", lambda w: w * 1.02).fingerprint
+    assert "rounds" not in fingerprint.difference("weights", brain, other)
 
 
 def test_every_weight_that_has_both_roundings_fits_them() -> None:

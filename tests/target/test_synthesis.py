@@ -725,7 +725,7 @@ def test_a_manifest_names_files_and_lines(
     for number in range(2):
         lines = [
             {"prompt": "a", "tools": [{"name": "f"}]},
-            {"prompt": "a<|im_end|>b"},
+            {"prompt": "a<|im_end|>b", "instruction": "c"},
             {"prompt": ""},
         ]
         text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -742,6 +742,10 @@ def test_a_manifest_names_files_and_lines(
     assert found["skipped"] == {f"{empty}, in {first}": [3], f"{empty}, in {second}": [3]}
     unread = {} if texts else {f"tools, in {first}": [1], f"tools, in {second}": [1]}
     assert found["columns_not_read"] == unread
+    other = "column instruction, which says something else than the one that is read"
+    besides = {} if texts else {f"{other}, in {first}": [2], f"{other}, in {second}": [2]}
+    assert found["overlooked"] == besides
+    assert texts or other in " ".join(captured.out.split())
     spelt = {f"<|im_end|>, in {first}": [2], f"<|im_end|>, in {second}": [2]}
     assert found["control_tokens_spelt"] == spelt
     assert found["not_written"] == {"not this one": [4]}

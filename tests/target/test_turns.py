@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,16 @@ from drafttrain.data.shapes import Prompt
 from drafttrain.data.template import ChatPieces
 from drafttrain.decoding.loop import decode
 from drafttrain.decoding.plan import Plan
+from drafttrain.decoding.record import Output
 from drafttrain.errors import InputError
+from drafttrain.generate import Conversation
 from drafttrain.target.model import Target
 from drafttrain.target.prompts import Source
 from drafttrain.target.turns import counted, later_turns
 from drafttrain.training.prepare import usable_prompts
 from drafttrain.tree.topology import Tree
 from tests.helpers import CHATML, tiny_chat_target
+from tests.target.test_synthesis import written
 
 # F76: whoever decodes held-out prompts must not take only first turns without a word. Tried: sets
 # and files; answers that end and that are cut; a template that rewrites earlier answers; a system
@@ -83,6 +87,76 @@ def test_no_later_turn_where_earlier_answers_are_shown_otherwise() -> None:
     pieces = ChatPieces(target.tokenizer, target.stop_ids)
     assert not pieces.grows(with_system=False)
     assert later_turns(target, pieces, asked(target, LONG[:1]), answer=3) == []
+
+
+# The kind: what is between two turns was rendered as in a conversation of two turns, without a
+# system text. Templates number turns, repeat the system text, or show the latest turn otherwise.
+INDEXED = CHATML.replace("{{ message.role }}", "{{ message.role }} {{ loop.index }}").replace(
+    "assistant\n", "assistant {{ messages | length + 1 }}\n"
+)
+REPEATING = CHATML.replace(
+    "{{ message.content",
+    "{{ messages[0].content if message.role == 'user' and loop.index > 2 and "
+    "messages[0].role == 'system' }}{{ message.content",
+)
+SYSTEM = Prompt(("in", "x y", "the", "then"), "Be brief.")
+
+
+@pytest.mark.field("F04")
+@pytest.mark.parametrize("template", [INDEXED, REPEATING])
+@pytest.mark.parametrize("prompt", [SYSTEM, Prompt(SYSTEM.users)])
+def test_turns_are_what_the_template_makes_of_the_conversation(
+    template: str, prompt: Prompt, tmp_path: Path
+) -> None:
+    """In prompts of evaluations, in sets and on the console, at any turn."""
+    target = tiny_chat_target(template, stop_bias=4.0)
+    pieces = ChatPieces(target.tokenizer, target.stop_ids)
+
+    def shown(ids: list[int], answers: list[list[int]]) -> None:
+        messages = prompt.lead()
+        for user, answer in zip(prompt.users, [*answers, None], strict=False):
+            messages.append({"role": "user", "content": user})
+            if answer is not None:
+                said = pieces.tokenizer.decode([i for i in answer if i not in target.stop_ids])
+                messages.append({"role": "assistant", "content": said})
+        assert pieces.tokenizer.decode(ids) == pieces.render(messages, prompt=True)
+
+    row = written(target, [prompt], tmp_path / "set", max_length=400)[0]
+    answers = [list(row.ids[start:end]) for start, end in row.spans]
+    assert len(answers) == 4 and all(answer[-1] in target.stop_ids for answer in answers)
+    for place, (start, _) in enumerate(row.spans):
+        shown(list(row.ids[:start]), answers[:place])
+    found = later_turns(target, pieces, asked(target, [prompt]), answer=24)
+    assert [ids for *_, ids in found] == [list(row.ids[:start]) for start, _ in row.spans[1:]]
+    talk = Conversation(target, chat=True, system=prompt.system)
+    for user, (start, _), answer in zip(prompt.users, row.spans, answers, strict=True):
+        ids = talk.prompt(user, 10)
+        assert ids == list(row.ids[:start])
+        talk.keep(ids, Output(answer, finish="stop"))
+
+
+@pytest.mark.field("F04")
+def test_turns_that_the_target_writes_itself_are_numbered_too(tmp_path: Path) -> None:
+    target = tiny_chat_target(INDEXED)
+    rows = written(target, [None] * 12, tmp_path, turns=[3], max_length=400, max_user=60)
+    texts = [target.tokenizer.decode(list(row.ids)) for row in rows.values() if len(row.spans) == 3]  # type: ignore[union-attr]
+    assert texts
+    for text in texts:
+        roles = ["user 1", "assistant 2", "user 3", "assistant 4", "user 5", "assistant 6"]
+        assert re.findall(r"<\|im_start\|>(\w+ \d)", text) == roles
+
+
+@pytest.mark.field("F04")
+def test_the_third_turn_must_grow_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """Here only the last two turns of the user are shown."""
+    target = tiny_chat_target("{% set messages = messages[-3:] %}" + CHATML)
+    pieces = ChatPieces(target.tokenizer, target.stop_ids)
+    assert not pieces.grows(with_system=False)
+    assert later_turns(target, pieces, asked(target, LONG[:1]), answer=3) == []
+    talk = Conversation(target, chat=True)
+    talk.keep(talk.prompt("the", 10), Output([5, 2], finish="stop"))
+    talk.prompt("an", 10)
+    assert "would show earlier turns otherwise" in capsys.readouterr().err
 
 
 def two_turns(target: Target, folder: Path, rows: int = 30) -> Source:

@@ -749,6 +749,64 @@ def test_how_moments_are_used_is_what_the_settings_say(
     assert same(*found)
 
 
+# The kind: numbers that are all in order, and not those that were written. A file that the same
+# program reads and writes again has right checksums.
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "weights": (lambda s: next(iter(s["weights"].values())).add_(1), "weights"),
+    "ids": (lambda s: s["weights"].update({k: v * 2 for k, v in s["weights"].items()}), "weights"),
+    "moments": (lambda s: s["optimiser"]["state"][0]["exp_avg_sq"].zero_(), "moments"),
+    "steps": (lambda s: s["optimiser"]["state"][0]["step"].fill_(1), "moments"),
+    "position": (lambda s: s["progress"].update(position=9), "numbers"),
+    "best": (lambda s: s["keeper"].update(best=9.0, best_update=1), "numbers"),
+    "clock": (lambda s: s["progress"].update(seconds=1e9), "numbers"),
+    "seed": (lambda s: s["facts"].update(seed=8), "numbers"),
+    "sums": (lambda s: s.update(sums=3), "weights, moments, numbers"),
+}
+
+
+@pytest.mark.field("F85")
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_checkpoint_that_was_changed_outside_is_refused(
+    name: str, target: Target, data: ConversationData, tmp_path: Path
+) -> None:
+    module, stream = module_for(data, target, max_steps=2)
+    keep = keeper(tmp_path)
+    keep.facts = {"target": {}, "seed": 1}
+    fit(module, stream, keep)
+    path, (change, part) = tmp_path / "last.ckpt", CHANGES[name]
+    check_complete(read_checkpoint(path), path)
+    state = torch.load(path, weights_only=True)
+    change(state)
+    torch.save(state, path)
+    with pytest.raises(InputError, match=rf"was changed since it was written \({part}\): give"):
+        read_checkpoint(path)
+    state.pop("sums")  # As an earlier version wrote it.
+    torch.save(state, path)
+    check_complete(read_checkpoint(path), path)
+
+
+# The kind: a checkpoint that another program wrote smaller, or larger; its numbers are rounded, and
+# the run goes on with them as if they were its own.
+@pytest.mark.field("F85")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("part", ["weights", "exp_avg", "exp_avg_sq"])
+def test_numbers_in_another_dtype_are_refused(
+    part: str, dtype: torch.dtype, target: Target, data: ConversationData, tmp_path: Path
+) -> None:
+    module, stream = module_for(data, target, max_steps=1)
+    fit(module, stream, keeper(tmp_path))
+    state = read_checkpoint(tmp_path / "last.ckpt")
+    held = state["weights"] if part == "weights" else state["optimiser"]["state"][1]
+    name = part if part != "weights" else list(held)[-1]
+    held[name] = held[name].to(dtype)
+    word = str(dtype).removeprefix("torch.")
+    again, stream = module_for(data, target, max_steps=3)
+    with pytest.raises(InputError, match=rf"has {name}.* in {word}, a run keeps it in float32"):
+        again.continue_from(state)
+        stream.position = again.position
+        fit(again, stream)
+
+
 def test_moments_of_other_weights_are_refused(
     target: Target, data: ConversationData, tmp_path: Path
 ) -> None:

@@ -149,7 +149,7 @@ def test_sim_tau_counts_runs_of_right_guesses(
                 run = hits[t : t + 2] + [False]
                 runs += run.index(False)
     assert 0 < right < starts
-    assert found["sim/tau"] == pytest.approx(1 + runs / starts)
+    assert found["sim/forced_tau"] == pytest.approx(1 + runs / starts)
     assert found["sim/accuracy"] == pytest.approx(right / starts)
     assert found["sim/loss"] is not None and found["sim/loss"] > 0
 
@@ -162,7 +162,7 @@ def test_nothing_to_evaluate_is_not_available(target: Target, data: Conversation
         logger = Memory()
         fit(module, stream, decode, logger=logger)
         assert decode.evaluations == 1 and decode.tau is None
-        assert not logger.values("val/tau") and not logger.values("sim/tau")
+        assert not logger.values("val/tau") and not logger.values("sim/forced_tau")
         assert all(math.isfinite(value) for _, row in logger.rows for value in row.values())
 
 

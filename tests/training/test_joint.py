@@ -120,6 +120,17 @@ def plain_loss(module: JointModule, batch: Batch, weight: float) -> tuple[float,
     return kl + weight * heads, kl, count
 
 
+@pytest.mark.field("F71")
+def test_an_adapter_that_grew_too_large_is_no_fault_of_the_target(data: ConversationData) -> None:
+    module, stream = run_of(data, {"max_steps": 2})
+    assert module.adapter is not None
+    with torch.no_grad():
+        for weight in module.adapter.parameters():
+            weight.fill_(1e30)
+    with pytest.raises(InputError, match=r"loss of update 0 is nan \(rows .*: lower optim\.lr"):
+        fit(module, stream)
+
+
 def test_the_loss_is_kl_to_the_original_plus_the_weighted_heads(data: ConversationData) -> None:
     module = module_of(Course(batches=4, epochs=1), lambda_0=0.3)
     assert module.adapter is not None

@@ -32,6 +32,7 @@ from tests.training.parts import (
     fit,
     module_for,
     same,
+    tiny,
     weights_of,
 )
 
@@ -268,19 +269,61 @@ def test_weights_are_float32_and_move_at_small_rates(
 
 def test_a_loss_that_is_not_finite_stops_the_run(target: Target, data: ConversationData) -> None:
     module, stream = module_for(data, target)
-
-    def loss(batch: Batch, features: Features, *, generator: torch.Generator | None = None) -> Loss:
-        found = Eagle1.loss(module.drafter, batch, features, generator=generator)
-        return (
-            Loss(found.total * float("nan"), found.count, found.parts)
-            if module.updates == 2
-            else found
-        )
-
-    module.drafter.loss = loss  # type: ignore[method-assign]
+    module.drafter.loss = spoilt_at(2, module)  # type: ignore[method-assign]
     with pytest.raises(InputError, match=said("training.not_finite")):
         fit(module, stream)
     assert all(torch.isfinite(value).all() for value in weights_of(module).values())
+
+
+# The kind: a run whose numbers are not finite is blamed on its rate where the target is at fault.
+# Its features may be finite and its head not, the layers may be damaged where the features were
+# kept before; a loss, or three gradients; and an adapter that grew too large is no fault of the
+# target's.
+@pytest.mark.field("F71")
+@pytest.mark.parametrize("part", ["the head", "layer 1"])
+def test_a_target_that_spoils_the_loss_is_named(part: str, data: ConversationData) -> None:
+    target = tiny()
+    module, stream = module_for(data, target, batch_tokens=100)
+    for places in module.source._groups:  # type: ignore[attr-defined]
+        module.source.features(data.batch(places))
+    damaged = target.output if part == "the head" else target.decoder_layers[1].mlp.up_proj
+    with torch.no_grad():
+        damaged.weight[5] = torch.nan  # type: ignore[index, union-attr]
+    if part != "the head":
+        module.drafter.loss = spoilt_at(0, module)  # type: ignore[method-assign]
+    words = (
+        rf"the loss of update 0 is nan\. target .* row \d+ of the set, position \d+ .* first in "
+        rf"{part}; weights of {part} are not finite: get its files again; no checkpoint"
+    )
+    with pytest.raises(InputError, match=words) as found:
+        fit(module, stream)
+    assert "optim.lr" not in str(found.value)
+
+
+@pytest.mark.field("F71")
+def test_a_gradient_that_the_target_spoils_is_named_so_too(data: ConversationData) -> None:
+    target = tiny()
+    module, stream = module_for(data, target)
+    module.source.features(data.batch(range(len(data))))
+    with torch.no_grad():
+        target.output.weight[5] = torch.nan
+
+    def loss(batch: Batch, features: Features, *, generator: torch.Generator | None = None) -> Loss:
+        weight = next(module.drafter.parameters()).sum()
+        return Loss((weight - weight).abs().sqrt(), torch.tensor(3.0), {})
+
+    module.drafter.loss = loss  # type: ignore[method-assign]
+    with pytest.raises(InputError, match=r"3 times in a row\. target .* first in the head"):
+        fit(module, stream)
+
+
+def spoilt_at(update: int, module: DraftModule) -> Any:
+    def loss(batch: Batch, features: Features, *, generator: torch.Generator | None = None) -> Loss:
+        found = Eagle1.loss(module.drafter, batch, features, generator=generator)
+        factor = math.nan if module.updates == update else 1.0
+        return Loss(found.total * factor, found.count, found.parts)
+
+    return loss
 
 
 def test_checkpointed_weights_are_only_the_drafter_s(

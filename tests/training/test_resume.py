@@ -83,9 +83,35 @@ def test_the_run_s_own_best_is_taken_without_a_word(run: Run) -> None:
 
 
 @pytest.mark.field("F73")
+@pytest.mark.parametrize("fault", ["", "other weights", "another update", "cut", "no digest"])
+def test_a_lost_best_is_found_among_the_numbered_ones(run: Run, fault: str) -> None:
+    best, kept = (run.checkpoints / f"{name}.ckpt" for name in ("best", "update-00000002"))
+    intact = read_checkpoint(best)["weights"]
+    best.unlink()
+    if fault == "other weights":
+        change(kept, lambda state: next(iter(state["weights"].values())).add_(1))
+    elif fault == "another update":
+        shutil.copy(run.checkpoints / "update-00000003.ckpt", kept)
+    elif fault == "cut":
+        kept.write_bytes(kept.read_bytes()[:-1000])
+    elif fault:
+        change(run.checkpoints / "last.ckpt", lambda state: state["keeper"].pop("best_digest"))
+    said_now = resumed(run)
+    if fault:
+        assert f"{best} is lost" in said_now and place(run) == (4, None) and not best.exists()
+        return
+    assert said_now == f"{best} was lost: {kept.name} holds the same weights and was put there"
+    assert place(run) == (4, 3.0) and resumed(run) == ""
+    assert run.resumed is not None
+    taken = read_best(best, run.resumed)["weights"]
+    assert all(torch.equal(taken[name], value) for name, value in intact.items())
+
+
+@pytest.mark.field("F73")
 def test_a_lost_best_is_said_and_lends_its_figure_to_no_other(run: Run) -> None:
     best = run.checkpoints / "best.ckpt"
     best.unlink()
+    (run.checkpoints / "update-00000002.ckpt").unlink()
     change(run.checkpoints / "last.ckpt", lambda state: state["keeper"].update(without_progress=3))
     said_now = resumed(run)
     assert f"{best} is lost, and the best was val/tau 3.000 of update 2: the best is" in said_now

@@ -16,6 +16,8 @@ from drafttrain.reporting.records import Record
 Logged = Mapping[str, float]
 """A row of metrics.csv."""
 _TAU = re.compile(r"val/(?:[^/]+/)?tau")
+_FORCED = ("sim/forced_tau", "sim/tau")
+"""The second in runs of an earlier version."""
 _ACCEPT = re.compile(r"val/accept@([0-9]{1,6})")
 
 
@@ -55,9 +57,8 @@ def _of_one(rows: Sequence[Logged]) -> Content:
 
 def _taus(rows: Sequence[Logged], names: set[str]) -> list[Markup]:
     lines = [Series(name, _points(rows, name)) for name in sorted(names) if _TAU.fullmatch(name)]
-    lines += (
-        [Series("sim/tau", _points(rows, "sim/tau"), dashed=True)] if "sim/tau" in names else []
-    )
+    known = [name for name in _FORCED if name in names]
+    lines += [Series(_FORCED[0], _points(rows, name), dashed=True) for name in known[:1]]
     if not lines:
         return []
     words = (
@@ -100,7 +101,7 @@ def _table(rows: Sequence[Logged], places: Sequence[int]) -> Markup:
         "interval",
         "accepted/round",
         "rounds",
-        "sim/tau",
+        _FORCED[0],
         *(f"accept@{k} (offered)" for k in places),
     ]
     lines = []
@@ -111,7 +112,7 @@ def _table(rows: Sequence[Logged], places: Sequence[int]) -> Markup:
             _interval(row.get("val/tau_low"), row.get("val/tau_high")),
             row.get("val/accepted_per_round"),
             None if rounds is None else round(rounds),
-            row.get("sim/tau"),
+            next((row[name] for name in _FORCED if name in row), None),
         ]
         rates = [
             _rate(row.get(f"val/accept@{k}"), row.get(f"val/accept@{k}_count")) for k in places
