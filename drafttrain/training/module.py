@@ -281,7 +281,7 @@ class DraftModule(LightningModule):
 
     # Lightning ------------------------------------------------------------------------------------
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optim.optimiser(self.groups())
+        return self.optim.optimiser(self.groups(), self.drafter)
 
     def groups(self) -> list[dict[str, Any]]:
         """What is trained, as groups of the optimiser; a group's `factor` multiplies its rate."""

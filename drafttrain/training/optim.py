@@ -4,7 +4,7 @@ on where it was."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,15 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""What the optimiser keeps of every weight."""
+"""What AdamW keeps of every weight."""
+MOMENTUM = ("momentum_buffer",)
+"""What Muon does."""
 LEAST_EPS = 1e-20
 """Below it a gradient whose square is 0 in float32 would be divided by next to nothing."""
 SCHEDULES = ("cosine", "linear", "constant")
+ADJUSTMENTS = ("match_rms_adamw", "original")
+MOST_NS_STEPS = 99
+"""Of Newton-Schulz; `torch.optim.Muon` takes no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +98,13 @@ class AdamW:
             return Rate("constant", warmup, None, 1.0)
         return Rate(self.schedule, warmup, end, self.end_factor)
 
-    def optimiser(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+    def optimiser(
+        self, groups: Sequence[dict[str, Any]], drafter: nn.Module
+    ) -> torch.optim.Optimizer:
+        """
+        Args:
+            groups: what is trained, the drafter's weights among it.
+        """
         # One pass over memory instead of a dozen.
         fused = all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
         betas = (self.betas[0], self.betas[1])
@@ -105,6 +116,13 @@ class AdamW:
             weight_decay=self.weight_decay,
             fused=fused,
         )
+
+    def check_installed(self) -> None:
+        """Raise InputError where the installed torch lacks it."""
+
+    def describe(self, drafter: nn.Module) -> str:
+        """What which weights are trained by, in words; empty where it is the same for all."""
+        return ""
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """() of the gradient of all parameters together. It is not finite where an entry is not,
@@ -129,6 +147,75 @@ class AdamW:
             norm = self.wide_norm(parameters) if wide else self.norm(parameters)
         if self.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(AdamW):
+    """Muon (Jordan et al. 2024) as `torch.optim.Muon` has it, for the drafter's matrices: the step
+    is the momentum, brought near the nearest orthogonal matrix. AdamW trains all else, by the
+    inherited settings. Which weights are matrices here: `training.muon.matrices`."""
+
+    rest_factor: float
+    """The rate of all else over `lr`."""
+    matrix_decay: float
+    """Weight decay of the matrices, times `lr`; `weight_decay` is that of all else."""
+    momentum: float
+    """Share of the earlier momentum that is kept at each update."""
+    ns_steps: int
+    """Iterations of Newton-Schulz."""
+    adjust_lr_fn: str
+    """How the step depends on a matrix's shape: match_rms_adamw multiplies by 0.2 sqrt(larger
+    side), which makes it about as large as AdamW's; original by sqrt(rows / columns), where rows
+    are more."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number("optim.rest_factor", self.rest_factor, above=0)
+        number("optim.matrix_decay", self.matrix_decay)
+        number("optim.momentum", self.momentum)
+        if self.momentum >= 1:
+            raise InputError(f"optim.momentum={self.momentum}: needs a number from 0 to below 1")
+        integer("optim.ns_steps", self.ns_steps, 1, MOST_NS_STEPS)
+        if self.adjust_lr_fn not in ADJUSTMENTS:
+            raise InputError(
+                f"optim.adjust_lr_fn={shown(self.adjust_lr_fn)}: give one of "
+                f"{', '.join(ADJUSTMENTS)}"
+            )
+
+    def check_installed(self) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise InputError(
+                f"optim=muon needs torch 2.9 or later, this is {torch.__version__}: install a "
+                "later one, or set optim=adamw"
+            )
+
+    def optimiser(
+        self, groups: Sequence[dict[str, Any]], drafter: nn.Module
+    ) -> torch.optim.Optimizer:
+        from drafttrain.training.muon import Both, matrices, split
+
+        own, rest = split(groups, matrices(drafter))
+        for group in rest:
+            group["factor"] = group.get("factor", 1.0) * self.rest_factor
+        muon = torch.optim.Muon(
+            own,
+            lr=self.lr,
+            weight_decay=self.matrix_decay,
+            momentum=self.momentum,
+            ns_steps=self.ns_steps,
+            adjust_lr_fn=self.adjust_lr_fn,
+        )
+        return Both(muon, super().optimiser(rest, drafter) if rest else None)
+
+    def describe(self, drafter: nn.Module) -> str:
+        from drafttrain.training.muon import matrices, words
+
+        return words(drafter, matrices(drafter))
+
+
+def moments_of(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """What an optimiser keeps of every weight of a group, by the group's settings."""
+    return MOMENTUM if "ns_steps" in group else MOMENTS
 
 
 @dataclass(frozen=True)
