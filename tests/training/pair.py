@@ -89,7 +89,9 @@ def trained(
     settings = settings_of(**more)
     drafter = made(kind, target)
     sampler = share(data, rank)
-    source = OnlineFeatures(target, drafter.needs, data=data, keep_dtype="float32")
+    # A row is read in the same company whether a run starts or goes on.
+    groups = [group for r in range(WORLD) for group in share(data, r).batches(0) if group[0] >= 0]
+    source = OnlineFeatures(target, drafter.needs, data=data, groups=groups, keep_dtype="float32")
     module = DraftModule(drafter, source, optimiser_of(kind), settings.course(sampler))
     stream = Stream(data, sampler, module.course)
     keeper = Keeper(folder, CheckpointConfig(every=None, keep=0), None)
