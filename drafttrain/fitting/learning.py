@@ -25,8 +25,8 @@ from drafttrain.training.checkpoint import BEST, LAST, check_complete, read_chec
 from drafttrain.training.course import Course
 from drafttrain.training.job import Job, Settings
 from drafttrain.training.judged import PRUNED, Judged
-from drafttrain.training.pairing import lay_out
 from drafttrain.training.optim import CLOCK
+from drafttrain.training.pairing import lay_out
 from drafttrain.training.prepare import Ready, Training, prepare, prepare_untrained
 from drafttrain.training.resume import read_best
 from drafttrain.training.run import Run

@@ -59,14 +59,18 @@ BASE = "eagle1"
 """The family that the others are compared with."""
 FAMILIES: dict[str, tuple[str, ...]] = {
     BASE: ("experiment=eagle1",),
-    "medusa": ("experiment=medusa1", "drafter.blocks=3"),
-    "hydra_heads": ("experiment=hydra_heads",),  # more: its first layers read several embeddings
+    # Five heads fill the static tree.
+    "medusa": ("experiment=medusa1", "drafter.heads=5", "drafter.blocks=2"),
+    # Three times as many parameters: a head's first layer reads all tokens before its own.
+    "hydra_heads": ("experiment=hydra_heads", "drafter.heads=5"),
     "ssm": ("experiment=ssm", "drafter.layers=[29]"),
     "early_exit": ("experiment=early_exit", "drafter.mlp=1920"),
     "ngram": ("experiment=ngram",),
     "suffix": ("experiment=suffix",),
     "selfspec": ("experiment=selfspec", "search=null"),
 }
+UNTRAINED = ("ngram", "suffix", "selfspec")
+"""Of them: draft_vocab, where it is given for all, is not theirs."""
 LIKE = (
     *("data.temperatures=[0.0]", "data.labels=all", "data.set_aside=0"),
     *("trainer.max_epochs=null", "trainer.max_steps=null"),
@@ -100,7 +104,7 @@ def asked() -> argparse.Namespace:
     parser.add_argument("--new", type=count, default=128, help="tokens of an answer")
     parser.add_argument("--timed", type=whole, default=4, help="prompts for speed and cost")
     parser.add_argument("words", nargs="*", help="of fit, for all families")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def minutes(text: str) -> float:
@@ -130,13 +134,18 @@ def words_of(name: str, options: argparse.Namespace) -> list[str]:
     limits = [f"data.limit_tokens={word_of(options.tokens)}"]
     limits.append(f"trainer.max_minutes={options.minutes:g}")
     own = [*FAMILIES[name], *LIKE, *limits]
-    given = {word.partition("=")[0] for word in options.words}
-    return [*(word for word in own if word.partition("=")[0] not in given), *options.words]
+    words = [w for w in options.words if not (name in UNTRAINED and key_of(w) == "draft_vocab")]
+    given = set(map(key_of, words))
+    return [*(word for word in own if key_of(word) not in given), *words]
+
+
+def key_of(word: str) -> str:
+    return word.partition("=")[0]
 
 
 def check(names: Sequence[str], options: argparse.Namespace) -> Any:
     """Refuse what any family's run would, before the first one. Returns: a configuration."""
-    if odd := [word for word in options.words if word.partition("=")[0] in ("run_dir", "resume")]:
+    if odd := [word for word in options.words if key_of(word) in ("run_dir", "resume")]:
         raise InputError(f"{odd[0]}: runs go into --out, and go on by themselves")
     for name in names:
         try:

@@ -202,12 +202,7 @@ def module_for(
     drafter = drafter or drafter_of(target, noise=noise)
     source = OnlineFeatures(target, drafter.needs, data=data, groups=sampler.batches(0))
     module = DraftModule(
-        drafter,
-        source,
-        optim_of(optim),
-        course,
-        seed=0,
-        log_every=settings.log_every,
+        drafter, source, optim_of(optim), course, seed=0, log_every=settings.log_every
     )
     return module, Stream(data, sampler, course)
 

@@ -196,7 +196,10 @@ def test_momentum_that_is_lacking_or_not_finite_is_named(
     path = tmp_path / "last.ckpt"
     state = read_checkpoint(path) | {"facts": {"target": None}}
     for change, fault in (
-        (lambda one: one.clear(), r"lacks moments of the optimiser \(momentum_buffer of weight 0\)"),
+        (
+            lambda one: one.clear(),
+            r"lacks moments of the optimiser \(momentum_buffer of weight 0\)",
+        ),
         (lambda one: one["momentum_buffer"].view(-1)[0].fill_(torch.inf), "momentum_buffer of we"),
     ):
         spoilt = copy.deepcopy(state)
