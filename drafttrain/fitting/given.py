@@ -180,6 +180,8 @@ def make_drafter(
         say(f"starts with the weights of {parts.init_from}")
     facts = {"drafter": type(drafter).__name__, **drafter.describe()}
     say("; ".join(f"{name}: {value}" for name, value in facts.items()))
+    if drafter.learns and (words := parts.settings.optim.describe(drafter)):
+        say(words)
     return drafter
 
 

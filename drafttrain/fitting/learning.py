@@ -25,6 +25,7 @@ from drafttrain.training.checkpoint import BEST, LAST, check_complete, read_chec
 from drafttrain.training.course import Course
 from drafttrain.training.job import Job, Settings
 from drafttrain.training.judged import PRUNED, Judged
+from drafttrain.training.optim import CLOCK
 from drafttrain.training.pairing import lay_out
 from drafttrain.training.prepare import Ready, Training, prepare, prepare_untrained
 from drafttrain.training.resume import read_best
@@ -103,7 +104,9 @@ def outline(course: Course, settings: Settings, data: ConversationData) -> str:
     words.append("until the clock ends the run" if updates is None else f"{updates} updates in all")
     if course.seconds is not None:
         words.append(f"at most {clock(course.seconds)}")
-    if (
+    if settings.optim.horizon == CLOCK:
+        words.append("the rate's schedule ends by the clock")
+    elif (
         settings.optim.schedule != "constant"
         and updates is not None
         and settings.optim.horizon not in (None, updates)

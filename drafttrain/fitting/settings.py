@@ -138,7 +138,9 @@ def build_settings(config: Config) -> Settings:
     values = config.values
     check_trainer(trainer, joint=values["joint"] is not None, boost=values["boost"] is not None)
     names = ("optim", "eval", "checkpoint", "final", "tree", "joint", "boost", "search")
-    return Settings(trainer, **{name: Recipe[Any](config, name)() for name in names})
+    settings = Settings(trainer, **{name: Recipe[Any](config, name)() for name in names})
+    settings.optim.check_installed()
+    return settings
 
 
 def refuse_learning(values: Values, name: str) -> None:

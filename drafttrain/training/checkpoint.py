@@ -22,7 +22,7 @@ from drafttrain.errors import InputError
 from drafttrain.files import write_atomic
 from drafttrain.nn.spoilt import SPOILT, spoilt
 from drafttrain.packaging.checking import some
-from drafttrain.training.optim import MOMENTS
+from drafttrain.training.optim import moments_of
 
 _PARTS: dict[str, tuple[str, ...]] = {
     "weights": (),
@@ -280,11 +280,11 @@ def _check_optimiser(state: Mapping[str, Any], path: Path) -> None:
         raise InputError(
             f"{path} lacks optimiser: state, param_groups: it is damaged, give another one"
         )
-    numbers = [number for group in groups for number in group["params"]] if updates else []
+    kept = {n: moments_of(group) for group in groups for n in group["params"]} if updates else {}
     lacking = [
         f"{name} of weight {number}"
-        for number in numbers
-        for name in MOMENTS
+        for number, names in kept.items()
+        for name in names
         if not _is_numbers(_entry(held, number, name))
     ]
     if lacking:
@@ -292,7 +292,7 @@ def _check_optimiser(state: Mapping[str, Any], path: Path) -> None:
             f"{path} lacks moments of the optimiser ({some(lacking)}): it is damaged, give "
             "another one"
         )
-    for number in numbers:
+    for number in (number for number, names in kept.items() if "step" in names):
         step = held[number]["step"]
         if step.numel() != 1 or not 1 <= step.item() <= updates:
             raise InputError(

@@ -46,8 +46,8 @@ class TrainerConfig:
     """Updates; the first limit reached ends the run."""
     max_minutes: float | None
     """Wall clock of training, evaluation included, earlier parts of a resumed run included. The
-    rate's schedule counts updates and does not know the clock: a run that the clock ends has not
-    reached the schedule's end."""
+    rate's schedule counts updates and does not know the clock, so that a run which the clock ends
+    has not reached the schedule's end; with optim.horizon=clock it has."""
     log_every: int
     """Updates of a logged window; what is logged is the mean over its supervised tokens."""
     strategy: str

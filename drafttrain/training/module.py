@@ -77,7 +77,7 @@ class DraftModule(LightningModule):
         self.drafter = drafter
         self.source, self.optim, self.course = source, optim, course
         self.seed, self.log_every = seed, log_every
-        self.rate = optim.resolve(course.updates)
+        self.rate = optim.resolve(course.updates, course.seconds)
         # The place in the run; all of it is in checkpoints.
         self.position = 0
         """Micro-batches that this process has read."""
@@ -108,6 +108,7 @@ class DraftModule(LightningModule):
         """How processes share the drafter while they train it; None: each has all of it."""
         self._optimiser_state: dict[str, Any] | None = None
         self._spoilt_in_a_row = 0
+        self._lr: float | None = None  # of the newest update
         self._began: float | None = None
         self._window = Sums()
         self._read: list[Batch] = []
@@ -172,17 +173,19 @@ class DraftModule(LightningModule):
     def _close_window(self) -> None:
         """Every process comes here after the same micro-batch, whatever it had to learn from."""
         total, count = self._window.values["loss"]
-        late = self.course.seconds is not None and self.seconds >= self.course.seconds
+        seconds = self.seconds
+        late = self.course.seconds is not None and seconds >= self.course.seconds
         words = torch.stack(
             [
                 count.double(),
                 total.double(),
                 total.new_tensor(self.stop_requested),
                 total.new_tensor(late),
+                total.new_tensor(seconds / world_size()),
             ]
         )
         words = over_processes(words)
-        tokens, loss, signals, clocks = words.tolist()
+        tokens, loss, signals, clocks, seconds = words.tolist()
         optimiser = cast(torch.optim.Optimizer, self.optimizers())
         parameters = [p for p in self.parameters() if p.grad is not None]
         if not math.isfinite(loss):
@@ -192,8 +195,9 @@ class DraftModule(LightningModule):
             scale = torch.distributed.get_world_size() / tokens if _several() else 1.0 / tokens
             torch._foreach_mul_([cast(Tensor, p.grad) for p in parameters], scale)
             if (fault := self._clip(parameters)) is None:
+                self._lr = self.optim.lr * self.rate(self.updates, seconds)
                 for group in optimiser.param_groups:
-                    group["lr"] = self.optim.lr * self.rate(self.updates) * group.get("factor", 1.0)
+                    group["lr"] = self._lr * group.get("factor", 1.0)
                 optimiser.step()
                 self.updates += 1
                 self.supervised += tokens
@@ -275,7 +279,7 @@ class DraftModule(LightningModule):
         for place, name in enumerate(names):
             total, count = sums[2 * place], sums[2 * place + 1]
             metrics[f"train/{name}"] = total / count if count else None
-        metrics["train/lr"] = self.optim.lr * self.rate(self.updates - 1)
+        metrics["train/lr"] = self._lr
         metrics["train/epoch"] = self.course.epoch(self.position)
         metrics["train/tokens_per_second"] = sums[-2] / logged.seconds if logged.seconds else None
         metrics["train/feature_share"] = (
@@ -298,7 +302,7 @@ class DraftModule(LightningModule):
 
     # Lightning ------------------------------------------------------------------------------------
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optim.optimiser(self.groups())
+        return self.optim.optimiser(self.groups(), self.drafter)
 
     def groups(self) -> list[dict[str, Any]]:
         """What is trained, as groups of the optimiser; a group's `factor` multiplies its rate."""

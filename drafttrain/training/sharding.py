@@ -110,7 +110,7 @@ def shared_out(state: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict[s
             raise ValueError(f"there is a state of weight {number}, and {len(parameters)} weights")
         parameter = parameters[number]
         found[number] = {
-            name: _share(value, parameter)
+            name: share(value, parameter)
             if isinstance(value, Tensor) and value.shape == parameter.shape
             else value
             for name, value in values.items()
@@ -118,7 +118,8 @@ def shared_out(state: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict[s
     return {**state, "state": found}
 
 
-def _share(value: Tensor, like: Tensor) -> Tensor:
+def share(value: Tensor, like: Tensor) -> Tensor:
+    """This process's share of a complete tensor, as it has one of another of that shape."""
     if not isinstance(like, DTensor):
         return value
     # Every process has read all of it, so nothing is sent.

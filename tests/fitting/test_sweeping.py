@@ -67,6 +67,7 @@ def test_a_sweep_ends_with_a_table_a_page_and_the_best_package(
     [
         "optim.lr=1e-3,2e-2 drafter.regression=10",
         "seed=3,4",
+        "optim=adamw,muon",
         "drafter=eagle1,medusa",
         "data.limit_rows=8,12",
         "trainer.batch_tokens=256,512 optim.warmup=0",

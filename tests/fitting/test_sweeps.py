@@ -46,7 +46,7 @@ def test_words_are_read_as_hydras_basic_sweeper_reads_them() -> None:
         "draft_vocab=0",
         "eval.patience=null",
     )
-    assert chosen("optim=glob(*)") == [("optim=adamw",)]
+    assert chosen("optim=glob(*)") == [("optim=adamw",), ("optim=muon",)]
     assert chosen("drafter=glob([m*,e*],exclude=ensemble)") == [
         ("drafter=eagle1",),
         ("drafter=early_exit",),

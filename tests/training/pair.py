@@ -28,21 +28,29 @@ from drafttrain.training.optim import AdamW
 from drafttrain.training.settings import CheckpointConfig
 from drafttrain.training.trainer import quiet_lightning, trainer_of
 from tests.drafter import make as drafters
-from tests.training.parts import OPTIM, TRAINER, Direct, Fixed, Watch, tiny
+from tests.training import parts
+from tests.training.parts import OPTIM, TRAINER, Direct, Fixed, Watch, optim_of, tiny
 
 KINDS: dict[str, Callable[[Target], Drafter]] = {
     "eagle1": lambda target: drafters.make(Eagle1, target, noise=0.0),
     "medusa": lambda target: drafters.make(Medusa, target, heads=2, own_head=True),
     "ssm": lambda target: drafters.make(Ssm, target, layers=[0], own=["norm"]),
+    "muon": lambda target: drafters.make(Eagle1, target, noise=0.0),
 }
 STEPS, ACCUMULATE, TOKENS = 6, 2, 512
 WORLD = 2
 OPTIMISER = AdamW(**{**OPTIM, "weight_decay": 0.01})
+MUON = "muon"
+"""EAGLE-1 too, trained by Muon."""
 
 
 def made(kind: str, target: Target) -> Drafter:
     torch.manual_seed(0)
     return KINDS[kind](target)
+
+
+def optimiser_of(kind: str) -> AdamW:
+    return optim_of(parts.MUON) if kind == MUON else OPTIMISER
 
 
 def settings_of(steps: int = STEPS, **more: Any) -> TrainerConfig:
@@ -81,8 +89,10 @@ def trained(
     settings = settings_of(**more)
     drafter = made(kind, target)
     sampler = share(data, rank)
-    source = OnlineFeatures(target, drafter.needs, data=data, keep_dtype="float32")
-    module = DraftModule(drafter, source, OPTIMISER, settings.course(sampler))
+    # A row is read in the same company whether a run starts or goes on.
+    groups = [group for r in range(WORLD) for group in share(data, r).batches(0) if group[0] >= 0]
+    source = OnlineFeatures(target, drafter.needs, data=data, groups=groups, keep_dtype="float32")
+    module = DraftModule(drafter, source, optimiser_of(kind), settings.course(sampler))
     stream = Stream(data, sampler, module.course)
     keeper = Keeper(folder, CheckpointConfig(every=None, keep=0), None)
     if resume is not None:
@@ -107,7 +117,7 @@ def go(
     trainer.fit(module, train_dataloaders=stream)
 
 
-FEW = (("eagle1", "ddp"), ("eagle1", "fsdp"), ("medusa", "fsdp"))
+FEW = (("eagle1", "ddp"), ("eagle1", "fsdp"), ("medusa", "fsdp"), (MUON, "fsdp"))
 ALL = tuple((kind, strategy) for kind in KINDS for strategy in ("ddp", "fsdp"))
 
 
@@ -167,6 +177,17 @@ def main(folder: Path, much: str) -> None:
             rank=rank,
             strategy=second,
             resume=begun_run / "last.ckpt",
+        )
+    for number, stop in enumerate((3, None)):
+        trained(
+            MUON,
+            target,
+            data,
+            folder / f"{MUON}-part-{number}",
+            rank=rank,
+            strategy="fsdp",
+            stop=stop,
+            resume=folder / f"{MUON}-part-0" / "last.ckpt" if number else None,
         )
     for strategy in ("ddp", "fsdp"):
         spoilt_on_one(folder, target, data, rank, strategy)

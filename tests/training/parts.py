@@ -29,7 +29,7 @@ from drafttrain.training.course import Course, Stream, TrainerConfig
 from drafttrain.training.decode_callback import DecodeCallback, EvalConfig, Evaluated
 from drafttrain.training.keeper import Keeper
 from drafttrain.training.module import DraftModule
-from drafttrain.training.optim import AdamW
+from drafttrain.training.optim import AdamW, Muon
 from drafttrain.training.settings import CheckpointConfig
 from drafttrain.tree.topology import Tree
 from tests.drafter import make as drafters
@@ -59,6 +59,14 @@ OPTIM: dict[str, Any] = {
     "clip_norm": 1.0,
     "clip_value": None,
 }
+MUON: dict[str, Any] = {
+    "rest_factor": 1.0,
+    "matrix_decay": 0.1,
+    "momentum": 0.95,
+    "ns_steps": 5,
+    "adjust_lr_fn": "match_rms_adamw",
+}
+"""What Muon has in addition."""
 EVAL: dict[str, Any] = {
     "every": 2,
     "prompts": 3,
@@ -113,6 +121,12 @@ def tiny() -> Target:
 def drafter_of(target: Target, **settings: Any) -> Eagle1:
     torch.manual_seed(0)
     return drafters.make(Eagle1, target, **settings)
+
+
+def optim_of(settings: Mapping[str, Any] | None) -> AdamW:
+    """The optimiser of some settings, Muon where they have Muon's."""
+    given = {**OPTIM, **(settings or {})}
+    return Muon(**given) if "momentum" in given else AdamW(**given)
 
 
 class Memory(Logger):
@@ -188,12 +202,7 @@ def module_for(
     drafter = drafter or drafter_of(target, noise=noise)
     source = OnlineFeatures(target, drafter.needs, data=data, groups=sampler.batches(0))
     module = DraftModule(
-        drafter,
-        source,
-        AdamW(**{**OPTIM, **(optim or {})}),
-        course,
-        seed=0,
-        log_every=settings.log_every,
+        drafter, source, optim_of(optim), course, seed=0, log_every=settings.log_every
     )
     return module, Stream(data, sampler, course)
 

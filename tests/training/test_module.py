@@ -3,6 +3,7 @@ never on none at all."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from typing import Any
@@ -179,6 +180,47 @@ def test_rate_settings_that_need_a_length_are_refused() -> None:
         AdamW(**OPTIM | {"schedule": "cos"})
     with pytest.raises(InputError, match=said("training.endless")):
         TrainerConfig(**TRAINER | {"max_steps": None})
+
+
+# The kind: a run that the clock ends stops in the middle of its schedule, or has none. Neighbours:
+# warm-up in updates and as a share, an end by updates that comes first, parts of a resumed run.
+def test_a_schedule_by_the_clock_ends_with_the_run() -> None:
+    settings = OPTIM | {"horizon": "clock", "warmup": 0.1, "schedule": "linear", "end_factor": 0.0}
+    with pytest.raises(InputError, match=r"optim\.horizon=clock .* give trainer\.max_minutes"):
+        AdamW(**settings).resolve(100)
+    rate = AdamW(**settings).resolve(None, 200.0)
+    assert [rate(7, at) for at in (10, 20, 110, 200, 300)] == pytest.approx([0.5, 1, 0.5, 0, 0])
+    cosine = AdamW(**settings | {"schedule": "cosine", "end_factor": 0.2}).resolve(None, 200.0)
+    assert cosine(0, 110) == pytest.approx(0.6) and cosine(0, 201) == pytest.approx(0.2)
+    by_updates = AdamW(**settings).resolve(10, 200.0)
+    assert [by_updates(n, 30.0) for n in (0, 4, 9)] == pytest.approx([17 / 18, 5 / 9, 0])
+    counted = AdamW(**settings | {"warmup": 4}).resolve(None, 200.0)
+    assert [counted(n, 50.0) for n in (0, 1, 3, 9)] == pytest.approx([0.25, 0.5, 0.75, 0.75])
+    constant = AdamW(**settings | {"schedule": "constant"}).resolve(None, 200.0)
+    assert [constant(0, at) for at in (10, 20, 200)] == pytest.approx([0.5, 1, 1])
+    assert rate.shortfall(None) == by_updates.shortfall(10) == ""
+    assert rate.facts()["clock"] == 200.0
+    assert "clock" not in AdamW(**OPTIM).resolve(9, 200.0).facts()
+    for odd in ("hour", 0, [1]):
+        with pytest.raises(InputError, match=r"optim\.horizon=.* or clock for the end of"):
+            AdamW(**OPTIM | {"horizon": odd})
+
+
+def test_a_run_follows_the_clock_that_it_had_in_all_its_parts(
+    target: Target, data: ConversationData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reading of the clock is a second later than the one before."""
+    optim = {"horizon": "clock", "warmup": 0, "schedule": "linear", "end_factor": 0.0}
+    module, stream = module_for(data, target, optim=optim, max_steps=None, max_minutes=0.5)
+    module.seconds_before = 15.0
+    ticks = itertools.count()
+    monkeypatch.setattr("drafttrain.training.module.time.monotonic", lambda: next(ticks))
+    watch, logger = Watch(), Memory()
+    fit(module, stream, watch, logger=logger)
+    assert module.stopped == "time" and module.seconds_before >= 30
+    assert 0.3 < watch.rates[0] / OPTIM["lr"] < 0.5 and watch.rates[-1] == 0.0
+    assert all(a > b for a, b in itertools.pairwise(watch.rates))
+    assert set(logger.values("train/lr").values()) <= set(watch.rates)
 
 
 # The kind: a schedule that teaches little or nothing, of which nobody is warned. Neighbours: one

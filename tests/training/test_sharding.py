@@ -54,7 +54,7 @@ def single(
     course = Course(
         batches=pair.WORLD * length, accumulate=pair.WORLD * pair.ACCUMULATE, steps=steps
     )
-    module = DraftModule(drafter, source, pair.OPTIMISER, course)
+    module = DraftModule(drafter, source, pair.optimiser_of(kind), course)
     fit(module, Fixed([data.batch(places) for part in parts for places in part], course))
     return module
 
@@ -68,10 +68,26 @@ def close(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e
             torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance * size)
 
 
+def close_for_their_way(
+    found: dict[str, Any], expected: dict[str, Any], start: dict[str, Any]
+) -> None:
+    """Muon rounds to bfloat16, where a gradient's last bit can make a step of another one."""
+    assert found.keys() == expected.keys()
+    for name, first in start.items():
+        if first.is_floating_point():
+            mine, other = found[f"drafter.{name}"], expected[f"drafter.{name}"]
+            went = float((other - first).norm())
+            assert went > 0 and float((mine - other).norm()) < 0.01 * went, name
+
+
 def check_weights(kind: str, strategy: str, folder: Path, target: Target) -> None:
     module = single(kind, target, ConversationData(folder / "set"))
     state = read_checkpoint(folder / f"{kind}-{strategy}" / "last.ckpt")
-    close(state["weights"], {name: value.detach() for name, value in module.state_dict().items()})
+    expected = {name: value.detach() for name, value in module.state_dict().items()}
+    if kind == pair.MUON:
+        close_for_their_way(state["weights"], expected, pair.made(kind, target).state_dict())
+    else:
+        close(state["weights"], expected)
     assert state["progress"]["updates"] == pair.STEPS == module.updates
     assert state["progress"]["supervised"] == module.supervised > 0
     for rank in range(2):
@@ -140,6 +156,21 @@ def test_checkpoints_are_of_one_form_and_a_run_goes_on_by_the_other_strategy(few
 
 
 @pytest.mark.processes
+def test_muon_goes_on_bit_for_bit_with_shared_matrices(few: Path) -> None:
+    calm, stopped, ended = (
+        read_checkpoint(few / f"{pair.MUON}-{name}" / "last.ckpt")
+        for name in ("fsdp", "part-0", "part-1")
+    )
+    assert 3 <= stopped["progress"]["updates"] < ended["progress"]["updates"] == pair.STEPS
+    assert same(ended["weights"], calm["weights"])
+    moments, others = (one["optimiser"]["state"] for one in (ended, calm))
+    assert moments.keys() == others.keys()
+    assert all(same(values, others[number]) for number, values in moments.items())
+    kept = [set(values) for values in moments.values()]
+    assert {"momentum_buffer"} in kept and {"step", "exp_avg", "exp_avg_sq"} in kept
+
+
+@pytest.mark.processes
 def test_a_process_without_labels_hangs_nobody(target: Target, few: Path) -> None:
     check_masked("fsdp", few, target)
 
@@ -161,7 +192,8 @@ def test_every_drafter_by_every_strategy(target: Target, every: Path) -> None:
     for kind, strategy in pair.ALL:
         check_weights(kind, strategy, every, target)
     for kind in pair.KINDS:
-        check_forms(kind, every)
+        if kind != pair.MUON:
+            check_forms(kind, every)
     for first, second in (("ddp", "fsdp"), ("fsdp", "ddp")):
         check_going_on(first, second, every)
         check_masked(first, every, target)
