@@ -59,6 +59,9 @@ BASE = "eagle1"
 """The family that the others are compared with."""
 FAMILIES: dict[str, tuple[str, ...]] = {
     BASE: ("experiment=eagle1",),
+    "hass": ("experiment=eagle1", "drafter.steps=3", "drafter.topk_weight=1.0"),
+    "eagle3": ("experiment=eagle3",),
+    "mtp": ("experiment=mtp",),
     # Five heads fill the static tree.
     "medusa": ("experiment=medusa1", "drafter.heads=5", "drafter.blocks=2"),
     # Three times as many parameters: a head's first layer reads all tokens before its own.
