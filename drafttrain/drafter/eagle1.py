@@ -278,26 +278,27 @@ class Eagle1(BorrowsHead, Autoregressive):
             return
         if generator is not None and given.noise:
             inputs = inputs + self._noise(inputs, batch, generator)
+
+        def step(
+            hidden: Tensor, tokens: Tensor, positions: Tensor, cache: Unrolled
+        ) -> tuple[Tensor, Tensor]:
+            mask = cache.mask(rows, device)
+            out = self(hidden, ids[:, tokens], positions, mask, cache)
+            return out, out
+
+        def recall(hidden: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+            x, _, rotary = self._inputs(hidden, ids[:, tokens], positions)
+            return keys_and_values(self.layer, x, rotary)
+
         yield from unroll(
-            self._step,
+            step,
             inputs,
-            ids,
             batch.positions.to(device)[:, :rows],
             given.steps,
             first=mask_of(batch.packing, rows, device),
             detach=given.detach,
-            recall=self._recall if given.backward_each_step else None,
+            recall=recall if given.backward_each_step else None,
         )
-
-    def _step(
-        self, hidden: Tensor, tokens: Tensor, positions: Tensor, cache: Unrolled
-    ) -> tuple[Tensor, Tensor]:
-        out = self(hidden, tokens, positions, cache.mask(hidden.shape[1], hidden.device), cache)
-        return out, out
-
-    def _recall(self, hidden: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        x, _, rotary = self._inputs(hidden, tokens, positions)
-        return keys_and_values(self.layer, x, rotary)
 
     def _hass(self, batch: Batch, features: Features, generator: torch.Generator | None) -> Loss:
         assert features.last_hidden is not None

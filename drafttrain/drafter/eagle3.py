@@ -37,7 +37,7 @@ from drafttrain.nn.isolation import mask_of
 from drafttrain.nn.mixture import Mixture, is_best, mixed_rows, no_goal, teacher_goal
 from drafttrain.nn.plain import plain_config, plain_rotary
 from drafttrain.nn.unrolled import MOST_STEPS, Unrolled, at_labels, unroll
-from drafttrain.nn.widened import WidenedLayer, norm
+from drafttrain.nn.widened import ByToken, WidenedLayer, norm
 from drafttrain.target.model import Target
 from drafttrain.tree.candidates import Candidates
 
@@ -254,14 +254,32 @@ class Eagle3(BorrowsHead, Autoregressive):
             mask: (b 1 s t) bool; None is causal.
         Returns: (b s d) what the head reads, (b s d) what the next step reads.
         """
-        x = hidden.to(self.dtype)
-        embedded = self.target.embed(tokens.to(self.target.device)).to(x)
+        hidden = hidden.to(self.dtype)
+        return self._run(hidden, self._embedded(tokens, hidden), positions, mask, cache)
+
+    def _embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
+        return self.target.embed(tokens.to(self.target.device)).to(like)
+
+    def _run(
+        self,
+        x: Tensor,
+        embedded: Tensor | ByToken,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: KVCache | Unrolled | None,
+    ) -> tuple[Tensor, Tensor]:
         positions = positions.expand(x.shape[0], -1).clamp_max(self.target.context - 1)
         rotary = self._rotary(x, position_ids=positions)
         for layer in self.layers:
             x = layer(x, embedded, rotary, mask, cache)
         out = self.norm(x)
         return out, out if self.config.norm_output else x
+
+    @property
+    def _first(self) -> WidenedLayer:
+        first = self.layers[0]
+        assert isinstance(first, WidenedLayer)
+        return first
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(... d) what the head reads -> (... w)."""
@@ -287,19 +305,19 @@ class Eagle3(BorrowsHead, Autoregressive):
         rows = max(ids.shape[1] - 2, 0)
         hidden = self.fuse({tap: features.layers[tap][:, :rows] for tap in self.taps})
         positions = batch.positions.to(device)[:, :rows]
+        steps = [hidden] * count
         if rows:
+            by_token = self._first.by_token(self._embedded(ids, hidden))
+
+            def step(
+                hidden: Tensor, tokens: Tensor, positions: Tensor, cache: Unrolled
+            ) -> tuple[Tensor, Tensor]:
+                return self._run(hidden, by_token.at(tokens), positions, None, cache)
+
             first = mask_of(batch.packing, rows, device)
-            steps = list(unroll(self._step, hidden, ids, positions, count, first=first))
-        else:
-            steps = [hidden] * count
+            steps = list(unroll(step, hidden, positions, count, first=first))
         read = [at_labels(out, labels.where, step) for step, out in enumerate(steps)]
         return torch.stack(read, 1), labels
-
-    def _step(
-        self, hidden: Tensor, tokens: Tensor, positions: Tensor, cache: Unrolled
-    ) -> tuple[Tensor, Tensor]:
-        out: tuple[Tensor, Tensor] = self(hidden, tokens, positions, None, cache)
-        return out
 
     def loss(
         self, batch: Batch, features: Features, *, generator: torch.Generator | None = None

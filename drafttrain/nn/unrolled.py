@@ -33,8 +33,8 @@ MOST_STEPS = 64
 Entries = tuple[Tensor, Tensor]
 """Keys and values of one step, (b h r e) each."""
 Step = Callable[[Tensor, Tensor, Tensor, "Unrolled"], tuple[Tensor, Tensor]]
-"""(b r d) hidden, (b r) tokens, (b|1 r) positions, entries of earlier steps -> (b r d) what the
-head reads, (b r d) what the next step reads."""
+"""(b r d) hidden, (r) places of the tokens, (b|1 r) positions, entries of earlier steps -> (b r d)
+what the head reads, (b r d) what the next step reads."""
 Recall = Callable[[Tensor, Tensor, Tensor], Entries]
 """The first three of these -> the entries that the step made of them."""
 
@@ -119,7 +119,6 @@ class Unrolled(Cache):
 def unroll(
     step: Step,
     hidden: Tensor,
-    ids: Tensor,
     positions: Tensor,
     count: int,
     *,
@@ -130,8 +129,7 @@ def unroll(
     """What the head reads of each step, (b r d), by the table above.
 
     Args:
-        hidden: (b r d) of rows 0..r-1 at step 0.
-        ids: (b s) int64 the text, s > r.
+        hidden: (b r d) of rows 0..r-1 at step 0; the text has r + 2 tokens.
         positions: (b|1 r) of the rows at step 0.
         count: J.
         first: see `Unrolled`.
@@ -141,11 +139,11 @@ def unroll(
             graph of another one; needs `detach`.
     """
     cache, rows = Unrolled(first), hidden.shape[1]
-    places = torch.arange(1, rows + 1, device=ids.device)
+    places = torch.arange(1, rows + 1, device=hidden.device)
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
     for j in range(count):
         # A row whose token is beyond the end has no label either.
-        tokens = ids[:, (places + j).clamp_max(ids.shape[1] - 1)]
+        tokens = (places + j).clamp_max(rows + 1)
         if recall is not None:
             cache.entries = {0: [recall(*given) for given in seen]}
             seen.append((hidden, tokens, positions + j))

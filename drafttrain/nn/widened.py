@@ -4,7 +4,7 @@ engines load them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from drafttrain.nn.unrolled import Unrolled
 
 
 class Attention(nn.Module):
-    """(b s reads) -> (b s d), with rotary positions.
+    """Queries, keys and values of (b s reads), and (b s d) of these, with rotary positions.
 
     Args:
         number: of its entries in a cache.
@@ -30,6 +30,7 @@ class Attention(nn.Module):
         e: int = config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.number, self.head_width = number, e
+        self.widths = [heads * e, kv_heads * e, kv_heads * e]
         self.q_proj = nn.Linear(reads, heads * e, bias=False)
         self.k_proj = nn.Linear(reads, kv_heads * e, bias=False)
         self.v_proj = nn.Linear(reads, kv_heads * e, bias=False)
@@ -37,12 +38,20 @@ class Attention(nn.Module):
         self.q_norm: nn.Module = norm(config, e) if qk_norm else nn.Identity()
         self.k_norm: nn.Module = norm(config, e) if qk_norm else nn.Identity()
 
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(b s reads) -> (b s (h e)) queries, (b s (h' e)) keys, values."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
     def forward(
-        self, x: Tensor, rotary: Any, mask: Tensor | None, cache: KVCache | Unrolled | None
+        self,
+        projected: tuple[Tensor, Tensor, Tensor],
+        rotary: Any,
+        mask: Tensor | None,
+        cache: KVCache | Unrolled | None,
     ) -> Tensor:
         q, k, v = (
-            part(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # b s (h e) -> b h s e
-            for part in (self.q_proj, self.k_proj, self.v_proj)
+            part.unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # b s (h e) -> b h s e
+            for part in projected
         )
         q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), *rotary)
         if isinstance(cache, Unrolled):
@@ -72,6 +81,20 @@ class Mlp(nn.Module):
         return out
 
 
+class ByToken(NamedTuple):
+    """The embeddings' part in queries, keys and values, side by side: of a token it is the same in
+    every step of an unrolled pass."""
+
+    made: Tensor
+    """(b s o)"""
+    rest: Tensor
+    """(o d) weights of the other part."""
+
+    def at(self, places: Tensor) -> ByToken:
+        """(r) places of the tokens -> those of these."""
+        return ByToken(self.made[:, places], self.rest)
+
+
 class WidenedLayer(nn.Module):
     """A layer of a draft stack. The first reads [input_layernorm(embedding); hidden_norm(x)], the
     others input_layernorm(x), as Llama's do. The residual stream is that of x only.
@@ -95,10 +118,18 @@ class WidenedLayer(nn.Module):
         self.mlp = Mlp(d, config.intermediate_size)
         self.norm_before_residual = norm_before_residual
 
+    def by_token(self, embedded: Tensor) -> ByToken:
+        """Of (b s d) embeddings; by the first layer."""
+        parts = (self.self_attn.q_proj, self.self_attn.k_proj, self.self_attn.v_proj)
+        weight = torch.cat([part.weight for part in parts])
+        d = embedded.shape[-1]
+        made = functional.linear(self.input_layernorm(embedded), weight[:, :d])
+        return ByToken(made, weight[:, d:])
+
     def forward(
         self,
         x: Tensor,
-        embedded: Tensor,
+        embedded: Tensor | ByToken,
         rotary: Any,
         mask: Tensor | None = None,
         cache: KVCache | Unrolled | None = None,
@@ -106,18 +137,27 @@ class WidenedLayer(nn.Module):
         """(b s d) -> (b s d).
 
         Args:
-            embedded: (b s d) of the tokens; read by the first layer.
+            embedded: (b s d) of the tokens, or what `by_token` made of them; read by the first
+                layer.
             rotary: embeddings of the positions.
             mask: (b 1 s t) bool, true = may be read; None is causal. An `Unrolled` has its own.
             cache: to which keys and values are added.
         """
+        attention = self.self_attn
         if self.hidden_norm is None:
-            read = self.input_layernorm(x)
+            projected = attention.project(self.input_layernorm(x))
         else:
             normed = self.hidden_norm(x)
-            read = torch.cat((self.input_layernorm(embedded), normed), -1)
+            if isinstance(embedded, ByToken):
+                q, k, v = (embedded.made + functional.linear(normed, embedded.rest)).split(
+                    attention.widths, -1
+                )
+                projected = q, k, v
+            else:
+                read = torch.cat((self.input_layernorm(embedded), normed), -1)
+                projected = attention.project(read)
             x = normed if self.norm_before_residual else x
-        x = x + self.self_attn(read, rotary, mask, cache)
+        x = x + attention(projected, rotary, mask, cache)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 

@@ -58,20 +58,16 @@ def test_both_ways_to_read_are_one(kv_heads: int, joined: bool) -> None:
 
 
 def test_rows_stay_and_tokens_and_positions_move() -> None:
-    ids, positions = torch.tensor([[10, 11, 12, 13, 14, 15]]), torch.arange(4)[None]
+    positions = torch.arange(4)[None]  # of a text of six tokens
     seen = []
 
     def step(hidden, tokens, places, _cache):
-        seen.append((hidden.flatten().tolist(), tokens[0].tolist(), places[0].tolist()))
+        seen.append((hidden.flatten().tolist(), tokens.tolist(), places[0].tolist()))
         return hidden * 10, hidden + 1
 
-    outs = list(unroll(step, torch.zeros(1, 4, 1), ids, positions, 3))
+    outs = list(unroll(step, torch.zeros(1, 4, 1), positions, 3))
     # The last row of steps 1 and 2 has no token left, nor a label.
-    assert [tokens for _, tokens, _ in seen] == [
-        [11, 12, 13, 14],
-        [12, 13, 14, 15],
-        [13, 14, 15, 15],
-    ]
+    assert [tokens for _, tokens, _ in seen] == [[1, 2, 3, 4], [2, 3, 4, 5], [3, 4, 5, 5]]
     assert [places for *_, places in seen] == [[0, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5]]
     assert [hidden[0] for hidden, *_ in seen] == [0.0, 1.0, 2.0]
     assert [float(out[0, 0, 0]) for out in outs] == [0.0, 10.0, 20.0]
