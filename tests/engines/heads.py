@@ -13,6 +13,7 @@ from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.eagle1 import Eagle1
 from drafttrain.drafter.eagle3 import Eagle3
 from drafttrain.drafter.medusa import Medusa
+from drafttrain.drafter.mtp import Mtp
 from drafttrain.drafter.ssm import Ssm
 from drafttrain.flow import Batch
 from drafttrain.target.model import Target
@@ -34,7 +35,7 @@ EAGLE3: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Layers read and vocabularies, and all that engines compute by a setting."""
-KINDS = ("Eagle1", "Medusa", "Ssm", *EAGLE3)
+KINDS = ("Eagle1", "Medusa", "Mtp", "Ssm", *EAGLE3)
 LEARNED = 4
 """Answers of a job's that are learned; the others are new to the drafter."""
 STEPS = 100
@@ -75,6 +76,8 @@ def made(kind: str, target: Target, words: list[int]) -> tuple[Drafter, float]:
         ), 3e-3
     if kind in EAGLE3:
         return drafters.make(Eagle3, target, **{**settings, "steps": 2, **EAGLE3[kind]}), 1e-3
+    if kind == "Mtp":
+        return drafters.make(Mtp, target, **settings), 1e-3
     if kind == "Medusa":
         return drafters.make(Medusa, target, heads=3, **settings), 2e-3
     return drafters.make(Ssm, target, layers=[0, 1, 29], **settings), 5e-4

@@ -363,9 +363,6 @@ FAULTS: dict[str, tuple[str, Edit, str, bool]] = {
     "no layers in EAGLE": ("eagle", layers(DROP, DROP, 3), "layers-missing", False),
     "one convention in EAGLE": ("eagle", layers([2, 4, 5], DROP, 3), "layers-one-convention",
         False),
-    "no states in EAGLE": (
-        "eagle", config(eagle_config__use_aux_hidden_state=False), "states-needed", True,
-    ),
     "no states, but fc": (
         "vllm", config(eagle_config__use_aux_hidden_state=False), "tensor-unknown", True,
     ),
@@ -538,7 +535,6 @@ EARLY: dict[str, tuple[Edit, str]] = {
     "a layer below all": (layers([-1, 4, 5], [-2, 3, 4], 3), "layers-out-of-range"),
     "layers in words": (layers("all", DROP, 3), "layers-value"),
     "drafts in parallel": (put("mask_hidden", 1, 1, 192), "parallel-drafting"),
-    "captures nothing": (config(eagle_config__use_aux_hidden_state=False), "states-needed"),
     "a part lost": (drop("midlayer.self_attn.q_proj.weight"), "tensor-missing"),
     "a stranger": (put("verifier_norm.weight", 64), "tensor-unknown"),
     "norms unsaid": (config(fc_norm=False), "norms-undeclared"),
@@ -590,6 +586,10 @@ def test_what_an_export_says_of_itself_must_be_what_its_config_says(
 
 NESTED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "the order of norms": (config(norm_before_residual=DROP), r"\[norm-order-unsaid\]"),
+    "no states": (
+        config(transformer_layer_config__eagle_config={"use_aux_hidden_state": False}),
+        r"\[states-needed\]",
+    ),
     "no block": (config(transformer_layer_config="llama"), "transformer_layer_config"),
     "P-EAGLE": (config(speculators_model_type="peagle"), "of type peagle"),
 }

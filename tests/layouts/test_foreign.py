@@ -357,7 +357,7 @@ def test_an_embedding_that_cannot_be_compared(tmp_path: Path) -> None:
     assert names(path, "vllm") == {"embedding-shipped": False}
 
 
-@pytest.mark.parametrize("kind", ["dflash", "mtp", "speculators peagle", "speculators dflash"])
+@pytest.mark.parametrize("kind", ["dflash", "speculators peagle", "speculators dflash"])
 def test_what_is_no_drafter_here_is_not_taken_over(kind: str, tmp_path: Path, target: Any) -> None:
     with pytest.raises(InputError, match=said("layouts.not-taken-over")):
         read_back(MAKERS[kind](tmp_path / "head"), target)

@@ -51,11 +51,6 @@ def check(inspection: Inspection[Reads], width: int) -> int:
     """
     config = inspection.config
     if not captures(config):
-        if inspection.reads.needs_states:
-            inspection.add(
-                "states-needed",
-                f"use_aux_hidden_state is false: {inspection.engine.title} always captures states",
-            )
         return 0
     states = _states(inspection, width)
     check_layers(inspection, config.get(KEY), inner(config).get(KEY), states)

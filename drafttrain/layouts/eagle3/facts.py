@@ -52,8 +52,6 @@ class Reads(Reading):
     """Does it build one layer whatever num_hidden_layers says?"""
     first_layer: str = ""
     """The one name of the first layer that it knows; none: it knows both."""
-    needs_states: bool = False
-    """Does it capture states always?"""
     ropes: tuple[str, ...] | None = None
     """Types of RoPE that it has; scaled ones only with the base that it falls back to."""
     nests_block: bool = False
@@ -101,7 +99,6 @@ READINGS: dict[Engine, Reads] = {
         parallel=False,
         one_layer=True,
         first_layer=NAMED,
-        needs_states=True,
         ropes=("default", "linear"),
         notes=(
             "EAGLE's loader looks into model.safetensors.index.json of the target, which one in "
