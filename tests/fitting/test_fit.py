@@ -87,7 +87,7 @@ def test_every_experiment_fits_and_packages(
     )
     rows = read_metrics(run / "metrics.csv")
     assert [row["step"] for row in rows] == [1, 2, 3] and all("train/loss" in row for row in rows)
-    assert all("val/tau" in row and "sim/tau" in row for row in rows[1:])
+    assert all("val/tau" in row and "sim/forced_tau" in row for row in rows[1:])
     metrics = json.loads((run / "package" / "metrics.json").read_text())
     assert len(metrics["rows"]) > 1 and all(row["tau"] >= 1 for row in metrics["rows"])
     assert {row["measured"] for row in metrics["rows"]} == {"acceptance", "speed"}

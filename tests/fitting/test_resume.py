@@ -338,6 +338,8 @@ def test_a_best_that_is_lost_is_said_and_its_figure_not_lent(
     folder: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "checkpoints" / "best.ckpt").unlink()
+    for numbered in (run / "checkpoints").glob("update-*.ckpt"):
+        numbered.unlink()
     said = resumed(capsys, folder, run, "last")
     assert "best.ckpt is lost, and the best was val/tau" in said
     assert "uses last.ckpt of update 4 fit:" in said  # And no figure with it.
