@@ -40,7 +40,7 @@ from drafttrain.flow import Batch, Features, Loss, Needs
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.isolation import mask_of
 from drafttrain.nn.layers import new_rotary
-from drafttrain.nn.mixture import Mixture, mixed_rows, no_goal, teacher_goal
+from drafttrain.nn.mixture import Mixture, is_best, mixed_rows, no_goal, teacher_goal
 from drafttrain.nn.native import NativeModule
 from drafttrain.nn.plain import plain_config
 from drafttrain.nn.unrolled import MOST_STEPS, Unrolled, at_labels, unroll
@@ -253,6 +253,7 @@ class Mtp(BorrowsHead, Autoregressive):
             self.logits,
             self.mixture.terms,
             goal=goal,
+            note=is_best,
             weights=labels.valid * torch.tensor(self.config.step_weights, device=self.device),
             valid=labels.valid,
             trained=[] if self.lm_head is None else [self.lm_head.weight],
@@ -260,7 +261,7 @@ class Mtp(BorrowsHead, Autoregressive):
         )
         sums, count = found.sums.sum(0).unbind(), labels.valid.sum().float()
         parts = {name: (one, count) for name, one in zip(self.mixture.names, sums, strict=True)}
-        parts |= accuracies(self, found.noted, labels)
+        parts |= accuracies(found.noted, labels)
         return Loss(found.total.float(), parts["accuracy"][1], parts)
 
     @torch.no_grad()
