@@ -17,7 +17,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from drafttrain.evaluating.answering import replays_for
 from drafttrain.evaluating.asked import check_settings
 from drafttrain.wiring.doors import door
 
@@ -28,6 +27,7 @@ if __name__ == "__main__":
 from drafttrain import checks
 from drafttrain.decoding.replaying import refuse_unread
 from drafttrain.decoding.speculator import Speculator
+from drafttrain.evaluating.answering import replays_for
 from drafttrain.evaluating.comparing import filled_trees, warn_of_length
 from drafttrain.evaluating.measuring import changed, exact, measure, settings_of
 from drafttrain.evaluating.parity import parity

@@ -23,7 +23,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from drafttrain.asking.report import check_settings, listed
-from drafttrain.evaluating.answering import replays_for
 from drafttrain.wiring.doors import door
 
 DOOR = door("report", text=("runs", "prompts"), check=check_settings)
@@ -39,6 +38,7 @@ from drafttrain.decoding.replaying import Replays, obstacle
 from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
 from drafttrain.errors import InputError, writing
+from drafttrain.evaluating.answering import replays_for
 from drafttrain.files import write_json
 from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.collection import (

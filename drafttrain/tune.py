@@ -20,7 +20,6 @@ from typing import Any
 from omegaconf import DictConfig
 
 from drafttrain.asking.tune import Asked, check_settings
-from drafttrain.evaluating.answering import replays_for
 from drafttrain.wiring.doors import door
 
 DOOR = door("tune", text=("prompts",), check=check_settings)
@@ -37,6 +36,7 @@ from drafttrain.decoding.speculator import Speculator
 from drafttrain.drafter.base import Drafter
 from drafttrain.drafter.ensemble import Ensemble
 from drafttrain.errors import InputError
+from drafttrain.evaluating.answering import replays_for
 from drafttrain.files import write_json
 from drafttrain.nn.sampling import Policy
 from drafttrain.packaging.decoding import fit, read_plan

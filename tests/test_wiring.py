@@ -899,7 +899,7 @@ def test_a_reference_to_nothing_is_one_line(
         (["+target.template.tools=[{name: '${oc.env:OWN_KEY}'}]"], "tools.name=.*: reads the env"),
         (["run_dir=${oc.env:OWN_KEY}", "+target.template.x=${run_dir}"], "x=.*: reads the env"),
         (["+target.template.api_key=abc"], "target.template.api_key is a secret by its name"),
-        (["+target.template.bos_token=abc", "+target.template.x=${seed}"], ""),
+        (["+target.template.bos_token=abc", "+target.template.x=${target.device}"], ""),
     ],
 )
 @pytest.mark.parametrize("door", ["fit", "synthesize"])

@@ -205,8 +205,9 @@ class Mtp(BorrowsHead, Autoregressive):
             hidden = hidden.clone()  # Such a tensor cannot be kept for the way back.
 
         def step(
-            hidden: Tensor, tokens: Tensor, positions: Tensor, earlier: Unrolled
+            hidden: Tensor, places: Tensor, positions: Tensor, earlier: Unrolled
         ) -> tuple[Tensor, Tensor]:
+            tokens = ids[:, places]
             if self.config.attention == TTT:
                 out = self(hidden, tokens, positions, cache=earlier)
             else:
@@ -217,7 +218,6 @@ class Mtp(BorrowsHead, Autoregressive):
             unroll(
                 step,
                 hidden,
-                ids,
                 batch.positions.to(self.device)[:, :rows],
                 self.config.steps,
                 first=first,

@@ -83,7 +83,7 @@ def test_alignment_of_five_prompt_and_four_answer_tokens(monkeypatch):
         seen.append((hidden[0], tokens[0].tolist(), positions[0].tolist(), out[0]))
         return out
 
-    def judge(read, labels, head, terms, *, goal, weights, valid, trained, chunk):
+    def judge(read, labels, head, terms, *, goal, note, weights, valid, trained, chunk):
         judged.update(read=read, valid=valid, weights=weights, labels=labels, goal=goal)
         return mixed_rows(
             read,
@@ -91,6 +91,7 @@ def test_alignment_of_five_prompt_and_four_answer_tokens(monkeypatch):
             head,
             terms,
             goal=goal,
+            note=note,
             weights=weights,
             valid=valid,
             trained=trained,
