@@ -127,7 +127,7 @@ def test_loss_and_gradients_are_those_of_a_plain_loop_over_rows_and_steps(flags:
     """With soft labels p_{i+1+j}, the mask of the label x_{i+2+j}, and a decay by step."""
     drafter = make(steps=3, step_decay=0.5, chunk=4, **FLAGS[flags]).double()
     parameters = [p for p in drafter.parameters() if p.requires_grad]
-    rows = rows_of(9, 2, 6)
+    rows = rows_of(7, 4, 6, 2)  # joined: the first two, the others
     expected, count, hits = torch.zeros((), dtype=torch.float64), 0, [0, 0, 0]
     for ids, mask, _ in rows:
         batch = collate([(ids, mask, 0)])
@@ -280,6 +280,41 @@ def test_sampled_text_has_the_targets_distribution(tree: Tree) -> None:
 
 
 # Its parts ----------------------------------------------------------------------------------------
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("output", [False, True])
+def test_a_step_is_the_published_formula(output: bool, residual: bool) -> None:
+    """By hand, for one place: attention to itself only returns its value."""
+    drafter = make(norm_output=output, norm_before_residual=residual, fc_norm=True).double()
+    w = {name: value.double() for name, value in drafter.state_dict().items()}
+    layers = {
+        tap: torch.randn(
+            1, 1, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(tap)
+        )
+        for tap in drafter.taps
+    }
+    taps = [rms(layers[tap], w[f"fc_norm.{j}.weight"]) for j, tap in enumerate(drafter.taps)]
+    g = torch.cat(taps, -1) @ w["fc.weight"].T
+    token = torch.tensor([[7]])
+    layer = {n.removeprefix("layers.0."): value for n, value in w.items() if "layers.0." in n}
+    e = drafter.target.embedding.weight[token].double()
+    normed = rms(g, layer["hidden_norm.weight"])
+    u = torch.cat((rms(e, layer["input_layernorm.weight"]), normed), -1)
+    v = (u @ layer["self_attn.v_proj.weight"].T).view(1, 1, 2, 16)
+    read = v.repeat_interleave(2, 2).reshape(1, 1, 64)
+    r = (normed if residual else g) + read @ layer["self_attn.o_proj.weight"].T
+    x = rms(r, layer["post_attention_layernorm.weight"])
+    gate, up = (x @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    a = r + (torch.nn.functional.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
+    out, fed = drafter(drafter.fuse(layers), token, torch.zeros(1, 1, dtype=torch.int64))
+    torch.testing.assert_close(drafter.fuse(layers), g)
+    torch.testing.assert_close(out, rms(a, w["norm.weight"]))
+    torch.testing.assert_close(fed, out if output else a)
+
+
 def test_names_and_shapes_are_those_that_engines_load() -> None:
     drafter = make(fc_norm=True, qk_norm=True, draft_ids=list(range(100)))
     two = make(**FLAGS["two layers"], mlp=32, heads=2, own_head=False).state_dict()
@@ -321,6 +356,9 @@ def test_it_starts_with_the_targets_norm_and_head(family: str) -> None:
     else:
         scaled = {"logits_scaling": 8.0} if family == "granite" else {}
         target = Target(model_of(family, "sdpa", **scaled), None, "tiny")
+    if family != "phi":
+        with torch.no_grad():
+            getattr(target.base, target.norm_name).weight.add_(torch.linspace(0, 1, target.width))
     own, borrowed = (drafters.make(Eagle3, target, own_head=own) for own in (True, False))
     x = torch.randn(3, target.width, generator=torch.Generator().manual_seed(0))
     if family == "phi":

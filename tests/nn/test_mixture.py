@@ -7,7 +7,7 @@ import torch
 
 from drafttrain.errors import InputError
 from drafttrain.nn import losses
-from drafttrain.nn.mixture import TEXT, Mixture, mixed
+from drafttrain.nn.mixture import TEXT, Mixture, is_best, mixed
 from tests.messages import said
 
 WEIGHTS = {
@@ -35,6 +35,11 @@ def direct(
         "total_variation": (p - q).abs().sum(-1) / 2,
     }
     return {name: values[name].sum() for name in mixture.names}
+
+
+def test_the_label_is_best_where_no_token_is_more_likely() -> None:
+    logits = torch.tensor([[2.0, 1.0], [1.0, 2.0], [3.0, 3.0], [5.0, 1.0]])
+    assert is_best(logits, torch.tensor([0, 0, 1, -1])).tolist() == [1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.1, 0.9])
