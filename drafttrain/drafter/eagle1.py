@@ -26,9 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.checks import integer, number, switch
-from drafttrain.drafter.base import Committed
 from drafttrain.drafter.borrowing import BorrowsHead, best_ids, sizes_of_inputs
-from drafttrain.drafter.growing import Autoregressive, AutoregressiveState
+from drafttrain.drafter.growing import Recurrent
 from drafttrain.drafter.unrolling import Labels, accuracies, accuracy_names, guesses_of
 from drafttrain.errors import InputError, first_line
 from drafttrain.flow import Batch, Features, Loss, Needs
@@ -99,7 +98,7 @@ class Eagle1Config:
         losses.divergence(self.divergence)
 
 
-class Eagle1(BorrowsHead, Autoregressive):
+class Eagle1(BorrowsHead, Recurrent):
     """The drafter: `fc` (2d -> d), one decoder layer, the target's embedding and head borrowed.
 
     The layer has no norm before its attention and none after it (arXiv:2401.15077, section 3.2 and
@@ -353,34 +352,18 @@ class Eagle1(BorrowsHead, Autoregressive):
         return Judged(total, torch.cat((gaps.detach().sum(0)[:, None], made.sums), 1), made.noted)
 
     # Decoding -------------------------------------------------------------------------------------
-    def extend(
-        self, state: AutoregressiveState, committed: Committed, depth: int
-    ) -> tuple[Tensor, Candidates]:
-        cache, s = state.cache, committed.tokens.shape[1]
-        assert committed.features.last_hidden is not None
-        device = committed.tokens.device
-        tree_mask = torch.ones(1, s, s, dtype=torch.bool, device=device).tril()
-        positions = cache.lengths[:, None] + torch.arange(s, device=device)
-        read = committed.features.last_hidden
-        out = self(read, committed.tokens, positions, cache.mask(tree_mask), cache)
-        cache.commit(committed.counts)
-        last = out[torch.arange(len(out), device=device), committed.counts - 1]  # b d
-        return last[:, None], self.candidates(self.head(last)[:, None])
+    def begin(self, features: Features) -> Tensor:
+        assert features.last_hidden is not None
+        return features.last_hidden
 
-    def expand(
-        self,
-        state: AutoregressiveState,
-        tokens: Tensor,
-        hidden: Tensor,
-        depth: int,
-        tree_mask: Tensor,
-    ) -> tuple[Tensor, Candidates]:
-        cache, m = state.cache, tokens.shape[1]
-        true_rows = cache.lengths - (tree_mask.shape[-1] - m)
-        positions = (true_rows + depth - 1)[:, None].expand(-1, m)
-        out = self(hidden, tokens, positions, cache.mask(tree_mask), cache)
-        cache.advance(m)
-        return out, self.candidates(self.head(out))
+    def run(
+        self, hidden: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        out = self(hidden, tokens, positions, mask, cache)
+        return out, out
+
+    def after(self, out: Tensor) -> Candidates:
+        return self.candidates(self.head(out))
 
     # Inside ---------------------------------------------------------------------------------------
     def _make_layer(self) -> None:

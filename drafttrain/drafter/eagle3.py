@@ -26,20 +26,17 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.checks import integer, number, shown, switch
-from drafttrain.drafter.base import Committed
-from drafttrain.drafter.borrowing import SLACK, BorrowsHead
-from drafttrain.drafter.growing import Autoregressive, AutoregressiveState
-from drafttrain.drafter.unrolling import Labels, accuracies, accuracy_names, guesses_of
+from drafttrain.drafter.borrowing import SLACK
+from drafttrain.drafter.unrolling import Labels, Unrolls
 from drafttrain.errors import InputError, first_line
-from drafttrain.flow import Batch, Features, Loss, Needs
+from drafttrain.flow import Batch, Features, Needs
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.isolation import mask_of
-from drafttrain.nn.mixture import Mixture, is_best, mixed_rows, no_goal, teacher_goal
+from drafttrain.nn.mixture import Mixture
 from drafttrain.nn.plain import plain_config, plain_rotary
 from drafttrain.nn.unrolled import MOST_STEPS, Unrolled, at_labels, unroll
 from drafttrain.nn.widened import ByToken, WidenedLayer, norm
 from drafttrain.target.model import Target
-from drafttrain.tree.candidates import Candidates
 
 MOST_LAYERS = 64
 
@@ -105,6 +102,11 @@ class Eagle3Config:
         integer("chunk", self.chunk, 1)
         Mixture(self.loss, self.beta)
 
+    @property
+    def step_weights(self) -> list[float]:
+        """(J) of the steps' losses."""
+        return [self.step_decay**step for step in range(self.steps)]
+
 
 def _check_taps(taps: object) -> None:
     if taps is None:
@@ -148,7 +150,7 @@ def default_taps(layers: int) -> tuple[int, ...]:
     return tuple(sorted({0, last // 2, last}))
 
 
-class Eagle3(BorrowsHead, Autoregressive):
+class Eagle3(Unrolls):
     """The drafter: `fc` of the taps, widened layers, a final norm, a head; the target's embedding
     borrowed. Layers are plain, dense ones (Llama's) in the target's width, heads and rotary
     settings, as engines build them.
@@ -281,23 +283,12 @@ class Eagle3(BorrowsHead, Autoregressive):
         assert isinstance(first, WidenedLayer)
         return first
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(... d) what the head reads -> (... w)."""
-        if self.lm_head is None:
-            return self.head(hidden)
-        out: Tensor = self.lm_head(hidden.to(self.dtype))
-        return out
-
     # Training -------------------------------------------------------------------------------------
     def check_packing(self) -> None:
         """Rows keep apart by their mask and positions; a label that another row's step reaches does
         not count for it."""
 
-    @property
-    def loss_parts(self) -> tuple[str, ...]:
-        return (*self.mixture.names, *accuracy_names(self.config.steps))
-
-    def _aligned(self, batch: Batch, features: Features) -> tuple[Tensor, Labels]:
+    def aligned(self, batch: Batch, features: Features) -> tuple[Tensor, Labels]:
         """What the head reads for every label of the table above: (t k d) with grad, a row for
         each step; and the labels."""
         device, count = self.device, self.config.steps
@@ -319,66 +310,15 @@ class Eagle3(BorrowsHead, Autoregressive):
         read = [at_labels(out, labels.where, step) for step, out in enumerate(steps)]
         return torch.stack(read, 1), labels
 
-    def loss(
-        self, batch: Batch, features: Features, *, generator: torch.Generator | None = None
-    ) -> Loss:
-        read, labels = self._aligned(batch, features)
-        goal: Any = no_goal
-        if self.mixture.reads_target_probs:
-            assert features.last_hidden is not None
-            goal = teacher_goal(labels.before(features.last_hidden, read.device), self.head)
-        powers = torch.arange(read.shape[1], device=read.device)
-        found = mixed_rows(
-            read,
-            self.to_draft_ids(labels.ids),
-            self.logits,
-            self.mixture.terms,
-            goal=goal,
-            note=is_best,
-            weights=labels.valid * self.config.step_decay**powers,
-            valid=labels.valid,
-            trained=[] if self.lm_head is None else [self.lm_head.weight],
-            chunk=self.config.chunk,
-        )
-        sums, count = found.sums.sum(0).unbind(), labels.valid.sum().float()
-        parts = {name: (one, count) for name, one in zip(self.mixture.names, sums, strict=True)}
-        parts |= accuracies(found.noted, labels)
-        return Loss(found.total.float(), parts["accuracy"][1], parts)
-
-    @torch.no_grad()
-    def guesses(self, batch: Batch, features: Features) -> Tensor:
-        """Depth k is step k - 1, which has read its own output since the prefix ended."""
-        read, labels = self._aligned(batch, features)
-        return guesses_of(self, read, labels, self.logits, self.config.chunk, batch)
-
     # Decoding -------------------------------------------------------------------------------------
-    def extend(
-        self, state: AutoregressiveState, committed: Committed, depth: int
-    ) -> tuple[Tensor, Candidates]:
-        cache, s = state.cache, committed.tokens.shape[1]
-        device = committed.tokens.device
-        tree_mask = torch.ones(1, s, s, dtype=torch.bool, device=device).tril()
-        positions = cache.lengths[:, None] + torch.arange(s, device=device)
-        hidden = self.fuse(committed.features.layers)
-        out, fed = self(hidden, committed.tokens, positions, cache.mask(tree_mask), cache)
-        cache.commit(committed.counts)
-        last = torch.arange(len(out), device=device), committed.counts - 1
-        return fed[last][:, None], self.candidates(self.logits(out[last])[:, None])
+    def begin(self, features: Features) -> Tensor:
+        return self.fuse(features.layers)
 
-    def expand(
-        self,
-        state: AutoregressiveState,
-        tokens: Tensor,
-        hidden: Tensor,
-        depth: int,
-        tree_mask: Tensor,
-    ) -> tuple[Tensor, Candidates]:
-        cache, m = state.cache, tokens.shape[1]
-        true_rows = cache.lengths - (tree_mask.shape[-1] - m)
-        positions = (true_rows + depth - 1)[:, None].expand(-1, m)
-        out, fed = self(hidden, tokens, positions, cache.mask(tree_mask), cache)
-        cache.advance(m)
-        return fed, self.candidates(self.logits(out))
+    def run(
+        self, hidden: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        out: tuple[Tensor, Tensor] = self(hidden, tokens, positions, mask, cache)
+        return out
 
     # Inside ---------------------------------------------------------------------------------------
     def _taps(self) -> tuple[int, ...]:

@@ -4,10 +4,11 @@ other.
 | base             | one pass of the drafter gives                | a token depends on             |
 |------------------|----------------------------------------------|--------------------------------|
 | `Autoregressive` | the candidates after given nodes             | all drafts on its path         |
+| `Recurrent`      | the same, reading its own output before      | all drafts on its path         |
 | `Parallel`       | a row for every place of a block             | nothing drafted                |
 | `Sequential`     | a row for every place; a cheap step corrects | its parent, what steps carry   |
 
-Trees, temperatures, batches and rules are the same for all three: growth asks for candidates.
+Trees, temperatures, batches and rules are the same for all: growth asks for candidates.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafter.base import Committed, Drafter
-from drafttrain.flow import Proposal, Sampling
+from drafttrain.flow import Features, Proposal, Sampling
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.sampling import Policy
 from drafttrain.tree.candidates import Candidates
@@ -94,6 +95,59 @@ class Autoregressive(Growing):
         true_rows = state.cache.lengths
         yield
         state.cache.set_lengths(true_rows)
+
+
+class Recurrent(Autoregressive):
+    """One step after the other: the first reads the target's features, each later one its own
+    output before, next to the token that was drafted."""
+
+    @abc.abstractmethod
+    def begin(self, features: Features) -> Tensor:
+        """(b s d) what the first step reads."""
+
+    @abc.abstractmethod
+    def run(
+        self, hidden: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        """One step.
+
+        Args:
+            hidden: (b s d); tokens: (b s) the ones after them; positions: (b s) rotary.
+            mask: (b 1 s t) bool.
+        Returns: (b s d) what the head reads, (b s d) what the next step reads.
+        """
+
+    @abc.abstractmethod
+    def after(self, out: Tensor) -> Candidates:
+        """(b s d) what the head reads -> the candidates after these nodes."""
+
+    def extend(
+        self, state: AutoregressiveState, committed: Committed, depth: int
+    ) -> tuple[Tensor, Candidates]:
+        cache, s = state.cache, committed.tokens.shape[1]
+        device = committed.tokens.device
+        tree_mask = torch.ones(1, s, s, dtype=torch.bool, device=device).tril()
+        positions = cache.lengths[:, None] + torch.arange(s, device=device)
+        hidden = self.begin(committed.features)
+        out, fed = self.run(hidden, committed.tokens, positions, cache.mask(tree_mask), cache)
+        cache.commit(committed.counts)
+        last = torch.arange(len(out), device=device), committed.counts - 1
+        return fed[last][:, None], self.after(out[last][:, None])
+
+    def expand(
+        self,
+        state: AutoregressiveState,
+        tokens: Tensor,
+        hidden: Tensor,
+        depth: int,
+        tree_mask: Tensor,
+    ) -> tuple[Tensor, Candidates]:
+        cache, m = state.cache, tokens.shape[1]
+        true_rows = cache.lengths - (tree_mask.shape[-1] - m)
+        positions = (true_rows + depth - 1)[:, None].expand(-1, m)
+        out, fed = self.run(hidden, tokens, positions, cache.mask(tree_mask), cache)
+        cache.advance(m)
+        return fed, self.after(out)
 
 
 @dataclass

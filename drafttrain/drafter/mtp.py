@@ -31,23 +31,20 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.checks import integer, number, shown, switch
-from drafttrain.drafter.base import Committed
-from drafttrain.drafter.borrowing import BorrowsHead, sizes_of_inputs
-from drafttrain.drafter.growing import Autoregressive, AutoregressiveState
-from drafttrain.drafter.unrolling import Labels, accuracies, accuracy_names, guesses_of
+from drafttrain.drafter.borrowing import sizes_of_inputs
+from drafttrain.drafter.unrolling import Labels, Unrolls
 from drafttrain.errors import InputError, first_line
-from drafttrain.flow import Batch, Features, Loss, Needs
+from drafttrain.flow import Batch, Features, Needs
 from drafttrain.nn.cache import KVCache
 from drafttrain.nn.isolation import mask_of
 from drafttrain.nn.layers import new_rotary
-from drafttrain.nn.mixture import Mixture, is_best, mixed_rows, no_goal, teacher_goal
+from drafttrain.nn.mixture import Mixture
 from drafttrain.nn.native import NativeModule
 from drafttrain.nn.plain import plain_config
 from drafttrain.nn.unrolled import MOST_STEPS, Unrolled, at_labels, unroll
 from drafttrain.nn.widened import WidenedLayer, norm
 from drafttrain.target import native
 from drafttrain.target.model import Target
-from drafttrain.tree.candidates import Candidates
 
 TTT, SAME_STEP = "ttt", "same_step"
 SHIPPED, NEW = "shipped", "new"
@@ -106,7 +103,7 @@ class MtpConfig:
         return [value / sum(raw) for value in raw]
 
 
-class Mtp(BorrowsHead, Autoregressive):
+class Mtp(Unrolls):
     """The drafter: norms of both inputs, one plain decoder layer whose queries, keys and values
     read both, a final norm, the target's embedding and head borrowed.
 
@@ -225,7 +222,7 @@ class Mtp(BorrowsHead, Autoregressive):
             )
         )
 
-    def _aligned(self, batch: Batch, features: Features) -> tuple[Tensor, Labels]:
+    def aligned(self, batch: Batch, features: Features) -> tuple[Tensor, Labels]:
         """What the head reads for every label of the table above: (t k d) with grad, a row for
         each step; and the labels."""
         labels = Labels.of(batch, self.config.steps, self.device)
@@ -233,72 +230,16 @@ class Mtp(BorrowsHead, Autoregressive):
         read = [at_labels(out, labels.where, step) for step, out in enumerate(outs)]
         return torch.stack(read, 1), labels
 
-    @property
-    def loss_parts(self) -> tuple[str, ...]:
-        return (*self.mixture.names, *accuracy_names(self.config.steps))
-
-    def loss(
-        self, batch: Batch, features: Features, *, generator: torch.Generator | None = None
-    ) -> Loss:
-        """Sum over steps of their weight times their loss, over the labels that each reaches; its
-        count is of the labels that the first one has."""
-        read, labels = self._aligned(batch, features)
-        goal: Any = no_goal
-        if self.mixture.reads_target_probs:
-            assert features.last_hidden is not None
-            goal = teacher_goal(labels.before(features.last_hidden, self.device), self.head)
-        found = mixed_rows(
-            read,
-            self.to_draft_ids(labels.ids),
-            self.logits,
-            self.mixture.terms,
-            goal=goal,
-            note=is_best,
-            weights=labels.valid * torch.tensor(self.config.step_weights, device=self.device),
-            valid=labels.valid,
-            trained=[] if self.lm_head is None else [self.lm_head.weight],
-            chunk=self.config.chunk,
-        )
-        sums, count = found.sums.sum(0).unbind(), labels.valid.sum().float()
-        parts = {name: (one, count) for name, one in zip(self.mixture.names, sums, strict=True)}
-        parts |= accuracies(found.noted, labels)
-        return Loss(found.total.float(), parts["accuracy"][1], parts)
-
-    @torch.no_grad()
-    def guesses(self, batch: Batch, features: Features) -> Tensor:
-        """Depth k is step k - 1."""
-        read, labels = self._aligned(batch, features)
-        return guesses_of(self, read, labels, self.logits, self.config.chunk, batch)
-
     # Decoding -------------------------------------------------------------------------------------
-    def extend(
-        self, state: AutoregressiveState, committed: Committed, depth: int
-    ) -> tuple[Tensor, Candidates]:
-        cache, s = state.cache, committed.tokens.shape[1]
-        assert committed.features.last_hidden is not None
-        device = committed.tokens.device
-        tree_mask = torch.ones(1, s, s, dtype=torch.bool, device=device).tril()
-        positions = cache.lengths[:, None] + torch.arange(s, device=device)
-        read = committed.features.last_hidden
-        out = self(read, committed.tokens, positions, cache.mask(tree_mask), cache)
-        cache.commit(committed.counts)
-        last = out[torch.arange(len(out), device=device), committed.counts - 1]  # b d
-        return last[:, None], self.candidates(self.logits(last)[:, None])
+    def begin(self, features: Features) -> Tensor:
+        assert features.last_hidden is not None
+        return features.last_hidden
 
-    def expand(
-        self,
-        state: AutoregressiveState,
-        tokens: Tensor,
-        hidden: Tensor,
-        depth: int,
-        tree_mask: Tensor,
-    ) -> tuple[Tensor, Candidates]:
-        cache, m = state.cache, tokens.shape[1]
-        true_rows = cache.lengths - (tree_mask.shape[-1] - m)
-        positions = (true_rows + depth - 1)[:, None].expand(-1, m)
-        out = self(hidden, tokens, positions, cache.mask(tree_mask), cache)
-        cache.advance(m)
-        return out, self.candidates(self.logits(out))
+    def run(
+        self, hidden: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        out = self(hidden, tokens, positions, mask, cache)
+        return out, out
 
     # Inside ---------------------------------------------------------------------------------------
     def _make_plain(self) -> None:

@@ -3,14 +3,19 @@ say of every step."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from drafttrain.drafter.borrowing import DraftVocabulary, best_ids
-from drafttrain.flow import Batch
+from drafttrain.drafter.borrowing import BorrowsHead, DraftVocabulary, best_ids
+from drafttrain.drafter.growing import Recurrent
+from drafttrain.flow import Batch, Features, Loss
+from drafttrain.nn.mixture import Mixture, is_best, mixed_rows, no_goal, teacher_goal
+from drafttrain.tree.candidates import Candidates
 
 
 @dataclass(frozen=True)
@@ -68,3 +73,63 @@ def guesses_of(
         ids = best_ids(drafter, read[:, step], head, chunk)
         found[sequence, place, step] = torch.where(labels.valid[:, step], ids, -1)
     return found
+
+
+class Unrolls(BorrowsHead, Recurrent):
+    """Learns all of its steps at once, by losses over the vocabulary: step j reads its own output
+    of step j - 1. Its head is its own, or the target's, frozen."""
+
+    mixture: Mixture
+    lm_head: nn.Linear | None
+
+    @abc.abstractmethod
+    def aligned(self, batch: Batch, features: Features) -> tuple[Tensor, Labels]:
+        """What the head reads for every label: (t k d) with grad, a row for each step; and the
+        labels."""
+
+    @property
+    def loss_parts(self) -> tuple[str, ...]:
+        return (*self.mixture.names, *accuracy_names(self.config.steps))
+
+    def loss(
+        self, batch: Batch, features: Features, *, generator: torch.Generator | None = None
+    ) -> Loss:
+        """Sum over steps of their weight times their loss, over the labels that each reaches; its
+        count is of the labels that the first one has."""
+        read, labels = self.aligned(batch, features)
+        goal: Any = no_goal
+        if self.mixture.reads_target_probs:
+            assert features.last_hidden is not None
+            goal = teacher_goal(labels.before(features.last_hidden, read.device), self.head)
+        found = mixed_rows(
+            read,
+            self.to_draft_ids(labels.ids),
+            self.logits,
+            self.mixture.terms,
+            goal=goal,
+            note=is_best,
+            weights=labels.valid * torch.tensor(self.config.step_weights, device=read.device),
+            valid=labels.valid,
+            trained=[] if self.lm_head is None else [self.lm_head.weight],
+            chunk=self.config.chunk,
+        )
+        sums, count = found.sums.sum(0).unbind(), labels.valid.sum().float()
+        parts = {name: (one, count) for name, one in zip(self.mixture.names, sums, strict=True)}
+        parts |= accuracies(found.noted, labels)
+        return Loss(found.total.float(), parts["accuracy"][1], parts)
+
+    @torch.no_grad()
+    def guesses(self, batch: Batch, features: Features) -> Tensor:
+        """Depth k is step k - 1, which has read its own output since the prefix ended."""
+        read, labels = self.aligned(batch, features)
+        return guesses_of(self, read, labels, self.logits, self.config.chunk, batch)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(... d) what the head reads -> (... w)."""
+        if self.lm_head is None:
+            return self.head(hidden)
+        out: Tensor = self.lm_head(hidden.to(self.dtype))
+        return out
+
+    def after(self, out: Tensor) -> Candidates:
+        return self.candidates(self.logits(out))

@@ -98,7 +98,7 @@ def test_a_training_row_equals_chain_inference_in_float64(flags: str) -> None:
     x = batch.input_ids
     layers = {tap: value.double() for tap, value in features_of(drafter, batch).layers.items()}
     with torch.inference_mode():
-        read, labels = drafter._aligned(batch, Features(None, layers))
+        read, labels = drafter.aligned(batch, Features(None, layers))
         place, valid = labels.where[1], labels.valid
         found = {
             (int(at) - 2 - step, step): read[t, step]

@@ -99,7 +99,7 @@ def test_alignment_of_five_prompt_and_four_answer_tokens(monkeypatch):
         )
 
     monkeypatch.setattr(Mtp, "forward", spy)
-    monkeypatch.setattr("drafttrain.drafter.mtp.mixed_rows", judge)
+    monkeypatch.setattr("drafttrain.drafter.unrolling.mixed_rows", judge)
     loss = drafter.loss(batch, true)
     assert len(seen) == 3
     for step, (hidden, tokens, positions, _) in enumerate(seen):
@@ -115,7 +115,7 @@ def test_alignment_of_five_prompt_and_four_answer_tokens(monkeypatch):
     torch.testing.assert_close(judged["weights"], torch.tensor([[25, 15, 9]]).expand(4, -1) / 49)
     with torch.no_grad():
         soft = target.head(true.last_hidden[0, 4:8])
-        torch.testing.assert_close(judged["goal"](slice(None)), soft, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(judged["goal"](slice(None)).logits, soft, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.field("F09", "F33")
