@@ -170,7 +170,8 @@ def test_processes_compare_their_settings(port: int, machines: int) -> None:
 
 @pytest.mark.processes
 def test_a_slow_process_is_waited_for_and_named(port: int) -> None:
-    (code, printed), (other, _) = ended(start(0, port, "quick"), start(1, port, "slow"))
+    slow = start(1, port, "slow")  # First, so that it is there when the other one waits.
+    (code, printed), (other, _) = ended(start(0, port, "quick"), slow)
     assert code == other == 0, printed
     assert "waits before the first update for rank 1 (loads the target)" in printed
 

@@ -138,7 +138,10 @@ def run_globals(bench: Any, tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--families", "eagle9"], "families.py: --families eagle9: give some of eagle1, medusa"),
+        (
+            ["--families", "eagle9"],
+            "families.py: --families eagle9: give some of eagle1, hass, eagle3",
+        ),
         (["--minutes", "0"], "argument --minutes: 0: needs a number of minutes above 0"),
         (["--minutes", "nan"], "argument --minutes: nan: needs a number of minutes above 0"),
         (["--timed", "-1"], "argument --timed: -1: needs an integer"),

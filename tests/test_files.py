@@ -90,7 +90,7 @@ def test_all_files_of_an_output_have_the_modes_that_the_umask_leaves(
     make_store(target, ConversationData(out / "set"), out / "store")
     packed(out / "package", drafters.make(Eagle1, target), target)
     change_plan(out / "package", Plan(Tree.chain(2)))
-    write_checkpoint(out / "checkpoints" / "last.ckpt", {"weights": torch.zeros(3)})
+    write_checkpoint(out / "checkpoints" / "last.ckpt", {"weights": {"w": torch.zeros(3)}})
     exported = Exported({"model_type": "x"}, {"a": torch.zeros(2)}, "", tokenizer=True)
     put(out / "export", exported, {"README.md": ""}, target.tokenizer, lambda head: [])
     head_accuracies({"sim/head_1_top1": 0.5}, out / "heads.png")
@@ -167,7 +167,7 @@ def picture(target: Target, folder: Path) -> None:
 
 def checkpoint(target: Target, folder: Path) -> None:
     with file_limit(4000):
-        write_checkpoint(folder / "x", {"weights": torch.zeros(9999)})
+        write_checkpoint(folder / "x", {"weights": {"w": torch.zeros(9999)}})
 
 
 @pytest.mark.field("F90")

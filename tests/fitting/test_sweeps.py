@@ -49,8 +49,10 @@ def test_words_are_read_as_hydras_basic_sweeper_reads_them() -> None:
     assert chosen("optim=glob(*)") == [("optim=adamw",), ("optim=muon",)]
     assert chosen("drafter=glob([m*,e*],exclude=ensemble)") == [
         ("drafter=eagle1",),
+        ("drafter=eagle3",),
         ("drafter=early_exit",),
         ("drafter=medusa",),
+        ("drafter=mtp",),
     ]
     assert chosen("init_from=a,'b,c'") == [("init_from=a",), ("init_from='b,c'",)]
 
