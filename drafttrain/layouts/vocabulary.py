@@ -125,6 +125,10 @@ def check(
             "compare the two; write it",
             fatal=False,
         )
+    _compare_maps(inspection, vocab_size, draft_size)
+
+
+def _compare_maps(inspection: Inspection[Any], vocab_size: int, draft_size: int) -> None:
     offsets = inspection.head.read("d2t").to(torch.int64)
     marks = _marks(inspection, vocab_size)
     _check_offsets(inspection, offsets, marks, vocab_size)
